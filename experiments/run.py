@@ -82,6 +82,7 @@ REGISTRY = (
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, scales, tails", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
+    Experiment("cp_traffic", "cp_traffic", "", 3, "bytes that CP ranks need of each other", BOTH),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
     Experiment("system_defaults", "system_defaults", "", 25, "defaults of system wlb", "--quick"),
     Experiment("robust_packing", "robust_packing", "", 20, "balance where prices are wrong", BOTH),

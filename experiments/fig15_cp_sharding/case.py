@@ -57,14 +57,19 @@ def packer_of(policy: str, *, window: int, seed: int) -> Packer:
             raise ValueError(f"no packer {policy!r} here; known are {', '.join(PACKERS)}")
 
 
-def micro_batches(policy: str, *, window: int, count: int, seed: int) -> list[IntArray]:
-    """Returns piece lengths, in packed order, of the first `count` micro-batches of the stream."""
+def micro_batches(
+    policy: str, *, window: int, count: int, seed: int, source: str = "wlb_paper"
+) -> list[IntArray]:
+    """Returns piece lengths, in packed order, of the first `count` micro-batches of the stream.
+
+    source: as of `streams.batches_of`
+    """
     # A global batch of the study has N windows of `window` tokens, but `batches_of` counts windows
     # of 128K.
     if N * window % WINDOW:
         raise ValueError(f"window = {window}: {N} of them must be a multiple of {WINDOW} tokens")
     batches = batches_of(
-        "wlb_paper", num_micro_batches=N * window // WINDOW, num_batches=count // N + 8, seed=seed
+        source, num_micro_batches=N * window // WINDOW, num_batches=count // N + 8, seed=seed
     )
     packer = packer_of(policy, window=window, seed=seed)
     carry, out = packer.start(), []

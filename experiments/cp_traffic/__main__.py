@@ -1,0 +1,155 @@
+"""Counts the key rows that CP ranks need of each other, beside those that an all-gather moves.
+
+`python -m experiments.cp_traffic [--quick] [--lengths FILE ...]` shards micro-batches of 128K
+windows, packed by the Plain-4D loader and by `bounded`, over CP 2 to 16. All rows have equal bytes,
+so a ratio of rows is one of bytes: forward, backward and of the gradients on their way back.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.fig15_cp_sharding.case import PACKERS, layer_cost, micro_batches
+from experiments.results import How, Table, priced_with, show, write_results
+from experiments.streams import WINDOW, title_of
+from wlb.cost import WorkloadModel, load_profile
+from wlb.plan import (
+    IntArray,
+    ShardingPlan,
+    least_rows_received,
+    local_tokens,
+    rows_gathered,
+    rows_moved,
+)
+from wlb.sharding import shard
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+DEGREES = (2, 4, 8, 16)
+STRATEGIES = ("per_sequence", "per_document", "hybrid", "balanced")
+SOURCES = ("wlb_paper", "stdlib")
+ROW_MULTIPLE = 128
+"""Rows of a rank are a multiple of this in the large presets; an all-gather moves the padding."""
+LARGEST, NEAREST = 0.35, 1.05
+"""Targets: bytes of the busiest rank over the all-gather's with `balanced`, and over the bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Rows of one strategy, summed over micro-batches.
+
+    gathered: received by each rank in an all-gather
+    received, sent: by the rank that receives or sends most
+    mean: received by the mean rank
+    least: of the rank that has to receive most, whatever the exchange
+    """
+
+    gathered: int
+    received: int
+    sent: int
+    mean: float
+    least: int
+
+
+def traffic_of(plans: Sequence[ShardingPlan]) -> Traffic:
+    moved = [rows_moved(plan) for plan in plans]
+    gathered = (
+        rows_gathered(
+            plan, local_tokens=local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=ROW_MULTIPLE)
+        )
+        for plan in plans
+    )
+    return Traffic(
+        gathered=sum(gathered),
+        received=sum(int(rows.sum(axis=1).max()) for rows in moved),
+        sent=sum(int(rows.sum(axis=0).max()) for rows in moved),
+        mean=float(sum(rows.sum() / len(rows) for rows in moved)),
+        least=sum(int(least_rows_received(plan).max()) for plan in plans),
+    )
+
+
+def traffic(lengths: Sequence[IntArray], strategy: str, *, cp: int, cost: WorkloadModel) -> Traffic:
+    """Returns the traffic of micro-batches of these piece lengths, without padding."""
+    return traffic_of([shard(pieces, cp=cp, strategy=strategy, cost=cost) for pieces in lengths])
+
+
+def table(
+    sources: Sequence[str], *, count: int, seed: int, degrees: Sequence[int] = DEGREES
+) -> Table:
+    rows: list[list[object]] = []
+    for source in sources:
+        for policy in PACKERS:
+            lengths = micro_batches(policy, window=WINDOW, count=count, seed=seed, source=source)
+            for cp in degrees:
+                cost = layer_cost(window=WINDOW, cp=cp)
+                for strategy in STRATEGIES:
+                    t = traffic(lengths, strategy, cp=cp, cost=cost)
+                    shares = [x / t.gathered for x in (t.received, t.sent, t.mean)]
+                    name = title_of(source)
+                    rows.append([name, policy, cp, strategy, *shares, t.received / t.least])
+    columns = ("stream", "packed by", "CP", "strategy", "received", "sent", "mean", "over bound")
+    return Table(
+        name="traffic",
+        title=f"Rows by need over those of an all-gather, {count} micro-batches each",
+        columns=columns,
+        rows=rows,
+        formats=dict.fromkeys(columns[4:], ".3f"),
+        note="`received` and `sent` are of the busiest rank, `mean` of the mean rank.",
+        most_rows=200,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="8 micro-batches, and write nothing")
+    parser.add_argument("--count", type=int, default=48, help="micro-batches of each stream")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
+    options = parser.parse_args()
+    count = 8 if options.quick else options.count
+    found = table([*SOURCES, *options.lengths], count=count, seed=options.seed)
+    show(found)
+    if options.quick:
+        return
+    write_results(
+        FOLDER,
+        title="Key rows that CP ranks need of each other",
+        how=How.COMPUTED,
+        profile=f"rows are counted; strategies choose by {priced_with(load_profile('h100'))}",
+        text=TEXT + "\n".join(worst_cells(found)),
+        seed=options.seed,
+        tables=[found],
+    )
+
+
+TEXT = f"""
+A rank's queries see the keys of their own documents up to themselves. An all-gather gives every
+rank all rows of the micro-batch; an exchange by need gives it the rows that its spans read and that
+it does not hold. Rows are of equal bytes, so these ratios hold for K and V on their way there in
+forward and backward and for their gradients on their way back.
+
+The lower bound is what the busiest rank has to receive with these spans: the prefixes of documents
+that it reads less the rows that it holds. Ranks' rows are a multiple of {ROW_MULTIPLE}.
+
+"""
+
+
+def worst_cells(found: Table) -> list[str]:
+    """Returns the worst busiest rank of `balanced` at CP 4 to 16 by stream and policy, as
+    Markdown."""
+    lines = [f"Worst of `balanced` at CP 4 to 16, beside a target of {LARGEST}:", ""]
+    for stream, policy in dict.fromkeys((row[0], row[1]) for row in found.rows):
+        mine = [
+            row
+            for row in found.rows
+            if tuple(row[i] for i in (0, 1, 3)) == (stream, policy, "balanced")
+        ]
+        worst = max((row for row in mine if row[2] >= 4), key=lambda row: row[4])
+        lines.append(f"- {stream}, packed by `{policy}`: {worst[4]:.3f} (CP {worst[2]})")
+    most = max(row[7] for row in found.rows)
+    return [*lines, "", f"Received over the lower bound: at most {most:.3f} (target {NEAREST})."]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Tests the counts of `experiments.cp_traffic`, by hand and of the fitted stream."""
+
+import csv
+
+import pytest
+
+from experiments.cp_traffic.__main__ import NEAREST, RESULTS, SOURCES, STRATEGIES, table, traffic_of
+from wlb.sharding import per_document, per_sequence
+
+
+def test_traffic_by_hand() -> None:
+    """One document of 256 tokens on 2 ranks: the rank with head and tail reads all of the other's
+    rows, which reads half of the first one's."""
+    one = per_document([256], cp=2)
+    found = traffic_of([one])
+    assert (found.gathered, found.received, found.sent, found.mean) == (128, 128, 128, 96.0)
+    assert found.least == 128
+    # Two documents, one after the other, each of which both ranks share.
+    both = traffic_of([one, per_sequence([128, 128], cp=2)])
+    assert (both.gathered, both.received, both.sent, both.least) == (256, 192, 192, 192)
+
+
+@pytest.mark.full
+def test_the_fitted_stream_has_the_counts_of_the_page() -> None:
+    """An exchange by need receives no more than the bound; the page's rows are computed again."""
+    with (RESULTS / "traffic.csv").open() as file:
+        page = [list(row.values()) for row in csv.DictReader(file)]
+    found = table(SOURCES[:1], count=48, seed=0, degrees=(4,))
+    assert len(found.rows) == 2 * len(STRATEGIES)
+    for row in found.rows:
+        (same,) = [r for r in page if r[:4] == [str(x) for x in row[:4]]]
+        assert [float(x) for x in same[4:]] == pytest.approx(row[4:], rel=1e-5)
+        assert 1 <= row[7] <= NEAREST

@@ -1,0 +1,72 @@
+"""Tests which key rows ranks read of each other: literal values, and sets of tokens."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.cost import FlopsWorkload
+from wlb.plan import ShardingPlan, least_rows_received, rows_gathered, rows_moved, rows_read
+from wlb.sharding import NAMES, per_document, per_sequence, shard
+
+COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
+
+
+def test_a_rank_reads_the_first_rows_of_others_spans() -> None:
+    """Documents of 5 and 3 tokens: rank 0 holds a0 a1 | a4 | b0, rank 1 a2 a3 | b1 b2."""
+    plan = per_document([5, 3], cp=2)
+    assert rows_read(plan).tolist() == [
+        [2, 2],  # a0 a1: both
+        [1, 0],  # a4: rank 1's furthest query of a is a3
+        [1, 1],  # b0: both
+        [2, 2],  # a2 a3: rank 0's a4 sees them
+        [0, 2],  # b1 b2: rank 0's furthest query of b is b0
+    ]
+    assert rows_moved(plan).tolist() == [[0, 2], [3, 0]]
+    assert least_rows_received(plan).tolist() == [2, 3]
+    assert rows_gathered(plan, local_tokens=4) == 4
+
+
+def test_a_long_document_is_read_whole_by_one_rank() -> None:
+    """In head and tail chunks of one document, the last chunk's rank reads all rows."""
+    moved = rows_moved(per_sequence([64], cp=4))
+    assert moved.tolist() == [[0, 16, 16, 16], [8, 0, 16, 16], [8, 8, 0, 16], [8, 8, 8, 0]]
+
+
+def test_documents_on_one_rank_move_nothing() -> None:
+    whole = ShardingPlan(
+        strategy="by hand",
+        lengths=np.array([8, 8]),
+        piece=np.array([0, 1]),
+        start=np.array([0, 0]),
+        stop=np.array([8, 8]),
+        rank_offsets=np.array([0, 1, 2]),
+    )
+    for plan in (whole, per_document([], cp=3), per_sequence([9], cp=1)):
+        assert not rows_moved(plan).any()
+        assert not least_rows_received(plan).any()
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ShardingPlan:
+    lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 40)), max_size=7))
+    cp = draw(st.integers(1, 6))
+    return shard(lengths, cp=cp, strategy=draw(st.sampled_from(NAMES)), cost=COST)
+
+
+@given(plans())
+def test_what_moves_is_what_is_read_and_not_held(plan: ShardingPlan) -> None:
+    held = [
+        {(s.piece, i) for s in plan.for_rank(r).spans for i in range(s.start, s.stop)}
+        for r in range(plan.cp)
+    ]
+    read = [
+        {(s.piece, i) for s in plan.for_rank(r).spans for i in range(s.stop)}
+        for r in range(plan.cp)
+    ]
+    expected = [
+        [len(read[i] & held[j]) if i != j else 0 for j in range(plan.cp)] for i in range(plan.cp)
+    ]
+    assert rows_moved(plan).tolist() == expected
+    least = [len(read[i] - held[i]) for i in range(plan.cp)]
+    assert least_rows_received(plan).tolist() == least
+    assert np.array_equal(rows_moved(plan).sum(axis=1), least)
