@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.tensor import local_tensor
 from wlb.parallel.world import World
+from wlb.plan import KeyExchange
 from wlb.spec import Recompute, Schedule
 
 pytestmark = pytest.mark.dist
@@ -43,6 +45,8 @@ class Order(TorchDispatchMode):
         self.names |= {(32, size // tp): name for name, size in rows.items()}
         self.num_rows, self.log = num_rows, list[str]()
         self._started: dict[int, str] = {}
+        # All-to-alls of keys and of their gradients take turns.
+        self._by_need = cycle(STARTS.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.__name__.split(".")[0] in ("mm", "addmm", "addmm_"):
@@ -59,6 +63,7 @@ class Order(TorchDispatchMode):
     def logged(self) -> Iterator[None]:
         """Logs inside: collectives of custom ops too, into which the mode does not look."""
         calls = {name: self._starting(name, text) for name, text in STARTS.items()}
+        calls["all_to_all_single"] = self._starting("all_to_all_single", "")
         proxy = SimpleNamespace(**calls, wait_tensor=self._wait)
         with pytest.MonkeyPatch.context() as patch, self:
             patch.setattr(context_op, "_collectives", proxy)
@@ -68,7 +73,8 @@ class Order(TorchDispatchMode):
     def _starting(self, op: str, text: str) -> Callable[..., Tensor]:
         def call(x: Tensor, *args: Any) -> Tensor:
             made = getattr(COLLECTIVES, op)(x, *args)
-            name = f"{text} kv" if x.dim() == 4 else text
+            kind = text or next(self._by_need)
+            name = f"{kind} kv" if x.dim() == 4 else kind
             self._started[made.untyped_storage().data_ptr()] = name
             self.log.append(f"{name} starts")
             return made
@@ -109,6 +115,7 @@ def backward_order(world: World, case: Case) -> list[str]:
 
 
 ALONE = Case(cp=2, layers=2, head_dim=16, num_micro_batches=1)
+BY_NEED = replace(ALONE, exchange=KeyExchange.NEEDED)
 
 
 ATTENTION = ["gather kv is there", "scatter kv starts", "2 q", "scatter kv is there", "4 kv"]
@@ -129,6 +136,7 @@ NONE, SELECTIVE, FULL = Recompute
     ("case", "expected"),
     [
         (ALONE, ["gather kv starts", "6 mlp", "2 o", *ATTENTION]),
+        (BY_NEED, ["gather kv starts", "6 mlp", "2 o", *ATTENTION]),
         *full(
             (
                 replace(ALONE, recompute=SELECTIVE),
@@ -139,10 +147,18 @@ NONE, SELECTIVE, FULL = Recompute
                 replace(ALONE, recompute=FULL),
                 [*AGAIN, "2 mlp again", "6 mlp", "2 o", *ATTENTION[1:]],
             ),
+            (
+                replace(BY_NEED, recompute=FULL),
+                [*AGAIN, "2 mlp again", "6 mlp", "2 o", *ATTENTION[1:]],
+            ),
             (replace(ALONE, keep_gathered_kv=True), ["6 mlp", "2 o", *ATTENTION[1:]]),
             (replace(ALONE, tp=2), ["gather kv starts", *TP_MLP, *TP_ATTENTION]),
             (
                 replace(ALONE, compile_backend="aot_eager"),
+                ["gather kv starts", "6 mlp", "2 o", *ATTENTION],
+            ),
+            (
+                replace(BY_NEED, compile_backend="aot_eager"),
                 ["gather kv starts", "6 mlp", "2 o", *ATTENTION],
             ),
             (
@@ -176,7 +192,8 @@ def has_same_bits(world: World, case: Case) -> bool:
         return lambda *args: COLLECTIVES.wait_tensor(getattr(COLLECTIVES, op)(*args))
 
     overlapped = gradients()
-    proxy = SimpleNamespace(**{op: at_once(op) for op in STARTS}, **WAITED)
+    ops = (*STARTS, "all_to_all_single")
+    proxy = SimpleNamespace(**{op: at_once(op) for op in ops}, **WAITED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_op, "_collectives", proxy)
         patch.setattr(collectives, "_ops", proxy)
@@ -195,6 +212,7 @@ ZERO_BUBBLE = Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUB
     [
         Case(cp=2, layers=2),
         *full(
+            Case(cp=4, layers=2, exchange=KeyExchange.NEEDED),
             Case(cp=4, layers=2, recompute=FULL),
             Case(tp=2, cp=2, layers=2, recompute=SELECTIVE, reshard=True),
             ZERO_BUBBLE,

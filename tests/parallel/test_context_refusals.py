@@ -1,5 +1,6 @@
 """Tests that ranks which disagree about context-parallel attention all say so."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ ARGUMENTS: dict[str, Any] = {
 def refusal(world: World, lengths: tuple[int, ...] = (20, 3), **changed: Any) -> str:
     """Returns what from_plan says on this rank, or the empty string if it makes an attention."""
     plan = per_document(lengths, cp=changed.pop("cp", world.world_size))
+    plan = replace(plan, exchange=changed.pop("exchange", "gather"))
     try:
         ContextAttention.from_plan(plan, group=dist.group.WORLD, **ARGUMENTS | changed)
     except ValueError as error:
@@ -41,6 +43,7 @@ def refusals(world: World) -> dict[str, str]:
         "rows": refusal(world, row_multiple=5 if odd else 1),
         "dtype": refusal(world, dtype=torch.bfloat16 if odd else torch.float32),
         "heads": refusal(world, num_heads=8 if odd else 4),
+        "exchange": refusal(world, exchange="needed" if odd else "gather"),
         "keep": refusal(world, keep_gathered_kv=odd),
         "one rank's heads": refusal(world, num_kv_heads=3 if odd else 2),
         "one rank's type": refusal(world, row_multiple="4" if odd else 1),
@@ -51,6 +54,7 @@ def refusals(world: World) -> dict[str, str]:
         "int": refusal(world, dtype=torch.int64),
         "backend": refusal(world, backend="cutlass"),
         "fine": refusal(world),
+        "fine by need": refusal(world, exchange="needed"),
     }
 
 
@@ -82,7 +86,8 @@ def test_ranks_that_disagree_all_say_so() -> None:
         "backend": "backend = 'cutlass' is not one of auto, sdpa, ",
     }.items():
         assert all(f"rank {rank}: {message}" in first[name] for rank in range(3)), first[name]
-    assert first["fine"] == ""
+    assert first["exchange"].startswith(f"{start}exchange: rank 0 gather, rank 1 needed, rank 2")
+    assert first["fine"] == first["fine by need"] == ""
 
 
 def long_values(world: World) -> str:

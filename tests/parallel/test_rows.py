@@ -8,11 +8,22 @@ b1 | b2 | nothing, so that rank 0 holds a0 a1 a4 b0 and rank 1 a2 a3 b1 b2, then
     token         a0  a1  a4  b0   .   .  a2  a3  b1  b2   :   :
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from wlb.parallel.rows import AttentionRows, attention_rows, rank_labels, rank_tokens
-from wlb.plan import IGNORE, Documents, MicroBatch, Pieces, ShardingPlan, local_tokens, split_long
+from wlb.plan import (
+    IGNORE,
+    Documents,
+    KeyExchange,
+    MicroBatch,
+    Pieces,
+    ShardingPlan,
+    local_tokens,
+    split_long,
+)
 from wlb.sharding import per_document, per_sequence
 
 ROWS = 6
@@ -92,6 +103,38 @@ def test_gradients_of_keys_add_up_over_their_uses() -> None:
     ]
 
 
+def by_need() -> ShardingPlan:
+    return replace(example(), exchange=KeyExchange.NEEDED)
+
+
+def test_an_exchange_by_need_sends_the_rows_that_are_read() -> None:
+    """Rank 1 reads a0 a1 and b0 of rank 0, and rank 0, whose a4 sees all of a, a2 a3 of rank 1."""
+    made, other = (attention_rows(by_need(), rank, ROWS).sent for rank in range(2))
+    assert made is not None
+    assert other is not None
+    assert made.splits.tolist() == [[6, 2], [6, 3]]  # received, sent
+    assert made.index.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 3]
+    assert other.splits.tolist() == [[3, 6], [2, 6]]
+    assert other.index.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    # The gradients of a0 a1 a4 b0 and padding come back from rank 0, and of a0 a1 b0 from rank 1.
+    assert made.returned.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 9, 8, 9, 9]]
+    assert other.returned.tolist() == [[0, 1, 4, 5, 6, 7], [2, 3, 8, 8, 8, 8]]
+    assert attention_rows(example(), 0, ROWS).sent is None
+
+
+def test_keys_lie_in_the_rows_that_arrive() -> None:
+    for rank, arrived in enumerate(("a0 a1 a4 b0 . . a2 a3", "a0 a1 b0 a2 a3 b1 b2 : :")):
+        made = attention_rows(by_need(), rank, ROWS)
+        assert made.kv_index is not None
+        assert made.inverse is not None
+        gathered = attention_rows(example(), rank, ROWS)
+        assert gathered.kv_index is not None
+        names = arrived.split()
+        assert [names[i] for i in made.kv_index] == [GATHERED[i] for i in gathered.kv_index]
+        assert made.cu_seqlens_k.tolist() == gathered.cu_seqlens_k.tolist()
+        assert made.inverse.shape[1] == len(names)
+
+
 def test_one_rank_needs_no_gather() -> None:
     made = attention_rows(per_sequence([3, 2], cp=1), 0, 6)
     assert made.kv_index is None
@@ -108,6 +151,11 @@ def test_an_empty_micro_batch_is_filler_only() -> None:
     assert made.inverse is not None
     assert made.kv_index.tolist() == [2, 3]
     assert made.inverse.tolist() == [[2, 2, 0, 1]]
+    needed = attention_rows(replace(per_document([], cp=2), exchange=KeyExchange.NEEDED), 1, 2)
+    assert needed.kv_index is not None
+    assert needed.sent is not None
+    assert needed.kv_index.tolist() == [0, 1]
+    assert needed.sent.splits.tolist() == [[0, 2], [0, 2]]
 
 
 def test_a_rank_without_tokens_still_has_rows() -> None:

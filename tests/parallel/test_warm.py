@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def _warmed(world: worlds.World, parallel: ParallelSpec, shard_size: int, wraps: bool) -> object:
     built = mesh.build_mesh(parallel, CPU, shard_size=shard_size)
-    done = warm(built, wraps=wraps)
+    done = warm(built, wraps=wraps, all_to_all=True)
     dist.barrier()  # nothing is left in a communicator that later calls would receive
     assert done.seconds > 0
     return done.communicators, done.neighbours
@@ -48,23 +48,28 @@ def test_each_communicator_that_steps_use_is_used_once(
     assert run_local(*call, start_group=True, timeout_s=600) == expected
 
 
-def _broken(world: worlds.World, parallel: ParallelSpec) -> None:
+def _broken(world: worlds.World, parallel: ParallelSpec, call: str) -> None:
     built = mesh.build_mesh(parallel, CPU)
     if world.rank == 1:
-        gather = collectives.all_gather
-        collectives.all_gather = lambda x, group: gather(x, group) + 1
-    warm(built, wraps=False)
+        right = getattr(collectives, call)
+        setattr(collectives, call, lambda *args: right(*args) + 1)
+    warm(built, wraps=False, all_to_all=True)
 
 
 @pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("parallel", "name"), [(ParallelSpec(tp=2, dp=1), "world"), (ParallelSpec(pp=2, dp=1), "pp")]
+    ("parallel", "call", "name"),
+    [
+        (ParallelSpec(tp=2, dp=1), "all_gather", "world"),
+        (ParallelSpec(pp=2, dp=1), "all_gather", "pp"),
+        (ParallelSpec(cp=2, dp=1), "all_to_all", "cp"),
+    ],
 )
 def test_a_communicator_that_carries_wrong_values_is_named(
-    parallel: ParallelSpec, name: str
+    parallel: ParallelSpec, call: str, name: str
 ) -> None:
     """With pipeline ranks alone, "pp" is the communicator in which steps add their metrics."""
-    wrong = rf"rank 1: .*wrong values \(all-gather of {name}: 3\.0 for"
+    wrong = rf"rank 1: .*wrong values \({call.replace('_', '-')} of {name}: 3\.0 for"
     with pytest.raises(RankFailure, match=wrong):
-        run_local(_broken, 2, parallel, start_group=True, timeout_s=600)
+        run_local(_broken, 2, parallel, call, start_group=True, timeout_s=600)

@@ -9,7 +9,7 @@ from torch import Tensor
 from wlb.kernels import Segments, attend
 from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
 from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
-from wlb.plan import PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
+from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
 
@@ -56,6 +56,7 @@ class Case:
     prefetch: int = 1
     compile_backend: str = ""
     overlap: bool = False
+    exchange: KeyExchange = KeyExchange.GATHER
 
     @property
     def world(self) -> int:
@@ -71,6 +72,7 @@ class Case:
         name += "" if self.prefetch == 1 else f"-ahead{self.prefetch}"
         name += f"-{self.compile_backend}" if self.compile_backend else ""
         name += "-overlap" if self.overlap else ""
+        name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -94,6 +96,7 @@ def spec_of(case: Case) -> RunSpec:
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
+            sharding=replace(spec.sharding, exchange=case.exchange),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
                 reshard_after_forward=case.reshard,
@@ -179,11 +182,12 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
     """Gives this pipeline micro-batches pipeline, pipeline + dp, ..."""
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
+    shardings = (STRATEGIES[strategy](b.lengths, cp=cp) for b in batches)
     return PipelinePlan(
         step=plan.step,
         pipeline=pipeline,
         micro_batches=batches,
-        shardings=tuple(STRATEGIES[strategy](b.lengths, cp=cp) for b in batches),
+        shardings=tuple(replace(s, exchange=spec.sharding.exchange) for s in shardings),
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),

@@ -15,6 +15,7 @@ from wlb.model.rope import rotate
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device
+from wlb.plan import KeyExchange
 from wlb.spec import Dtype, Recompute, Schedule
 
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
@@ -75,6 +76,7 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
         *full(
             Case(tp=2, cp=2, pp=2, v=2),
             Case(cp=2, recompute=Recompute.FULL),
+            Case(tp=2, cp=2, exchange=KeyExchange.NEEDED),
             Case(dp=2),
             Case(tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
             # The last rank's weight passes follow each other; no sum over ranks widens them.

@@ -28,7 +28,7 @@ from wlb.parallel.compiled import num_graphs
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
-from wlb.plan import PackingPlan
+from wlb.plan import KeyExchange, PackingPlan
 from wlb.spec import Recompute, Schedule
 from wlb.train.telemetry.clock import Part, StepClock
 
@@ -129,6 +129,8 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
         Case(dp=2, keep_gathered_kv=True),
         Case(tp=2, cp=2, strategy="per_sequence", recompute=Recompute.FULL),
+        Case(cp=2, exchange=KeyExchange.NEEDED),
+        Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
     ],
     ids=str,
 )

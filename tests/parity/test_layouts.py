@@ -6,6 +6,7 @@ from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case
 from tests.sets import full
 from wlb.launch.local import run_local
+from wlb.plan import KeyExchange
 from wlb.spec import Schedule
 
 pytestmark = pytest.mark.dist
@@ -13,9 +14,10 @@ pytestmark = pytest.mark.dist
 F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
+NEEDED = KeyExchange.NEEDED
 
 # One axis each.
-QUICK = [Case(tp=2), Case(cp=2), Case(dp=2), Case(pp=2, schedule=F1B)]
+QUICK = [Case(tp=2), Case(cp=2), Case(cp=2, exchange=NEEDED), Case(dp=2), Case(pp=2, schedule=F1B)]
 CASES = [
     # One axis alone.
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
@@ -30,6 +32,11 @@ CASES = [
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
     Case(pp=2, v=2, layers=4, stage_layers=(1, 2, 1, 0)),
     Case(pp=2, v=2, dp=2, layers=3, stage_layers=(0, 1, 2, 0), schedule=IZB, num_micro_batches=8),
+    # Keys by need.
+    Case(cp=4, exchange=NEEDED, row_multiple=4),
+    Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
+    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
+    Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
     # Two axes.
     Case(tp=2, cp=2, strategy="per_sequence"),
     Case(tp=2, dp=2, num_micro_batches=8),

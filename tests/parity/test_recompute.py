@@ -30,6 +30,7 @@ from wlb.parallel.deferred import DeferringOps
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device
+from wlb.plan import KeyExchange
 from wlb.spec import Recompute, Schedule
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepClock, StepTimes
 
@@ -239,6 +240,7 @@ def steps(world: World, case: Case) -> list[dict[str, object]]:
             Case(pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
             Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
             Case(cp=2, dp=2, num_micro_batches=8),
+            Case(cp=4, exchange=KeyExchange.NEEDED),
             Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
         ),
     ],

@@ -1,8 +1,20 @@
 """Tests the rows of a rank and ranges of tokens."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
-from wlb.plan import int_array, local_tokens, ranges, row_multiple
+from wlb.plan import (
+    KeyExchange,
+    ShardingPlan,
+    UserError,
+    int_array,
+    local_tokens,
+    ranges,
+    row_multiple,
+)
+from wlb.sharding import per_document
 
 
 @pytest.mark.parametrize(
@@ -22,3 +34,19 @@ def test_row_multiple_is_the_least_common_multiple() -> None:
 def test_ranges() -> None:
     start, stop = int_array("a", [3, 0, 7]), int_array("b", [5, 1, 7])
     assert ranges(start, stop).tolist() == [3, 4, 0]
+
+
+def test_the_exchange_is_part_of_a_plan() -> None:
+    """Plans of files from before it, and their digests, are those of an all-gather."""
+    plan = per_document([5, 3], cp=2)
+    needed = replace(plan, exchange="needed")
+    assert needed.exchange is KeyExchange.NEEDED
+    assert needed.digest() != plan.digest()
+    for one in (plan, needed):
+        again = ShardingPlan.from_json(json.loads(json.dumps(one.to_json())))
+        assert (again.exchange, again.digest()) == (one.exchange, one.digest())
+    old = plan.to_json()
+    del old["exchange"]
+    assert ShardingPlan.from_json(old).digest() == plan.digest()
+    with pytest.raises(UserError, match="'ring' is not one of gather, needed"):
+        ShardingPlan.from_json(old | {"exchange": "ring"})

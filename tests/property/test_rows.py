@@ -4,7 +4,7 @@ The all-gather is simulated with numbers: the gathered K of a micro-batch is an 
 each row, the packed position of the token that lies there, or a negative number for padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import given
@@ -18,10 +18,12 @@ from wlb.plan import (
     Documents,
     GlobalBatch,
     IntArray,
+    KeyExchange,
     MicroBatch,
     ShardingPlan,
     local_tokens,
     offsets_of,
+    rows_moved,
 )
 from wlb.sharding import shard
 
@@ -108,6 +110,46 @@ def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
         assert np.array_equal(sum(padded[layer] for layer in made.inverse), expected)
         # Each key is read back exactly once, so nothing is counted twice and cancelled elsewhere.
         assert sorted(made.inverse[made.inverse < num_keys].tolist()) == list(range(num_keys))
+
+
+@given(cases(min_cp=2), st.integers(0, 2**32 - 1))
+def test_an_exchange_by_need_brings_the_same_keys_and_gradients(case: Case, seed: int) -> None:
+    """Numbers stand for the all-to-all: rank i's part of what each rank j sends, one j after the
+    other."""
+    needed = replace(case.sharding, exchange=KeyExchange.NEEDED)
+    made = [attention_rows(needed, rank, case.rows) for rank in case.ranks]
+    sent: list[list[IntArray]] = []
+    for rows in made:
+        assert rows.sent is not None
+        sent.append(np.split(rows.sent.index, np.cumsum(rows.sent.splits[1])[:-1]))
+    moved = rows_moved(case.sharding)
+    draw = np.random.default_rng(seed)
+    grads_of_rows = [np.zeros((case.rows, 2), np.int64) for _ in case.ranks]
+    returned: list[list[IntArray]] = [[] for _ in case.ranks]
+    for rank, rows in enumerate(made):
+        gathered = attention_rows(case.sharding, rank, case.rows)
+        assert rows.sent is not None
+        assert rows.kv_index is not None
+        assert rows.inverse is not None
+        assert gathered.kv_index is not None
+        sizes = [sent[j][rank].size for j in case.ranks]
+        assert rows.sent.splits[0].tolist() == sizes
+        others = [size * (j != rank) for j, size in enumerate(sizes)]
+        assert others == moved[rank].tolist()
+        arrived = np.concatenate([j * case.rows + sent[j][rank] for j in case.ranks])
+        assert arrived[rows.kv_index].tolist() == gathered.kv_index.tolist()
+        # No row comes that is not a key.
+        assert set(range(arrived.size)) == set(rows.kv_index.tolist())
+        grads = draw.integers(-1000, 1000, (rows.kv_index.size + 1, 2))
+        grads[-1] = 0
+        back = np.split(grads[rows.inverse].sum(0), np.cumsum(sizes)[:-1])
+        for j in case.ranks:
+            returned[j].append(back[j])
+            np.add.at(grads_of_rows[j], sent[j][rank], back[j])
+    for rows, back, expected in zip(made, returned, grads_of_rows, strict=True):
+        assert rows.sent is not None
+        flat = np.concatenate([*back, np.zeros((1, 2), np.int64)])
+        assert np.array_equal(flat[rows.sent.returned].sum(0), expected)
 
 
 @given(cases())

@@ -103,6 +103,7 @@ KEYS = [
     "run.over_memory",
     "run.seed",
     "run.stop_file",
+    "sharding.exchange",
     "sharding.remainder",
     "sharding.strategy",
     "telemetry.drift_threshold",

@@ -5,7 +5,7 @@ torch.compile, where raw c10d calls inside an autograd.Function silently give ze
 2.11.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,12 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return wait(start_reduce_scatter(x, group))
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """Rows of x in `sent` parts to the ranks of `group`; theirs in `received` parts, rank-major."""
+    name = group.group_name
+    return wait(_ops.all_to_all_single(x.contiguous(), list(received), list(sent), name))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

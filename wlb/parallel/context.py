@@ -1,10 +1,10 @@
-"""Context parallelism by all-gather of K and V (Section 2.1; as in Llama 3), for any spans.
+"""Context parallelism by exchange of K and V, for any spans: an all-gather (Section 2.1; as in
+Llama 3), or an all-to-all of the rows that each rank reads, as the sharding plan says.
 
-Forward gathers K and V, lays out the keys of each local span (unless the backend reads a buffer's
-rows) and makes one varlen call. The gather starts in `begin` and hides behind the query projection,
-backward's starts at the layer's end (`add`) and hides behind the MLP; no layer loops over documents
-or waits for the device. Shapes: T local rows, S packed tokens, G
-key/value and H query heads of this tp rank, D head size.
+The keys of each local span are laid out (unless the backend reads a buffer's rows) for one varlen
+call. The exchange starts in `begin` and hides behind the query projection, backward's at the
+layer's end (`add`) behind the MLP; no layer loops over documents or waits for the device. Shapes: T
+local rows, S packed tokens, G key/value and H query heads of this tp rank, D head size.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class KvGather(NamedTuple):
     """A gather of K and V that has started, and the slot for their gradients (`context_op`)."""
 
     rows_R2GD: Tensor
-    slot_T2GD: Tensor
+    slot: Tensor
 
 
 class GatherAgain(NamedTuple):
@@ -72,7 +72,8 @@ class GatherAgain(NamedTuple):
 class ContextAttention:
     """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    index [K] and inverse [U, cp * T]: see `AttentionRows`; None with one CP rank. `from_plan`
+    index [K] and inverse [U, R]: see `AttentionRows`; None with one CP rank. sent [N], returned [W,
+    T] and, on the host, splits [2, cp]: see `SentRows`; None with an all-gather. `from_plan`
     compares the ranks' arguments; the executor, whose plans' digests are compared, uses
     `from_rows`.
     """
@@ -88,13 +89,27 @@ class ContextAttention:
     keep_gathered_kv: bool
     fused: bool = False
     gradient_dtype: torch.dtype = torch.float32
+    sent: Tensor | None = None
+    returned: Tensor | None = None
+    splits: Tensor | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
-        """Start the all-gather. Its result must reach a call with the same k and v, to be freed."""
+        """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
         self._check_keys(k_TGD, v_TGD)
-        if self.cp == 1:
+        if self.inverse is None:
             return None
-        rows, slot = gather_kv(k_TGD, v_TGD, self.cp, self.group_name, self.wire_dtype)
+        rows, slot = gather_kv(
+            k_TGD,
+            v_TGD,
+            self.inverse,
+            self.sent,
+            self.returned,
+            self.splits,
+            self.cp,
+            self.group_name,
+            self.wire_dtype,
+            self.fused,
+        )
         return KvGather(rows.detach(), slot)
 
     def __call__(
@@ -125,6 +140,8 @@ class ContextAttention:
             *begun,
             self.index,
             self.inverse,
+            self.sent,
+            self.splits,
             *self.segments.arguments,
             self.backend,
             self.cp,
@@ -138,7 +155,8 @@ class ContextAttention:
         """x + y, where backward starts gathering K and V again; else attention's backward does."""
         if attended is None:
             return x_SC + y_SC
-        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *attended, self.cp, self.group_name)  # pyright: ignore[reportAssignmentType]
+        how = (self.inverse, self.sent, self.splits, self.cp, self.group_name)
+        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *attended, *how)  # pyright: ignore[reportAssignmentType]
         return out
 
     @property
@@ -150,8 +168,8 @@ class ContextAttention:
 
     @property
     def indices(self) -> list[Tensor]:
-        """Tensors that the custom ops take besides q, k and v."""
-        found = (self.index, self.inverse, *self.segments.arguments)
+        """Tensors on the device that the custom ops take besides q, k and v."""
+        found = (self.index, self.inverse, self.sent, self.returned, *self.segments.arguments)
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -201,6 +219,9 @@ class ContextAttention:
             group_name="" if group is None else group.group_name,
             index=on_device.get("kv_index"),
             inverse=on_device.get("inverse"),
+            sent=on_device.get("sent"),
+            returned=on_device.get("returned"),
+            splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
             keep_gathered_kv=keep_gathered_kv,
             gradient_dtype=gradient_dtype,
             fused=fused,
@@ -251,7 +272,7 @@ class ContextAttention:
             _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= {"plan digest": sharding_plan.digest(), "rows": num_rows}
+            declared |= _identity(sharding_plan) | {"rows": num_rows}
             declared |= {"device": device.type, "backend": backend}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
@@ -279,6 +300,10 @@ def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
     return local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
 
 
+def _identity(plan: ShardingPlan) -> dict[str, Any]:
+    return {"exchange": plan.exchange, "plan digest": plan.digest()}
+
+
 def _check_gradient_dtype(dtype: torch.dtype) -> None:
     if dtype not in GRADIENT_DTYPES:
         known = ", ".join(map(str, GRADIENT_DTYPES))
@@ -303,6 +328,8 @@ def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministi
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     """Arrays that attention needs on the device; empty with one CP rank."""
     found = {"kv_index": rows.kv_index, "inverse": rows.inverse}
+    if rows.sent is not None:
+        found |= {"sent": rows.sent.index, "returned": rows.sent.returned}
     return {name: array for name, array in found.items() if array is not None}
 
 

@@ -1,11 +1,10 @@
 """The custom ops of context attention: wlb::gather_kv, wlb::context_attend and their backward.
 
 They contain their collectives, so that one compiled graph serves all lengths and the compiler
-cannot merge the gathers of forward and backward, which would keep their result. Backward gathers
-K and V under the MLP's products and reduces their gradients under those of Q's projection. Both
-results travel as gradients of `slot`s: tensors of the right shape without memory. Memory and the
-gradients' dtype: README.md of this room. Shapes, besides those of `context`: R = cp * T gathered
-rows, K keys of all segments, U most uses of a row.
+cannot merge the exchanges of forward and backward, which would keep their result. `slot`s, tensors
+of the right shape without memory, bring as gradients what backward receives while it computes.
+Without `sent` and `splits` the exchange is an all-gather. Shapes, besides those of `context`: R
+rows that arrive, N rows sent by need, K keys of segments, U uses of a row, W receivers of a row.
 """
 
 from typing import Any
@@ -21,9 +20,31 @@ from wlb.kernels.op import BACKENDS, attention_like, backward, custom_op, forwar
 _collectives = torch.ops._c10d_functional
 
 
-def _start_gather(k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str) -> Tensor:
+def _start_gather(
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sent_N: Tensor | None,
+    splits: Tensor | None,
+    cp: int,
+    group_name: str,
+) -> Tensor:
+    """Start bringing K and V of other ranks here, [R, 2, G, D]. splits: see `SentRows`; it is on
+    the host, so that nothing waits for the device."""
     both = torch.stack([k_TGD, v_TGD], 1)
-    return _collectives.all_gather_into_tensor(both, cp, group_name)
+    if sent_N is None or splits is None:
+        return _collectives.all_gather_into_tensor(both, cp, group_name)
+    received, sent = splits.tolist()
+    both = both.index_select(0, sent_N)
+    return _collectives.all_to_all_single(both, received, sent, group_name)
+
+
+def _start_return(dkv_R2GD: Tensor, splits: Tensor | None, cp: int, group_name: str) -> Tensor:
+    """Start bringing gradients to the ranks of their rows: [T, 2, G, D], added up over ranks, or
+    with an exchange by need [N, 2, G, D], those of each receiver after the other's."""
+    if splits is None:
+        return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
+    received, sent = splits.tolist()
+    return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
 
 
 def segment_keys(
@@ -66,55 +87,101 @@ def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
+def _num_returned(local: Tensor, sent_N: Tensor | None) -> int:
+    """Rows of gradients that come back. len() would make the length a constant, and each length a
+    graph of its own."""
+    return local.shape[0] if sent_N is None else sent_N.shape[0]
+
+
 def _fake_gather(
-    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    inverse_UR: Tensor,
+    sent_N: Tensor | None,
+    returned_WT: Tensor | None,
+    splits: Tensor | None,
+    cp: int,
+    group_name: str,
+    wire: torch.dtype,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    # len(k_TGD) would make the length a constant, and each length a graph of its own.
-    num_rows = k_TGD.shape[0]
-    return _gathered(k_TGD, cp * num_rows), _slot(k_TGD, num_rows, wire)
+    slot = _slot(k_TGD, _num_returned(k_TGD, sent_N), wire)
+    return _gathered(k_TGD, inverse_UR.shape[1]), slot
 
 
 @custom_op("gather_kv", fake=_fake_gather)
 def gather_kv(
-    k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str, wire: torch.dtype
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    inverse_UR: Tensor,
+    sent_N: Tensor | None,
+    returned_WT: Tensor | None,
+    splits: Tensor | None,
+    cp: int,
+    group_name: str,
+    wire: torch.dtype,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Start gathering K and V of all ranks, [R, 2, G, D]; only context_attend may read it.
+    """Start bringing K and V of other ranks here, [R, 2, G, D]; only context_attend may read it.
 
-    The second result is the slot for the gradients of the local K and V, [T, 2, G, D], which travel
-    in dtype `wire`. Backward waits for them: autograd runs it after the nodes of q, which are made
-    later.
+    The second result is the slot for the gradients of the local K and V, [T, 2, G, D], or [N, 2, G,
+    D] before they are added up, which travel in dtype `wire`. Backward waits for them: autograd
+    runs it after the nodes of q, which are made later. inverse_UR is read for R only.
     """
-    return _start_gather(k_TGD, v_TGD, cp, group_name), _slot(k_TGD, k_TGD.shape[0], wire)
+    slot = _slot(k_TGD, _num_returned(k_TGD, sent_N), wire)
+    return _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name), slot
 
 
-@custom_op("receive_kv_gradient", fake=lambda x, dtype: x.new_empty(x.shape, dtype=dtype))
-def receive_kv_gradient(scattering_T2GD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Wait for a reduce-scatter that context_attend_backward started; its result in `dtype`."""
-    return _collectives.wait_tensor(scattering_T2GD).to(dtype, copy=True)
+def _fake_receive(
+    returning: Tensor, returned_WT: Tensor | None, dtype: torch.dtype, fused: bool
+) -> Tensor:
+    num_rows = returning.shape[0] if returned_WT is None else returned_WT.shape[1]
+    return _gathered(returning, num_rows).to(dtype)
+
+
+@custom_op("receive_kv_gradient", fake=_fake_receive)
+def receive_kv_gradient(
+    returning: Tensor, returned_WT: Tensor | None, dtype: torch.dtype, fused: bool
+) -> Tensor:
+    """Wait for gradients that context_attend_backward sent, [T, 2, G, D] in `dtype`. By need, those
+    of a row's receivers are added here, in the order of ranks, in float32."""
+    arrived = _collectives.wait_tensor(returning)
+    if returned_WT is not None:
+        arrived = gradients_by_row(arrived[:, 0], arrived[:, 1], returned_WT, fused=fused)
+    return arrived.to(dtype, copy=True)
 
 
 def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.dtype = inputs[0].dtype
+    ctx.dtype, ctx.fused = inputs[0].dtype, inputs[-1]
+    ctx.save_for_backward(inputs[4])
     ctx.set_materialize_grads(False)
 
 
-def _receive(ctx: Any, _: None, scattering: Tensor | None) -> tuple[Tensor | None, ...]:
-    if scattering is None:
-        return (None,) * 5
-    dkv_T2GD = receive_kv_gradient(scattering, ctx.dtype)
-    return dkv_T2GD[:, 0], dkv_T2GD[:, 1], None, None, None
+def _receive(ctx: Any, _: None, returning: Tensor | None) -> tuple[Tensor | None, ...]:
+    none = (None,) * 8
+    if returning is None:
+        return None, None, *none
+    dkv_T2GD = receive_kv_gradient(returning, *ctx.saved_tensors, ctx.dtype, ctx.fused)
+    return dkv_T2GD[:, 0], dkv_T2GD[:, 1], *none
 
 
 gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
 
 
-@custom_op("gather_kv_again", fake=lambda _, k, v, cp, __: _gathered(k, cp * k.shape[0]))
+@custom_op("gather_kv_again", fake=lambda _, k, v, inverse, *__: _gathered(k, inverse.shape[1]))
 def gather_kv_again(
-    grad_SC: Tensor, k_TGD: Tensor, v_TGD: Tensor, cp: int, group_name: str
+    grad_SC: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    inverse_UR: Tensor,
+    sent_N: Tensor | None,
+    splits: Tensor | None,
+    cp: int,
+    group_name: str,
 ) -> Tensor:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    return _start_gather(k_TGD, v_TGD, cp, group_name)
+    return _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
@@ -132,21 +199,23 @@ class AddAndGatherAgain(torch.autograd.Function):
         slot_R2GD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
+        inverse_UR: Tensor,
+        sent_N: Tensor | None,
+        splits: Tensor | None,
         cp: int,
         group_name: str,
     ) -> Tensor:
         ctx.cp, ctx.group_name = cp, group_name
-        ctx.save_for_backward(k_TGD, v_TGD)
+        ctx.save_for_backward(k_TGD, v_TGD, inverse_UR, sent_N, splits)
         return x_SC + y_SC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SC,) = grads
-        k_TGD, v_TGD = ctx.saved_tensors
         gathering = None
         if ctx.needs_input_grad[2]:
-            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, ctx.cp, ctx.group_name)
-        return grad_SC, grad_SC, gathering, None, None, None, None
+            gathering = gather_kv_again(grad_SC, *ctx.saved_tensors, ctx.cp, ctx.group_name)
+        return grad_SC, grad_SC, gathering, *(None,) * 7
 
 
 @custom_op(
@@ -158,9 +227,11 @@ def context_attend(
     k_TGD: Tensor,
     v_TGD: Tensor,
     kv_gather: Tensor,
-    slot_T2GD: Tensor,
+    slot: Tensor,
     index_K: Tensor,
     inverse_UR: Tensor,
+    sent_N: Tensor | None,
+    splits: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_q: int,
@@ -173,14 +244,14 @@ def context_attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [T, H, D], log-sum-exp, and a slot for the gather of backward, [R, 2, G, D].
 
-    kv_gather, slot_T2GD: `gather_kv`'s. The output is differentiable in q and in the slot, whose
+    kv_gather, slot: `gather_kv`'s. The output is differentiable in q and in the slot, whose
     gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
     """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
-    slot = _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
-    return out_THD.contiguous(), lse.contiguous(), slot
+    again = _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
+    return out_THD.contiguous(), lse.contiguous(), again
 
 
 def _fake_backward(
@@ -194,7 +265,8 @@ def _fake_backward(
     like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     *_, wire, _ = arguments
-    return q_THD.new_empty(q_THD.shape), _gathered(like, q_THD.shape[0]).to(wire)
+    num_rows = _num_returned(q_THD, arguments[4])
+    return q_THD.new_empty(q_THD.shape), _gathered(like, num_rows).to(wire)
 
 
 @custom_op("context_attend_backward", fake=_fake_backward)
@@ -208,6 +280,8 @@ def context_attend_backward(
     lse: Tensor,
     index_K: Tensor,
     inverse_UR: Tensor,
+    sent_N: Tensor | None,
+    splits: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_q: int,
@@ -218,13 +292,13 @@ def context_attend_backward(
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of q and of the local K and V: [T, 2, G, D] in dtype `wire`, which only
-    `receive_kv_gradient` may read. Give either k and v or kv_gather."""
+    """Gradients of q and of the local K and V: [T, 2, G, D], or by need [N, 2, G, D], in dtype
+    `wire`, which only `receive_kv_gradient` may read. Give either k and v or kv_gather."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        kv_gather = _start_gather(k_TGD, v_TGD, cp, group_name)
+        kv_gather = _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     saved = SavedTensors(q_THD, k, v, out_THD, lse)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
@@ -236,14 +310,13 @@ def context_attend_backward(
         dkv_R2GD = torch.stack([dk, dv], 1)
     else:
         dkv_R2GD = gradients_by_row(dk, dv, inverse_UR, fused=fused)
-    scattering = _collectives.reduce_scatter_tensor(dkv_R2GD.to(wire), "sum", cp, group_name)
-    return dq.contiguous(), scattering
+    return dq.contiguous(), _start_return(dkv_R2GD.to(wire), splits, cp, group_name)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, kv_gather, slot_T2GD, *indices = inputs[:9]
-    *static, keep_gathered, fused = inputs[9:]
-    ctx.static = (*static, slot_T2GD.dtype, fused)
+    q_THD, k_TGD, v_TGD, kv_gather, slot, *indices = inputs[:11]
+    *static, keep_gathered, fused = inputs[11:]
+    ctx.static = (*static, slot.dtype, fused)
     ctx.num_inputs, ctx.keeps_gathered = len(inputs), keep_gathered
     kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
     out_THD, lse, _ = output
@@ -260,10 +333,10 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     q_THD, k_TGD, v_TGD, kv_gather, *others = ctx.saved_tensors
     if gathering is not None and not ctx.keeps_gathered:
         k_TGD, v_TGD, kv_gather = None, None, gathering
-    dq_THD, scattering = context_attend_backward(
+    dq_THD, returning = context_attend_backward(
         grad_THD, q_THD, k_TGD, v_TGD, kv_gather, *others, *ctx.static
     )
-    return dq_THD, None, None, None, scattering, *none[5:]
+    return dq_THD, None, None, None, returning, *none[5:]
 
 
 context_attend.register_autograd(_differentiate, setup_context=_keep)

@@ -11,7 +11,18 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from wlb.plan import IGNORE, IntArray, Layout, MicroBatch, RankSpans, ShardingPlan, ranges
+from wlb.plan import (
+    IGNORE,
+    IntArray,
+    KeyExchange,
+    Layout,
+    MicroBatch,
+    RankSpans,
+    ShardingPlan,
+    offsets_of,
+    ranges,
+    rows_read,
+)
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
@@ -41,10 +52,11 @@ class AttentionRows:
 
     positions: position of each row in its piece, shape [T_local]. cu_seqlens_q, cu_seqlens_k:
     offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: shape [K],
-    rows of the gathered K and V that form the segments' keys, one segment after the other; rank r's
-    rows are [r * T_local, (r + 1) * T_local). inverse: shape [U, cp * T_local]; inverse[u, row] is
-    the key that uses the row for the u-th time, or K if there is none (its gradient is zero).
-    kv_index and inverse are None at CP 1, where the local rows are the keys.
+    which of the R rows of K and V that the exchange brings form the segments' keys, one segment
+    after the other; the ranks' rows follow each other, after an all-gather T_local each. inverse:
+    shape [U, R]; inverse[u, row] is the key that uses the row for the u-th time, or K if there is
+    none (its gradient is zero). kv_index and inverse are None at CP 1, where the local rows are the
+    keys. sent: None with an all-gather.
     """
 
     positions: IntArray
@@ -52,6 +64,22 @@ class AttentionRows:
     cu_seqlens_k: IntArray
     kv_index: IntArray | None
     inverse: npt.NDArray[np.int64] | None
+    sent: "SentRows | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class SentRows:
+    """Rows that one rank sends and receives in an exchange by need.
+
+    splits: shape [2, cp], rows received from each rank, and sent to each. index: shape [N], the
+    local rows that are sent, rank after rank; a rank sends all its rows to itself. returned: shape
+    [W, T_local], where of N the row's gradient comes back for the w-th time, in the order of ranks,
+    or N if it does not.
+    """
+
+    splits: npt.NDArray[np.int64]
+    index: IntArray
+    returned: npt.NDArray[np.int64]
 
 
 def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> AttentionRows:
@@ -67,14 +95,20 @@ def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> Atte
         cu_q = np.append(cu_q, cu_q[-1] + padding)
         cu_k = np.append(cu_k, cu_k[-1] + padding)
     positions = np.concatenate([spans.positions, np.arange(padding)])
-    kv_index = inverse = None
-    if sharding.cp > 1:
-        base = spans.piece_offsets[spans.piece]
-        prefix_tokens = ranges(base, base + spans.stop)
-        rows = _gathered_rows(sharding, local_tokens)
-        kv_index = np.concatenate([rows[prefix_tokens], rank * local_tokens + tail])
-        inverse = _inverse(spans, kv_index, num_rows=sharding.cp * local_tokens)
-    return AttentionRows(positions, cu_q, cu_k, kv_index, inverse)
+    if sharding.cp == 1:
+        return AttentionRows(positions, cu_q, cu_k, None, None)
+    base = spans.piece_offsets[spans.piece]
+    prefix_tokens = ranges(base, base + spans.stop)
+    rows, sent = _gathered_rows(sharding, local_tokens), None
+    num_rows, own = sharding.cp * local_tokens, rank * local_tokens
+    if sharding.exchange == KeyExchange.NEEDED:
+        read = rows_read(sharding)
+        sent = _sent_rows(sharding, read, rank, local_tokens)
+        rows = _received_rows(sharding, read[:, rank], rank, padding)
+        num_rows, own = int(sent.splits[0].sum()), int(sent.splits[0, :rank].sum())
+    kv_index = np.concatenate([rows[prefix_tokens], own + tail])
+    inverse = _inverse(spans, kv_index, num_rows=num_rows)
+    return AttentionRows(positions, cu_q, cu_k, kv_index, inverse, sent)
 
 
 def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
@@ -84,6 +118,48 @@ def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
         index = sharding.for_rank(r).token_index
         rows[index] = r * local_tokens + np.arange(index.size)
     return rows
+
+
+def _received_rows(sharding: ShardingPlan, read: IntArray, rank: int, padding: int) -> IntArray:
+    """For each token of the packed sequence, its row in what an exchange by need brings; shape [S],
+    -1 for tokens that stay where they are. read: of each span the rows that `rank` reads."""
+    rows = np.full(sharding.num_tokens, -1, np.int64)
+    first = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
+    # The rank's own rows end with its padding.
+    after = np.arange(read.size) >= sharding.rank_offsets[rank + 1]
+    begin = offsets_of(read)[:-1] + padding * after
+    rows[ranges(first, first + read)] = ranges(begin, begin + read)
+    return rows
+
+
+def _sent_rows(sharding: ShardingPlan, read: IntArray, rank: int, local_tokens: int) -> SentRows:
+    """read: `rows_read`."""
+    offsets = sharding.rank_offsets
+    own = slice(int(offsets[rank]), int(offsets[rank + 1]))
+    held = offsets_of(sharding.stop[own] - sharding.start[own])
+    # To every rank the first rows of each span, and to itself the padding as well.
+    sizes = np.zeros((sharding.cp, held.size), np.int64)
+    sizes[:, :-1] = read[own].T
+    sizes[rank, -1] = local_tokens - held[-1]
+    begin = np.broadcast_to(held, sizes.shape).ravel()
+    index = ranges(begin, begin + sizes.ravel())
+    received = np.diff(offsets_of(read[:, rank])[offsets])
+    received[rank] = local_tokens
+    return SentRows(
+        splits=np.stack([received, sizes.sum(axis=1)]),
+        index=index,
+        returned=_uses(index, num_rows=local_tokens),
+    )
+
+
+def _uses(index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:
+    """uses[w, row] is where `index` names the row for the w-th time, index.size if it does not."""
+    order = np.argsort(index, kind="stable")
+    counts = np.bincount(index, minlength=num_rows)
+    nth = np.arange(index.size) - np.repeat(offsets_of(counts)[:-1], counts)
+    uses = np.full((int(counts.max(initial=1)), num_rows), index.size, np.int64)
+    uses[nth, index[order]] = order
+    return uses
 
 
 def _inverse(spans: RankSpans, kv_index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:

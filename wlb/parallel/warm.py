@@ -35,12 +35,13 @@ class BrokenCommunicator(RuntimeError):
     """A communicator that carries wrong values."""
 
 
-def warm(mesh: Mesh, *, wraps: bool) -> Warmed:
+def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
     """Use the communicators of `mesh` once and wait for them; all ranks call it together.
 
-    wraps: the pipeline's last rank sends to its first one (virtual stages). All ranks take the axes
-    in one order, so that no two communicators can wait for each other. BrokenCommunicator if a sum
-    is wrong or a neighbour's rank does not arrive.
+    wraps: the pipeline's last rank sends to its first one (virtual stages). all_to_all: CP ranks
+    send each other rows (`sharding.exchange`). All ranks take the axes in one order, so that no two
+    communicators can wait for each other. BrokenCommunicator if a sum is wrong or a neighbour's
+    rank does not arrive.
     """
     begin = time.perf_counter()
     checks: list[tuple[str, Tensor, Tensor]] = []
@@ -50,6 +51,8 @@ def warm(mesh: Mesh, *, wraps: bool) -> Warmed:
         # also the world's.
         if name != "pp" or group is dist.group.WORLD:
             checks += checked_collectives(name, group, mesh.device)
+    if all_to_all and mesh.parallel.cp > 1:
+        checks += checked_all_to_all("cp", mesh.group("cp"), mesh.device)
     neighbours = 0
     if mesh.parallel.pp > 1:
         exchanged = list(_exchange(mesh, wraps=wraps))
@@ -85,6 +88,19 @@ def checked_collectives(
         yield f"all-gather of {name}", gathered[:, -1].sum(), due
         whole = torch.full((size * part,), rank, dtype=torch.float64, device=device)
         yield f"reduce-scatter of {name}", collectives.reduce_scatter(whole, group)[-1], due
+
+
+def checked_all_to_all(
+    name: str, group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Connect each pair of ranks, as `checked_collectives` does for collectives."""
+    size, rank = group.size(), dist.get_rank(group)
+    due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
+    for rows in _ROWS[device.type]:
+        parts = [max(1, rows // size)] * size
+        own = torch.full((sum(parts),), rank, dtype=torch.float64, device=device)
+        arrived = collectives.all_to_all(own, parts, parts, group).view(size, parts[0])
+        yield f"all-to-all of {name}", arrived[:, -1].sum(), due
 
 
 def _exchange(mesh: Mesh, *, wraps: bool) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -7,6 +7,7 @@ The packed sequence of S tokens is divided over cp ranks. A rank holds an ordere
 
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,14 @@ class Span(NamedTuple):
     stop: int
 
 
+class KeyExchange(StrEnum):
+    """How CP ranks get each other's keys and values: an all-gather of all rows, or an all-to-all of
+    the rows that each rank reads (`wlb.plan.exchange`)."""
+
+    GATHER = "gather"
+    NEEDED = "needed"
+
+
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
@@ -71,7 +80,8 @@ class ShardingPlan(RankTimes):
     strategy: that made them (of `adaptive` the chosen one). lengths: tokens of each piece, shape
     [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
     spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
-    rank's attention kernels and launches, shape [cp]; zeros where it is not predicted.
+    rank's attention kernels and launches, shape [cp]; zeros where it is not predicted. exchange:
+    how the ranks get each other's keys.
     """
 
     strategy: str
@@ -82,8 +92,12 @@ class ShardingPlan(RankTimes):
     rank_offsets: IntArray
     forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    exchange: KeyExchange = KeyExchange.GATHER
 
     def __post_init__(self) -> None:
+        if self.exchange not in set(KeyExchange):
+            raise UserError(f"exchange = {self.exchange!r} is not one of {', '.join(KeyExchange)}")
+        object.__setattr__(self, "exchange", KeyExchange(self.exchange))
         for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
         for name in ("forward_ns", "backward_ns"):
@@ -157,14 +171,16 @@ class ShardingPlan(RankTimes):
 
     def digest(self) -> int:
         """60 bits that tell two shardings apart, equal on every host."""
-        return digest(
-            self.strategy, self.lengths, self.piece, self.start, self.stop, self.rank_offsets
-        )
+        # Plans with an all-gather have the digests of versions that knew no other exchange.
+        exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
+        spans = (self.piece, self.start, self.stop, self.rank_offsets)
+        return digest(self.strategy, self.lengths, *spans, *exchange)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         names = (*_COLUMNS, "latency_ns")
-        return {"strategy": self.strategy, **{n: getattr(self, n).tolist() for n in names}}
+        columns = {n: getattr(self, n).tolist() for n in names}
+        return {"strategy": self.strategy, "exchange": str(self.exchange), **columns}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
@@ -172,7 +188,7 @@ class ShardingPlan(RankTimes):
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            # Old files have only the sum of both.
+            # Old files have only the sum of both, and no exchange.
             return cls(**{"forward_ns": both, **values})
 
 

@@ -34,6 +34,7 @@ from wlb.plan import (
     GlobalBatch,
     IntArray,
     IntLike,
+    KeyExchange,
     Layout,
     PackingPlan,
     Pieces,
@@ -83,11 +84,11 @@ class Planner:
 
     source: of global batches. packer: the policy. cost: workload model used for balancing.
     strategy: `sharding.strategy`. remainder: `sharding.remainder`, the treatment of tokens left
-    over by equal chunks. dp: pipelines that the micro-batches are dealt to. cp: ranks that a
-    micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a
-    second packer on the same stream, which only predicts, or None. reprice: the workload at other
-    prices, which planners of runs have; a step is planned and sharded at the prices that its state
-    names.
+    over by equal chunks. exchange: `sharding.exchange`. dp: pipelines that the micro-batches are
+    dealt to. cp: ranks that a micro-batch is sharded over. row_multiple: a rank's rows are a
+    multiple of it. baseline: a second packer on the same stream, which only predicts, or None.
+    reprice: the workload at other prices, which planners of runs have; a step is planned and
+    sharded at the prices that its state names.
     """
 
     source: BatchSource
@@ -96,6 +97,7 @@ class Planner:
     cost: WorkloadModel
     strategy: str = "adaptive"
     remainder: Remainder = Remainder.MERGED
+    exchange: KeyExchange = KeyExchange.GATHER
     dp: int = 1
     cp: int = 1
     row_multiple: int = 1
@@ -134,6 +136,7 @@ class Planner:
             cost=cost,
             strategy=str(spec.sharding.strategy),
             remainder=spec.sharding.remainder,
+            exchange=spec.sharding.exchange,
             dp=max(1, spec.parallel.dp),
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
@@ -289,7 +292,11 @@ class Planner:
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
         cost = self.at(plan.prices).cost
-        how: dict[str, Any] = {"strategy": self.strategy, "remainder": self.remainder}
+        how: dict[str, Any] = {
+            "strategy": self.strategy,
+            "remainder": self.remainder,
+            "exchange": self.exchange,
+        }
         members = plan.pipelines[pipeline].tolist()
         micro_batches = tuple(plan.packing.micro_batch(i) for i in members)
         return PipelinePlan(

@@ -1,9 +1,10 @@
 """Strategies by name, as a run's `sharding.strategy` chooses them, and the paper's choice."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from wlb.cost import WorkloadModel
-from wlb.plan import IntLike, ShardingPlan, UserError
+from wlb.plan import IntLike, KeyExchange, ShardingPlan, UserError
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
@@ -48,12 +49,14 @@ def shard(
     strategy: str,
     cost: WorkloadModel,
     remainder: Remainder | str = Remainder.MERGED,
+    exchange: KeyExchange | str = KeyExchange.GATHER,
 ) -> ShardingPlan:
     """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
 
     lengths: tokens of each piece, shape [num_pieces]. remainder: treatment of left-over tokens by
-    per_document (also as adaptive's candidate). UserError for an unknown strategy, for a remainder
-    that the strategy does not have; ValueError for a plan that would lose or repeat a token.
+    per_document (also as adaptive's candidate). exchange: how ranks get each other's keys; one rank
+    needs none. UserError for an unknown strategy, for a remainder that the strategy does not have;
+    ValueError for a plan that would lose or repeat a token.
     """
     if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
         raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
@@ -68,4 +71,6 @@ def shard(
             plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
         case _:
             raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
+    if cp > 1:
+        plan = replace(plan, exchange=KeyExchange(exchange))
     return plan.validate()

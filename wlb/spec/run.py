@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.plan import row_multiple
+from wlb.plan import KeyExchange, row_multiple
 from wlb.spec.keys import key, to_dict
 from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
 from wlb.spec.model import ModelSpec
@@ -268,6 +268,11 @@ class ShardingSection:
         "per_document (also within adaptive): the d mod (2 * cp) tokens of a document that are "
         "left over are merged into its chunks, or dealt one_by_one as in the paper, each as a "
         "kernel segment of its own",
+    )
+    exchange: KeyExchange = key(
+        KeyExchange.GATHER,
+        "how CP ranks get keys and values of others: gather = all rows, by an all-gather; needed = "
+        "each rank the rows that its spans read, by an all-to-all",
     )
 
 

@@ -5,6 +5,7 @@ import gc
 import torch.distributed as dist
 
 from wlb.parallel.warm import warm
+from wlb.plan import KeyExchange
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
@@ -16,7 +17,11 @@ class ConnectRanks(Hook):
         if dist.get_world_size() == 1:
             return
         run.position.enter("connecting communicators", is_slow=True)
-        done = warm(run.mesh, wraps=run.spec.pp.virtual_stages > 1)
+        done = warm(
+            run.mesh,
+            wraps=run.spec.pp.virtual_stages > 1,
+            all_to_all=run.spec.sharding.exchange != KeyExchange.GATHER,
+        )
         run.report.write("connected", **done._asdict())
         run.report.say(
             f"connected {done.communicators} communicators and {done.neighbours} pipeline "
