@@ -90,6 +90,8 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
         tokens=nothing[..., 0],
         attention_forward_ns=nothing,
         attention_backward_ns=nothing,
+        exchange_forward_ns=nothing[..., 0],
+        exchange_backward_ns=nothing[..., 0],
         linear=dict.fromkeys(PassKind, FREE),
         ends={},
         message=dict.fromkeys(Scope, FREE),

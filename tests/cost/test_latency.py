@@ -11,9 +11,12 @@ from wlb.cost import (
     FlopsWorkload,
     ProfiledWorkload,
     attention_latency,
+    exchange_ns,
     kernels_ns,
     load_profile,
+    over_gather_ns,
 )
+from wlb.plan import KeyExchange, ShardingPlan, UserError
 from wlb.sharding import per_document, per_sequence
 from wlb.spec import ParallelSpec, Recompute
 
@@ -91,6 +94,67 @@ def test_keys_are_gathered_forward_and_again_in_backward():
     assert kept.exchange_backward_ns == round(scatter)
     assert again.exchange_backward_ns == round(gather + scatter)
     assert again.slowest_ns - again.slowest_kernels_ns == round(gather) + round(gather + scatter)
+
+
+def by_need(plan: ShardingPlan) -> ShardingPlan:
+    return replace(plan, exchange=KeyExchange.NEEDED)
+
+
+def test_an_exchange_by_need_is_priced_by_its_busiest_rank():
+    """Rank 0's tail chunk of 512 reads 3 x 1,024 rows of others; a KV head of 128 takes 512 bytes a
+    row of K and V.
+
+    TP 8 fills a node, so all rows come over the rank's own link between nodes.
+    """
+    plan = by_need(per_document([4096], cp=4))
+    again, kept = (attention_latency(plan, workload(4, keep_gathered_kv=k)) for k in (False, True))
+    profile = load_profile("h100")
+    link = profile.collective(Collective.P2P, span_ranks=16).bytes_per_s
+    alpha = profile.collective(Collective.ALL_GATHER, span_ranks=32).alpha_ns
+    there, back = (8 * (alpha + 3 * 1024 * size / link * 1e9) for size in (512, 1024))
+    assert kept.gather_forward_ns == again.gather_forward_ns == round(there)
+    assert kept.exchange_backward_ns == round(back)
+    assert again.exchange_backward_ns == round(there + back)
+
+
+def test_rows_of_the_same_node_come_faster():
+    """CP 8 without TP is a node; of CP 16 half of the ranks are in the other node."""
+    profile = load_profile("h100")
+    inside = profile.collective(Collective.ALL_GATHER, span_ranks=8).bytes_per_s
+    link = profile.collective(Collective.P2P, span_ranks=16).bytes_per_s
+    for cp, near, far in ((8, 7, 0), (16, 7, 8)):
+        cost = replace(workload(1), parallel=ParallelSpec(tp=1, cp=cp, pp=4))
+        moved = 1000 * (np.ones((cp, cp), np.int64) - np.eye(cp, dtype=np.int64))
+        row = 2 * MODEL.kv_dim * 2
+        alpha = profile.collective(Collective.ALL_GATHER, span_ranks=cp).alpha_ns
+        wire = 1000 * row * (near / inside + far / link) * 1e9
+        assert cost.needed_exchange_ns(moved)[0] == round(8 * (alpha + wire))
+        # The busiest link decides, whichever way its rows go.
+        moved[3] *= 2
+        more, other = cost.needed_exchange_ns(moved)[0], cost.needed_exchange_ns(moved.T)[0]
+        assert more == other == round(8 * (alpha + 2 * wire))
+
+
+def test_what_an_exchange_saves_is_its_price_less_a_gathers():
+    plan, cost = per_document([4096, 77], cp=4), workload(4)
+    assert over_gather_ns(plan, cost) == (0, 0)
+    needed = exchange_ns(by_need(plan), cost)
+    # An all-gather moves padding, too.
+    for rows, gathered in ((None, 4173), (4608, 4608)):
+        forward, backward = cost.kv_exchange_ns(gathered, cp=4)
+        over = over_gather_ns(by_need(plan), cost, num_rows=rows)
+        assert over == (needed[0] - forward, needed[1] - backward)
+
+
+def test_a_workload_without_a_price_for_it_says_so():
+    class Plain:
+        def kv_exchange_ns(self, num_tokens, *, cp):
+            return 5, 7
+
+    plan = per_document([8], cp=2)
+    assert exchange_ns(plan, Plain()) == (5, 7)
+    with pytest.raises(UserError, match="Plain has no method needed_exchange_ns"):
+        exchange_ns(by_need(plan), Plain())
 
 
 def test_one_rank_exchanges_nothing():

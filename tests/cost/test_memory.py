@@ -5,10 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tests.models import LLAMA2_7B
-from wlb.cost import in_flight, memory_estimate, memory_of_rank, token_caps
+from wlb.cost import in_flight, key_bytes, memory_estimate, memory_of_rank, token_caps
 from wlb.cost.memory import layer_activation_bytes, workspaces_bytes
+from wlb.plan import KeyExchange
+from wlb.sharding import per_document
 from wlb.spec import (
     Dtype,
+    ExchangeChoice,
     FsdpSection,
     ModelSpec,
     ParallelSpec,
@@ -77,6 +80,29 @@ def test_workspace_literal():
     mlp = 50 * (16 + 18) + 100 * 4  # while backward's gather of K and V arrives
     assert attention == 400 + 1750
     assert tensors_of(tiny(cp=2)) == max(attention, mlp) * 4
+
+
+def test_rows_on_their_way_by_need_are_workspace_literal():
+    """At most 100 rows leave in a buffer of their own: K and V beside the MLP's backward, and
+    float32 gradients when attention's is done, which take less here than half of the copies."""
+    spec = tiny(cp=2)
+    spec = replace(spec, sharding=replace(spec.sharding, exchange=ExchangeChoice.NEEDED))
+    in_kernel, summing = (100 + 2 * 125) * 4, (100 + 125 + 100) * 4 + max((125 + 100) * 2, 100 * 4)
+    attention = 50 * 2 * 4 + max(in_kernel, summing)
+    mlp = 50 * (16 + 18) + 100 * 4 + 100 * 4
+    assert tensors_of(spec) == max(attention, mlp) * 4 == 2500 * 4
+
+
+def test_keys_of_a_plan_to_the_byte():
+    """Of 16 tokens in one document, 4 spans of 4 by 2 ranks, rank 0 reads 8 rows of the other and
+    is read 4; a row of K and V has 4 float32 values on a TP rank, and a rank 1 row of padding."""
+    spec, plan = tiny(cp=2), per_document([16], cp=2)
+    both = [key_bytes(spec, plan, rank=r, local_tokens=9) for r in range(2)]
+    assert both == [(18 * 16, 9 * 16)] * 2
+    needed = replace(plan, exchange=KeyExchange.NEEDED)
+    both = [key_bytes(spec, needed, rank=r, local_tokens=9) for r in range(2)]
+    assert both == [((9 + 8) * 16, (9 + 4) * 16), ((9 + 4) * 16, (9 + 8) * 16)]
+    assert key_bytes(tiny(cp=1), per_document([16], cp=1), rank=0, local_tokens=16) == (0, 0)
 
 
 def test_recompute_keeps_less_literal():

@@ -4,6 +4,7 @@ import gc
 import itertools
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.parallel.test_context import Case, Tensors, local_inputs, made, run
+from tests.sets import full
+from wlb.cost import key_bytes
+from wlb.cost.memory import KeyBytes
 from wlb.launch.local import run_local
 from wlb.parallel import context_op
 from wlb.parallel.context import ContextAttention
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange
+from wlb.spec import Dtype, ModelSpec, ParallelSpec, RunSpec
 
 pytestmark = pytest.mark.dist
 
@@ -68,6 +73,7 @@ class Recorder:
     def __init__(self, gathered: list[StorageWeakRef]) -> None:
         self.gathered, self.calls = gathered, Counter[str]()
         self.sent_in: list[torch.dtype] = []
+        self.buffers: list[tuple[int, int]] = []
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Tensor:
@@ -77,6 +83,7 @@ class Recorder:
             made = getattr(torch.ops._c10d_functional, name)(*args)
             if name in ("all_gather_into_tensor", "all_to_all_single"):
                 self.gathered.append(StorageWeakRef(made.untyped_storage()))
+                self.buffers.append((made.nbytes, args[0].nbytes))
             return made
 
         return call
@@ -119,6 +126,39 @@ def test_only_local_rows_are_kept_and_one_gather_more_is_made(exchange: KeyExcha
             num_bytes, rows, alive, calls = found[backend, True]
             assert (num_bytes, rows, alive) == (queries + num_rows * row, [num_rows], 1)
             assert calls.items() >= (once | again).items()
+
+
+def buffers(world: World, exchange: KeyExchange) -> list[tuple[tuple[int, int], KeyBytes]]:
+    """Returns bytes of K and V that arrive and leave in forward, with those that are planned."""
+    model = ModelSpec(hidden_size=4 * 8, num_heads=4, num_kv_heads=2, vocab_size=8)
+    spec = replace(
+        RunSpec(),
+        model=model,
+        parallel=ParallelSpec(cp=world.world_size),
+        training=replace(RunSpec().training, dtype=Dtype.BFLOAT16),
+    )
+    out: list[tuple[tuple[int, int], KeyBytes]] = []
+    for lengths in ((50, 14), (33, 1, 7), (9,), ()):
+        case = Case(
+            lengths=lengths, strategy="balanced", heads=(4, 2), row_multiple=4, exchange=exchange
+        )
+        attention = made(case, world, torch.bfloat16, "sdpa")
+        with pytest.MonkeyPatch.context() as patch:
+            recorder = Recorder([])
+            patch.setattr(context_op, "_collectives", recorder)
+            attention(*local_inputs(case, world, attention)[:3])
+        plan, rows = case.plan(world.world_size), attention.num_rows
+        planned = key_bytes(spec, plan, rank=world.rank, local_tokens=rows)
+        out.append((recorder.buffers[0], planned))
+    return out
+
+
+@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("cp", [2, *full(4)])
+def test_buffers_of_keys_are_those_that_were_planned(cp: int, exchange: KeyExchange) -> None:
+    for found in run_local(buffers, cp, exchange, start_group=True, timeout_s=600):
+        for used, planned in found:
+            assert used == planned
 
 
 def wire_dtypes(world: World, exchange: KeyExchange) -> list[torch.dtype]:

@@ -11,7 +11,16 @@ from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequen
 from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
-from wlb.spec import FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, Schedule, check
+from wlb.spec import (
+    ExchangeChoice,
+    FsdpSection,
+    ModelSpec,
+    ParallelSpec,
+    Recompute,
+    RunSpec,
+    Schedule,
+    check,
+)
 
 WINDOW = 24
 
@@ -96,7 +105,7 @@ def spec_of(case: Case) -> RunSpec:
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
-            sharding=replace(spec.sharding, exchange=case.exchange),
+            sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
                 reshard_after_forward=case.reshard,
@@ -187,7 +196,9 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
         step=plan.step,
         pipeline=pipeline,
         micro_batches=batches,
-        shardings=tuple(replace(s, exchange=spec.sharding.exchange) for s in shardings),
+        shardings=tuple(
+            replace(s, exchange=KeyExchange(spec.sharding.exchange)) for s in shardings
+        ),
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),

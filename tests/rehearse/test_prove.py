@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from wlb.rehearse.gpu import Communicator, RankMessage
+from wlb.rehearse.gpu import Communicator, RankMessage, Splits
 from wlb.rehearse.prove import prove
 
 TP = {0: Communicator("tp", (0, 1)), 2: Communicator("tp", (2, 3))}
@@ -92,6 +92,26 @@ def test_a_fault_is_found(plant: Callable[[Programs], None], said: str) -> None:
     plant(found)
     problems = prove(found, world_size=4).problems
     assert any(said in problem for problem in problems), problems
+
+
+def all_to_all(received: tuple[int, ...], sent: tuple[int, ...]) -> RankMessage:
+    where = Communicator("cp", (4, 6))
+    return collective(where, "row", "all_to_all_single")._replace(splits=Splits(received, sent))
+
+
+def test_ranks_agree_on_rows_of_an_all_to_all() -> None:
+    """Members receive and send different numbers of rows, and what one sends the other receives."""
+    found = {4: [all_to_all((8, 3), (8, 5))], 6: [all_to_all((5, 8), (3, 8))]}
+    assert prove(found, world_size=2).problems == []
+    found[6].append(all_to_all((5, 8), (3, 8)))
+    found[4].append(all_to_all((8, 3), (8, 4)))
+    (problem,) = prove(found, world_size=2).problems
+    assert problem == (
+        "all-to-all of cp (4, 6) does not pair up: rank 4 sends 4 rows to rank 6, which receives "
+        "5, in step 0 at wlb/a.py:1"
+    )
+    # Nothing is known about a rank that was not rehearsed.
+    assert prove({4: found[4]}, world_size=2).problems == []
 
 
 @pytest.mark.parametrize(("batch", "passes"), [(7, True), (-1, False)])

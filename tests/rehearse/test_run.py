@@ -130,6 +130,7 @@ def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pp.schedule=1f1b", "pp.virtual_stages=1"),
         ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
         ("parallel.dp=2", "fsdp.shard_size=2"),
+        ("sharding.exchange=needed", "parallel.cp=4", "parallel.pp=1", "pp.virtual_stages=1"),
     ],
 )
 def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
@@ -145,6 +146,9 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
         ("fsdp.reshard_after_forward=true", "training.recompute=full"),
         ("tp.overlap=true", "training.recompute=selective"),
         ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
+        ("sharding.exchange=needed", "training.recompute=full"),
+        ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
+        ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
         ("kernels.deterministic=true", "kernels.fused=off"),
         ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
         ("packing.policy=var_len", "sharding.strategy=per_document"),

@@ -1,12 +1,14 @@
 """Tests that ranks of every preset run under every system, and take the memory that was planned."""
 
+from dataclasses import replace
+
 import pytest
 
 from experiments.rehearsals.__main__ import FORCED, LARGE, TABLE_1, corners, spec_of
 from wlb.plan import UserError
 from wlb.rehearse.run import ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import SYSTEMS, RunSpec
+from wlb.spec import SYSTEMS, ExchangeChoice, RunSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -53,6 +55,18 @@ def test_the_largest_preset_runs_under_each_system() -> None:
 
 def test_other_alternatives_of_systems_run() -> None:
     for found in passed([spec_of("7b_128k", name, layers=1) for name in FORCED], ranks="0,48"):
+        expect_planned_memory(found)
+
+
+@pytest.mark.parametrize("preset", ["7b_128k", "70b_128k"])
+def test_keys_by_need_run_at_each_pipeline_position(preset: str) -> None:
+    specs = [spec_of(preset, name, layers=1) for name in ("wlb", "paper")]
+    choices = (ExchangeChoice.NEEDED, ExchangeChoice.AUTO)
+    specs = [
+        replace(spec, sharding=replace(spec.sharding, exchange=choice))
+        for spec, choice in zip(specs, choices, strict=True)
+    ]
+    for found in passed(specs, ranks=ONE_PER_STAGE):
         expect_planned_memory(found)
 
 

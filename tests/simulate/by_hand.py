@@ -51,6 +51,8 @@ def simulation_of(
         tokens=np.ones_like(forward[..., 0]),
         attention_forward_ns=forward,
         attention_backward_ns=2 * forward,
+        exchange_forward_ns=np.zeros_like(forward[..., 0]),
+        exchange_backward_ns=np.zeros_like(forward[..., 0]),
         linear={PassKind.FORWARD: FREE, PassKind.BACKWARD: FREE},
         ends={},
         message=dict.fromkeys(Scope, TermPrices(per_token={}, per_call={"calls": message_ms * MS})),

@@ -1,5 +1,7 @@
 """Tests the critical path: durations that add up to the step, and whom they name."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from tests.simulate.steps import random_durations
 from tests.simulate.test_step import literal
 from wlb.simulate import NodeKind, Simulation, critical_path
 from wlb.simulate.critical import CP_IMBALANCE
-from wlb.spec import Schedule
+from wlb.spec import ExchangeChoice, Schedule, Strategy
 
 MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
 
@@ -35,6 +37,21 @@ def test_a_path_by_hand() -> None:
 def test_the_slower_pipeline_is_named() -> None:
     path = critical_path(literal(dp=2))
     assert {event.pipeline for event in path.events} == {0}
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_terms_of_passes_by_need_add_up(schedule: Schedule) -> None:
+    spec = spec_of(schedule=schedule, cp=4, n=4, v=1 if schedule == Schedule.ONE_F_ONE_B else 2)
+    how = {"strategy": Strategy.PER_SEQUENCE, "exchange": ExchangeChoice.NEEDED}
+    spec = replace(spec, sharding=replace(spec.sharding, **how))
+    simulator, steps = made(spec, MIXED)
+    prices = simulator.price(steps)
+    assert (prices.exchange_forward_ns < 0).any()
+    passes = [e for e in critical_path(simulator.run(prices)).events if "attention" in e.terms_s]
+    assert passes
+    for event in passes:
+        assert sum(event.terms_s.values()) == pytest.approx(event.duration_s, abs=2e-9)
+        assert event.terms_s.get("cp_comm", 0.0) > -2e-9  # rounded to whole ns a layer
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
-from wlb.cost import Collective, Scope, attention_latency, stage_times
+from wlb.cost import Collective, Scope, attention_latency, over_gather_ns, stage_times
 from wlb.simulate import PassKind, Simulator, StepPrices
 from wlb.simulate.prices import end_terms, linear_terms, message_scope, message_terms
-from wlb.spec import ParallelSpec, Recompute, RunSpec, Schedule
+from wlb.spec import ExchangeChoice, ParallelSpec, Recompute, RunSpec, Schedule, Strategy
 
 ALIGNED = [WINDOW] * 4
 MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]
@@ -59,8 +59,10 @@ def test_stages_add_up_to_what_the_planner_prices(v: int) -> None:
             assert work[0, d, i] == pytest.approx(expected, abs=4 * v + 4)
 
 
-def test_passes_are_the_stage_times_that_telemetry_compares_with() -> None:
+@pytest.mark.parametrize("exchange", ExchangeChoice)
+def test_passes_are_the_stage_times_that_telemetry_compares_with(exchange: ExchangeChoice) -> None:
     spec = spec_of(v=2)
+    spec = replace(spec, sharding=replace(spec.sharding, exchange=exchange))
     simulator, steps = made(spec, ALIGNED)
     prices = simulator.price(steps)
     for d, pipeline in enumerate(steps[0].pipelines):
@@ -100,6 +102,27 @@ def test_a_pass_waits_for_its_slowest_context_parallel_rank() -> None:
     linear = prices.linear_ns(PassKind.FORWARD, stage=1)[0, 0, 0]
     passes = changed.pass_ns(PassKind.FORWARD, stage=1)
     assert passes[0, 0, 0] == round(prices.layers[1] * 70_000 + linear)
+
+
+def test_a_pass_takes_its_own_exchange_of_keys() -> None:
+    """By need it differs from one with all-gathers by `over_gather_ns`, with padding."""
+    spec = spec_of(cp=4, v=2)
+    spec = replace(spec, sharding=replace(spec.sharding, strategy=Strategy.PER_SEQUENCE))
+    needed = replace(spec, sharding=replace(spec.sharding, exchange=ExchangeChoice.NEEDED))
+    simulator, gathers = made(spec, MIXED)
+    _, steps = made(needed, MIXED)
+    cost, prices, plain = simulator.cost, simulator.price(steps), simulator.price(gathers)
+    layers = cost.num_layers_per_rank
+    assert (prices.exchange_forward_ns < 0).any()
+    assert not plain.exchange_forward_ns.any()
+    for d, pipeline in enumerate(steps[0].pipelines):
+        for i, sharding in enumerate(pipeline.shardings):
+            rows = pipeline.local_tokens[i] * 4
+            for k, kind in enumerate((PassKind.FORWARD, PassKind.BACKWARD)):
+                over = round(over_gather_ns(sharding, cost, num_rows=rows)[k] / layers)
+                passes = [p.linear_ns(kind, stage=1)[0, d, i] for p in (prices, plain)]
+                assert passes[0] - passes[1] == pytest.approx(over * prices.layers[1])
+    assert not prices.exchange_ns(PassKind.BACKWARD_WEIGHT, 1).any()
 
 
 def test_filler_is_computed_too() -> None:

@@ -25,6 +25,8 @@ def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
         tokens=np.ones(forward.shape[:3], np.int64),
         attention_forward_ns=forward,
         attention_backward_ns=backward,
+        exchange_forward_ns=np.zeros(forward.shape[:3], np.int64),
+        exchange_backward_ns=np.zeros(forward.shape[:3], np.int64),
         linear={PassKind.FORWARD: free, PassKind.BACKWARD: free},
         ends={},
         message=dict.fromkeys(("intra_node", "inter_node"), free),

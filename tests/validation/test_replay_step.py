@@ -50,6 +50,8 @@ def simulation(
         tokens=np.array([[[100, 4096, 65536][:n]]]),
         attention_forward_ns=attention,
         attention_backward_ns=2 * attention,
+        exchange_forward_ns=np.zeros_like(attention[..., 0]),
+        exchange_backward_ns=np.zeros_like(attention[..., 0]),
         linear={kind: calls(ms * MS) for kind, ms in linear.items()},
         ends=ends or {},
         message=dict.fromkeys(Scope, calls(0.0)),

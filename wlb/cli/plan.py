@@ -2,6 +2,7 @@
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import islice
@@ -17,7 +18,7 @@ from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
-from wlb.plan import GlobalBatch
+from wlb.plan import GlobalBatch, ShardingPlan, local_tokens, rows_gathered, rows_moved
 from wlb.planner import Planner
 from wlb.report import packing_page, packing_table, remarks, weight_remark
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
@@ -169,24 +170,59 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
     lengths = [b.lengths for plan in plans for b in plan.packing.micro_batches]
     ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)
     counts: Counter[str] = Counter()
+    exchanges: Counter[str] = Counter()
+    needed = 0.0
     over: dict[str, float] = {}
     for name in NAMES:
         remainder = planner.remainder if name in WITH_REMAINDER else Remainder.MERGED
         made = [
-            shard(pieces, cp=cp, strategy=name, cost=cost, remainder=remainder)
+            shard(
+                pieces,
+                cp=cp,
+                strategy=name,
+                cost=cost,
+                remainder=remainder,
+                exchange=planner.exchange,
+            )
             for pieces in lengths
         ]
         slowest = sum(plan.slowest_kernels_ns for plan in made)
         over[name] = slowest / ideal if ideal else 1.0
         if name == own:
             counts.update(plan.strategy for plan in made)
-    chosen = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+            exchanges.update(str(plan.exchange) for plan in made)
+            needed = _needed_share(made, row_multiple=spec.row_multiple)
     listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
-        f"sharding ({own}, CP {cp}), first {len(plans)} steps: {chosen} micro-batches; predicted "
-        f"attention of the slowest rank over ideal: {listed}"
+        f"sharding ({own}, CP {cp}), first {len(plans)} steps: {_counted(counts)} micro-batches; "
+        f"predicted attention of the slowest rank over ideal: {listed}; of the key rows that an "
+        f"all-gather brings, the rank that needs most reads {needed:.0%} (exchange: "
+        f"{_counted(exchanges)})"
     )
-    return {"text": text, "strategy": own, "counts": dict(counts), "over_ideal": over}
+    return {
+        "text": text,
+        "strategy": own,
+        "counts": dict(counts),
+        "over_ideal": over,
+        "exchanges": dict(exchanges),
+        "needed_share": needed,
+    }
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+
+
+def _needed_share(plans: Sequence[ShardingPlan], *, row_multiple: int) -> float:
+    """Rows that the busiest ranks need over those that an all-gather brings."""
+    gathered = sum(
+        rows_gathered(
+            plan, local_tokens=local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
+        )
+        for plan in plans
+    )
+    received = sum(int(rows_moved(plan).sum(axis=1).max()) for plan in plans)
+    return received / gathered if gathered else 0.0
 
 
 def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any]:

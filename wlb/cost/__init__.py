@@ -23,8 +23,10 @@ from wlb.cost.latency import AttentionLatency as AttentionLatency
 from wlb.cost.latency import StageTimes as StageTimes
 from wlb.cost.latency import attention_latency as attention_latency
 from wlb.cost.latency import end_times_ns as end_times_ns
+from wlb.cost.latency import exchange_ns as exchange_ns
 from wlb.cost.latency import ideal_kernels_ns as ideal_kernels_ns
 from wlb.cost.latency import kernels_ns as kernels_ns
+from wlb.cost.latency import over_gather_ns as over_gather_ns
 from wlb.cost.latency import stage_times as stage_times
 from wlb.cost.latency import without_collectives as without_collectives
 from wlb.cost.learn import Measured as Measured
@@ -38,6 +40,7 @@ from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
 from wlb.cost.memory import MemoryEstimate as MemoryEstimate
 from wlb.cost.memory import in_flight as in_flight
+from wlb.cost.memory import key_bytes as key_bytes
 from wlb.cost.memory import memory_estimate as memory_estimate
 from wlb.cost.memory import memory_of_rank as memory_of_rank
 from wlb.cost.profile import AttentionTable as AttentionTable

@@ -2,7 +2,7 @@
 
 Section 5.3: tile-quantised FLOPs of each segment over the throughput measured at its (query rows,
 keys, heads), forward and backward apart. Launches and CP's collectives are added: K and V are
-gathered forward and, by default, again in backward, and their gradients scattered. CP ranks meet in
+exchanged forward and, by default, again in backward, and their gradients return. CP ranks meet in
 every layer, so a micro-batch waits for the slowest rank of each pass, not of the sum.
 """
 
@@ -11,15 +11,24 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.cost.workload import ProfiledWorkload, WorkloadModel
-from wlb.plan import IntArray, IntLike, PipelinePlan, ShardingPlan, UserError, offsets_of
+from wlb.cost.workload import ExchangePrices, ProfiledWorkload, WorkloadModel
+from wlb.plan import (
+    IntArray,
+    IntLike,
+    KeyExchange,
+    PipelinePlan,
+    ShardingPlan,
+    UserError,
+    offsets_of,
+    rows_moved,
+)
 from wlb.plan.sharding import RankTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLatency(RankTimes):
     """Attention times of a pipeline rank's layers. forward_ns, backward_ns: kernels and launches of
-    each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, equal on all ranks.
+    each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, of the slowest rank.
     """
 
     forward_ns: IntArray
@@ -42,13 +51,45 @@ class AttentionLatency(RankTimes):
 def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
     """Predicted attention time of each rank of `plan`; pure, integer nanoseconds."""
     forward, backward = kernels_ns([plan], cost, cp=plan.cp)
-    gather, exchange = cost.kv_exchange_ns(plan.num_tokens, cp=plan.cp)
+    gather, exchange = exchange_ns(plan, cost)
     return AttentionLatency(
         forward_ns=forward[0],
         backward_ns=backward[0],
         gather_forward_ns=gather,
         exchange_backward_ns=exchange,
     )
+
+
+def exchange_ns(
+    plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
+) -> tuple[int, int]:
+    """(forward, backward) collectives of a micro-batch's keys and values by the plan's exchange.
+
+    num_rows: rows of all ranks, padding included, which an all-gather moves as well; None: without
+    padding. UserError if the workload does not price the plan's exchange.
+    """
+    if plan.exchange == KeyExchange.GATHER:
+        return cost.kv_exchange_ns(plan.num_tokens if num_rows is None else num_rows, cp=plan.cp)
+    if not isinstance(cost, ExchangePrices):
+        raise UserError(
+            f"{type(cost).__name__} has no method needed_exchange_ns, by which an exchange by need "
+            f"is priced; add it, or set exchange = gather"
+        )
+    return cost.needed_exchange_ns(rows_moved(plan))
+
+
+def over_gather_ns(
+    plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
+) -> tuple[int, int]:
+    """How much longer the plan's exchange takes than an all-gather, mostly negative: (forward,
+    backward). Linear work (`ns_per_token`) has the all-gather's price. num_rows: of `exchange_ns`.
+    """
+    if plan.exchange == KeyExchange.GATHER:
+        return 0, 0
+    gather = replace(plan, exchange=KeyExchange.GATHER)
+    both = (exchange_ns(one, cost, num_rows=num_rows) for one in (plan, gather))
+    (forward, backward), (gather_forward, gather_backward) = both
+    return forward - gather_forward, backward - gather_backward
 
 
 def kernels_ns(
@@ -104,12 +145,16 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> S
     forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
     backward = np.array([a.backward_ns for a in latencies], np.int64).reshape(shape)
     tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
+    over = [over_gather_ns(sharding, cost) for sharding in plan.shardings]
     linear = [
         np.rint(
             sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass)) * tokens
             + call_ns
         ).astype(np.int64)
-        for one_pass, call_ns in zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
+        + np.array([both[i] for both in over], np.int64)
+        for i, (one_pass, call_ns) in enumerate(
+            zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
+        )
     ]
     return StageTimes(
         attention_forward_ns=forward * layers // priced,

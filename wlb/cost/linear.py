@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
-from wlb.plan import check_between
+from wlb.plan import IntArray, check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -205,6 +205,38 @@ class LinearCost:
         scatter = of_scatter.time_ns(values * self.kv_gradient_bytes, num_ranks=cp)
         backward = scatter + gather * self.kv_gathers_again
         return round(gather * self.num_layers), round(backward * self.num_layers)
+
+    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+        """(forward, backward) all-to-alls of the rows that ranks need, as `kv_exchange_ns`.
+
+        moved: rows that rank i receives of rank j's, [cp, cp] with i first. Gradients go the other
+        way.
+        """
+        there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
+        back = self._all_to_all_ns(moved.T, self.kv_gradient_bytes)
+        backward = back + there * self.kv_gathers_again
+        return round(there * self.num_layers), round(backward * self.num_layers)
+
+    def _all_to_all_ns(self, moved: IntArray, value_bytes: int) -> float:
+        """One layer's all-to-all: an all-gather's latency, and the rank that sends or receives
+        longest.
+
+        In a node rows move at an all-gather's bandwidth; between nodes on the rank's own link,
+        which a ring shares with the other members of its node. The links of a rank are taken to
+        work one after the other, so that exchanges by need are not priced too low. Nobody has
+        measured these.
+        """
+        cp, tp = len(moved), self.parallel.tp
+        if cp == 1:
+            return 0.0
+        profile, beyond = self.profile, self.profile.ranks_per_node + 1
+        inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
+        link = profile.collective(Collective.P2P, span_ranks=beyond).bytes_per_s
+        alpha = profile.collective(Collective.ALL_GATHER, span_ranks=tp * cp).alpha_ns
+        node = np.arange(cp) * tp // profile.ranks_per_node
+        row_bytes = 2 * self.model.kv_dim / tp * value_bytes
+        times = moved * np.where(node[:, None] == node, row_bytes / inside, row_bytes / link)
+        return alpha + max(float(times.sum(axis).max()) for axis in (0, 1)) * 1e9
 
     def _gemm_ns(self) -> Work:
         """GEMMs of one token in one layer: FLOPs over throughput."""

@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
-from wlb.spec import Dtype, Policy, Recompute, Remainder, RunSpec, Schedule, Strategy
+from wlb.plan import KeyExchange, ShardingPlan, rows_moved
+from wlb.spec import (
+    Dtype,
+    ExchangeChoice,
+    Policy,
+    Recompute,
+    Remainder,
+    RunSpec,
+    Schedule,
+    Strategy,
+)
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
@@ -225,7 +235,7 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         # Gathered keys and values exist while the MLP's backward runs, because they were kept or
         # because the second forward pass of a fully recomputed layer has gathered them.
         kv_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
-        mlp += spec.parallel.cp * local * kv_bytes
+        mlp += (spec.parallel.cp * local + _sent_rows(spec, local)) * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
     return mlp + whole - kept, *_attention_workspaces(spec, local=local), max(0, half - kept)
 
@@ -244,8 +254,36 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
     # Autograd holds backward's gather until attention's backward has returned.
     held = 0 if spec.cp.keep_gathered_kv else rows * kv_bytes
-    summing = held + copied * kv_bytes + in_float32 + (copied + rows) * kv_bytes // 2
+    returned = _sent_rows(spec, local) * kv_bytes * FLOAT32_BYTES // size
+    summing = held + copied * kv_bytes + in_float32
+    summing += max((copied + rows) * kv_bytes // 2, returned)
     return gradients + in_kernel, gradients + summing
+
+
+def _sent_rows(spec: RunSpec, local: int) -> int:
+    """Rows of keys in a buffer of their own while they travel by need, at most all ranks'."""
+    is_gather = spec.sharding.exchange == ExchangeChoice.GATHER
+    return 0 if is_gather else spec.parallel.cp * local
+
+
+class KeyBytes(NamedTuple):
+    """Bytes of K and V of one layer on one rank: rows that its exchange brings together, own ones
+    included, and rows on their way to others, own ones included with an exchange by need."""
+
+    arrived: int
+    sent: int
+
+
+def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
+    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte."""
+    if sharding.cp == 1:
+        return KeyBytes(0, 0)
+    row_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
+    if sharding.exchange == KeyExchange.GATHER:
+        return KeyBytes(sharding.cp * local_tokens * row_bytes, local_tokens * row_bytes)
+    moved = rows_moved(sharding)
+    rows = (local_tokens + int(moved[rank].sum()), local_tokens + int(moved[:, rank].sum()))
+    return KeyBytes(*(n * row_bytes for n in rows))
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:

@@ -8,7 +8,7 @@ and gradient communication are left out: they do not depend on which documents s
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -61,6 +61,16 @@ class WorkloadModel(Protocol):
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """Collectives of a micro-batch's keys and values over `cp` ranks, forward and backward."""
+        ...
+
+
+@runtime_checkable
+class ExchangePrices(Protocol):
+    """A workload that also prices the exchange by need, without which it is never chosen."""
+
+    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+        """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
+        backward. moved: rows that rank i receives of rank j's (`rows_moved`), shape [cp, cp]."""
         ...
 
 
@@ -138,6 +148,10 @@ class FlopsWorkload:
         return free, free
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
+        return 0, 0
+
+    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+        """Free, as all collectives (`ExchangePrices`)."""
         return 0, 0
 
 
@@ -246,6 +260,10 @@ class ProfiledWorkload:
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
+
+    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+        """Of the busiest rank, in the layers of a pipeline rank (`ExchangePrices`)."""
+        return self.linear.needed_exchange_ns(moved)
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
         """Mask of pieces that are priced with throughput at the edge of the profile's surface."""

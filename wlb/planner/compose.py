@@ -34,7 +34,6 @@ from wlb.plan import (
     GlobalBatch,
     IntArray,
     IntLike,
-    KeyExchange,
     Layout,
     PackingPlan,
     Pieces,
@@ -53,7 +52,7 @@ from wlb.plan import (
 )
 from wlb.planner.deal import deal
 from wlb.sharding import NAMES, shard
-from wlb.spec import BinMethod, Policy, Remainder, RunSpec, WindowCut
+from wlb.spec import BinMethod, ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
 """FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
@@ -97,7 +96,7 @@ class Planner:
     cost: WorkloadModel
     strategy: str = "adaptive"
     remainder: Remainder = Remainder.MERGED
-    exchange: KeyExchange = KeyExchange.GATHER
+    exchange: ExchangeChoice = ExchangeChoice.GATHER
     dp: int = 1
     cp: int = 1
     row_multiple: int = 1

@@ -25,11 +25,19 @@ class Communicator(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class Splits(NamedTuple):
+    """Rows that a rank receives from each member of its group in an all-to-all, and sends to
+    each."""
+
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+
+
 class RankMessage(NamedTuple):
     """What a rank asked of a communicator. kind: collective, send, recv or wait. op: name of the
     collective, or rank of the peer. what: shapes, dtypes and options, equal on all members (for
     `wait`: the index of the send or recv). where: file and line of wlb. batch: number of the batch
-    whose transfers NCCL starts together, -1 if alone."""
+    whose transfers NCCL starts together, -1 if alone. splits: of an all-to-all."""
 
     communicator: Communicator | None
     kind: str
@@ -38,6 +46,7 @@ class RankMessage(NamedTuple):
     where: str
     step: int
     batch: int = -1
+    splits: Splits | None = None
 
 
 class HostWait(NamedTuple):

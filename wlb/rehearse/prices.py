@@ -14,6 +14,7 @@ from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
+from wlb.rehearse.gpu import Splits
 from wlb.spec.run import KernelSection
 
 LAUNCH_NS = 2_500.0
@@ -104,6 +105,23 @@ class Prices:
         span = len(ranks) if is_inside else ranks[-1] - ranks[0] + 1
         cost = self.profile.collective(kind, span_ranks=span, num_ranks=len(ranks))
         return float(cost.time_ns(num_bytes, num_ranks=len(ranks)))
+
+    def all_to_all(
+        self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
+    ) -> tuple[float, float]:
+        """Bytes that the rank `own` of `ranks` sends or receives, and ns of its links one after the
+        other, as `LinearCost.needed_exchange_ns` prices it."""
+        profile = self.profile
+        node = np.array(ranks) // profile.ranks_per_node
+        span = int(ranks[-1] - ranks[0] + 1)
+        spans = 1 if node[0] == node[-1] else max(span, profile.ranks_per_node + 1)
+        alpha = profile.collective(Collective.ALL_GATHER, span_ranks=spans).alpha_ns
+        inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
+        link = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1).bytes_per_s
+        rows = np.array(splits, np.float64)
+        rows[:, own] = 0
+        times = (rows * np.where(node == node[own], row_bytes / inside, row_bytes / link)).sum(1)
+        return float(rows.sum(1).max() * row_bytes), alpha + float(times.max()) * 1e9
 
 
 def _segments(args: tuple[Any, ...]) -> Segments:

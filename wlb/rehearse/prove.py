@@ -1,10 +1,10 @@
 """Do the rehearsed ranks agree? Matching of messages, and progress under NCCL's rules.
 
-Matching: the i-th collective of a communicator is the same on every member, and the i-th transfer
-from one rank to another is sent as it is received. Progress, under the harshest order that NCCL and
-torch may impose: a collective holds its rank until all members have come to it; a rank's transfers
-in a communicator are served in the order in which it posted them, because they share a stream,
-those of one batch together; waiting for one holds the rank.
+Matching: the i-th collective of a communicator is the same on every member, in all-to-alls each
+pair of them agrees on its rows, and the i-th transfer from one rank to another is sent as it is
+received. Progress, under the harshest order that NCCL and torch may impose: a collective holds its
+rank until all members have come to it; a rank's transfers in a communicator are served in the order
+in which it posted them, those of one batch together; waiting for one holds the rank.
 """
 
 from collections import defaultdict, deque
@@ -63,6 +63,26 @@ def _match_collectives(programs: Programs, proof: Proof) -> None:
             problem = _differing(where, first, by_rank.get(first, []), rank, by_rank.get(rank, []))
             if problem and len(proof.problems) < _MOST:
                 proof.problems.append(problem)
+        problem = _unpaired(where, {rank: by_rank.get(rank, []) for rank in members})
+        if problem and len(proof.problems) < _MOST:
+            proof.problems.append(problem)
+
+
+def _unpaired(where: Communicator, by_rank: Mapping[int, Sequence[RankMessage]]) -> str:
+    """The first all-to-all in which a rank sends another number of rows than its peer receives."""
+    for messages in zip(*by_rank.values(), strict=False):
+        splits = {r: m.splits for r, m in zip(by_rank, messages, strict=True) if m.splits}
+        for sender, ours in splits.items():
+            for receiver, theirs in splits.items():
+                sent = ours.sent[where.ranks.index(receiver)]
+                received = theirs.received[where.ranks.index(sender)]
+                if sent != received:
+                    return (
+                        f"all-to-all of {_named(where)} does not pair up: rank {sender} sends "
+                        f"{sent} rows to rank {receiver}, which receives {received}, in step "
+                        f"{messages[0].step} at {messages[0].where}"
+                    )
+    return ""
 
 
 def _differing(

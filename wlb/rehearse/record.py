@@ -24,6 +24,7 @@ from wlb.rehearse.gpu import (
     FakeStream,
     RankMessage,
     RehearsalFault,
+    Splits,
     called_from,
 )
 from wlb.rehearse.memory import FOOTPRINT
@@ -45,6 +46,7 @@ ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
 ops the body runs."""
 PINNED = WeakTensorKeyDictionary()
 """Tensors in pinned memory of the host, with the stream and count of the copy that fills them."""
+_ALL_TO_ALL = "all_to_all_single"
 _UNNAMED = "undefined"
 """torch's description of a process group that was given none."""
 _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim"}
@@ -198,10 +200,20 @@ class Recorder(TorchDispatchMode):
             GPU.messages.append(RankMessage(where, kind, peer, what, called_from(3), GPU.step))
             return
         options = [a for a in args if isinstance(a, str)][:-1] if not waits else []
-        what = ([(tuple(x.shape), str(x.dtype), x.device.type) for x in ins], options)
-        GPU.messages.append(RankMessage(where, "collective", op, what, called_from(3), GPU.step))
+        splits = None
+        shapes = [tuple(x.shape) for x in ins]
+        if op == _ALL_TO_ALL:
+            # Members may send different numbers of rows, which `prove` compares by pairs.
+            splits = Splits(tuple(args[1]), tuple(args[2]))
+            shapes = [shape[1:] for shape in shapes]
+        kinds = ((str(x.dtype), x.device.type) for x in ins)
+        what = ([(shape, *kind) for shape, kind in zip(shapes, kinds, strict=True)], options)
+        here = called_from(3)
+        GPU.messages.append(
+            RankMessage(where, "collective", op, what, here, GPU.step, splits=splits)
+        )
         if any(x.is_cuda for x in ins):
-            self.transfer(where, op, ins, outs or [], is_async=not waits)
+            self.transfer(where, op, ins, outs or [], is_async=not waits, splits=splits)
 
     def transfer(
         self,
@@ -212,9 +224,10 @@ class Recorder(TorchDispatchMode):
         *,
         is_async: bool,
         between: tuple[int, ...] = (),
+        splits: Splits | None = None,
     ) -> FakeStream:
         """Account for a collective on its communicator's stream or the current one. between: the
-        two ranks of a send or receive."""
+        two ranks of a send or receive. splits: of an all-to-all."""
         stream = current = GPU.current
         if is_async:
             stream = _nccl_stream(where)
@@ -224,8 +237,14 @@ class Recorder(TorchDispatchMode):
             FOOTPRINT.write(x, stream) if not outs else FOOTPRINT.read(x, stream)
         for x in outs:
             FOOTPRINT.made(x, stream)
-        size = max(size_of([x]) for x in [*ins, *outs])
-        time_ns = self.prices.transfer(op, size, between or where.ranks)
+        if splits is None:
+            size = max(size_of([x]) for x in [*ins, *outs])
+            time_ns = self.prices.transfer(op, size, between or where.ranks)
+        else:
+            row_bytes = size_of(ins) / max(1, ins[0].shape[0])
+            size, time_ns = self.prices.all_to_all(
+                splits, row_bytes, where.ranks, own=where.ranks.index(dist.get_rank())
+            )
         GPU.count(where.axis, num_bytes=size, flops=0, time_ns=time_ns)
         stream.run(op, where.axis, time_ns, called_from(4) if GPU.traces else "")
         return stream

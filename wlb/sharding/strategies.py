@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from wlb.cost import WorkloadModel
+from wlb.cost import WorkloadModel, exchange_ns
 from wlb.plan import IntLike, KeyExchange, ShardingPlan, UserError
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
 from wlb.sharding.prices import cheapest
-from wlb.spec import Remainder
+from wlb.spec import ExchangeChoice, Remainder
 
 
 def adaptive(
@@ -49,14 +49,14 @@ def shard(
     strategy: str,
     cost: WorkloadModel,
     remainder: Remainder | str = Remainder.MERGED,
-    exchange: KeyExchange | str = KeyExchange.GATHER,
+    exchange: ExchangeChoice | str = ExchangeChoice.GATHER,
 ) -> ShardingPlan:
     """Shard a micro-batch by a strategy's name, with each rank's predicted latency in the plan.
 
     lengths: tokens of each piece, shape [num_pieces]. remainder: treatment of left-over tokens by
-    per_document (also as adaptive's candidate). exchange: how ranks get each other's keys; one rank
-    needs none. UserError for an unknown strategy, for a remainder that the strategy does not have;
-    ValueError for a plan that would lose or repeat a token.
+    per_document (also as adaptive's candidate). exchange: how ranks get each other's keys, auto by
+    `cost`; one rank needs none. UserError for an unknown strategy, for a remainder that the
+    strategy does not have; ValueError for a plan that would lose or repeat a token.
     """
     if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
         raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
@@ -71,6 +71,20 @@ def shard(
             plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
         case _:
             raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
-    if cp > 1:
-        plan = replace(plan, exchange=KeyExchange(exchange))
-    return plan.validate()
+    return with_exchange(plan, exchange, cost).validate()
+
+
+def with_exchange(
+    plan: ShardingPlan, choice: ExchangeChoice | str, cost: WorkloadModel
+) -> ShardingPlan:
+    """The plan with its exchange. auto: the one whose collectives are predicted to take less time
+    in forward and backward, an all-gather in a tie. UserError for an unknown one."""
+    if choice not in set(ExchangeChoice):
+        raise UserError(f"exchange = {choice!r} is not one of {', '.join(ExchangeChoice)}")
+    if plan.cp == 1:
+        return plan
+    names = [choice] if choice != ExchangeChoice.AUTO else list(KeyExchange)
+    plans = [replace(plan, exchange=KeyExchange(name)) for name in names]
+    if len(plans) == 1:
+        return plans[0]
+    return min(plans, key=lambda one: sum(exchange_ns(one, cost)))

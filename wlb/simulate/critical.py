@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.order import PassKind
-from wlb.simulate.prices import StepPrices
+from wlb.simulate.prices import KEYS, StepPrices
 from wlb.simulate.step import Simulation
 
 K = TypeVar("K", bound=Hashable)
@@ -136,6 +136,7 @@ def _terms(
         cp_rank = int(ranks.argmax())
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
+    out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9
     for terms in prices.terms(stage, kind):
         for name, ns in terms.per_token.items():
             out[name] = out.get(name, 0.0) + ns * tokens * 1e-9

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns
+from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns, over_gather_ns
 from wlb.cost.linear import split_backward
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
@@ -21,8 +21,13 @@ from wlb.spec import ParallelSpec, RunSpec
 
 CALLS = "calls"
 """Term of kernel launches and of the latency of collectives."""
+KEYS = "cp_comm"
+"""Term of the exchange of keys, without latency where it is an all-gather."""
 
-_STEP_FIELDS = ("tokens", "attention_forward_ns", "attention_backward_ns")
+_STEP_FIELDS = (
+    *("tokens", "attention_forward_ns", "attention_backward_ns"),
+    *("exchange_forward_ns", "exchange_backward_ns"),
+)
 """Fields of `StepPrices` whose first axis is the step."""
 
 
@@ -62,13 +67,17 @@ class StepPrices:
     """Prices of the passes of some steps.
 
     tokens: rows of all CP ranks, padding included, [steps, dp, n]. attention_*_ns: kernels of one
-    layer on each CP rank, [steps, dp, n, cp]. linear: all other work of one layer, by kind of pass.
-    ends: embedding and head, by (kind, is last stage). message: by scope. layers: by stage.
+    layer on each CP rank, [steps, dp, n, cp]. exchange_*_ns: how much longer one layer's exchange
+    of keys takes than an all-gather, mostly negative, [steps, dp, n]. linear: all other work of one
+    layer, with an all-gather, by kind of pass. ends: embedding and head, by (kind, is last stage).
+    message: by scope. layers: by stage.
     """
 
     tokens: IntArray
     attention_forward_ns: IntArray
     attention_backward_ns: IntArray
+    exchange_forward_ns: IntArray
+    exchange_backward_ns: IntArray
     linear: dict[PassKind, TermPrices]
     ends: dict[tuple[PassKind, bool], TermPrices]
     message: dict[Scope, TermPrices]
@@ -94,8 +103,19 @@ class StepPrices:
             case _:
                 return self.attention_backward_ns * self.layers[stage]
 
+    def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
+        """Time of a pass beyond that with all-gathers of keys, [steps, dp, n]."""
+        match kind:
+            case PassKind.FORWARD:
+                return self.exchange_forward_ns * self.layers[stage]
+            case PassKind.BACKWARD_WEIGHT:
+                return np.zeros_like(self.exchange_forward_ns)
+            case _:
+                return self.exchange_backward_ns * self.layers[stage]
+
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
-        """Prices of a stage's passes without attention's kernels, of one kind (None: of all)."""
+        """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
+        all-gathers of keys."""
         layers, is_first, is_last = self.stage_key(stage)
         kinds = list(self.linear) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
@@ -104,7 +124,7 @@ class StepPrices:
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
         """Time of a pass without attention's kernels, [steps, dp, n]."""
-        out = np.zeros(self.tokens.shape)
+        out = self.exchange_ns(kind, stage).astype(np.float64)
         for terms in self.terms(stage, kind):
             out += _pass_ns(terms, self.tokens)
         return out
@@ -127,7 +147,7 @@ class StepPrices:
         """Every value at its mean over these of the axes [steps, dp, n, cp]."""
 
         def mean(x: IntArray) -> IntArray:
-            # `tokens` has no axis of CP ranks.
+            # `tokens` and the exchange have no axis of CP ranks.
             own = tuple(axis for axis in axes if axis < x.ndim)
             means = np.rint(x.mean(axis=own, keepdims=True))
             return np.broadcast_to(means, x.shape).astype(np.int64)
@@ -166,12 +186,18 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
             )
     forward, backward = kernels_ns(plans, cost, cp=cp)
     rows = [p.local_tokens for step in steps for p in step.pipelines]
+    tokens = np.array(rows, np.int64).reshape(shape) * cp
+    over = [
+        over_gather_ns(plan, cost, num_rows=num_rows)
+        for plan, num_rows in zip(plans, tokens.ravel().tolist(), strict=True)
+    ]
     return prices_of(
         spec,
         cost,
-        tokens=np.array(rows, np.int64).reshape(shape) * cp,
+        tokens=tokens,
         forward_ns=forward.reshape(*shape, cp),
         backward_ns=backward.reshape(*shape, cp),
+        exchange_ns=np.array(over, np.int64).reshape(*shape, 2),
     )
 
 
@@ -182,12 +208,22 @@ def prices_of(
     tokens: IntArray,
     forward_ns: IntArray,
     backward_ns: IntArray,
+    exchange_ns: IntArray | None = None,
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n] and attention of all of `cost`'s layers, [..., cp]."""
+    """Prices from tokens [steps, dp, n] and attention of all of `cost`'s layers, [..., cp].
+
+    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
+    """
+    layers = cost.num_layers_per_rank
+    over = np.zeros((*tokens.shape, 2), np.int64)
+    if exchange_ns is not None:
+        over = np.rint(exchange_ns / layers).astype(np.int64)
     return StepPrices(
         tokens=tokens,
-        attention_forward_ns=forward_ns // cost.num_layers_per_rank,
-        attention_backward_ns=backward_ns // cost.num_layers_per_rank,
+        attention_forward_ns=forward_ns // layers,
+        attention_backward_ns=backward_ns // layers,
+        exchange_forward_ns=over[..., 0],
+        exchange_backward_ns=over[..., 1],
         linear=linear_terms(spec, cost),
         ends=end_terms(cost),
         message=message_terms(spec, cost),

@@ -32,11 +32,12 @@ from wlb.spec.run import ParallelSpec as ParallelSpec
 from wlb.spec.run import PipelineSection as PipelineSection
 from wlb.spec.run import RateSchedule as RateSchedule
 from wlb.spec.run import Recompute as Recompute
-from wlb.spec.run import Remainder as Remainder
 from wlb.spec.run import RunSpec as RunSpec
 from wlb.spec.run import Schedule as Schedule
-from wlb.spec.run import Strategy as Strategy
 from wlb.spec.run import TrainingSection as TrainingSection
+from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
+from wlb.spec.sharding import Remainder as Remainder
+from wlb.spec.sharding import Strategy as Strategy
 from wlb.spec.systems import SYSTEMS as SYSTEMS
 from wlb.spec.systems import system_choices as system_choices
 from wlb.spec.systems import system_overrides as system_overrides

@@ -12,7 +12,8 @@ from wlb.plan import UserError, check_at_least, check_between
 from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_bounds
 from wlb.spec.packing import Policy
-from wlb.spec.run import DecayShape, RateSchedule, Remainder, RunSpec, Schedule, Strategy
+from wlb.spec.run import DecayShape, RateSchedule, RunSpec, Schedule
+from wlb.spec.sharding import Remainder, Strategy
 
 
 def check(spec: RunSpec) -> RunSpec:

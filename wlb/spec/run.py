@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from wlb.plan import KeyExchange, row_multiple
+from wlb.plan import row_multiple
 from wlb.spec.keys import key, to_dict
 from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
+from wlb.spec.sharding import ShardingSection
 
 
 class Schedule(StrEnum):
@@ -31,21 +32,6 @@ class Schedule(StrEnum):
 class LongDocuments(StrEnum):
     SPLIT = "split"
     REFUSE = "refuse"
-
-
-class Strategy(StrEnum):
-    PER_SEQUENCE = "per_sequence"
-    PER_DOCUMENT = "per_document"
-    HYBRID = "hybrid"
-    BALANCED = "balanced"
-    ADAPTIVE = "adaptive"
-
-
-class Remainder(StrEnum):
-    """Where per_document puts the d mod (2 * cp) left-over tokens of a document."""
-
-    MERGED = "merged"
-    ONE_BY_ONE = "one_by_one"
 
 
 class Dtype(StrEnum):
@@ -252,27 +238,6 @@ class DataSection:
     )
     row_multiple: int = key(
         1, "rows of a rank are padded to a multiple of this (use 128 on GPUs)", unit="tokens"
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingSection:
-    strategy: Strategy = key(
-        Strategy.ADAPTIVE,
-        "how a micro-batch is sharded over CP ranks: adaptive = per_sequence or per_document, "
-        "whichever is predicted to be faster; hybrid = long documents per document, the rest "
-        "per sequence; balanced = each document over as many ranks as its work requires",
-    )
-    remainder: Remainder = key(
-        Remainder.MERGED,
-        "per_document (also within adaptive): the d mod (2 * cp) tokens of a document that are "
-        "left over are merged into its chunks, or dealt one_by_one as in the paper, each as a "
-        "kernel segment of its own",
-    )
-    exchange: KeyExchange = key(
-        KeyExchange.GATHER,
-        "how CP ranks get keys and values of others: gather = all rows, by an all-gather; needed = "
-        "each rank the rows that its spans read, by an all-to-all",
     )
 
 

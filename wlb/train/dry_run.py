@@ -4,12 +4,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import Budget, gpu_budget
+from wlb.cost import Budget, gpu_budget, key_bytes
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import rank_grid
-from wlb.plan import PipelinePlan, StepPlan, UserError
+from wlb.plan import PipelinePlan, ShardingPlan, StepPlan, UserError
 from wlb.spec import Device, RunSpec
 from wlb.train.memory import budget_of, caps_line, estimate_of, hold_against, within
 from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
@@ -52,7 +52,7 @@ def show(spec: RunSpec, console: Console) -> None:
     if plan is None:
         raise UserError("the corpus gives no step; raise data.epochs or use a larger corpus")
     for pipeline in range(spec.parallel.dp):
-        console.print(_plan(plan, planner.shard(plan, pipeline)))
+        console.print(_plan(spec, plan, planner.shard(plan, pipeline)))
     p = plan.predicted
     console.print(
         f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
@@ -99,13 +99,15 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
     return table
 
 
-def _plan(plan: StepPlan, pipeline: PipelinePlan) -> Table:
+def _plan(spec: RunSpec, plan: StepPlan, pipeline: PipelinePlan) -> Table:
     table = Table(
         title=f"First plan, pipeline {pipeline.pipeline}", title_justify="left", box=box.SIMPLE_HEAD
     )
     for heading in ("batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
         table.add_column(heading, justify="right")
     table.add_column("rows a\nCP rank", justify="right")
+    if spec.parallel.cp > 1:
+        table.add_column("keys of a\nlayer (MiB)", justify="right")
     for batch, sharding, rows in zip(
         pipeline.micro_batches, pipeline.shardings, pipeline.local_tokens, strict=True
     ):
@@ -115,7 +117,14 @@ def _plan(plan: StepPlan, pipeline: PipelinePlan) -> Table:
             str(batch.num_tokens),
             str(batch.lengths.max(initial=0)),
             f"{batch.workload_ns / 1e6:.3f}",
-            sharding.strategy,
+            sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else ""),
             str(rows),
+            *([f"{_most_keys(spec, sharding, rows) / 2**20:.2f}"] if sharding.cp > 1 else []),
         )
     return table
+
+
+def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:
+    """Bytes of K and V of a layer while they travel, on the CP rank with most."""
+    ranks = range(sharding.cp)
+    return max(sum(key_bytes(spec, sharding, rank=r, local_tokens=rows)) for r in ranks)

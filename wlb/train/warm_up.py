@@ -5,7 +5,7 @@ import gc
 import torch.distributed as dist
 
 from wlb.parallel.warm import warm
-from wlb.plan import KeyExchange
+from wlb.spec import ExchangeChoice
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
@@ -20,7 +20,7 @@ class ConnectRanks(Hook):
         done = warm(
             run.mesh,
             wraps=run.spec.pp.virtual_stages > 1,
-            all_to_all=run.spec.sharding.exchange != KeyExchange.GATHER,
+            all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER,
         )
         run.report.write("connected", **done._asdict())
         run.report.say(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from wlb.cost import ProfiledWorkload
 from wlb.simulate.critical import NAMES
 from wlb.simulate.graph import NodeKind
-from wlb.simulate.prices import StepPrices
+from wlb.simulate.prices import KEYS, StepPrices
 from wlb.simulate.step import Simulator
 from wlb.spec import Recompute
 
@@ -36,6 +36,8 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
                 _add(out, name, ns * tokens / pp)
             for name, ns in terms.per_call.items():
                 _add(out, name, ns * n / pp)
+    over = prices.exchange_forward_ns.sum() + prices.exchange_backward_ns.sum()
+    _add(out, KEYS, float(over) * sum(prices.layers) / pp)
     _move_recompute(out, prices, cost)
     return {name: ns * 1e-9 for name, ns in out.items() if ns > 0}
 
