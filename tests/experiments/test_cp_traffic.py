@@ -2,9 +2,12 @@
 
 import csv
 
+import numpy as np
 import pytest
 
 from experiments.cp_traffic.__main__ import NEAREST, RESULTS, SOURCES, STRATEGIES, table, traffic_of
+from experiments.cp_traffic.step import WINDOW, plans_of, with_exchange
+from wlb.plan import KeyExchange
 from wlb.sharding import per_document, per_sequence
 
 
@@ -31,3 +34,18 @@ def test_the_fitted_stream_has_the_counts_of_the_page() -> None:
         (same,) = [r for r in page if r[:4] == [str(x) for x in row[:4]]]
         assert [float(x) for x in same[4:]] == pytest.approx(row[4:], rel=1e-5)
         assert 1 <= row[7] <= NEAREST
+
+
+def test_steps_are_measured_on_whole_micro_batches_of_the_stream() -> None:
+    """Both exchanges train the same documents, whose tokens are read as often as asked."""
+    plans, reader = plans_of(2, 3)
+    assert [len(plan.micro_batches) for plan in plans] == [1, 1, 1]
+    for plan in plans:
+        (gather,), (needed,) = (with_exchange(plan, e).shardings for e in KeyExchange)
+        assert (gather.exchange, needed.exchange) == tuple(KeyExchange)
+        assert WINDOW // 2 < gather.num_tokens <= WINDOW * 3 // 2
+        assert np.array_equal(gather.start, needed.start)
+        piece = plan.micro_batches[0].pieces[0]
+        tokens = reader.read(piece.document, piece.start, piece.stop)
+        assert tokens.size == piece.stop - piece.start
+        assert np.array_equal(tokens, reader.read(piece.document, piece.start, piece.stop))
