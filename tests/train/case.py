@@ -97,6 +97,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "one": {},
     "tp2-pp2-v2": {"parallel": {"tp": 2, "pp": 2}, "pp": {"virtual_stages": 2}},
     "cp2-pp2": {"parallel": {"cp": 2, "pp": 2}, "pp": {"schedule": "1f1b"}},
+    "cp4-needed": {"parallel": {"cp": 4}, "sharding": {"exchange": "needed"}},
+    "tp2-cp2-needed": {"parallel": {"tp": 2, "cp": 2}, "sharding": {"exchange": "needed"}},
     "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
     "pp2-layers-3-1": {"parallel": {"pp": 2}, "pp": {"stage_layers": [3, 1]}},
 }

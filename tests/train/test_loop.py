@@ -101,7 +101,7 @@ def test_a_metrics_line_is_complete(straight: dict[str, Run]) -> None:
     assert rates[3:] == sorted(rates[3:], reverse=True)
 
 
-@pytest.mark.parametrize("layout", ["cp2-pp2", *full("tp2-pp2-v2")])
+@pytest.mark.parametrize("layout", ["cp2-pp2", *full("tp2-pp2-v2", "cp4-needed", "tp2-cp2-needed")])
 def test_losses_do_not_depend_on_the_layout(straight: dict[str, Run], layout: str) -> None:
     one, other = straight["one"], straight[layout]
     assert other.losses == pytest.approx(one.losses, rel=1e-4)

@@ -1,6 +1,7 @@
 """Tests fused kernels, in Triton's interpreter, against the plain code and float64."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from wlb.model.rope import rotate
 from wlb.model.swiglu import swiglu
 from wlb.parallel.context_op import gradients_by_row
 from wlb.parallel.rows import attention_rows
-from wlb.plan import local_tokens
+from wlb.plan import KeyExchange, local_tokens
 from wlb.sharding import per_document
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -169,6 +170,18 @@ def test_sums_of_a_plan_s_uses() -> None:
     inverse = torch.from_numpy(rows.inverse)
     plain = gradients_by_row(*grads, inverse)
     assert torch.equal(gradients_by_row(*grads, inverse, fused=True), plain)
+
+
+def test_sums_of_gradients_that_return_by_need() -> None:
+    """They lie side by side for K and V, in float32, and come from up to four ranks."""
+    plan = replace(per_document([37, 5, 1], cp=4), exchange=KeyExchange.NEEDED)
+    rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=4, row_multiple=4))
+    assert rows.sent is not None
+    assert rows.sent.returned.shape == (4, 12)
+    both = random(rows.sent.index.size, 2, 2, 4, dtype=torch.float32)
+    grads, returned = (both[:, 0], both[:, 1]), torch.from_numpy(rows.sent.returned)
+    plain = gradients_by_row(*grads, returned)
+    assert torch.equal(gradients_by_row(*grads, returned, fused=True), plain)
 
 
 def test_ops_are_registered_correctly() -> None:
