@@ -34,6 +34,7 @@ to 128 rows. In steps of Table 1's lengths the mean was 106 (`paper`) to 400 (`w
 
 INPUT_BYTES = 80
 """Of a row of a micro-batch, besides RoPE's tables: ids, labels, positions, rows to gather."""
+INDEX_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,7 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 
 def _sent_rows(spec: RunSpec, local: int) -> int:
     """Rows of keys in a buffer of their own while they travel by need, at most all ranks'."""
-    is_gather = spec.sharding.exchange == ExchangeChoice.GATHER
+    is_gather = spec.parallel.cp == 1 or spec.sharding.exchange == ExchangeChoice.GATHER
     return 0 if is_gather else spec.parallel.cp * local
 
 
@@ -370,7 +371,9 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
     limit = step_tokens or spec.packing.step_tokens_of(spec.tokens_per_step)
     tokens = limit or spec.num_micro_batches * longest_micro_batch(spec)
     rows = -(-tokens // (max(1, spec.parallel.dp) * spec.parallel.cp))
-    return 2 * rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES)
+    # By need, which rows go to which rank, and where their gradients come back.
+    indices = 2 * INDEX_BYTES * _sent_rows(spec, rows)
+    return 2 * (rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES) + indices)
 
 
 def _has_fsdp(spec: RunSpec) -> bool:
