@@ -7,15 +7,16 @@ so a ratio of rows is one of bytes: forward, backward and of the gradients on th
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.fig15_cp_sharding.case import PACKERS, layer_cost, micro_batches
 from experiments.results import How, Table, priced_with, show, write_results
 from experiments.streams import WINDOW, title_of
-from wlb.cost import WorkloadModel, load_profile
+from wlb.cost import WorkloadModel, exchange_ns, load_profile
 from wlb.plan import (
     IntArray,
+    KeyExchange,
     ShardingPlan,
     least_rows_received,
     local_tokens,
@@ -23,12 +24,16 @@ from wlb.plan import (
     rows_moved,
 )
 from wlb.sharding import shard
+from wlb.sharding.strategies import with_exchange
+from wlb.spec import ExchangeChoice, ParallelSpec
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 DEGREES = (2, 4, 8, 16)
 STRATEGIES = ("per_sequence", "per_document", "hybrid", "balanced")
 SOURCES = ("wlb_paper", "stdlib")
+LAYOUTS = ((1, 4), (1, 8), (1, 16), (2, 8), (8, 2), (8, 4), (8, 8), (8, 16))
+"""TP and CP degrees whose exchanges are priced: within a node, of several members a node, one."""
 ROW_MULTIPLE = 128
 """Rows of a rank are a multiple of this in the large presets; an all-gather moves the padding."""
 LARGEST, NEAREST = 0.35, 1.05
@@ -100,6 +105,35 @@ def table(
     )
 
 
+def prices(*, count: int, seed: int) -> Table:
+    """Returns the predicted time of each exchange of `balanced`'s plans of the fitted stream."""
+    lengths = micro_batches("bounded", window=WINDOW, count=count, seed=seed)
+    rows: list[list[object]] = []
+    for tp, cp in LAYOUTS:
+        cost = replace(
+            layer_cost(window=WINDOW, cp=cp), parallel=ParallelSpec(tp=tp, cp=cp, pp=1, dp=1)
+        )
+        plans = [shard(pieces, cp=cp, strategy="balanced", cost=cost) for pieces in lengths]
+        ms: list[float] = []
+        for choice in (ExchangeChoice.GATHER, ExchangeChoice.NEEDED, ExchangeChoice.AUTO):
+            chosen = [with_exchange(plan, choice, cost) for plan in plans]
+            ms.append(sum(sum(exchange_ns(plan, cost)) for plan in chosen) / len(plans) * 1e-6)
+        needed = sum(plan.exchange == KeyExchange.NEEDED for plan in chosen) / len(chosen)
+        slowest = sum(plan.slowest_kernels_ns for plan in plans) / len(plans) * 1e-6
+        rows.append([tp, cp, -(-tp * cp // cost.profile.ranks_per_node), slowest, *ms, needed])
+    columns = ("TP", "CP", "nodes", "attention", "gather", "needed", "auto", "by need")
+    return Table(
+        name="prices",
+        title="Predicted time of a layer's exchange, ms a micro-batch",
+        columns=columns,
+        rows=rows,
+        formats=dict.fromkeys(columns[3:], ".2f"),
+        note="Forward and backward of one layer of the 7B model, fitted stream, packed by `bounded`"
+        ", sharded by `balanced`; `attention` of the slowest rank; `by need`: share of micro-"
+        "batches for which auto takes that. Exchanges are priced as if nothing hid them.",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="8 micro-batches, and write nothing")
@@ -109,17 +143,19 @@ def main() -> None:
     options = parser.parse_args()
     count = 8 if options.quick else options.count
     found = table([*SOURCES, *options.lengths], count=count, seed=options.seed)
-    show(found)
+    priced = prices(count=count, seed=options.seed)
+    show(found, priced)
     if options.quick:
         return
     write_results(
         FOLDER,
         title="Key rows that CP ranks need of each other",
         how=How.COMPUTED,
-        profile=f"rows are counted; strategies choose by {priced_with(load_profile('h100'))}",
+        profile=f"rows are counted; strategies choose, and exchanges are predicted, by "
+        f"{priced_with(load_profile('h100'))}",
         text=TEXT + "\n".join(worst_cells(found)),
         seed=options.seed,
-        tables=[found],
+        tables=[priced, found],
     )
 
 
