@@ -30,9 +30,18 @@ LEVELS = ("none", "selective", "full")
 """Recomputation has these levels, from least work to least memory."""
 TERMS = {
     "activations": ("activations_bytes",),
-    "weights, gradients, optimiser": ("parameters_bytes", "gradients_bytes", "optimizer_bytes"),
-    "workspace of a layer": ("workspace_bytes",),
-    "stage outputs, logits beyond a workspace": ("boundaries_bytes", "logits_bytes"),
+    "weights, gradients, optimiser": (
+        "parameters_bytes",
+        "gradients_bytes",
+        "fresh_gradients_bytes",
+        "optimizer_bytes",
+    ),
+    "workspace of a layer": ("workspace_bytes", "kernel_bytes"),
+    "stage outputs, logits beyond a workspace, inputs": (
+        "boundaries_bytes",
+        "logits_bytes",
+        "inputs_bytes",
+    ),
 }
 
 

@@ -266,7 +266,7 @@ def test_s_max_is_what_fits_the_memory() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "windows", "share"),
-    [(40.85, 1.007, None), (43.7, 1.05, None), (44.65, 1.5, 1.1), (57.0, 2.0, 1.45)],
+    [(40.85, 1.007, None), (43.7, 1.05, None), (44.65, 1.45, 1.1), (57.0, 2.0, 1.45)],
 )
 def test_s_max_leaves_room_for_a_step(gib: float, windows: float, share: float | None) -> None:
     """A short pipeline has a whole step under way, so that S_max and T share the memory."""

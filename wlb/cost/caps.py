@@ -54,7 +54,8 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
     gradients = sum(stage_gradient_bytes(spec, stage=s) for s in spec.stages_of(pp_rank))
     flowing = most_activation_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=window)
     one = estimate(window)
-    fixed = one.parameters_bytes + one.optimizer_bytes + gradients + one.inputs_bytes
+    fixed = one.parameters_bytes + one.optimizer_bytes + one.inputs_bytes
+    fixed += gradients + one.fresh_gradients_bytes
     longest_one = estimate(spec.s_max)
     # The loss's tensors grow with the micro-batch; those of the longest are counted.
     logits = loss_bytes(spec, pp_rank, spec.s_max)

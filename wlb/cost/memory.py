@@ -44,13 +44,15 @@ class MemoryEstimate:
     parameters: gathered, in compute dtype (with `fsdp.reshard_after_forward` only the layer at
     work, those prefetched, embedding and head). optimizer: sharded float32 master weights and two
     AdamW moments. gradients: float32, unsharded until the last micro-batch, plus their reduced
-    shard. Without FSDP (one rank, float32) parameters are the master weights; gradients are not
-    copied. activations: of all micro-batches in flight, and tensors kept for the weights' pass.
-    boundaries: stage outputs kept for backward. workspace: further tensors of the running layer,
-    recomputed activations included. kernel: memory that attention's backward kernel allocates, as
-    far as it exceeds the largest other workspace. logits: tensors of the loss, last pipeline rank
-    only, as far as it exceeds workspace and kernel: no layer runs during the loss. inputs: token
-    ids, labels, positions and RoPE's tables of a step and of the next one.
+    shard, of the stages whose first backward is over when most is held. fresh_gradients: of the
+    layer at work, in compute dtype, before FSDP adds them up. Without FSDP (one rank, float32)
+    parameters are the master weights; gradients are not copied. activations: of all micro-batches
+    in flight, and tensors kept for the weights' pass. boundaries: stage outputs kept for backward.
+    workspace: further tensors of the running layer, recomputed activations included. kernel: memory
+    that attention's backward kernel allocates, as far as it exceeds the largest other workspace.
+    logits: tensors of the loss, last pipeline rank only, as far as it exceeds workspace and kernel:
+    no layer runs during the loss. inputs: token ids, labels, positions and RoPE's tables of a step
+    and of the next one.
     """
 
     pp_rank: int
@@ -59,6 +61,7 @@ class MemoryEstimate:
     parameters_bytes: int
     optimizer_bytes: int
     gradients_bytes: int
+    fresh_gradients_bytes: int
     activations_bytes: int
     boundaries_bytes: int
     workspace_bytes: int
@@ -358,6 +361,7 @@ def memory_of_rank(
         parameters_bytes=(_gathered(spec, pp_rank) if has_fsdp else parameters) * size,
         optimizer_bytes=(2 + has_fsdp) * FLOAT32_BYTES * shard,
         gradients_bytes=held.gradients,
+        fresh_gradients_bytes=has_fsdp * size * layer_parameters(spec),
         activations_bytes=held.activations,
         boundaries_bytes=held.outputs,
         workspace_bytes=workspace,
