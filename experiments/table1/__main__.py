@@ -37,11 +37,7 @@ TERMS = {
         "optimizer_bytes",
     ),
     "workspace of a layer": ("workspace_bytes", "kernel_bytes"),
-    "stage outputs, logits beyond a workspace, inputs": (
-        "boundaries_bytes",
-        "logits_bytes",
-        "inputs_bytes",
-    ),
+    "outputs, logits, inputs": ("boundaries_bytes", "logits_bytes", "inputs_bytes"),
 }
 
 
