@@ -53,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/rehearsals"))
+    parser.add_argument("--kept", action="store_true", help="write pages of what is done, no more")
     parser.add_argument("--quick", action="store_true", help="one preset and system; prints only")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -115,6 +116,8 @@ class KeptRows:
         keys = {system: (preset, system, ranks, layers, options.steps) for system in systems}
         missing = [system for system in systems if keys[system] not in self._rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if options.kept:
+            return [self._rows[keys[s]] for s in systems if s not in missing]
         for system in missing:
             (row,) = rehearsed(preset, [system], ranks, layers=layers, options=options)
             print(*row, sep=", ", flush=True)
