@@ -54,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/rehearsals"))
     parser.add_argument("--kept", action="store_true", help="write pages of what is done, no more")
+    parser.add_argument("--commit", default="", help="with --kept: the one that was rehearsed")
     parser.add_argument("--quick", action="store_true", help="one preset and system; prints only")
     options = parser.parse_args(arguments)
     if options.quick:
         rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
         print(*rows, sep="\n")
         return exit_status(rows)
-    kept = KeptRows(options.folder / "rows.jsonl", commit=program_version())
+    commit = options.commit if options.kept and options.commit else program_version()
+    kept = KeptRows(options.folder / "rows.jsonl", commit=commit)
     positions: list[Row] = []
     ranks: list[Row] = []
     for preset in options.presets:
@@ -69,36 +71,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which = ALL if preset != LARGE else corners(load(preset, []).parallel)
         found = kept.rows(preset, ["wlb"], which, layers=1, options=options)
         ranks += [row[: len(PROVEN)] + row[-1:] for row in found]
+    text = TEXT.replace("\n", " ").format(steps=options.steps) + f" Rehearsed at commit {commit}."
+    if kept.missing:
+        text += f" Not rehearsed yet: {'; '.join(kept.missing)}."
     write_results(
         Path(__file__).parent,
         title="Rehearsals of the presets on fake GPUs",
         how=How.COMPUTED,
         profile="nothing was timed or priced.",
-        text=TEXT.replace("\n", " ").format(steps=options.steps),
-        tables=[
-            Table(
-                name="positions",
-                title="One rank of each pipeline position, all layers",
-                columns=(*PROVEN, *MEMORY, "verdict"),
-                rows=positions,
-                most_rows=len(positions),
-            ),
-            Table(
-                name="ranks",
-                title="All ranks (of 405b_128k its corners), one layer a stage",
-                columns=(*PROVEN, "verdict"),
-                rows=ranks,
-            ),
-        ],
+        text=text,
+        tables=tables_of(positions, ranks),
     )
     return exit_status([*positions, *ranks])
 
 
+def tables_of(positions: Sequence[Row], ranks: Sequence[Row]) -> list[Table]:
+    """The tables that have rows."""
+    tables = [
+        Table(
+            name="positions",
+            title="One rank of each pipeline position, all layers",
+            columns=(*PROVEN, *MEMORY, "verdict"),
+            rows=positions,
+            most_rows=len(positions),
+        ),
+        Table(
+            name="ranks",
+            title="All ranks (of 405b_128k its corners), one layer a stage",
+            columns=(*PROVEN, "verdict"),
+            rows=ranks,
+        ),
+    ]
+    return [table for table in tables if table.rows]
+
+
 class KeptRows:
-    """Rows by what was rehearsed, in a file that survives an interruption; of one commit."""
+    """Rows by what was rehearsed, in a file that survives an interruption; of one commit. missing:
+    what pages of kept rows lack."""
 
     def __init__(self, path: Path, *, commit: str) -> None:
         self.path, self.commit = path, commit
+        self.missing: list[str] = []
         lines = path.read_text("utf-8").splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines]
         self._rows = {tuple(one["key"]): one["row"] for one in found if one["commit"] == commit}
@@ -117,6 +130,8 @@ class KeptRows:
         missing = [system for system in systems if keys[system] not in self._rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if options.kept:
+            what = "all layers" if ranks == ONE_PER_STAGE else f"ranks {ranks}"
+            self.missing += [f"{preset} {system}, {what}" for system in missing]
             return [self._rows[keys[s]] for s in systems if s not in missing]
         for system in missing:
             (row,) = rehearsed(preset, [system], ranks, layers=layers, options=options)

@@ -160,10 +160,10 @@ def test_s_max_from_memory_trains(corpus: Path, tmp_path: Path) -> None:
     run, said = train(spec_of(tmp_path, corpus, 2.0, packing=packing, **LAYOUT))
     assert " MiB of the 1.88 MiB that plans may use of 2 MiB (run.memory_gib;" in said
     spec = run.lines[0]["spec"]
-    assert spec["packing"]["s_max"] == 176 / 128
+    assert spec["packing"]["s_max"] == 147 / 128
     assert spec["packing"]["memory_gib"] == pytest.approx(0.94 * 2 / 1024)
     assert len(run.losses) == 6
-    assert caps_of(apply(RunSpec(), spec, source="metrics"))[0] == 176
+    assert caps_of(apply(RunSpec(), spec, source="metrics"))[0] == 147
     small = small_spec(tmp_path, corpus, packing=packing, **LAYOUT)
     with pytest.raises(ValueError, match=r"set run\.memory_gib or packing\.memory_gib"):
         train(small)
