@@ -45,8 +45,8 @@ DECIDED = (
         "packing.price_range",
         "1, 1",
         "0.7, 1.6",
-        "faster than Algorithm 1 in every row of `settings`; attention at 1.6 times its price: imbalance "
-        "1.013 instead of 1.050 (robust_packing)",
+        "faster than Algorithm 1 in every row of `settings`; attention at 1.6 times its price: "
+        "imbalance 1.013 instead of 1.050 (robust_packing)",
     ),
     (
         "training.loss_normalizer",
