@@ -27,47 +27,7 @@ SETTINGS = {
 RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
 TEXT = """All documents are trained, what is held back too; without and with recomputed MLPs, the
 faster that fits 80 GiB counts. Perfect balance: every micro-batch and CP rank takes its step's
-mean, documents being priced whole. Table `decided` has figures of the experiments it names."""
-DECIDED = (
-    (
-        "packing.policy",
-        "var_len, two queues: the paper's",
-        "bounded",
-        "least delay at the same balance, and a bound on delay (bounded_policy, robust_packing)",
-    ),
-    (
-        "packing.s_max, step_tokens",
-        "1.1 windows, none: the paper's",
-        "2.0 windows, 1.5 global batches, less where memory is short",
-        "1.1 and 1.1 double the delay for the same balance (table2_imbalance, bounded_policy)",
-    ),
-    (
-        "packing.price_range",
-        "1, 1",
-        "0.7, 1.6",
-        "faster than Algorithm 1 in every row of `settings`; attention at 1.6 times its price: "
-        "imbalance 1.013 instead of 1.050 (robust_packing)",
-    ),
-    (
-        "training.loss_normalizer",
-        "mean: the paper's",
-        "constant",
-        "steps vary in tokens, so that a mean weighs long documents' labels 0.80 (convergence)",
-    ),
-    (
-        "sharding.strategy",
-        "adaptive: the paper's",
-        "balanced",
-        "never predicted slower than any other strategy (sharding_balance)",
-    ),
-    (
-        "cost.online",
-        "off",
-        "off",
-        "the range covers wrong prices; measured times would make plans differ from run to run; "
-        "worth switching on where prices are off by more (online_prices)",
-    ),
-)
+mean, documents being priced whole. What follows from it: wlb/spec/README.md."""
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
@@ -99,15 +59,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         profile=constants.profile(),
         seed=options.seed,
         text=TEXT.replace("\n", " "),
-        tables=[
-            table,
-            Table(
-                name="decided",
-                title="What presets and the system wlb use, and why",
-                columns=("key", "presets", "--system wlb", "why"),
-                rows=[list(row) for row in DECIDED],
-            ),
-        ],
+        tables=[table],
     )
 
 

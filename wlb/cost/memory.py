@@ -7,6 +7,7 @@ formulas.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -154,30 +155,27 @@ def held_bytes(
 ) -> HeldBytes:
     """What a rank's passes hold when that is most; micro-batches of one length. most: bounds of
     activations and of outputs."""
-    kept, waiting, output = (
-        bytes_of(spec, micro_batch_tokens=micro_batch_tokens)
-        for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
-    )
+    limits = most or (math.inf, math.inf)
     states = (
-        HeldBytes(k * kept + w * waiting, n * output, gradients)
-        for k, n, w, gradients in _held_at_once(spec, pp_rank)
+        HeldBytes(int(min(s.activations, limits[0])), int(min(s.outputs, limits[1])), s.gradients)
+        for s in _states(spec, pp_rank, micro_batch_tokens)
     )
-    if most is not None:
-        states = (
-            HeldBytes(min(s.activations, most[0]), min(s.outputs, most[1]), s.gradients)
-            for s in states
-        )
     return max(states, key=sum)
 
 
 def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> int:
     """Most bytes of activations and stage outputs that a rank holds, whatever gradients exist."""
+    return max(s.activations + s.outputs for s in _states(spec, pp_rank, micro_batch_tokens))
+
+
+def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
+    """What a rank holds around each backward pass, with micro-batches of `tokens`."""
     kept, waiting, output = (
-        bytes_of(spec, micro_batch_tokens=micro_batch_tokens)
+        bytes_of(spec, micro_batch_tokens=tokens)
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
     )
-    states = _held_at_once(spec, pp_rank)
-    return max(k * kept + w * waiting + n * output for k, n, w, _ in states)
+    for k, n, w, gradients in _held_at_once(spec, pp_rank):
+        yield HeldBytes(k * kept + w * waiting, n * output, gradients)
 
 
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:

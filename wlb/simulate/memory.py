@@ -1,9 +1,9 @@
 """Peak memory of a pipeline rank, from the order of its passes.
 
 Forward keeps a stage's activations and its output; backward frees both, and the first one of a
-stage leaves gradients, to which later ones add. With a split backward, the
-inputs' pass frees them and leaves the inputs of linear layers and the gradients of their outputs
-for the weights' pass: as many bytes as forward keeps without recompute.
+stage leaves gradients, to which later ones add. With a split backward, the inputs' pass frees them
+and leaves the inputs of linear layers and the gradients of their outputs for the weights' pass: as
+many bytes as forward keeps without recompute.
 """
 
 from collections.abc import Callable, Sequence
