@@ -66,7 +66,7 @@ class WorkloadModel(Protocol):
 
 @runtime_checkable
 class ExchangePrices(Protocol):
-    """A workload that also prices the exchange by need, without which it is never chosen."""
+    """A workload that also prices the exchange by need; others are refused for needed and auto."""
 
     def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
         """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
