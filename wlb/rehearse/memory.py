@@ -6,10 +6,12 @@ it, which must have waited for other streams' kernels on it by then, unless the 
 of them (Tensor.record_stream).
 """
 
+import functools
 import sys
 import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from wlb.rehearse.gpu import (
@@ -194,12 +196,10 @@ class Footprint:
     def _kind_of(self, tensor: Any) -> str:
         frame = sys._getframe(3)
         for _ in range(_DEEPEST):
-            name = frame.f_code.co_filename
-            for ending, function, kind in _BY_FRAME:
-                if name.endswith(ending) and function in ("", frame.f_code.co_name):
-                    if kind == "gathered parameters" and _is_reducing(frame):
-                        return "gradients"
-                    return kind
+            kind = _kind_by_code(frame.f_code)
+            if kind:
+                is_reducing = kind == "gathered parameters" and _is_reducing(frame)
+                return "gradients" if is_reducing else kind
             if frame.f_back is None:
                 break
             frame = frame.f_back
@@ -207,6 +207,15 @@ class Footprint:
             is_weight = tuple(tensor.shape) in self.parameter_shapes
             return "gradients" if is_weight else "backward"
         return "activations"
+
+
+@functools.cache
+def _kind_by_code(code: CodeType) -> str:
+    """What a function allocates, empty if it is none of `_BY_FRAME`."""
+    for ending, function, kind in _BY_FRAME:
+        if code.co_filename.endswith(ending) and function in ("", code.co_name):
+            return kind
+    return ""
 
 
 def _is_reducing(frame: Any) -> bool:

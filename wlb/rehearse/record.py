@@ -14,7 +14,6 @@ from torch._library.custom_ops import OPDEFS
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from wlb.rehearse.gpu import (
@@ -85,7 +84,9 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name: str = func._schema.name
         GPU.op = str(func)
-        flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        if name == "prim::device" and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked more often than all kernels together
+        flat = [*_leaves(args, Tensor), *_leaves(kwargs, Tensor)]
         ours = [x for x in flat if x.device.type == "cuda"]
         if not ours and not _makes_cuda(kwargs):
             if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):
         ours: list[Tensor],
         out: Any,
     ) -> None:
-        outs = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and x.is_cuda]
+        outs = [x for x in _leaves(out, Tensor) if x.is_cuda]
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "wait_tensor" in name:
                 self._wait_for(ours[0])
@@ -152,8 +153,8 @@ class Recorder(TorchDispatchMode):
             FOOTPRINT.read(x, stream)
         written = self._arguments_written(func)
         for i in written:
-            for x in tree_flatten(args[i] if i < len(args) else None)[0]:
-                if isinstance(x, Tensor) and x.is_cuda:
+            for x in _leaves(args[i] if i < len(args) else None, Tensor):
+                if x.is_cuda:
                     FOOTPRINT.write(x, stream)
         for x in () if written else outs:
             FOOTPRINT.made(x, stream)
@@ -185,8 +186,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         op = name.split("::")[1]
         if name.startswith("c10d::"):
-            flat = tree_flatten(args)[0]
-            boxed = next(a for a in flat if isinstance(a, torch.ScriptObject) and _is_group(a))
+            boxed = next(a for a in _leaves(args, torch.ScriptObject) if _is_group(a))
             group = dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportAttributeAccessIssue]
             waits = not any(a is True for a in args)  # asyncOp
         else:
@@ -259,6 +259,18 @@ def _nccl_stream(where: Communicator) -> FakeStream:
     name = f"NCCL {where.axis} {where.ranks[0]}-{where.ranks[-1]} of {len(where.ranks)}"
     found = next((s for s in GPU.streams if s.name == name), None)
     return found or FakeStream(name=name)
+
+
+def _leaves(tree: Any, kind: Any) -> list[Any]:
+    """Objects of a kind in an operator's arguments or results, which nest in tuples, lists and
+    dicts only; torch's pytree takes several times as long."""
+    if isinstance(tree, kind):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [leaf for branch in tree for leaf in _leaves(branch, kind)]
 
 
 def _is_group(a: Any) -> bool:
