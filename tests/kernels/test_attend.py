@@ -4,6 +4,7 @@ Both errors are root mean squares against the definition in float64. GPU backend
 without a GPU, and with one where `select_backend` refuses them (no package, another GPU).
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from wlb.kernels import BACKENDS, Segments, attend, sdpa, select_backend, torch_varlen
 from wlb.kernels.backend import SavedTensors, empty_lse, fixed_order, kernel_name
-from wlb.kernels.op import forward
+from wlb.kernels.op import backward, forward
 from wlb.kernels.torch_varlen import TorchVarlenBackend
 from wlb.spec.run import AttentionBackend
 
@@ -183,6 +184,46 @@ segment = st.tuples(st.integers(0, 40), st.integers(0, 60)).map(lambda n: (n[0],
 )
 def test_sdpa_on_random_segments(lengths, heads):
     check_parity(Case(*heads, 8, lengths), "sdpa", torch.float64)
+
+
+def test_calls_that_share_a_query_s_keys_add_up():
+    """Keys without a mask in one call, own ones in another: merged output, gradients that add."""
+    for (queries, before), dtype in itertools.product(
+        [([5, 3], [9, 2]), ([600, 20], [30, 700]), ([600], [600]), ([1, 1], [1, 4])],
+        [torch.float64, torch.float32, torch.bfloat16],
+    ):
+        parts = [(q, b + q) for q, b in zip(queries, before, strict=True)]
+        case = Case(4, 2, 8, parts)
+        q, k, v, grad = inputs(case, dtype=dtype)
+        exact = results([x.double() for x in (q, k, v, grad)], segments_of(case), "reference")
+        same = results([q, k, v, grad], segments_of(case), "reference")
+        is_own = torch.cat([torch.arange(n) >= n - m for m, n in parts])
+        own, others = (
+            Segments.from_offsets(offsets(queries), offsets(n), device=CPU, is_causal=on)
+            for n, on in ((queries, True), (before, False))
+        )
+        calls = [(own, k[is_own], v[is_own]), (others, k[~is_own], v[~is_own])]
+        for backend in ("sdpa", "reference"):
+            (out, lse), (other, other_lse) = (forward(backend, q, *kv, s) for s, *kv in calls)
+            both = torch.logaddexp(lse, other_lse)
+            share = (other_lse - both).exp().t()[..., None].to(lse.dtype)
+            merged = torch.lerp(out.to(lse.dtype), other.to(lse.dtype), share).to(dtype)
+            grads = [
+                backward(backend, grad, SavedTensors(q, *kv, merged, both), s) for s, *kv in calls
+            ]
+            dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+            for rows, (_, *dkv) in zip((is_own, ~is_own), grads, strict=True):
+                dk[rows], dv[rows] = dkv
+            found = (merged, grads[0][0].double() + grads[1][0], dk, dv)
+            for x, truth, one_call in zip(found, exact, same, strict=True):
+                floor = torch.finfo(dtype).eps * 64 * max(1.0, float(truth.abs().max()))
+                allowed = 2 * rms(one_call - truth)
+                assert rms(x.double() - truth) <= allowed + (dtype != torch.bfloat16) * floor
+
+
+def test_a_segment_without_a_key_is_refused_where_nothing_is_masked():
+    with pytest.raises(ValueError, match="segment 1 has no key"):
+        Segments.from_offsets([0, 2, 3], [0, 3, 3], device=CPU, is_causal=False)
 
 
 def test_reference_by_hand():

@@ -103,11 +103,12 @@ PASSED = {
 }
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("which", BACKENDS)
-def test_what_the_kernels_are_passed(monkeypatch, which, deterministic):
+def test_what_the_kernels_are_passed(monkeypatch, which, deterministic, is_causal):
     install(monkeypatch, which)
-    segments = Segments.from_offsets([0, 5, 8], [0, 5, 14], device=CPU)
+    segments = Segments.from_offsets([0, 5, 8], [0, 5, 14], device=CPU, is_causal=is_causal)
     q, k, v, grad = tensors(8, 14)
     backend = BACKENDS[which](deterministic=deterministic)
     out, lse = backend.forward(q, k, v, segments)
@@ -115,6 +116,7 @@ def test_what_the_kernels_are_passed(monkeypatch, which, deterministic):
     both, forward_only, backward_only = PASSED[which]
     for call, only in zip(CALLS, (forward_only, backward_only), strict=True):
         expected = COMMON | both | only
+        expected |= {name: is_causal for name in ("causal", "is_causal") if name in expected}
         assert {name: call[name] for name in expected} == expected
         assert call["cu_seqlens_q"].tolist() == [0, 5, 8]
         assert call["cu_seqlens_k"].tolist() == [0, 5, 14]

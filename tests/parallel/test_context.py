@@ -57,6 +57,7 @@ class Case:
     heads: tuple[int, int]
     row_multiple: int = 1
     exchange: KeyExchange = KeyExchange.GATHER
+    overlap: bool = False
 
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
@@ -72,7 +73,7 @@ class Case:
         return tuple(x.bfloat16().to(dtype) for x in made)
 
 
-def cases(cp: int, exchange: KeyExchange) -> list[Case]:
+def cases(cp: int, exchange: KeyExchange, overlap: bool = False) -> list[Case]:
     lengths = [
         (),
         (1,),
@@ -91,6 +92,7 @@ def cases(cp: int, exchange: KeyExchange) -> list[Case]:
             heads=next(heads),
             row_multiple=next(quanta),
             exchange=exchange,
+            overlap=overlap,
         )
         for some, name in itertools.product(lengths, NAMES)
     ]
@@ -113,7 +115,7 @@ def made(
     plan, cp = case.plan(world.world_size), world.world_size
     rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     return ContextAttention.from_rows(
-        attention_rows(plan, world.rank, rows),
+        attention_rows(plan, world.rank, rows, overlap=case.overlap),
         group=dist.group.WORLD if cp > 1 else None,
         heads=HeadShape(
             num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
@@ -158,11 +160,11 @@ def square_errors(got: Tensors, expected: Tensors) -> list[float]:
     return [(g.double() - e).square().sum().item() for g, e in zip(got, expected, strict=True)]
 
 
-def float32(world: World, exchange: KeyExchange) -> dict[str, Any]:
+def float32(world: World, exchange: KeyExchange, overlap: bool) -> dict[str, Any]:
     """Returns the worst error by backend, and cases whose bits depend on what they should not."""
     worst = {"sdpa": 0.0, "reference": 0.0}
     other_bits: list[str] = []
-    for case in cases(world.world_size, exchange):
+    for case in cases(world.world_size, exchange, overlap):
         expected = of_rank(case, world, one_process(case, torch.float64, "reference"))
         for backend in worst:
             got = run(case, world, made(case, world, torch.float32, backend))
@@ -180,11 +182,13 @@ def float32(world: World, exchange: KeyExchange) -> dict[str, Any]:
 Errors = list[tuple[str, list[float], list[float]]]
 
 
-def bfloat16(world: World, exchange: KeyExchange, added_in: torch.dtype = torch.float32) -> Errors:
+def bfloat16(
+    world: World, exchange: KeyExchange, overlap: bool, added_in: torch.dtype = torch.float32
+) -> Errors:
     """Returns (case, square errors of this rank's rows, those of one process in bfloat16)."""
     out: Errors = []
     for case, backend in itertools.product(
-        cases(world.world_size, exchange), ("sdpa", "reference")
+        cases(world.world_size, exchange, overlap), ("sdpa", "reference")
     ):
         if sum(case.lengths) > 2 * world.world_size + 1:
             expected = one_process(case, torch.float64, "reference")
@@ -196,15 +200,16 @@ def bfloat16(world: World, exchange: KeyExchange, added_in: torch.dtype = torch.
     return out
 
 
-def both(world: World, exchange: KeyExchange) -> tuple[dict[str, Any], Errors]:
-    return float32(world, exchange), bfloat16(world, exchange)
+def both(world: World, exchange: KeyExchange, overlap: bool) -> tuple[dict[str, Any], Errors]:
+    return float32(world, exchange, overlap), bfloat16(world, exchange, overlap)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("cp", [1, 2, *full(3, 4, 8)])
-def test_it_is_what_one_process_computes(cp: int, exchange: KeyExchange) -> None:
+def test_it_is_what_one_process_computes(cp: int, exchange: KeyExchange, overlap: bool) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
-    results = run_local(both, cp, exchange, start_group=True, timeout_s=600)
+    results = run_local(both, cp, exchange, overlap, start_group=True, timeout_s=600)
     for single, _ in results:
         assert max(single["worst"].values()) < 2e-6
         assert single["other_bits"] == []
@@ -267,16 +272,19 @@ def test_compiled_code_knows_what_gradients_travel_in(
         inverse = torch.empty(2, rows, dtype=torch.int64)
         offsets = torch.empty(3, dtype=torch.int32)
         where = (index, inverse, sent, splits, offsets, offsets, 6, 12, "sdpa", 2, "0")
-        gathered, slot = context_op.gather_kv(k, k, inverse, *sending, 2, "0", wire, fused)
+        gathered, slot, own_slot = context_op.gather_kv(
+            k, k, inverse, *sending, 2, "0", wire, fused
+        )
         out, lse, again = context_op.context_attend(q, k, k, gathered, slot, *where, False, fused)
         _, travelling = context_op.context_attend_backward(
             out, q, k, k, None, out, lse, *where, wire, fused
         )
-        received = context_op.receive_kv_gradient(travelling, returned, k.dtype, fused)
+        received = context_op.receive_kv_gradient(travelling, own_slot, returned, k.dtype, fused)
         second = context_op.gather_kv_again(out, k, k, inverse, sent, splits, 2, "0")
     num = 6 if sent is None else 8
     assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
     assert (slot.dtype, slot.shape) == (wire, (num, 2, 2, D))
+    assert (own_slot.dtype, own_slot.shape) == (torch.float32, (6, 2, 2, D))
     for other in (again, second):
         assert (other.dtype, other.shape) == (gathered.dtype, gathered.shape)
     assert gathered.shape == (rows, 2, 2, D)
@@ -291,12 +299,14 @@ def test_gradients_that_are_added_in_bfloat16_round_once_a_rank(
 ) -> None:
     """Only those of keys and values are worse for it."""
     narrow = torch.bfloat16
-    found = worst_ratios(run_local(bfloat16, cp, exchange, narrow, start_group=True, timeout_s=600))
+    found = worst_ratios(
+        run_local(bfloat16, cp, exchange, False, narrow, start_group=True, timeout_s=600)
+    )
     assert max(found[:2]) <= 2
     assert max(found[2:]) <= 3
 
 
-def compiled(world: World, exchange: KeyExchange) -> tuple[list[bool], int]:
+def compiled(world: World, exchange: KeyExchange, overlap: bool) -> tuple[list[bool], int]:
     """Returns whether each micro-batch has the eager bits, forward and backward, and graphs
     compiled."""
 
@@ -310,7 +320,9 @@ def compiled(world: World, exchange: KeyExchange) -> tuple[list[bool], int]:
     same: list[bool] = []
     lengths = [(5, 11), (40,), (3, 3, 3, 3, 9), (7,), (13, 1, 17)]
     for some, backend in itertools.product(lengths, ("sdpa", "reference")):
-        case = Case(lengths=some, strategy="per_document", heads=(4, 2), exchange=exchange)
+        case = Case(
+            lengths=some, strategy="per_document", heads=(4, 2), exchange=exchange, overlap=overlap
+        )
         attention = made(case, world, torch.float32, backend)
         q, k, v, grad = local_inputs(case, world, attention)
         x = torch.cat([q, k, v], 1).flatten(1).requires_grad_()
@@ -321,11 +333,13 @@ def compiled(world: World, exchange: KeyExchange) -> tuple[list[bool], int]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("exchange", KeyExchange)
 def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths(
-    exchange: KeyExchange,
+    exchange: KeyExchange, overlap: bool
 ) -> None:
-    for same, num_graphs in run_local(compiled, 2, exchange, start_group=True, timeout_s=600):
+    results = run_local(compiled, 2, exchange, overlap, start_group=True, timeout_s=600)
+    for same, num_graphs in results:
         assert all(same), same
         assert num_graphs <= 2 * 2  # of each backend one for the first shapes and one for any
 

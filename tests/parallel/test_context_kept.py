@@ -17,7 +17,7 @@ from tests.sets import full
 from wlb.cost import key_bytes
 from wlb.cost.memory import KeyBytes
 from wlb.launch.local import run_local
-from wlb.parallel import context_op
+from wlb.parallel import context_op, overlap_op
 from wlb.parallel.context import ContextAttention
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange
@@ -128,24 +128,33 @@ def test_only_local_rows_are_kept_and_one_gather_more_is_made(exchange: KeyExcha
             assert calls.items() >= (once | again).items()
 
 
-def buffers(world: World, exchange: KeyExchange) -> list[tuple[tuple[int, int], KeyBytes]]:
+def buffers(
+    world: World, exchange: KeyExchange, overlap: bool
+) -> list[tuple[tuple[int, int], KeyBytes]]:
     """Returns bytes of K and V that arrive and leave in forward, with those that are planned."""
     model = ModelSpec(hidden_size=4 * 8, num_heads=4, num_kv_heads=2, vocab_size=8)
     spec = replace(
         RunSpec(),
         model=model,
         parallel=ParallelSpec(cp=world.world_size),
+        cp=replace(RunSpec().cp, overlap=overlap),
         training=replace(RunSpec().training, dtype=Dtype.BFLOAT16),
     )
     out: list[tuple[tuple[int, int], KeyBytes]] = []
     for lengths in ((50, 14), (33, 1, 7), (9,), ()):
         case = Case(
-            lengths=lengths, strategy="balanced", heads=(4, 2), row_multiple=4, exchange=exchange
+            lengths=lengths,
+            strategy="balanced",
+            heads=(4, 2),
+            row_multiple=4,
+            exchange=exchange,
+            overlap=overlap,
         )
         attention = made(case, world, torch.bfloat16, "sdpa")
         with pytest.MonkeyPatch.context() as patch:
             recorder = Recorder([])
             patch.setattr(context_op, "_collectives", recorder)
+            patch.setattr(overlap_op, "_collectives", recorder)
             attention(*local_inputs(case, world, attention)[:3])
         plan, rows = case.plan(world.world_size), attention.num_rows
         planned = key_bytes(spec, plan, rank=world.rank, local_tokens=rows)
@@ -153,10 +162,13 @@ def buffers(world: World, exchange: KeyExchange) -> list[tuple[tuple[int, int], 
     return out
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("cp", [2, *full(4)])
-def test_buffers_of_keys_are_those_that_were_planned(cp: int, exchange: KeyExchange) -> None:
-    for found in run_local(buffers, cp, exchange, start_group=True, timeout_s=600):
+def test_buffers_of_keys_are_those_that_were_planned(
+    cp: int, exchange: KeyExchange, overlap: bool
+) -> None:
+    for found in run_local(buffers, cp, exchange, overlap, start_group=True, timeout_s=600):
         for used, planned in found:
             assert used == planned
 

@@ -1,7 +1,7 @@
 """Tests what of a layer's backward pass lies between starts and waits of its collectives."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.case import Case, Reader, packing, packing_of, pipeline_plan, spec_of
 from tests.sets import full
+from wlb.kernels.observe import observing
 from wlb.launch.local import run_local
-from wlb.parallel import collectives, context_op
+from wlb.parallel import collectives, context_op, overlap_op
 from wlb.parallel.context import ContextAttention
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
@@ -67,6 +68,7 @@ class Order(TorchDispatchMode):
         proxy = SimpleNamespace(**calls, wait_tensor=self._wait)
         with pytest.MonkeyPatch.context() as patch, self:
             patch.setattr(context_op, "_collectives", proxy)
+            patch.setattr(overlap_op, "_collectives", proxy)
             patch.setattr(collectives, "_ops", proxy)
             yield
 
@@ -80,6 +82,12 @@ class Order(TorchDispatchMode):
             return made
 
         return call
+
+    @contextmanager
+    def attention(self, *, is_backward: bool) -> Iterator[None]:
+        """Logs kernels of attention, of which this is the observer."""
+        self.log.append("attention" if is_backward else "attention again")
+        yield
 
     def _wait(self, x: Tensor) -> Tensor:
         name = self._started.pop(x.untyped_storage().data_ptr(), None)
@@ -108,7 +116,7 @@ def backward_order(world: World, case: Case) -> list[str]:
     assert made.tokens is not None
     loss = stage(made.tokens[0], rows=made.rows[0])
     order = Order(mine.local_tokens[0], case.tp)
-    with order.logged():
+    with order.logged(), observing(order) if case.own_first else nullcontext():
         loss.backward()
     embedding = 2 * (case.tp > 1)  # its gather's start and wait
     return short(order.log[: (len(order.log) - embedding) // 2])
@@ -119,6 +127,14 @@ BY_NEED = replace(ALONE, exchange=KeyExchange.NEEDED)
 
 
 ATTENTION = ["gather kv is there", "scatter kv starts", "2 q", "scatter kv is there", "4 kv"]
+OWN_LAST = [
+    *["gather kv is there", "attention", "scatter kv starts", "attention", "2 q"],
+    *["scatter kv is there", "4 kv"],
+]
+OWN_FIRST = [
+    *["2 kv again", "gather kv starts", "q again", "attention again", "gather kv is there"],
+    *["attention again", "o again"],
+]
 AGAIN = ["2 kv again", "gather kv starts", "q again", "gather kv is there", "o again"]
 TP_MLP = [
     *["gather starts", "gather is there", "2 mlp", "gather starts", "2 mlp"],
@@ -152,6 +168,11 @@ NONE, SELECTIVE, FULL = Recompute
                 [*AGAIN, "2 mlp again", "6 mlp", "2 o", *ATTENTION[1:]],
             ),
             (replace(ALONE, keep_gathered_kv=True), ["6 mlp", "2 o", *ATTENTION[1:]]),
+            (replace(BY_NEED, own_first=True), ["gather kv starts", "6 mlp", "2 o", *OWN_LAST]),
+            (
+                replace(ALONE, own_first=True, recompute=FULL),
+                [*OWN_FIRST, "2 mlp again", "6 mlp", "2 o", *OWN_LAST[1:]],
+            ),
             (replace(ALONE, tp=2), ["gather kv starts", *TP_MLP, *TP_ATTENTION]),
             (
                 replace(ALONE, compile_backend="aot_eager"),
@@ -196,6 +217,7 @@ def has_same_bits(world: World, case: Case) -> bool:
     proxy = SimpleNamespace(**{op: at_once(op) for op in ops}, **WAITED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_op, "_collectives", proxy)
+        patch.setattr(overlap_op, "_collectives", proxy)
         patch.setattr(collectives, "_ops", proxy)
         patch.setattr(ContextAttention, "add", lambda _, x_SC, y_SC, __: x_SC + y_SC)
         serial = gradients()
@@ -213,6 +235,7 @@ ZERO_BUBBLE = Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUB
         Case(cp=2, layers=2),
         *full(
             Case(cp=4, layers=2, exchange=KeyExchange.NEEDED),
+            Case(cp=4, layers=2, exchange=KeyExchange.NEEDED, own_first=True),
             Case(cp=4, layers=2, recompute=FULL),
             Case(tp=2, cp=2, layers=2, recompute=SELECTIVE, reshard=True),
             ZERO_BUBBLE,

@@ -8,15 +8,17 @@ b1 | b2 | nothing, so that rank 0 holds a0 a1 a4 b0 and rank 1 a2 a3 b1 b2, then
     token         a0  a1  a4  b0   .   .  a2  a3  b1  b2   :   :
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from wlb.parallel.rows import AttentionRows, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import AttentionRows, OwnRows, attention_rows, rank_labels, rank_tokens
 from wlb.plan import (
     IGNORE,
     Documents,
+    IntArray,
     KeyExchange,
     MicroBatch,
     Pieces,
@@ -133,6 +135,63 @@ def test_keys_lie_in_the_rows_that_arrive() -> None:
         assert [names[i] for i in made.kv_index] == [GATHERED[i] for i in gathered.kv_index]
         assert made.cu_seqlens_k.tolist() == gathered.cu_seqlens_k.tolist()
         assert made.inverse.shape[1] == len(names)
+
+
+@pytest.mark.parametrize("plan", [example(), by_need()], ids=lambda plan: plan.exchange)
+def test_two_calls_see_the_keys_of_one(plan: ShardingPlan) -> None:
+    """Own keys first: each span's keys are those of both calls, own ones with the queries last."""
+    sent_to = {1: "a2 a3", 0: "a0 a1 b0"}  # by need, what comes from the rank
+    for rank in range(2):
+        made, whole = (attention_rows(plan, rank, ROWS, overlap=on) for on in (True, False))
+        own = made.own
+        assert own is not None
+        assert made.kv_index is not None
+        assert whole.kv_index is not None
+        local = GATHERED[rank * ROWS : (rank + 1) * ROWS]
+        is_needed = plan.exchange == KeyExchange.NEEDED
+        arrived = sent_to[1 - rank].split() if is_needed else GATHERED
+        before = "a0 a1 b0 a2 a3 b1 b2 : :" if rank else "a0 a1 a4 b0 . . a2 a3"
+        all_keys = named(whole.kv_index, before.split() if is_needed else GATHERED, whole)
+        own_keys = named(own.kv_index, local, own)
+        others = named(made.kv_index, arrived, made)
+        spans = np.split(np.arange(ROWS), own.cu_seqlens_q[1:-1])
+        with_others = iter(others)
+        rows_of_others: list[int] = []
+        for rows, keys, mine in zip(spans, all_keys, own_keys, strict=True):
+            assert [local[i] for i in rows] == mine[-rows.size :]
+            missing = [key for key in keys if key not in mine]
+            if missing:
+                assert sorted(next(with_others)) == sorted(missing)
+                rows_of_others += rows.tolist()
+            assert sorted(missing + mine) == sorted(keys)
+        assert own.query_rows.tolist() == rows_of_others
+        assert made.inverse is not None
+        assert made.inverse.shape[1] == len(arrived)
+        assert own.inverse.shape[1] == ROWS
+
+
+def named(index: IntArray, rows: Sequence[str], call: AttentionRows | OwnRows) -> list[list[str]]:
+    """Returns the keys of each segment of a call."""
+    return [[rows[i] for i in part] for part in np.split(index, call.cu_seqlens_k[1:-1])]
+
+
+def test_a_rank_that_needs_nothing_computes_in_its_first_call() -> None:
+    alone = per_sequence([4, 4], cp=1)
+    plan = ShardingPlan(
+        strategy="balanced",
+        lengths=alone.lengths,
+        piece=alone.piece,
+        start=alone.start,
+        stop=alone.stop,
+        rank_offsets=np.array([0, 1, 2]),
+    )
+    for exchange in KeyExchange:
+        made = attention_rows(replace(plan, exchange=exchange), 1, 6, overlap=True)
+        assert made.own is not None
+        assert made.own.cu_seqlens_k.tolist() == [0, 4, 6]
+        assert made.own.query_rows.tolist() == []
+        assert made.cu_seqlens_q.tolist() == [0]
+        assert made.sent is None or made.sent.splits.tolist() == [[0, 0], [0, 0]]
 
 
 def test_one_rank_needs_no_gather() -> None:

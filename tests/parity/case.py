@@ -65,6 +65,7 @@ class Case:
     prefetch: int = 1
     compile_backend: str = ""
     overlap: bool = False
+    own_first: bool = False
     exchange: KeyExchange = KeyExchange.GATHER
 
     @property
@@ -81,6 +82,7 @@ class Case:
         name += "" if self.prefetch == 1 else f"-ahead{self.prefetch}"
         name += f"-{self.compile_backend}" if self.compile_backend else ""
         name += "-overlap" if self.overlap else ""
+        name += "-own_first" if self.own_first else ""
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
@@ -104,7 +106,7 @@ def spec_of(case: Case) -> RunSpec:
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             tp=replace(spec.tp, overlap=case.overlap),
-            cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv),
+            cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv, overlap=case.own_first),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,

@@ -77,6 +77,7 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
             Case(tp=2, cp=2, pp=2, v=2),
             Case(cp=2, recompute=Recompute.FULL),
             Case(tp=2, cp=2, exchange=KeyExchange.NEEDED),
+            Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True),
             Case(dp=2),
             Case(tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
             # The last rank's weight passes follow each other; no sum over ranks widens them.

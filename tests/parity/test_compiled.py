@@ -131,6 +131,8 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         Case(tp=2, cp=2, strategy="per_sequence", recompute=Recompute.FULL),
         Case(cp=2, exchange=KeyExchange.NEEDED),
         Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
+        Case(cp=2, own_first=True),
+        Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
     ],
     ids=str,
 )

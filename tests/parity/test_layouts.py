@@ -17,7 +17,10 @@ IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 NEEDED = KeyExchange.NEEDED
 
 # One axis each.
-QUICK = [Case(tp=2), Case(cp=2), Case(cp=2, exchange=NEEDED), Case(dp=2), Case(pp=2, schedule=F1B)]
+QUICK = [
+    *(Case(tp=2), Case(cp=2), Case(cp=2, exchange=NEEDED), Case(cp=2, own_first=True)),
+    *(Case(dp=2), Case(pp=2, schedule=F1B)),
+]
 CASES = [
     # One axis alone.
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
@@ -37,6 +40,11 @@ CASES = [
     Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
+    # Own keys while others' travel.
+    Case(cp=3, own_first=True, row_multiple=4),
+    Case(cp=4, own_first=True, exchange=NEEDED),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
+    Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
     # Two axes.
     Case(tp=2, cp=2, strategy="per_sequence"),
     Case(tp=2, dp=2, num_micro_batches=8),

@@ -131,6 +131,7 @@ def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
         ("parallel.dp=2", "fsdp.shard_size=2"),
         ("sharding.exchange=needed", "parallel.cp=4", "parallel.pp=1", "pp.virtual_stages=1"),
+        ("sharding.exchange=needed", "cp.overlap=true", "kernels.deterministic=true"),
     ],
 )
 def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
@@ -149,6 +150,8 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
         ("sharding.exchange=needed", "training.recompute=full"),
         ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
         ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
+        ("cp.overlap=true", "kernels.fused=off"),
+        ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
         ("kernels.deterministic=true", "kernels.fused=off"),
         ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
         ("packing.policy=var_len", "sharding.strategy=per_document"),

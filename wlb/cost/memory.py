@@ -253,6 +253,9 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
         return gradients + local * kv_bytes, 0
     rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
     in_kernel = (rows + 2 * copied) * kv_bytes
+    if spec.cp.overlap:
+        # The call over others' keys has copies of its queries, their outputs and gradients.
+        in_kernel += 3 * local * q_bytes
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
     # Autograd holds backward's gather until attention's backward has returned.
     held = 0 if spec.cp.keep_gathered_kv else rows * kv_bytes
@@ -269,8 +272,9 @@ def _sent_rows(spec: RunSpec, local: int) -> int:
 
 
 class KeyBytes(NamedTuple):
-    """Bytes of K and V of one layer on one rank: rows that its exchange brings together, own ones
-    included, and rows on their way to others, own ones included with an exchange by need."""
+    """Bytes of K and V of one layer on one rank: rows that its exchange brings together, and rows
+    on their way to others. Own ones are among both, but with an all-gather those that are sent are
+    own ones only, and by need with cp.overlap there are none."""
 
     arrived: int
     sent: int
@@ -283,8 +287,8 @@ def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens:
     row_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
     if sharding.exchange == KeyExchange.GATHER:
         return KeyBytes(sharding.cp * local_tokens * row_bytes, local_tokens * row_bytes)
-    moved = rows_moved(sharding)
-    rows = (local_tokens + int(moved[rank].sum()), local_tokens + int(moved[:, rank].sum()))
+    moved, own = rows_moved(sharding), 0 if spec.cp.overlap else local_tokens
+    rows = (own + int(moved[rank].sum()), own + int(moved[:, rank].sum()))
     return KeyBytes(*(n * row_bytes for n in rows))
 
 

@@ -26,6 +26,8 @@ Kernels = dict[str, Callable[..., Any]]
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZE_STEP = 8
+_CAUSAL = ("causal", "is_causal")
+"""What the packages call the argument that masks later keys."""
 _EVERY_CALL = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
     "softmax_scale",
@@ -177,10 +179,11 @@ class FlashBackend:
         cu_q, cu_k, max_q, max_k = segments.arguments
         scale = qkv[0].shape[-1] ** -0.5
         every_call = (*qkv, cu_q, cu_k, max(self.least_max_q, max_q), max_k, scale)
+        mask = {name: segments.is_causal for name in _CAUSAL if name in function.constants}
         return self.kernels[function.name](
             **dict(zip(_EVERY_CALL, every_call, strict=True)),
             **{name: values[name] for name in function.by_name},
-            **function.constants,
+            **{**function.constants, **mask},
         )
 
 

@@ -23,7 +23,7 @@ class ReferenceBackend:
         out_THD, lse_HT = torch.empty_like(q_THD), empty_lse(q_THD)
         for rows, keys in _slices(segments):
             v_kGD = v_SGD[keys]
-            scores_GRqk = _scores(q_THD[rows], k_SGD[keys])
+            scores_GRqk = _scores(q_THD[rows], k_SGD[keys], segments.is_causal)
             weights_GRqk = scores_GRqk.softmax(dim=-1)
             out_qGRD = torch.einsum("grqk,kgd->qgrd", weights_GRqk, v_kGD)
             out_THD[rows] = out_qGRD.flatten(1, 2)
@@ -31,21 +31,26 @@ class ReferenceBackend:
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        """The chain rule through the definition; needs neither the output nor the lse."""
-        q_THD, k_SGD, v_SGD, _, _ = saved
+        """The chain rule through the definition, with the weights that the log-sum-exp gives: some
+        keys of a query may be those of another call."""
+        q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
+        delta_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
         scale, num_kv_heads = q_THD.shape[-1] ** -0.5, k_SGD.shape[1]
         dq_THD, dk_SGD, dv_SGD = (torch.zeros_like(x) for x in (q_THD, k_SGD, v_SGD))
         for rows, keys in _slices(segments):
             q_qGRD, grad_qGRD = (
                 x[rows].unflatten(1, (num_kv_heads, -1)) for x in (q_THD, grad_THD)
             )
-            weights_GRqk = _scores(q_THD[rows], k_SGD[keys]).softmax(dim=-1)
+            scores_GRqk = _scores(q_THD[rows], k_SGD[keys], segments.is_causal)
+            lse_GRq1, delta_GRq1 = (
+                x.unflatten(0, (num_kv_heads, -1))[..., None]
+                for x in (lse_HT[:, rows], delta_TH[rows].t())
+            )
+            weights = (scores_GRqk.to(lse_HT.dtype) - lse_GRq1).exp()
+            weights_GRqk = weights.to(q_THD.dtype)
             dv_SGD[keys] = torch.einsum("grqk,qgrd->kgd", weights_GRqk, grad_qGRD)
             dweights_GRqk = torch.einsum("qgrd,kgd->grqk", grad_qGRD, v_SGD[keys])
-            # w * (dw - sum_k w * dw); like autograd, this op accumulates bfloat16 in float32.
-            dscores_GRqk = torch.ops.aten._softmax_backward_data(
-                dweights_GRqk, weights_GRqk, -1, weights_GRqk.dtype
-            )
+            dscores_GRqk = (weights * (dweights_GRqk - delta_GRq1)).to(q_THD.dtype)
             dq_qGRD = torch.einsum("grqk,kgd->qgrd", dscores_GRqk, k_SGD[keys]) * scale
             dq_THD[rows] = dq_qGRD.flatten(1, 2)
             dk_SGD[keys] = torch.einsum("grqk,qgrd->kgd", dscores_GRqk, q_qGRD * scale)
@@ -63,10 +68,12 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
             yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
 
 
-def _scores(q_qHD: Tensor, k_kGD: Tensor) -> Tensor:
+def _scores(q_qHD: Tensor, k_kGD: Tensor, is_causal: bool) -> Tensor:
     """Scores [G, R, q, k], minus infinity for masked keys."""
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD)
+    if not is_causal:
+        return scores_GRqk
     seen_qk = torch.ones(scores_GRqk.shape[-2:], dtype=torch.bool, device=q_qHD.device)
     seen_qk = seen_qk.tril(k_kGD.shape[0] - q_qHD.shape[0])
     return scores_GRqk.masked_fill(~seen_qk, float("-inf"))

@@ -63,13 +63,15 @@ class _Rows:
 
 
 class _Class(NamedTuple):
-    """Segments that one call computes. mask: None if they are square, or split at their prefix."""
+    """Segments that one call computes. mask: None if they are square, split at their prefix, or
+    not causal and without padded keys."""
 
     num_segments: int
     num_queries: int
     num_keys: int
     is_split: bool
     mask_B1QK: Tensor | None
+    is_causal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -162,8 +164,7 @@ def _forward_on_cpu(
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     if c.is_split:
         return prefixed_forward(q_BHQD, k_BHKD, v_BHKD)
-    is_causal = c.mask_B1QK is None
-    return flash_forward(q_BHQD, k_BHKD, v_BHKD, 0.0, is_causal, attn_mask=c.mask_B1QK)
+    return flash_forward(q_BHQD, k_BHKD, v_BHKD, 0.0, c.is_causal, attn_mask=c.mask_B1QK)
 
 
 def _backward_on_cpu(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
@@ -173,8 +174,7 @@ def _backward_on_cpu(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradi
     if c.is_split:
         dq, dk, dv = prefixed_backward(grad_BHQD, saved)
     else:
-        is_causal = c.mask_B1QK is None
-        dq, dk, dv = flash_backward(grad_BHQD, *saved, 0.0, is_causal, attn_mask=c.mask_B1QK)
+        dq, dk, dv = flash_backward(grad_BHQD, *saved, 0.0, c.is_causal, attn_mask=c.mask_B1QK)
     return dq, _sum_heads(dk, k_BGKD.shape[1]), _sum_heads(dv, k_BGKD.shape[1])
 
 
@@ -198,7 +198,7 @@ def _forward_elsewhere(
     because the only float32 kernel with memory linear in the length needs as many key heads."""
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
-        q_BHQD, k_BHKD, v_BHKD, attn_mask=c.mask_B1QK, is_causal=c.mask_B1QK is None
+        q_BHQD, k_BHKD, v_BHKD, attn_mask=c.mask_B1QK, is_causal=c.is_causal
     )
     return out_BHQD, out_BHQD.new_zeros(out_BHQD.shape[:3], dtype=sum_dtype(out_BHQD))
 
@@ -243,16 +243,21 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
     members: dict[tuple[bool, int, int], list[int]] = {}
     for i, (num_q, num_k) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
         if num_q:
-            key = (num_q == num_k, _rounded(num_q), _rounded(num_k))
+            square = segments.is_causal and num_q == num_k
+            key = (square, _rounded(num_q), _rounded(num_k))
             members.setdefault(key, []).append(i)
     device = segments.cu_seqlens_q.device
     classes: list[_Class] = []
     for (square, num_q, num_k), who in members.items():
-        is_split = not square and device.type == "cpu" and min(num_q, num_k) > _PADDED_BELOW
-        mask = None
-        if not square and not is_split:
-            mask = _mask(lengths_k[who] - lengths_q[who], num_q, num_k, device, dtype)
-        classes.append(_Class(len(who), num_q, num_k, is_split, mask))
+        is_long = min(num_q, num_k) > _PADDED_BELOW
+        is_split = segments.is_causal and not square and device.type == "cpu" and is_long
+        mask, keys_of = None, lengths_k[who]
+        if segments.is_causal and not square and not is_split:
+            mask = _mask(keys_of - lengths_q[who], num_q, num_k, device, dtype)
+        if not segments.is_causal and (keys_of < num_k).any():
+            mask = _mask(keys_of - 1, num_q, num_k, device, dtype, is_causal=False)
+        is_causal = segments.is_causal and mask is None
+        classes.append(_Class(len(who), num_q, num_k, is_split, mask, is_causal))
     queries = [(n, starts_q[who], lengths_q[who]) for (_, n, _), who in members.items()]
     keys = [(n, starts_k[who], lengths_k[who]) for (_, _, n), who in members.items()]
     return _Classes(
@@ -275,11 +280,18 @@ PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}
 
 
 def _mask(
-    first_B: np.ndarray, num_queries: int, num_keys: int, device: torch.device, dtype: torch.dtype
+    first_B: np.ndarray,
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
-    """0 if query i attends to key j, i.e. j <= first + i with first = Lk - Lq, else -inf. Additive
-    and in the queries' dtype: torch would convert a bool mask in every call, and keep it."""
-    last_BQ1 = first_B[:, None, None] + np.arange(num_queries)[:, None]
+    """0 if query i attends to key j, i.e. j <= first + i with first = Lk - Lq, else -inf; if not
+    causal j <= first. Additive and in the queries' dtype: torch would convert a bool mask in every
+    call, and keep it."""
+    last_BQ1 = first_B[:, None, None] + np.arange(num_queries)[:, None] * is_causal
     hidden = copy_to_device(np.arange(num_keys) > last_BQ1, device)[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(hidden, float("-inf"))

@@ -37,13 +37,18 @@ _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Boundaries of one call's segments, made by `from_offsets`: int32 [num_segments + 1] each."""
+    """Boundaries of one call's segments, made by `from_offsets`: int32 [num_segments + 1] each.
+
+    is_causal: a segment's last keys are its queries' own positions; otherwise all keys come before
+    all queries, as those of a prefix do, and each query sees each.
+    """
 
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_q: int
     max_k: int
     host: HostPart = field(repr=False)
+    is_causal: bool = True
 
     @classmethod
     def from_offsets(
@@ -53,6 +58,7 @@ class Segments:
         *,
         device: torch.device | str,
         key_rows: np.ndarray | None = None,
+        is_causal: bool = True,
     ) -> "Segments":
         """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments. key_rows:
         for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer."""
@@ -62,7 +68,9 @@ class Segments:
         if q.size != k.size:
             raise UserError(f"cu_q has {q.size - 1} segments, cu_k {k.size - 1}")
         num_q, num_k = np.diff(q), np.diff(k)
-        short = np.flatnonzero(num_k < num_q)
+        short = np.flatnonzero(num_k < num_q) if is_causal else np.flatnonzero(num_k < 1)
+        if short.size and not is_causal:
+            raise UserError(f"segment {short[0]} has no key; leave it out of a call without mask")
         if short.size:
             i = int(short[0])
             raise UserError(
@@ -83,11 +91,17 @@ class Segments:
         )
         _HOST_PARTS[cu_seqlens_q] = host
         max_q, max_k = int(num_q.max(initial=0)), int(num_k.max(initial=0))
-        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host)
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal)
 
     @classmethod
     def of(
-        cls, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_q: int, max_k: int
+        cls,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        is_causal: bool = True,
     ) -> "Segments":
         """The segments that these two tensors were made for.
 
@@ -106,7 +120,7 @@ class Segments:
             # made for.
             if is_new:
                 _HOST_PARTS[cu_seqlens_q] = host
-        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host)
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
         """Returns itself: `of` would not recognise copies of the tensors."""

@@ -23,7 +23,7 @@ from wlb.kernels.segments import Segments
 from wlb.plan import UserError
 
 MAX_HEAD_SIZE = 256
-_CAUSAL = [-1, 0]
+_CAUSAL, _WITHOUT_MASK = [-1, 0], [-1, -1]
 
 
 class TorchVarlenBackend:
@@ -47,22 +47,27 @@ class TorchVarlenBackend:
     ) -> tuple[Tensor, Tensor]:
         _check(q_THD)
         out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
-            q_THD, k_SGD, v_SGD, *segments.arguments, True, None, _CAUSAL
+            q_THD, k_SGD, v_SGD, *segments.arguments, segments.is_causal, None, _window(segments)
         )
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
         # The RNG state of dropout is zeros, which forward returns if there is no dropout.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
+        mask = (segments.is_causal, rng_state, None, _window(segments))
         with fixed_order(self.deterministic):
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
-                grad_THD, *saved, *segments.arguments, True, rng_state, None, _CAUSAL
+                grad_THD, *saved, *segments.arguments, *mask
             )
         return dq_THD, dk_SGD, dv_SGD
 
 
 TORCH_VARLEN = TorchVarlenBackend()
 TORCH_VARLEN_DETERMINISTIC = TorchVarlenBackend(deterministic=True)
+
+
+def _window(segments: Segments) -> list[int]:
+    return _CAUSAL if segments.is_causal else _WITHOUT_MASK
 
 
 def _check(q_THD: Tensor) -> None:

@@ -2,9 +2,10 @@
 Llama 3), or an all-to-all of the rows that each rank reads, as the sharding plan says.
 
 The keys of each local span are laid out (unless the backend reads a buffer's rows) for one varlen
-call. The exchange starts in `begin` and hides behind the query projection, backward's at the
-layer's end (`add`) behind the MLP; no layer loops over documents or waits for the device. Shapes: T
-local rows, S packed tokens, G key/value and H query heads of this tp rank, D head size.
+call, or with `own` for two, of which the first needs no exchange. The exchange starts in `begin`
+and hides behind the query projection, backward's at the layer's end (`add`) behind the MLP; no
+layer loops over documents or waits for the device. Shapes: T local rows, S packed tokens, G
+key/value and H query heads of this tp rank, D head size.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ from wlb.kernels.fused import choose_fused
 from wlb.kernels.segments import copy_to_device
 from wlb.parallel.collectives import agree, wait
 from wlb.parallel.context_op import AddAndGatherAgain, context_attend, gather_kv
-from wlb.parallel.rows import AttentionRows, attention_rows
+from wlb.parallel.overlap_op import attend_while_gathering
+from wlb.parallel.rows import AttentionRows, OwnRows, attention_rows
 from wlb.plan import ShardingPlan, UserError, local_tokens
 from wlb.spec import AttentionBackend, FusedKernels
 
@@ -53,10 +55,20 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """A gather of K and V that has started, and the slot for their gradients (`context_op`)."""
+    """A gather of K and V that has started, and slots for their gradients (`context_op`)."""
 
     rows_R2GD: Tensor
     slot: Tensor
+    own_slot: Tensor
+
+
+class OwnCall(NamedTuple):
+    """The call that runs while the exchange does, see `OwnRows`; tensors are on the device."""
+
+    segments: Segments
+    query_rows: Tensor
+    index: Tensor
+    inverse: Tensor
 
 
 class GatherAgain(NamedTuple):
@@ -75,7 +87,8 @@ class ContextAttention:
     index [K] and inverse [U, R]: see `AttentionRows`; None with one CP rank. sent [N], returned [W,
     T] and, on the host, splits [2, cp]: see `SentRows`; None with an all-gather. `from_plan`
     compares the ranks' arguments; the executor, whose plans' digests are compared, uses
-    `from_rows`.
+    `from_rows`. own: None if one call computes everything; otherwise segments, index and inverse
+    are those of the second.
     """
 
     segments: Segments
@@ -92,13 +105,14 @@ class ContextAttention:
     sent: Tensor | None = None
     returned: Tensor | None = None
     splits: Tensor | None = None
+    own: OwnCall | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
         self._check_keys(k_TGD, v_TGD)
         if self.inverse is None:
             return None
-        rows, slot = gather_kv(
+        rows, *slots = gather_kv(
             k_TGD,
             v_TGD,
             self.inverse,
@@ -110,7 +124,7 @@ class ContextAttention:
             self.wire_dtype,
             self.fused,
         )
-        return KvGather(rows.detach(), slot)
+        return KvGather(rows.detach(), *slots)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
@@ -134,21 +148,20 @@ class ContextAttention:
         begun = self.begin(k_TGD, v_TGD) if begun is None else begun
         assert begun is not None
         local = k_TGD.detach(), v_TGD.detach()
-        out_THD, _, slot_R2GD = context_attend(
-            q_THD,
-            *local,
-            *begun,
-            self.index,
-            self.inverse,
-            self.sent,
-            self.splits,
-            *self.segments.arguments,
-            self.backend,
-            self.cp,
-            self.group_name,
-            self.keep_gathered_kv,
-            self.fused,
-        )
+        exchanged = (self.index, self.inverse, self.sent, self.splits)
+        how = (self.backend, self.cp, self.group_name, self.keep_gathered_kv, self.fused)
+        if self.own is None:
+            arguments = (*exchanged, *self.segments.arguments, *how)
+            out_THD, _, slot_R2GD = context_attend(
+                q_THD, *local, begun.rows_R2GD, begun.slot, *arguments
+            )
+        else:
+            segments, *own = self.own
+            both = (segments.arguments, self.segments.arguments)
+            offsets, longest = (tuple(x for a in both for x in a[i : i + 2]) for i in (0, 2))
+            out_THD, _, slot_R2GD = attend_while_gathering(
+                q_THD, *local, *begun, *own, *exchanged, *offsets, *longest, *how
+            )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slot_R2GD, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
@@ -169,7 +182,10 @@ class ContextAttention:
     @property
     def indices(self) -> list[Tensor]:
         """Tensors on the device that the custom ops take besides q, k and v."""
-        found = (self.index, self.inverse, self.sent, self.returned, *self.segments.arguments)
+        found = [self.index, self.inverse, self.sent, self.returned, *self.segments.arguments]
+        if self.own is not None:
+            segments, *others = self.own
+            found += [*others, *segments.arguments]
         return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -211,7 +227,9 @@ class ContextAttention:
                 rows.cu_seqlens_k,
                 device=device,
                 key_rows=rows.kv_index if reads_buffer else None,
+                is_causal=rows.own is None,
             ),
+            own=_own_call(rows.own, on_device, backend, device),
             num_rows=rows.positions.size,
             heads=heads,
             backend=backend,
@@ -244,13 +262,14 @@ class ContextAttention:
         keep_gathered_kv: bool = False,
         gradient_dtype: torch.dtype = torch.float32,
         fused: FusedKernels = FusedKernels.AUTO,
+        overlap: bool = False,
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
 
         A collective call: bad or different arguments raise a UserError on every rank instead of
         hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
         as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
-        a multiple of it.
+        a multiple of it. overlap: as `cp.overlap`.
         """
         declared: dict[str, Any] = {
             "num_heads": num_heads,
@@ -273,14 +292,14 @@ class ContextAttention:
             backend = _resolved(backend, device, heads, deterministic)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
             declared |= _identity(sharding_plan) | {"rows": num_rows}
-            declared |= {"device": device.type, "backend": backend}
+            declared |= {"device": device.type, "backend": backend, "overlap": overlap}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
             problem = error
         agree(declared | exchange, problem, group=group)
         assert heads is not None
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, num_rows),
+            attention_rows(sharding_plan, rank, num_rows, overlap=overlap),
             group=group,
             heads=heads,
             backend=backend,
@@ -325,9 +344,32 @@ def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministi
     return backend
 
 
+def _own_call(
+    own: OwnRows | None, on_device: Mapping[str, Tensor], backend: str, device: torch.device
+) -> OwnCall | None:
+    if own is None:
+        return None
+    if device.type != "cpu" and backend.startswith("sdpa"):
+        raise UserError(
+            f"cp.overlap needs the log-sum-exp of attention's rows, which {backend} does not give "
+            f"on {device.type}; set cp.overlap = false or another kernels.attention"
+        )
+    segments = Segments.from_offsets(
+        own.cu_seqlens_q,
+        own.cu_seqlens_k,
+        device=device,
+        key_rows=own.kv_index if BACKENDS[backend].takes_key_rows else None,
+    )
+    names = ("query_rows", "own_index", "own_inverse")
+    return OwnCall(segments, *(on_device[name] for name in names))
+
+
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     """Arrays that attention needs on the device; empty with one CP rank."""
     found = {"kv_index": rows.kv_index, "inverse": rows.inverse}
+    if rows.own is not None:
+        found["query_rows"] = rows.own.query_rows
+        found |= {"own_index": rows.own.kv_index, "own_inverse": rows.own.inverse}
     if rows.sent is not None:
         found |= {"sent": rows.sent.index, "returned": rows.sent.returned}
     return {name: array for name, array in found.items() if array is not None}

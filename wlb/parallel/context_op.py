@@ -20,7 +20,7 @@ from wlb.kernels.op import BACKENDS, attention_like, backward, custom_op, forwar
 _collectives = torch.ops._c10d_functional
 
 
-def _start_gather(
+def start_gather(
     k_TGD: Tensor,
     v_TGD: Tensor,
     sent_N: Tensor | None,
@@ -38,7 +38,7 @@ def _start_gather(
     return _collectives.all_to_all_single(both, received, sent, group_name)
 
 
-def _start_return(dkv_R2GD: Tensor, splits: Tensor | None, cp: int, group_name: str) -> Tensor:
+def start_return(dkv_R2GD: Tensor, splits: Tensor | None, cp: int, group_name: str) -> Tensor:
     """Start bringing gradients to the ranks of their rows: [T, 2, G, D], added up over ranks, or
     with an exchange by need [N, 2, G, D], those of each receiver after the other's."""
     if splits is None:
@@ -51,12 +51,12 @@ def segment_keys(
     kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
 ) -> tuple[Tensor, Tensor]:
     """K and V as the backend takes them: the buffer's rows, or each segment's keys in order."""
-    if not _reads_buffer(segments, backend):
+    if not reads_buffer(segments, backend):
         kv_R2GD = kv_R2GD.index_select(0, index_K)
     return kv_R2GD[:, 0], kv_R2GD[:, 1]
 
 
-def _reads_buffer(segments: Segments, backend: str) -> bool:
+def reads_buffer(segments: Segments, backend: str) -> bool:
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
@@ -78,16 +78,17 @@ def gradients_by_row(
     return total
 
 
-def _gathered(x_TGD: Tensor, num_rows: int) -> Tensor:
+def gathered_like(x_TGD: Tensor, num_rows: int) -> Tensor:
+    """A buffer for `num_rows` rows of K and V, [num_rows, 2, G, D], without values."""
     return x_TGD.new_empty((num_rows, 2, *x_TGD.shape[-2:]))
 
 
-def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+def gradient_slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     """A tensor without memory, [num_rows, 2, G, D], of which only the gradient is used."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-def _num_returned(local: Tensor, sent_N: Tensor | None) -> int:
+def num_returned(local: Tensor, sent_N: Tensor | None) -> int:
     """Rows of gradients that come back. len() would make the length a constant, and each length a
     graph of its own."""
     return local.shape[0] if sent_N is None else sent_N.shape[0]
@@ -104,9 +105,8 @@ def _fake_gather(
     group_name: str,
     wire: torch.dtype,
     fused: bool,
-) -> tuple[Tensor, Tensor]:
-    slot = _slot(k_TGD, _num_returned(k_TGD, sent_N), wire)
-    return _gathered(k_TGD, inverse_UR.shape[1]), slot
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gathered_like(k_TGD, inverse_UR.shape[1]), *_gradient_slots(k_TGD, sent_N, wire)
 
 
 @custom_op("gather_kv", fake=_fake_gather)
@@ -121,54 +121,75 @@ def gather_kv(
     group_name: str,
     wire: torch.dtype,
     fused: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Start bringing K and V of other ranks here, [R, 2, G, D]; only context_attend may read it.
 
     The second result is the slot for the gradients of the local K and V, [T, 2, G, D], or [N, 2, G,
     D] before they are added up, which travel in dtype `wire`. Backward waits for them: autograd
-    runs it after the nodes of q, which are made later. inverse_UR is read for R only.
+    runs it after the nodes of q, which are made later. The third is a slot for gradients that do
+    not travel (`overlap_op`), [T, 2, G, D]. inverse_UR is read for R only.
     """
-    slot = _slot(k_TGD, _num_returned(k_TGD, sent_N), wire)
-    return _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name), slot
+    slots = _gradient_slots(k_TGD, sent_N, wire)
+    return start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name), *slots
+
+
+def _gradient_slots(
+    k_TGD: Tensor, sent_N: Tensor | None, wire: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    slot = gradient_slot(k_TGD, num_returned(k_TGD, sent_N), wire)
+    return slot, gradient_slot(k_TGD, k_TGD.shape[0], sum_dtype(k_TGD))
 
 
 def _fake_receive(
-    returning: Tensor, returned_WT: Tensor | None, dtype: torch.dtype, fused: bool
+    returning: Tensor,
+    own_T2GD: Tensor | None,
+    returned_WT: Tensor | None,
+    dtype: torch.dtype,
+    fused: bool,
 ) -> Tensor:
     num_rows = returning.shape[0] if returned_WT is None else returned_WT.shape[1]
-    return _gathered(returning, num_rows).to(dtype)
+    return gathered_like(returning, num_rows).to(dtype)
 
 
 @custom_op("receive_kv_gradient", fake=_fake_receive)
 def receive_kv_gradient(
-    returning: Tensor, returned_WT: Tensor | None, dtype: torch.dtype, fused: bool
+    returning: Tensor,
+    own_T2GD: Tensor | None,
+    returned_WT: Tensor | None,
+    dtype: torch.dtype,
+    fused: bool,
 ) -> Tensor:
     """Wait for gradients that context_attend_backward sent, [T, 2, G, D] in `dtype`. By need, those
-    of a row's receivers are added here, in the order of ranks, in float32."""
+    of a row's receivers are added here, in the order of ranks, in float32. own_T2GD: gradients that
+    did not travel, added last."""
     arrived = _collectives.wait_tensor(returning)
     if returned_WT is not None:
         arrived = gradients_by_row(arrived[:, 0], arrived[:, 1], returned_WT, fused=fused)
+    if own_T2GD is not None:
+        return (arrived + own_T2GD).to(dtype)
     return arrived.to(dtype, copy=True)
 
 
-def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.dtype, ctx.fused = inputs[0].dtype, inputs[-1]
     ctx.save_for_backward(inputs[4])
     ctx.set_materialize_grads(False)
 
 
-def _receive(ctx: Any, _: None, returning: Tensor | None) -> tuple[Tensor | None, ...]:
+def _receive(
+    ctx: Any, _: None, returning: Tensor | None, own_T2GD: Tensor | None
+) -> tuple[Tensor | None, ...]:
     none = (None,) * 8
     if returning is None:
         return None, None, *none
-    dkv_T2GD = receive_kv_gradient(returning, *ctx.saved_tensors, ctx.dtype, ctx.fused)
+    dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
     return dkv_T2GD[:, 0], dkv_T2GD[:, 1], *none
 
 
 gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
 
 
-@custom_op("gather_kv_again", fake=lambda _, k, v, inverse, *__: _gathered(k, inverse.shape[1]))
+@custom_op("gather_kv_again", fake=lambda _, k, v, inverse, *__: gathered_like(k, inverse.shape[1]))
 def gather_kv_again(
     grad_SC: Tensor,
     k_TGD: Tensor,
@@ -181,7 +202,7 @@ def gather_kv_again(
 ) -> Tensor:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    return _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
+    return start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
@@ -220,7 +241,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
 @custom_op(
     "context_attend",
-    fake=lambda q, k, _, kv, *__: (*attention_like(q), _slot(k, kv.shape[0], k.dtype)),
+    fake=lambda q, k, _, kv, *__: (*attention_like(q), gradient_slot(k, kv.shape[0], k.dtype)),
 )
 def context_attend(
     q_THD: Tensor,
@@ -250,7 +271,7 @@ def context_attend(
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
-    again = _slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
+    again = gradient_slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
     return out_THD.contiguous(), lse.contiguous(), again
 
 
@@ -265,8 +286,8 @@ def _fake_backward(
     like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     *_, wire, _ = arguments
-    num_rows = _num_returned(q_THD, arguments[4])
-    return q_THD.new_empty(q_THD.shape), _gathered(like, num_rows).to(wire)
+    num_rows = num_returned(q_THD, arguments[4])
+    return q_THD.new_empty(q_THD.shape), gathered_like(like, num_rows).to(wire)
 
 
 @custom_op("context_attend_backward", fake=_fake_backward)
@@ -298,7 +319,7 @@ def context_attend_backward(
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        kv_gather = _start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
+        kv_gather = start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     saved = SavedTensors(q_THD, k, v, out_THD, lse)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
@@ -306,11 +327,11 @@ def context_attend_backward(
     del k, v, saved
     # This frees a gather that began here.
     del kv_gather
-    if _reads_buffer(segments, backend):
+    if reads_buffer(segments, backend):
         dkv_R2GD = torch.stack([dk, dv], 1)
     else:
         dkv_R2GD = gradients_by_row(dk, dv, inverse_UR, fused=fused)
-    return dq.contiguous(), _start_return(dkv_R2GD.to(wire), splits, cp, group_name)
+    return dq.contiguous(), start_return(dkv_R2GD.to(wire), splits, cp, group_name)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -145,7 +145,7 @@ class Executor:
     ) -> None:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.at.cp
-        index = attention_rows(sharding, cp_rank, local)
+        index = attention_rows(sharding, cp_rank, local, overlap=self.spec.cp.overlap)
         arrays = {"positions": index.positions, **index_arrays(index)}
         if made.tokens is not None:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)

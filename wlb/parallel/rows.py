@@ -56,7 +56,7 @@ class AttentionRows:
     after the other; the ranks' rows follow each other, after an all-gather T_local each. inverse:
     shape [U, R]; inverse[u, row] is the key that uses the row for the u-th time, or K if there is
     none (its gradient is zero). kv_index and inverse are None at CP 1, where the local rows are the
-    keys. sent: None with an all-gather.
+    keys. sent: None with an all-gather. own: None if one call computes everything.
     """
 
     positions: IntArray
@@ -65,6 +65,24 @@ class AttentionRows:
     kv_index: IntArray | None
     inverse: npt.NDArray[np.int64] | None
     sent: "SentRows | None" = None
+    own: "OwnRows | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRows:
+    """A first call, of all queries over keys that the rank holds itself, while others' rows travel.
+
+    The second call, which the fields of `AttentionRows` then describe, has the local query rows
+    `query_rows`, shape [T2], of the spans that have keys on other ranks, and those keys only, all
+    of which come before all queries of their segment. cu_seqlens_q, cu_seqlens_k, kv_index,
+    inverse: of the first call, as in `AttentionRows`, with the T local rows in place of R.
+    """
+
+    query_rows: IntArray
+    cu_seqlens_q: IntArray
+    cu_seqlens_k: IntArray
+    kv_index: IntArray
+    inverse: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +90,8 @@ class SentRows:
     """Rows that one rank sends and receives in an exchange by need.
 
     splits: shape [2, cp], rows received from each rank, and sent to each. index: shape [N], the
-    local rows that are sent, rank after rank; a rank sends all its rows to itself. returned: shape
+    local rows that are sent, rank after rank; a rank sends all its rows to itself, or none of them
+    where `AttentionRows.own` computes with them before. returned: shape
     [W, T_local], where of N the row's gradient comes back for the w-th time, in the order of ranks,
     or N if it does not.
     """
@@ -82,8 +101,11 @@ class SentRows:
     returned: npt.NDArray[np.int64]
 
 
-def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> AttentionRows:
-    """Index arrays of `rank` for T_local = `local_tokens`. Cost: a few passes over S tokens."""
+def attention_rows(
+    sharding: ShardingPlan, rank: int, local_tokens: int, *, overlap: bool = False
+) -> AttentionRows:
+    """Index arrays of `rank` for T_local = `local_tokens`. overlap: in two calls, see `OwnRows`.
+    Cost: a few passes over S tokens."""
     spans = sharding.for_rank(rank)
     num = spans.num_tokens
     if num > local_tokens:
@@ -103,12 +125,59 @@ def attention_rows(sharding: ShardingPlan, rank: int, local_tokens: int) -> Atte
     num_rows, own = sharding.cp * local_tokens, rank * local_tokens
     if sharding.exchange == KeyExchange.NEEDED:
         read = rows_read(sharding)
-        sent = _sent_rows(sharding, read, rank, local_tokens)
-        rows = _received_rows(sharding, read[:, rank], rank, padding)
+        if overlap:
+            read[sharding.rank_offsets[rank] : sharding.rank_offsets[rank + 1], rank] = 0
+        kept = 0 if overlap else local_tokens
+        sent = _sent_rows(sharding, read, rank, kept, local_tokens)
+        rows = _received_rows(sharding, read[:, rank], rank, 0 if overlap else padding)
         num_rows, own = int(sent.splits[0].sum()), int(sent.splits[0, :rank].sum())
+    if overlap:
+        made = AttentionRows(positions, cu_q, cu_k, None, None, sent)
+        return _in_two_calls(made, spans, rows[prefix_tokens], prefix_tokens, num_rows=num_rows)
     kv_index = np.concatenate([rows[prefix_tokens], own + tail])
-    inverse = _inverse(spans, kv_index, num_rows=num_rows)
+    inverse = _inverse(spans, kv_index, spans.stop, num_rows=num_rows)
     return AttentionRows(positions, cu_q, cu_k, kv_index, inverse, sent)
+
+
+def _in_two_calls(
+    whole: AttentionRows,
+    spans: RankSpans,
+    arrived: IntArray,
+    prefix_tokens: IntArray,
+    *,
+    num_rows: int,
+) -> AttentionRows:
+    """`whole`, which is one call, as two. arrived: which of the `num_rows` rows that come here each
+    key of the spans is; prefix_tokens: the key's token of the packed sequence."""
+    held = np.full(int(spans.piece_offsets[-1]), -1, np.int64)
+    held[spans.token_index] = np.arange(spans.num_tokens)
+    local = held[prefix_tokens]
+    is_own = local >= 0
+    at = offsets_of(is_own)[spans.cu_seqlens_k]
+    num_own = np.diff(at)
+    num_others = spans.stop - num_own
+    num_local = whole.positions.size
+    tail = np.arange(spans.num_tokens, num_local)
+    own_index = np.concatenate([local[is_own], tail])
+    cu_own = offsets_of(np.append(num_own, tail.size) if tail.size else num_own)
+    begin, end = spans.cu_seqlens_q[:-1], spans.cu_seqlens_q[1:]
+    has_others = np.flatnonzero(num_others)
+    index = arrived[~is_own]
+    return AttentionRows(
+        positions=whole.positions,
+        cu_seqlens_q=offsets_of((end - begin)[has_others]),
+        cu_seqlens_k=offsets_of(num_others[has_others]),
+        kv_index=index,
+        inverse=_inverse(spans, index, num_others, num_rows=num_rows),
+        sent=whole.sent,
+        own=OwnRows(
+            query_rows=ranges(begin[has_others], end[has_others]),
+            cu_seqlens_q=whole.cu_seqlens_q,
+            cu_seqlens_k=cu_own,
+            kv_index=own_index,
+            inverse=_inverse(spans, own_index, num_own, num_rows=num_local),
+        ),
+    )
 
 
 def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
@@ -132,19 +201,21 @@ def _received_rows(sharding: ShardingPlan, read: IntArray, rank: int, padding: i
     return rows
 
 
-def _sent_rows(sharding: ShardingPlan, read: IntArray, rank: int, local_tokens: int) -> SentRows:
-    """read: `rows_read`."""
+def _sent_rows(
+    sharding: ShardingPlan, read: IntArray, rank: int, kept: int, local_tokens: int
+) -> SentRows:
+    """read: `rows_read`. kept: rows that the rank sends to itself, all or none."""
     offsets = sharding.rank_offsets
     own = slice(int(offsets[rank]), int(offsets[rank + 1]))
     held = offsets_of(sharding.stop[own] - sharding.start[own])
     # To every rank the first rows of each span, and to itself the padding as well.
     sizes = np.zeros((sharding.cp, held.size), np.int64)
     sizes[:, :-1] = read[own].T
-    sizes[rank, -1] = local_tokens - held[-1]
+    sizes[rank, -1] = max(0, kept - int(held[-1]))
     begin = np.broadcast_to(held, sizes.shape).ravel()
     index = ranges(begin, begin + sizes.ravel())
     received = np.diff(offsets_of(read[:, rank])[offsets])
-    received[rank] = local_tokens
+    received[rank] = kept
     return SentRows(
         splits=np.stack([received, sizes.sum(axis=1)]),
         index=index,
@@ -162,15 +233,18 @@ def _uses(index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:
     return uses
 
 
-def _inverse(spans: RankSpans, kv_index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:
-    """`AttentionRows.inverse`; U is the largest number of spans of a piece on this rank."""
+def _inverse(
+    spans: RankSpans, kv_index: IntArray, num_keys: IntArray, *, num_rows: int
+) -> npt.NDArray[np.int64]:
+    """`AttentionRows.inverse`; U is the largest number of spans of a piece on this rank. num_keys:
+    of each span, shape [num_spans]; keys behind them are padding."""
     order = np.lexsort((spans.start, spans.piece))
     piece = spans.piece[order]
     first = np.searchsorted(piece, piece, side="left")
     nth = np.empty(piece.size, np.int64)
     nth[order] = np.arange(piece.size) - first
     use = np.zeros(kv_index.size, np.int64)
-    use[: int(spans.stop.sum())] = np.repeat(nth, spans.stop)
+    use[: int(num_keys.sum())] = np.repeat(nth, num_keys)
     num_uses = int(nth.max(initial=0)) + 1
     inverse = np.full((num_uses, num_rows), kv_index.size, np.int64)
     inverse[use, kv_index] = np.arange(kv_index.size)

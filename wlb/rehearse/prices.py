@@ -72,11 +72,17 @@ class Prices:
         segments = _segments(args)
         q = np.diff(segments.offsets_q).astype(np.float64)
         k = np.diff(segments.offsets_k).astype(np.float64)
-        pairs = float((q * k - q * (q - 1) / 2).sum()) * heads * head_dim
+        hidden = q * (q - 1) / 2
+        if next((not a for a in args if isinstance(a, bool)), False):
+            # Without a mask: the profile has causal kernels, of which these are a part.
+            share, k = q * k / (q * k + hidden + q), k + q
+        else:
+            share = np.ones_like(q)
+        pairs = float(((q * k - hidden) * share).sum()) * heads * head_dim
         times = self.table.times_ns(q, k, num_heads=heads, head_dim=head_dim)
         launch = self.table.launch_backward_ns if is_backward else self.table.launch_forward_ns
         per_pair = BACKWARD_FLOPS_PER_PAIR if is_backward else FORWARD_FLOPS_PER_PAIR
-        time_ns = max(LAUNCH_NS, float(times[is_backward].sum()) + launch)
+        time_ns = max(LAUNCH_NS, float((times[is_backward] * share).sum()) + launch)
         workspace = 0
         if is_backward:
             call = AttentionCall(

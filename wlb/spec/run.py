@@ -195,6 +195,11 @@ class CpSection:
         "dtype in which gradients of keys and values are added over CP ranks; bfloat16 halves the "
         "traffic, and rounds once a rank",
     )
+    overlap: bool = key(
+        False,
+        "attend to the keys that a CP rank holds while others' travel, in two kernel calls merged "
+        "by their log-sum-exps; hides more of the exchange, costs a second launch and copies",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
