@@ -1,9 +1,10 @@
-"""Measures training steps on CPU ranks over Gloo, with all keys gathered and with those needed.
+"""Measures training steps on CPU ranks over Gloo, with all keys gathered and with those needed,
+and with own keys first (`cp.overlap`).
 
 `python -m experiments.cp_traffic.step [--cp 4] [--pairs 8] [--quick]` trains a small model on one
-CP group. Each step runs with both exchanges, one after the other in turns, on the same documents:
+CP group. Each step runs in all four ways, one after the other in turns, on the same documents:
 the fitted stream with lengths divided by 16, in micro-batches of 8K to 12K tokens. Peak memory is
-that of processes which use one exchange only. Times are of whole steps, from a barrier to a
+that of processes which use one way only. Times are of whole steps, from a barrier to a
 barrier.
 """
 
@@ -37,6 +38,17 @@ MODEL = ModelSpec(
     vocab_size=512, hidden_size=512, num_layers=2, num_heads=8, num_kv_heads=8, ffn_hidden_size=1024
 )
 SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a step gets its keys. overlap: as `cp.overlap`."""
+
+    exchange: KeyExchange
+    overlap: bool
+
+
+WAYS = tuple(Way(exchange, overlap) for overlap in (False, True) for exchange in KeyExchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +86,30 @@ def with_exchange(plan: PipelinePlan, exchange: KeyExchange) -> PipelinePlan:
     return replace(plan, shardings=shardings)
 
 
-def executor_of(cp: int) -> Executor:
+def executor_of(cp: int, *, overlap: bool) -> Executor:
     spec = RunSpec()
     spec = replace(
         spec,
         model=MODEL,
         parallel=ParallelSpec(tp=1, cp=cp, pp=1, dp=1),
+        cp=replace(spec.cp, overlap=overlap),
         data=replace(spec.data, context_window=WINDOW, num_windows=1),
     )
     return Executor(check(spec), build_mesh(spec.parallel, torch.device("cpu")))
 
 
-def timed(world: World, pairs: int, exchanges: tuple[KeyExchange, ...]) -> list[list[float]]:
-    """Returns seconds of each step by each exchange, [pairs][exchanges], and at the end the peak
-    memory of this process in MiB."""
+def timed(world: World, pairs: int, ways: tuple[Way, ...]) -> list[list[float]]:
+    """Returns seconds of each step in each way, [pairs][ways], and at the end the peak memory of
+    this process in MiB."""
     plans, reader = plans_of(world.world_size, pairs + 1)
-    executor = executor_of(world.world_size)
+    executors = {way: executor_of(world.world_size, overlap=way.overlap) for way in ways}
     out: list[list[float]] = []
     for i, plan in enumerate(plans):
-        took = [0.0] * len(exchanges)
-        # Exchanges take turns in going first.
-        for k in range(len(exchanges)):
-            k = (k + i) % len(exchanges)
-            mine = with_exchange(plan, exchanges[k])
+        took = [0.0] * len(ways)
+        # They take turns in going first.
+        for k in range(len(ways)):
+            k = (k + i) % len(ways)
+            mine, executor = with_exchange(plan, ways[k].exchange), executors[ways[k]]
             inputs = executor.load(mine, reader, loss_scale=1e-3)
             dist.barrier()
             began = time.perf_counter()
@@ -110,14 +123,11 @@ def timed(world: World, pairs: int, exchanges: tuple[KeyExchange, ...]) -> list[
 
 
 def table(cp: int, pairs: int) -> Table:
-    both = tuple(KeyExchange)
-    first, *_ = run_local(timed, cp, pairs, both, start_group=True)
+    first, *_ = run_local(timed, cp, pairs, WAYS, start_group=True)
     seconds = np.array(first[:-1])
     peaks = {
-        exchange: max(
-            rank[-1][0] for rank in run_local(timed, cp, 3, (exchange,), start_group=True)
-        )
-        for exchange in both
+        way: max(rank[-1][0] for rank in run_local(timed, cp, 3, (way,), start_group=True))
+        for way in WAYS
     }
     shardings = [s for plan in plans_of(cp, pairs + 1)[0][1:] for s in plan.shardings]
     gathered = sum(rows_gathered(s, local_tokens=-(-s.num_tokens // cp)) for s in shardings)
@@ -126,16 +136,16 @@ def table(cp: int, pairs: int) -> Table:
     medians = np.median(seconds, axis=0)
     over = np.median(seconds / seconds[:, :1], axis=0)
     rows = [
-        [cp, str(exchange), shares[exchange], medians[k], over[k], peaks[exchange]]
-        for k, exchange in enumerate(both)
+        [cp, str(way.exchange), way.overlap, shares[way.exchange], medians[k], over[k], peaks[way]]
+        for k, way in enumerate(WAYS)
     ]
-    columns = ("CP", "exchange", "rows", "s / step", "time / gather", "peak (MiB)")
+    columns = ("CP", "exchange", "overlap", "rows", "s / step", "time / gather", "peak (MiB)")
     return Table(
         name=f"step_cp{cp}",
         title=f"CP {cp}: {pairs} steps of each",
         columns=columns,
         rows=rows,
-        formats=dict(zip(columns[2:], (".3f", ".3f", ".3f", ".0f"), strict=True)),
+        formats=dict(zip(columns[3:], (".3f", ".3f", ".3f", ".0f"), strict=True)),
         note="`rows` of the busiest rank over an all-gather's; the ratio is the median of pairs.",
     )
 
@@ -143,7 +153,7 @@ def table(cp: int, pairs: int) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cp", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--pairs", type=int, default=12, help="steps by each exchange")
+    parser.add_argument("--pairs", type=int, default=12, help="steps in each way")
     parser.add_argument("--quick", action="store_true", help="2 pairs at CP 2, and write nothing")
     options = parser.parse_args()
     if options.quick:

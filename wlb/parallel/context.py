@@ -281,8 +281,7 @@ class ContextAttention:
             "keep_gathered_kv": keep_gathered_kv,
             "gradient_dtype": gradient_dtype,
         }
-        heads: HeadShape | None = None
-        num_rows, adds_fused, problem = 0, False, None
+        heads, num_rows, adds_fused, problem = None, 0, False, None
         num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
         try:
             device = torch.device(device)
@@ -291,8 +290,8 @@ class ContextAttention:
             _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= _identity(sharding_plan) | {"rows": num_rows}
-            declared |= {"device": device.type, "backend": backend, "overlap": overlap}
+            declared |= _identity(sharding_plan) | {"rows": num_rows, "overlap": overlap}
+            declared |= {"device": device.type, "backend": backend}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
             problem = error
