@@ -26,6 +26,11 @@ class CheckpointSection:
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"
     )
+    fallback: bool = key(
+        True,
+        "--resume auto goes on from an earlier checkpoint if the newest is damaged, and says so; "
+        "false = it refuses",
+    )
     init_from: str = key(
         "",
         "folder of a checkpoint, or of a run (its newest), whose weights a new run starts from;"

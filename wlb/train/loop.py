@@ -6,6 +6,7 @@ Hooks (`wlb.train.hooks`) watch the steps; `wlb.train.watchers` lists them.
 import math
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from wlb.data.reader import StoreReader
@@ -18,7 +19,7 @@ from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepP
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import LossNormalizer, OnNonfinite
-from wlb.train.checkpoint.saver import CheckpointSaver, load, load_weights
+from wlb.train.checkpoint.saver import CheckpointSaver, load_sound, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
 from wlb.train.faults.nonfinite import NonfiniteSteps
@@ -71,11 +72,11 @@ class Trainer:
             stages=self.executor.stages,
             optimizers=self.optimizers,
             profile=profile,
-            origin=job.resume or job.init_from,
+            origin=self.job.resume or job.init_from,
         )
         self.saves = SaveCheckpoints(saver)
         self.hooks = hooks_of(
-            job,
+            self.job,
             self.priced,
             mesh,
             clock=clock,
@@ -199,6 +200,7 @@ class Trainer:
         job, steps_done, state = self.job, 0, None
         if job.resume is not None:
             steps_done, state = self._load(job.resume)
+            job = self.job
         elif job.init_from is not None:
             load_weights(job.init_from, self.mesh, stages=self.executor.stages)
         feed, inputs = self._open_feed(state)
@@ -227,8 +229,10 @@ class Trainer:
     def _load(self, saved_in: Path) -> tuple[int, PlannerState]:
         """Weights and optimiser from a checkpoint; its executed steps and planner state."""
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
-        stages, optimizers = self.executor.stages, self.optimizers
-        steps_done = load(saved_in, self.mesh, stages=stages, optimizers=optimizers)
+        trained = (self.executor.stages, self.optimizers)
+        falls_back = self.job.falls_back
+        steps_done, saved_in = load_sound(saved_in, self.mesh, *trained, falls_back=falls_back)
+        self.job = replace(self.job, resume=saved_in)
         return steps_done, resumed_state(saved_in, self.priced, self.mesh.device.type)
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

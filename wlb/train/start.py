@@ -202,7 +202,9 @@ def _job(
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
-    saved = checkpoint.resolve_resume(directory / "checkpoints", asked.resume)
+    saved, passed_over, falls_back = checkpoint.resolve_resume(
+        directory / "checkpoints", asked.resume, fallback=spec.checkpoint.fallback
+    )
     init_from = None
     if saved is None:
         init_from = begins_with(spec)
@@ -217,6 +219,7 @@ def _job(
     )
     begun = saved or init_from
     for line in (
+        *(f"WARNING: {why}" for why in passed_over),
         *memory,
         computed_by(filled, choice.kind),
         priced_by(planner),
@@ -244,6 +247,7 @@ def _job(
         started_s=asked.started_s,
         calibrate=target,
         init_from=init_from,
+        falls_back=falls_back,
     )
 
 

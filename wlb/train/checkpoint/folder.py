@@ -7,18 +7,34 @@ leaves an incomplete checkpoint under the final name. Nothing is pickled.
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from wlb.plan import PlannerState, UserError
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
+_TENSORS = ".safetensors"
+_SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
 """An NFS client may cache a folder's entries for this long (acdirmax)."""
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint whose files are not those that were saved."""
+
+
+class ToResume(NamedTuple):
+    """The checkpoint that `--resume` names, None for a new run. passed_over: why newer ones are
+    not it. falls_back: whether older ones may take its place."""
+
+    checkpoint: Path | None
+    passed_over: tuple[str, ...] = ()
+    falls_back: bool = False
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -34,16 +50,46 @@ def list_complete(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if p.name[5:].isdigit())
 
 
-def resolve_resume(directory: Path, asked: str | None) -> Path | None:
+def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False) -> ToResume:
     """Return the checkpoint that `--resume` names; UserError if there is none.
 
     asked: None = no --resume, "" = the newest, "auto" = the newest if any, else a step or a folder.
+    fallback: "auto" passes over newest ones that `check_files` refuses, if there is another.
     """
-    if asked is None:
-        return None
-    found = list_complete(directory)
     if asked == AUTO:
-        return found[-1] if found else None
+        return _newest_sound(directory, fallback=fallback)
+    return ToResume(None if asked is None else _asked_for(directory, asked))
+
+
+def _newest_sound(directory: Path, *, fallback: bool) -> ToResume:
+    passed_over: list[str] = []
+    found = list_complete(directory)
+    for checkpoint in reversed(found if fallback else found[-1:]):
+        try:
+            check_files(checkpoint)
+        except DamagedCheckpoint as error:
+            passed_over.append(str(error))
+        else:
+            return ToResume(checkpoint, tuple(passed_over), fallback)
+    if passed_over:
+        raise DamagedCheckpoint("; ".join(passed_over))
+    return ToResume(None)
+
+
+def sound_before(damaged: Path) -> Path | None:
+    """Return the newest checkpoint before `damaged` that `check_files` accepts."""
+    for checkpoint in reversed(list_complete(damaged.parent)):
+        if step_of(checkpoint) < step_of(damaged):
+            try:
+                check_files(checkpoint)
+            except DamagedCheckpoint:
+                continue
+            return checkpoint
+    return None
+
+
+def _asked_for(directory: Path, asked: str) -> Path:
+    found = list_complete(directory)
     if not asked:
         if not found:
             raise UserError(
@@ -106,7 +152,12 @@ def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = N
     """Write manifest.json and sync it to disk. files: known entries; None = read all files."""
     if files is None:
         files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
-    write_json(checkpoint / MANIFEST, {"files": files})
+    write_json(checkpoint / MANIFEST, {"files": files, "sha256": _digest_of(files)})
+
+
+def _digest_of(files: dict[str, dict[str, Any]]) -> str:
+    """SHA-256 of a manifest's own entries, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
@@ -122,22 +173,50 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{"bytes", "sha256"} by file name; UserError if the manifest is absent or unreadable."""
+    """{"bytes", "sha256"} by file name; UserError if the manifest is absent, unreadable or lists no
+    whole checkpoint."""
     path = checkpoint / MANIFEST
     try:
-        return json.loads(path.read_text("utf-8"))["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = json.loads(path.read_text("utf-8"))
+        files: dict[str, dict[str, Any]] = found["files"]
+        is_sound = all(_is_entry(name, about) for name, about in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         _refuse(path, f"cannot be read ({error})")
+    if not is_sound:
+        _refuse(path, 'has an entry that is not "NAME": {"bytes": N, "sha256": 64 digits}')
+    if RUN not in files or not any(name.endswith(_TENSORS) for name in files):
+        _refuse(path, f"lists no whole checkpoint, which has {RUN} and files *{_TENSORS}")
+    # Manifests of earlier versions have no digest of their own.
+    if found.get("sha256", _digest_of(files)) != _digest_of(files):
+        _refuse(path, "is corrupt: its entries are not those that were saved")
+    return files
+
+
+def _is_entry(name: str, about: dict[str, Any]) -> bool:
+    is_size = type(about["bytes"]) is int and about["bytes"] >= 0
+    return is_size and Path(name).name == name and bool(_SHA256.fullmatch(about["sha256"]))
 
 
 def check_files(checkpoint: Path) -> None:
-    """UserError for the first file that is missing or damaged; checksums of JSON files only."""
-    for name, wanted in read_manifest(checkpoint).items():
+    """UserError for the first file that is missing, damaged or not the checkpoint's; checksums of
+    JSON files only."""
+    files = read_manifest(checkpoint)
+    _refuse_strays(checkpoint, files)
+    for name, wanted in files.items():
         path = checkpoint / name
         if what := _damage(path, wanted["bytes"]):
             _refuse(path, what)
         if path.suffix == ".json":
             check_digest(path, wanted["sha256"])
+
+
+def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
+    """torch reads every *.safetensors of the folder, so that one which a copy left behind would be
+    trained. Hidden files are the file system's own."""
+    for path in sorted(checkpoint.iterdir()):
+        is_hidden = path.name.startswith(".") and path.suffix != _TENSORS
+        if path.name not in files and path.name != MANIFEST and not is_hidden:
+            _refuse(path, f"is not in {MANIFEST}: it was not saved with the others")
 
 
 def _damage(path: Path, num_bytes: int) -> str:
@@ -179,6 +258,8 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:
     """Check the checksums of this reader's share of the large files: every num-th from `index`."""
     files = read_manifest(checkpoint)
+    if index == 0:
+        _refuse_strays(checkpoint, files)
     large = [name for name in sorted(files) if not name.endswith(".json")]
     for name in large[index::num]:
         check_digest(checkpoint / name, files[name]["sha256"])
@@ -196,4 +277,4 @@ def _refuse(path: Path, what: str) -> NoReturn:
     offer = "there is no checkpoint before it"
     if before:
         offer = f"the one before it is {before[-1]} (--resume {step_of(before[-1])})"
-    raise UserError(f"{path} {what}; this checkpoint cannot be used, {offer}")
+    raise DamagedCheckpoint(f"{path} {what}; this checkpoint cannot be used, {offer}")

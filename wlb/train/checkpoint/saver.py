@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -254,7 +255,7 @@ class _Reader(hf_storage.HuggingFaceStorageReader):
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
     """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
-    returns the executed steps. UserError on all ranks for a file with a wrong checksum."""
+    returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum."""
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
@@ -269,6 +270,35 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     # Hyper-parameters come from the current spec, not from the checkpoint.
     optimizers.configure()
     return int(checkpoint.read_run(saved_in)["step"])
+
+
+def load_sound(
+    saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, *, falls_back: bool
+) -> tuple[int, Path]:
+    """`load`, and the checkpoint that was loaded: with falls_back the newest that is not damaged,
+    from `saved_in` back. Damaged ones are then renamed, and rank 0 says so."""
+    while True:
+        try:
+            return load(saved_in, mesh, stages=stages, optimizers=optimizers), saved_in
+        except checkpoint.DamagedCheckpoint as error:
+            found: list[Path | None] = [None]
+            if falls_back and mesh.rank == 0:
+                found = [_set_aside(saved_in, str(error))]
+            if falls_back and mesh.world_size > 1:
+                dist.broadcast_object_list(found, src=0, group=host_group())
+            if found[0] is None:
+                raise
+            saved_in = found[0]
+
+
+def _set_aside(damaged: Path, why: str) -> Path | None:
+    before = checkpoint.sound_before(damaged)
+    if before is not None:
+        sys.stderr.write(f"wlb train: WARNING: {why}; going on from {before}\n")
+        for path in checkpoint.prepare_for_resume(damaged.parent, before):
+            sys.stderr.write(f"wlb train: the damaged checkpoint is now {path}\n")
+        sys.stderr.flush()
+    return before
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
@@ -293,7 +323,17 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
     except UserError as error:
         problem = error
     group = host_group() if mesh.world_size > 1 else None
-    agree({"checkpoint": saved_in.name}, problem, group=group)
+    try:
+        agree({"checkpoint": saved_in.name}, problem, group=group)
+    except UserError as error:
+        is_damaged = problem is None or isinstance(problem, checkpoint.DamagedCheckpoint)
+        told: list[Any] = [is_damaged]
+        if group is not None:
+            told = [None] * group.size()
+            dist.all_gather_object(told, is_damaged, group=group)
+        if all(told):
+            raise checkpoint.DamagedCheckpoint(str(error)) from error
+        raise
 
 
 def _weights(stages: Stages) -> dict[str, Any]:
