@@ -11,6 +11,7 @@ from wlb.spec.keys import RENAMED, RenamedKeyWarning, nest
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
     "checkpoint.asynchronous",
+    "checkpoint.fallback",
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
@@ -28,6 +29,7 @@ KEYS = [
     "cost.profile",
     "cp.gradient_dtype",
     "cp.keep_gathered_kv",
+    "cp.overlap",
     "data.blend",
     "data.bpe_vocab_size",
     "data.cache_dir",

@@ -200,7 +200,6 @@ class Trainer:
         job, steps_done, state = self.job, 0, None
         if job.resume is not None:
             steps_done, state = self._load(job.resume)
-            job = self.job
         elif job.init_from is not None:
             load_weights(job.init_from, self.mesh, stages=self.executor.stages)
         feed, inputs = self._open_feed(state)
@@ -229,9 +228,8 @@ class Trainer:
     def _load(self, saved_in: Path) -> tuple[int, PlannerState]:
         """Weights and optimiser from a checkpoint; its executed steps and planner state."""
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
-        trained = (self.executor.stages, self.optimizers)
-        falls_back = self.job.falls_back
-        steps_done, saved_in = load_sound(saved_in, self.mesh, *trained, falls_back=falls_back)
+        trained = (self.executor.stages, self.optimizers, self.job.falls_back)
+        steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
         return steps_done, resumed_state(saved_in, self.priced, self.mesh.device.type)
 

@@ -202,9 +202,7 @@ def _job(
         f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
         f"micro-batches of about {filled.data.context_window} tokens"
     )
-    saved, passed_over, falls_back = checkpoint.resolve_resume(
-        directory / "checkpoints", asked.resume, fallback=spec.checkpoint.fallback
-    )
+    saved, passed_over, falls_back = _resumed(spec, asked)
     init_from = None
     if saved is None:
         init_from = begins_with(spec)
@@ -223,11 +221,10 @@ def _job(
         *memory,
         computed_by(filled, choice.kind),
         priced_by(planner),
-        prices_kept(saved, planner) if saved else "",
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
         peak_missed(filled),
-        _rate_change(filled, saved) if saved else "",
+        *((prices_kept(saved, planner), _rate_change(filled, saved)) if saved else ()),
     ):
         if line:
             console.print(line)
@@ -249,6 +246,11 @@ def _job(
         init_from=init_from,
         falls_back=falls_back,
     )
+
+
+def _resumed(spec: RunSpec, asked: _Request) -> checkpoint.ToResume:
+    folder = directory_of(spec) / "checkpoints"
+    return checkpoint.resolve_resume(folder, asked.resume, fallback=spec.checkpoint.fallback)
 
 
 def _rate_change(spec: RunSpec, saved_in: Path) -> str:

@@ -273,7 +273,7 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
 
 
 def load_sound(
-    saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, *, falls_back: bool
+    saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, falls_back: bool
 ) -> tuple[int, Path]:
     """`load`, and the checkpoint that was loaded: with falls_back the newest that is not damaged,
     from `saved_in` back. Damaged ones are then renamed, and rank 0 says so."""
