@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearse.case import rehearsed, small_job
+from tests.sets import full
 from wlb.cli.main import main
 from wlb.plan import UserError
 from wlb.rehearse import run
@@ -96,13 +97,15 @@ def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
     ("plant", "said", "ranks"),
     [
         ("index_on_the_cpu", "context_op.py", "0"),
-        ("wrong_dtype", "UserError: k is", "0"),
         ("no_event_of_the_input_stream", "without waiting for it", "0"),
-        ("no_record_stream", "call record_stream", "0"),
-        ("no_event_of_the_checkpoint", "before its copy", "0"),
-        ("memory_that_was_not_planned", "runs out of", "0"),
-        ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
         ("one_rank_swaps_two_transfers", "from rank 0 to rank 4 does not pair up", "0,4"),
+        *full(
+            ("wrong_dtype", "UserError: k is", "0"),
+            ("no_record_stream", "call record_stream", "0"),
+            ("no_event_of_the_checkpoint", "before its copy", "0"),
+            ("memory_that_was_not_planned", "runs out of", "0"),
+            ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
+        ),
     ],
 )
 def test_a_planted_fault_is_found(
@@ -184,6 +187,7 @@ def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
                 assert a.parts[part]["num_bytes"] == pytest.approx(b.parts[part]["num_bytes"])
 
 
+@pytest.mark.full
 def test_another_compiler_is_refused_with_a_remedy() -> None:
     with pytest.raises(UserError, match="only the graphs of 'inductor' are known"):
         rehearsed("training.compile=true", "training.compile_backend=aot_eager", ranks="0")

@@ -319,6 +319,7 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e"
 
 
+@pytest.mark.full
 def test_evaluations_come_at_equal_tokens(corpus: Path, tmp_path: Path) -> None:
     """They come after the first step that reaches each multiple; a resumed run goes on counting."""
     training = {"steps": 6, "schedule": "constant"}

@@ -101,6 +101,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
+@pytest.mark.full
 def test_a_wsd_run_that_goes_on_is_the_longer_run(corpus: Path, tmp_path: Path) -> None:
     """A run of 6 steps goes on from the last checkpoint of its stable part to 9.
 

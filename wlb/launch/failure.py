@@ -103,12 +103,13 @@ def compose_report(
             lines += [f"rank {other.rank} as well", *_about(other, logs)]
         lines += [*_more(first), *lost]
     error = first[0].failure or what if first else lost[0]
-    alike = [s for s in ranks if s not in first and s.failure and s.failure == error]
+    told = {seen.rank for seen in first}
+    alike = [s for s in ranks if s.rank not in told and s.failure and s.failure == error]
+    told |= {seen.rank for seen in alike}
     if alike:
         lines.append(f"the same on rank {_listed([s.rank for s in alike])}")
     rest = sorted(
-        (s for s in ranks if s not in first and s not in alike),
-        key=lambda s: (not s.failure, s.order, s.rank),
+        (s for s in ranks if s.rank not in told), key=lambda s: (not s.failure, s.order, s.rank)
     )
     lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
     missing = sorted(set(range(world_size)) - {seen.rank for seen in ranks})

@@ -129,6 +129,7 @@ def test_rollback_of_a_passing_fault_changes_nothing(
     assert run.evaluations[-1] == straight.evaluations[-1]
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_rollback_skips_a_step_that_fails_again(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]

@@ -160,6 +160,7 @@ def test_a_resumed_run_plans_as_the_uninterrupted_one(
     capsys.readouterr()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_votes")
 def test_prices_of_another_kernel_profile_do_not_go_on(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
