@@ -5,7 +5,7 @@ import csv
 import numpy as np
 import pytest
 
-from experiments.cp_traffic.__main__ import NEAREST, RESULTS, SOURCES, STRATEGIES, table, traffic_of
+from experiments.cp_traffic.__main__ import CHOICES, NEAREST, RESULTS, SOURCES, table, traffic_of
 from experiments.cp_traffic.step import WINDOW, plans_of, with_exchange
 from wlb.plan import KeyExchange
 from wlb.sharding import per_document, per_sequence
@@ -29,11 +29,11 @@ def test_the_fitted_stream_has_the_counts_of_the_page() -> None:
     with (RESULTS / "traffic.csv").open() as file:
         page = [list(row.values()) for row in csv.DictReader(file)]
     found = table(SOURCES[:1], count=48, seed=0, degrees=(4,))
-    assert len(found.rows) == 2 * len(STRATEGIES)
+    assert len(found.rows) == 2 * len(CHOICES)
     for row in found.rows:
-        (same,) = [r for r in page if r[:4] == [str(x) for x in row[:4]]]
-        assert [float(x) for x in same[4:]] == pytest.approx(row[4:], rel=1e-5)
-        assert 1 <= row[7] <= NEAREST
+        (same,) = [r for r in page if r[:5] == [str(x) for x in row[:5]]]
+        assert [float(x) for x in same[5:]] == pytest.approx(row[5:], rel=1e-5)
+        assert 1 <= row[8] <= NEAREST
 
 
 def test_steps_are_measured_on_whole_micro_batches_of_the_stream() -> None:

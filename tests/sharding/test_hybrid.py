@@ -180,7 +180,7 @@ def test_hybrid_prices_its_thresholds_as_the_plans_they_make(lengths, cp, cost) 
     original = module._slowest
     try:
         module._slowest = lambda *args: priced.append(int((out := original(*args)).min())) or out
-        plan = module._best_threshold(pieces, cp, cost)
+        (plan,) = module._best_thresholds(pieces, cp, cost, 1)
     finally:
         module._slowest = original
     offsets = np.array([0, plan.stop.size])

@@ -10,6 +10,8 @@ from wlb.cost.calibrate import fit_scales as fit_scales
 from wlb.cost.calibrate import scaled_profile as scaled_profile
 from wlb.cost.caps import TokenCaps as TokenCaps
 from wlb.cost.caps import token_caps as token_caps
+from wlb.cost.exposed import own_keys as own_keys
+from wlb.cost.exposed import waits_ns as waits_ns
 from wlb.cost.flops import attention_backward_flops as attention_backward_flops
 from wlb.cost.flops import attention_forward_flops as attention_forward_flops
 from wlb.cost.flops import causal_pairs as causal_pairs
@@ -35,6 +37,7 @@ from wlb.cost.learn import RankVote as RankVote
 from wlb.cost.learn import ballot as ballot
 from wlb.cost.learn import counted_votes as counted_votes
 from wlb.cost.learn import next_prices as next_prices
+from wlb.cost.linear import rows_ns as rows_ns
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
@@ -69,7 +72,9 @@ from wlb.cost.surface import Surface as Surface
 from wlb.cost.surface import limit_curve_growth as limit_curve_growth
 from wlb.cost.surface import limit_growth as limit_growth
 from wlb.cost.workload import FlopsWorkload as FlopsWorkload
+from wlb.cost.workload import HiddenExchange as HiddenExchange
 from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
+from wlb.cost.workload import Transfers as Transfers
 from wlb.cost.workload import WorkloadModel as WorkloadModel
 from wlb.cost.workload import workload_for as workload_for
 from wlb.cost.workload import workload_of as workload_of

@@ -12,7 +12,7 @@ import numpy as np
 
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
-from wlb.plan import IntArray, check_between
+from wlb.plan import BoolArray, FloatArray, IntArray, check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -54,6 +54,19 @@ RECOMPUTED_WORK = {
 }
 """The executor stops before a layer's last product: down projection, its reduce-scatter and the
 residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
+
+
+def rows_ns(
+    profile: KernelProfile, rows: IntArray, is_near: BoolArray, *, row_bytes: float
+) -> FloatArray:
+    """Time of each number of rows between two ranks in an all-to-all: in a node at an all-gather's
+    bandwidth, elsewhere over the rank's own link. is_near: whether a node has both; shape of rows
+    or such that it broadcasts."""
+    inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
+    beyond = profile.ranks_per_node + 1
+    link = profile.collective(Collective.P2P, span_ranks=beyond).bytes_per_s
+    seconds = np.where(is_near, row_bytes / inside, row_bytes / link).astype(np.float64)
+    return rows.astype(np.float64) * seconds * 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +211,8 @@ class LinearCost:
         """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
         reduce-scatter of gradients and, unless gathered K and V are kept, the gather again.
         Transfers that matrix products hide are included."""
-        tp = self.parallel.tp
-        values = num_tokens * 2 * self.model.kv_dim / tp
-        of_gather, of_scatter = self._gather_and_scatter(tp * cp, cp)
-        gather = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
-        scatter = of_scatter.time_ns(values * self.kv_gradient_bytes, num_ranks=cp)
-        backward = scatter + gather * self.kv_gathers_again
-        return round(gather * self.num_layers), round(backward * self.num_layers)
+        there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
+        return round(there), round(again + back)
 
     def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
         """(forward, backward) all-to-alls of the rows that ranks need, as `kv_exchange_ns`.
@@ -212,10 +220,31 @@ class LinearCost:
         moved: rows that rank i receives of rank j's, [cp, cp] with i first. Gradients go the other
         way.
         """
-        there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
-        back = self._all_to_all_ns(moved.T, self.kv_gradient_bytes)
-        backward = back + there * self.kv_gathers_again
-        return round(there * self.num_layers), round(backward * self.num_layers)
+        there, again, back = self.transfers_ns(moved, 0, cp=len(moved))
+        return round(there), round(again + back)
+
+    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Work:
+        """K and V in forward and again in backward, and their gradients' way back, of the layers of
+        a pipeline rank. moved: as in `needed_exchange_ns`; None: an all-gather of `num_tokens`."""
+        if moved is None:
+            tp = self.parallel.tp
+            values = num_tokens * 2 * self.model.kv_dim / tp
+            of_gather, of_scatter = self._gather_and_scatter(tp * cp, cp)
+            there = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
+            back = of_scatter.time_ns(values * self.kv_gradient_bytes, num_ranks=cp)
+        else:
+            there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
+            back = self._all_to_all_ns(moved.T, self.kv_gradient_bytes)
+        layers = self.num_layers
+        return there * layers, there * self.kv_gathers_again * layers, back * layers
+
+    def products_ns(self, num_tokens: int) -> Work:
+        """Matrix products of a micro-batch that run while its keys travel: Q's projection in
+        forward; the MLP's and the output projection's backward; Q's backward."""
+        q = self._in_layer(self._gemm_ns(range(1)))
+        rest = self._in_layer(self._gemm_ns(range(3, 7)))
+        tokens = num_tokens * self.num_layers
+        return q[0] * tokens, rest[1] * tokens, q[1] * tokens
 
     def _all_to_all_ns(self, moved: IntArray, value_bytes: int) -> float:
         """One layer's all-to-all: an all-gather's latency, and the rank that sends or receives
@@ -229,21 +258,20 @@ class LinearCost:
         cp, tp = len(moved), self.parallel.tp
         if cp == 1:
             return 0.0
-        profile, beyond = self.profile, self.profile.ranks_per_node + 1
-        inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
-        link = profile.collective(Collective.P2P, span_ranks=beyond).bytes_per_s
-        alpha = profile.collective(Collective.ALL_GATHER, span_ranks=tp * cp).alpha_ns
-        node = np.arange(cp) * tp // profile.ranks_per_node
+        node = np.arange(cp) * tp // self.profile.ranks_per_node
         row_bytes = 2 * self.model.kv_dim / tp * value_bytes
-        times = moved * np.where(node[:, None] == node, row_bytes / inside, row_bytes / link)
-        return alpha + max(float(times.sum(axis).max()) for axis in (0, 1)) * 1e9
+        times = rows_ns(self.profile, moved, node[:, None] == node, row_bytes=row_bytes)
+        alpha = self.profile.collective(Collective.ALL_GATHER, span_ranks=tp * cp).alpha_ns
+        return alpha + max(float(times.sum(axis).max()) for axis in (0, 1))
 
-    def _gemm_ns(self) -> Work:
-        """GEMMs of one token in one layer: FLOPs over throughput."""
+    def _gemm_ns(self, matrices: range = range(7)) -> Work:
+        """GEMMs of one token in one layer, of some of `layer_matrices`: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = again = 0.0
         for i, (rows, columns) in enumerate(layer_matrices(self.model)):
+            if i not in matrices:
+                continue
             weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, weights)[0])

@@ -8,7 +8,7 @@ and gradient communication are left out: they do not depend on which documents s
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -71,6 +71,39 @@ class ExchangePrices(Protocol):
     def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
         """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
         backward. moved: rows that rank i receives of rank j's (`rows_moved`), shape [cp, cp]."""
+        ...
+
+
+class Transfers(NamedTuple):
+    """ns in a pipeline rank's layers, or what hides them. there: K and V in forward. again: in
+    backward, 0 if they are kept. back: their gradients."""
+
+    there: float
+    again: float
+    back: float
+
+
+@runtime_checkable
+class HiddenExchange(Protocol):
+    """A workload that knows what hides an exchange; of others all of it is taken to be waited for.
+
+    overlaps: whether attention over own keys hides it too. cp_ranks_per_node: neighbours among CP
+    ranks that share a node.
+    """
+
+    @property
+    def overlaps(self) -> bool: ...
+
+    @property
+    def cp_ranks_per_node(self) -> int: ...
+
+    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Transfers:
+        """Collectives of a micro-batch of `num_tokens`; moved: see `needed_exchange_ns`, None for
+        an all-gather."""
+        ...
+
+    def products_ns(self, num_tokens: int) -> Transfers:
+        """Matrix products that run meanwhile."""
         ...
 
 
@@ -163,10 +196,10 @@ class ProfiledWorkload:
     attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. machine, dtype, longest (most tokens of a piece): for `notes`
-    only; "" or 0 if unknown. Derived: table (attention), linear (all else), ns_per_token by linear
-    term, forward_ns and backward_ns: attention by length, tabled at construction (about 2 ms) so
-    that pricing is a look-up.
+    of dK and dV between CP ranks. overlaps: as cp.overlap. machine, dtype, longest (most tokens of
+    a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear (all else),
+    ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled at
+    construction (about 2 ms) so that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -178,6 +211,7 @@ class ProfiledWorkload:
     recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
+    overlaps: bool = False
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -264,6 +298,17 @@ class ProfiledWorkload:
     def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
         """Of the busiest rank, in the layers of a pipeline rank (`ExchangePrices`)."""
         return self.linear.needed_exchange_ns(moved)
+
+    @property
+    def cp_ranks_per_node(self) -> int:
+        """CP ranks that follow each other in a node (`HiddenExchange`)."""
+        return max(1, self.profile.ranks_per_node // self.parallel.tp)
+
+    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Transfers:
+        return Transfers(*self.linear.transfers_ns(moved, num_tokens, cp=cp))
+
+    def products_ns(self, num_tokens: int) -> Transfers:
+        return Transfers(*self.linear.products_ns(num_tokens))
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
         """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
@@ -356,6 +401,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
+        overlaps=spec.cp.overlap,
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

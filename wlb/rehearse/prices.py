@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes
+from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes, rows_ns
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
@@ -122,12 +122,10 @@ class Prices:
         span = int(ranks[-1] - ranks[0] + 1)
         spans = 1 if node[0] == node[-1] else max(span, profile.ranks_per_node + 1)
         alpha = profile.collective(Collective.ALL_GATHER, span_ranks=spans).alpha_ns
-        inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
-        link = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1).bytes_per_s
-        rows = np.array(splits, np.float64)
+        rows = np.array(splits, np.int64)
         rows[:, own] = 0
-        times = (rows * np.where(node == node[own], row_bytes / inside, row_bytes / link)).sum(1)
-        return float(rows.sum(1).max() * row_bytes), alpha + float(times.max()) * 1e9
+        times = rows_ns(profile, rows, node == node[own], row_bytes=row_bytes).sum(1)
+        return float(rows.sum(1).max() * row_bytes), alpha + float(times.max())
 
 
 def _segments(args: tuple[Any, ...]) -> Segments:

@@ -13,23 +13,33 @@ from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
 from wlb.sharding.per_document import document_chunks, per_document
 from wlb.sharding.per_sequence import head_tail_ranks, per_sequence
-from wlb.sharding.prices import cheapest
+from wlb.sharding.prices import GATHER, cheapest
 from wlb.sharding.spans import RankedSpans, checked_lengths, cut_sequence, from_spans
+from wlb.spec import ExchangeChoice
 
 STRATEGY = "hybrid"
 MOST_THRESHOLDS = 16
+PRICED_WITH_EXCHANGE = 4
+"""Thresholds of which the exchange by need is priced as well."""
 
 
-def hybrid(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> ShardingPlan:
-    """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks."""
+def hybrid(
+    lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
+) -> ShardingPlan:
+    """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks.
+    exchange: how keys will be exchanged, of which the price takes account (`cheapest`)."""
     pieces = checked_lengths(lengths, cp)
     plans = [per_sequence(pieces, cp=cp)]
     if cp > 1 and pieces.size:
-        plans += [per_document(pieces, cp=cp), _best_threshold(pieces, cp, cost)]
-    return cheapest(plans, cost, strategy=STRATEGY)
+        num = 1 if exchange == GATHER else PRICED_WITH_EXCHANGE
+        plans += [per_document(pieces, cp=cp), *_best_thresholds(pieces, cp, cost, num)]
+    return cheapest(plans, cost, strategy=STRATEGY, exchange=exchange)
 
 
-def _best_threshold(pieces: IntArray, cp: int, cost: WorkloadModel) -> ShardingPlan:
+def _best_thresholds(
+    pieces: IntArray, cp: int, cost: WorkloadModel, num: int
+) -> list[ShardingPlan]:
+    """Plans of the `num` thresholds whose slowest rank attends fastest, the fastest first."""
     # 1. Sort from long to short, so that the long documents of any threshold are a prefix.
     order = np.argsort(-pieces, kind="stable")
     ordered = pieces[order]
@@ -38,13 +48,17 @@ def _best_threshold(pieces: IntArray, cp: int, cost: WorkloadModel) -> ShardingP
     # 2. Price the slowest rank for the long and the short part of each threshold.
     times, tokens = _long_parts(start, stop, cost, counts)
     shorts = [_short_part(ordered, k, held) for k, held in zip(counts, tokens, strict=True)]
-    best = int(np.argmin(_slowest(times, shorts, cost)))
-    # 3. Make the spans of the best threshold.
-    k, short = counts[best], shorts[best]
-    ranks = np.tile(head_tail_ranks(cp), k)
-    long = (np.repeat(np.arange(k), 2 * cp), start[:k].ravel(), stop[:k].ravel(), ranks)
-    spans = RankedSpans(*(np.concatenate(pair) for pair in zip(long, short, strict=True)))
-    return from_spans(pieces, spans._replace(piece=order[spans.piece]), cp=cp, strategy=STRATEGY)
+    best = np.argsort(_slowest(times, shorts, cost), kind="stable")[:num]
+    # 3. Make the spans of the best thresholds.
+    plans: list[ShardingPlan] = []
+    for i in map(int, best):
+        k, short = counts[i], shorts[i]
+        ranks = np.tile(head_tail_ranks(cp), k)
+        long = (np.repeat(np.arange(k), 2 * cp), start[:k].ravel(), stop[:k].ravel(), ranks)
+        spans = RankedSpans(*(np.concatenate(pair) for pair in zip(long, short, strict=True)))
+        named = spans._replace(piece=order[spans.piece])
+        plans.append(from_spans(pieces, named, cp=cp, strategy=STRATEGY))
+    return plans
 
 
 def _thresholds(ordered: IntArray) -> list[int]:

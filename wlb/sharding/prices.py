@@ -2,30 +2,63 @@
 plan.
 
 Section 5.3: segments (q = span tokens, kv = span end) of every rank are priced, forward and
-backward. Collectives and linear layers do not enter, because every strategy gives all ranks the
-same number of rows. Cost: one pricing call over the spans of all candidates.
+backward. Linear layers do not enter, because every strategy gives all ranks the same number of
+rows, nor does an all-gather, which moves them all; an exchange by need enters with what is waited
+for it. Cost: one pricing call over the spans of all candidates.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wlb.cost import WorkloadModel, kernels_ns
-from wlb.plan import ShardingPlan
+from wlb.cost import WorkloadModel, kernels_ns, waits_ns
+from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError, rows_moved
+from wlb.spec import ExchangeChoice
+
+GATHER = ExchangeChoice.GATHER
 
 
 def cheapest(
-    plans: Sequence[ShardingPlan], cost: WorkloadModel, *, strategy: str = ""
+    plans: Sequence[ShardingPlan],
+    cost: WorkloadModel,
+    *,
+    strategy: str = "",
+    exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
     """The plan whose slowest rank is predicted to finish first, with its price; ties: the first.
 
-    strategy: the name that the plan takes; "" leaves its own.
+    strategy: the name that the plan takes; "" leaves its own. exchange: how ranks will get each
+    other's keys; auto tries both. With another than gather, what is waited for the exchange counts
+    as well, and of plans that take equally long the one that moves fewest rows is taken. UserError
+    for an unknown exchange.
     """
+    if exchange not in set(ExchangeChoice):
+        raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
     forward, backward = kernels_ns(plans, cost, cp=plans[0].cp)
-    best = int((forward.max(1) + backward.max(1)).argmin())
-    plan = plans[best]
+    if exchange == GATHER or plans[0].cp == 1:
+        best = int((forward.max(1) + backward.max(1)).argmin())
+        plan = plans[best]
+    else:
+        names = list(KeyExchange) if exchange == ExchangeChoice.AUTO else [KeyExchange(exchange)]
+        candidates = [
+            (_with_waits(tried, cost, (forward[i], backward[i])), i, tried)
+            for i, plan in enumerate(plans)
+            for tried in (replace(plan, exchange=name) for name in names)
+        ]
+        _, best, plan = min(candidates, key=lambda candidate: candidate[0])
     return replace(
         plan,
         strategy=strategy or plan.strategy,
         forward_ns=forward[best],
         backward_ns=backward[best],
     )
+
+
+def _with_waits(
+    plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
+) -> tuple[float, int]:
+    """The slowest rank's time of both passes, with what is waited for the exchange, and the rows
+    that travel by need. kernels: forward and backward of each rank, [cp] each."""
+    both = zip(kernels, waits_ns(plan, cost), strict=True)
+    slowest = sum(float((times + waits).max()) for times, waits in both)
+    is_gather = plan.exchange == KeyExchange.GATHER
+    return slowest, 0 if is_gather else int(rows_moved(plan).sum())

@@ -1,32 +1,36 @@
 """Strategies by name, as a run's `sharding.strategy` chooses them, and the paper's choice."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
-from wlb.cost import WorkloadModel, exchange_ns
-from wlb.plan import IntLike, KeyExchange, ShardingPlan, UserError
+from wlb.cost import WorkloadModel
+from wlb.plan import IntLike, ShardingPlan, UserError
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
-from wlb.sharding.prices import cheapest
+from wlb.sharding.prices import GATHER, cheapest
 from wlb.spec import ExchangeChoice, Remainder
 
 
 def adaptive(
-    lengths: IntLike, *, cp: int, cost: WorkloadModel, remainder: Remainder | str = Remainder.MERGED
+    lengths: IntLike,
+    *,
+    cp: int,
+    cost: WorkloadModel,
+    remainder: Remainder | str = Remainder.MERGED,
+    exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
     """The static strategy whose slowest rank is predicted to finish first (Section 5.3).
 
     For a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks. The
-    plan's `strategy` is the one that was chosen; per_sequence in a tie.
+    plan's `strategy` is the one that was chosen; per_sequence in a tie. exchange: see `cheapest`.
     """
     remainder = Remainder(remainder)
     plans = [per_sequence(lengths, cp=cp)]
     # With one rank or no piece, both strategies give the same spans.
     if cp > 1 and len(lengths):
         plans.append(per_document(lengths, cp=cp, remainder=remainder))
-    return cheapest(plans, cost)
+    return cheapest(plans, cost, exchange=exchange)
 
 
 STRATEGIES: dict[str, Callable[..., ShardingPlan]] = {
@@ -55,36 +59,22 @@ def shard(
 
     lengths: tokens of each piece, shape [num_pieces]. remainder: treatment of left-over tokens by
     per_document (also as adaptive's candidate). exchange: how ranks get each other's keys, auto by
-    `cost`; one rank needs none. UserError for an unknown strategy, for a remainder that the
-    strategy does not have; ValueError for a plan that would lose or repeat a token.
+    `cost`; strategies take account of it, and one rank needs none. UserError for an unknown
+    strategy, for a remainder that the strategy does not have; ValueError for a plan that would lose
+    or repeat a token.
     """
     if Remainder(remainder) != Remainder.MERGED and strategy not in WITH_REMAINDER:
         raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":
-            plan = cheapest([per_sequence(lengths, cp=cp)], cost)
+            plan = cheapest([per_sequence(lengths, cp=cp)], cost, exchange=exchange)
         case "per_document":
-            plan = cheapest([per_document(lengths, cp=cp, remainder=remainder)], cost)
+            made = per_document(lengths, cp=cp, remainder=remainder)
+            plan = cheapest([made], cost, exchange=exchange)
         case "adaptive":
-            plan = adaptive(lengths, cp=cp, cost=cost, remainder=remainder)
+            plan = adaptive(lengths, cp=cp, cost=cost, remainder=remainder, exchange=exchange)
         case "hybrid" | "balanced":
-            plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost)
+            plan = STRATEGIES[strategy](lengths, cp=cp, cost=cost, exchange=exchange)
         case _:
             raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
-    return with_exchange(plan, exchange, cost).validate()
-
-
-def with_exchange(
-    plan: ShardingPlan, choice: ExchangeChoice | str, cost: WorkloadModel
-) -> ShardingPlan:
-    """The plan with its exchange. auto: the one whose collectives are predicted to take less time
-    in forward and backward, an all-gather in a tie. UserError for an unknown one."""
-    if choice not in set(ExchangeChoice):
-        raise UserError(f"exchange = {choice!r} is not one of {', '.join(ExchangeChoice)}")
-    if plan.cp == 1:
-        return plan
-    names = [choice] if choice != ExchangeChoice.AUTO else list(KeyExchange)
-    plans = [replace(plan, exchange=KeyExchange(name)) for name in names]
-    if len(plans) == 1:
-        return plans[0]
-    return min(plans, key=lambda one: sum(exchange_ns(one, cost)))
+    return plan.validate()
