@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.rehearsals import __main__ as script
-from experiments.rehearsals.__main__ import FORCED, TABLE_1, KeptRows
+from experiments.rehearsals.__main__ import FORCED, LARGE, TABLE_1, KeptRows
 from wlb.spec import SYSTEMS
 
 
@@ -54,16 +54,24 @@ def test_the_quick_form_rehearses_one_preset(capsys: pytest.CaptureFixture[str])
 def test_presets_and_systems_passed_in_the_committed_results() -> None:
     """The contract of memory: peaks lie at most 12% below the estimate, never above it."""
     rows = read_csv(Path(script.__file__).parent / "results" / "positions.csv")
-    presets = {row["preset"] for row in rows}
-    assert len(presets & set(TABLE_1)) >= 6
-    assert {(row["preset"], row["system"]) for row in rows} >= set(product(presets, SYSTEMS))
+    found = {(row["preset"], row["system"]) for row in rows}
+    assert found == set(product((*TABLE_1, LARGE), (*SYSTEMS, *FORCED)))
     for row in rows:
-        if row["system"] in FORCED and row["verdict"].startswith("refused"):
-            continue
         assert row["verdict"].startswith("passed"), row
         least, most = float(row["least peak / estimate"]), float(row["most"])
         assert 0.88 <= least <= most <= 1.0, row
         assert float(row["reserved (GiB)"]) <= float(row["may be reserved (GiB)"]), row
+
+
+def test_all_ranks_of_the_papers_table_passed_in_the_committed_results() -> None:
+    rows = read_csv(Path(script.__file__).parent / "results" / "ranks.csv")
+    assert [row["preset"] for row in rows] == [*TABLE_1, LARGE]
+    for row in rows:
+        assert row["verdict"].startswith("passed"), row
+        rehearsed, world = map(int, row["ranks"].split(" of "))
+        assert rehearsed == world or row["preset"] == LARGE
+        assert int(row["collectives"]) > 0 < int(row["transfers"])
+        assert (int(row["whole communicators"]) > 0) == (rehearsed == world)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
