@@ -1,4 +1,8 @@
-"""Tests that ranks of every preset run under every system, and take the memory that was planned."""
+"""Tests that ranks of presets run under every system, and take the memory that was planned.
+
+The full set takes a preset of each size, the nightly one all; with all their layers every preset
+and system passed in experiments/rehearsals/results, which tests/experiments holds.
+"""
 
 from dataclasses import replace
 
@@ -12,6 +16,7 @@ from wlb.spec import SYSTEMS, ExchangeChoice, RunSpec
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
+OF_EACH_SIZE = ("550m_64k", "7b_128k", "30b_64k", "70b_128k")
 LEAST = 0.87
 """Tensors' peak over its estimate: plans that leave more unused waste memory. The lowest is 0.877,
 of `paper` on the last rank, whose estimate adds logits and a layer's workspace, of which the most
@@ -37,7 +42,10 @@ def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
         assert least * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
 
 
-@pytest.mark.parametrize("preset", TABLE_1)
+@pytest.mark.parametrize(
+    "preset",
+    [p if p in OF_EACH_SIZE else pytest.param(p, marks=pytest.mark.nightly) for p in TABLE_1],
+)
 def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
     """With one layer a stage, where a step's largest layer is more of the estimate than of the
     peak; `python -m experiments.rehearsals` takes all layers."""
@@ -45,11 +53,18 @@ def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
         expect_planned_memory(found)
 
 
+@pytest.mark.nightly
 def test_the_largest_preset_runs_under_each_system() -> None:
     specs = [spec_of(LARGE, name, layers=1) for name in SYSTEMS]
     ranks = [corners(spec.parallel) for spec in specs]
     ranks[list(SYSTEMS).index("wlb")] = ONE_PER_STAGE
     for found in passed(specs, ranks=ranks):
+        expect_planned_memory(found)
+
+
+def test_corners_of_the_largest_preset_run() -> None:
+    spec = spec_of(LARGE, "wlb", layers=1)
+    for found in passed([spec], ranks=corners(spec.parallel)):
         expect_planned_memory(found)
 
 
