@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cost.test_latency_stage import first_plan, priced
+from tests.cost.test_stages import first_plan, priced
 from tests.plan.test_telemetry import record
 from wlb.cost import (
     Provenance,

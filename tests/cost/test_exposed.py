@@ -12,6 +12,7 @@ from wlb.cost import (
     Transfers,
     exchange_ns,
     load_profile,
+    over_gather_ns,
     own_keys,
     waits_ns,
 )
@@ -101,6 +102,24 @@ def test_products_hide_part_of_each_exchange(exchange: KeyExchange) -> None:
     assert np.all(waits[1] == pytest.approx(expected))
     for one, other in zip(waits_ns(plan, replace(COST, overlaps=True)), waits, strict=True):
         assert np.all(one < other)
+
+
+@pytest.mark.parametrize("num_rows", [None, 40_960])
+def test_what_an_exchange_saves_is_what_is_waited_for_it_less_than_for_a_gather(
+    num_rows: int | None,
+) -> None:
+    """An all-gather moves padding, too."""
+    plan = per_document([40_000, 77], cp=4)
+    assert over_gather_ns(plan, COST, num_rows=num_rows) == (0, 0)
+    gather = waits_ns(plan, COST, num_rows=num_rows)
+    for cost in (COST, replace(COST, overlaps=True)):
+        for other in [by_need(plan), *([] if cost is COST else [plan])]:
+            over = over_gather_ns(other, cost, num_rows=num_rows)
+            waits = waits_ns(other, cost, num_rows=num_rows)
+            expected = tuple(round(a.max() - b.max()) for a, b in zip(waits, gather, strict=True))
+            assert over == expected
+            assert max(over) < 0
+    assert waits_ns(plan, COST)[0][0] < waits_ns(plan, COST, num_rows=40_960)[0][0]
 
 
 def test_one_rank_waits_for_nobody() -> None:

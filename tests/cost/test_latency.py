@@ -14,7 +14,6 @@ from wlb.cost import (
     exchange_ns,
     kernels_ns,
     load_profile,
-    over_gather_ns,
 )
 from wlb.plan import KeyExchange, ShardingPlan, UserError
 from wlb.sharding import per_document, per_sequence
@@ -133,17 +132,6 @@ def test_rows_of_the_same_node_come_faster():
         moved[3] *= 2
         more, other = cost.needed_exchange_ns(moved)[0], cost.needed_exchange_ns(moved.T)[0]
         assert more == other == round(8 * (alpha + 2 * wire))
-
-
-def test_what_an_exchange_saves_is_its_price_less_a_gathers():
-    plan, cost = per_document([4096, 77], cp=4), workload(4)
-    assert over_gather_ns(plan, cost) == (0, 0)
-    needed = exchange_ns(by_need(plan), cost)
-    # An all-gather moves padding, too.
-    for rows, gathered in ((None, 4173), (4608, 4608)):
-        forward, backward = cost.kv_exchange_ns(gathered, cp=4)
-        over = over_gather_ns(by_need(plan), cost, num_rows=rows)
-        assert over == (needed[0] - forward, needed[1] - backward)
 
 
 def test_a_workload_without_a_price_for_it_says_so():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.cost.test_latency_stage import first_plan, priced
+from tests.cost.test_stages import first_plan, priced
 from wlb.cost import (
     Measured,
     RankCells,

@@ -10,6 +10,7 @@ from wlb.cost.calibrate import fit_scales as fit_scales
 from wlb.cost.calibrate import scaled_profile as scaled_profile
 from wlb.cost.caps import TokenCaps as TokenCaps
 from wlb.cost.caps import token_caps as token_caps
+from wlb.cost.exposed import over_gather_ns as over_gather_ns
 from wlb.cost.exposed import own_keys as own_keys
 from wlb.cost.exposed import waits_ns as waits_ns
 from wlb.cost.flops import attention_backward_flops as attention_backward_flops
@@ -22,14 +23,10 @@ from wlb.cost.flops import linear_flops_per_token as linear_flops_per_token
 from wlb.cost.flops import tile_pairs as tile_pairs
 from wlb.cost.flops import window_flops as window_flops
 from wlb.cost.latency import AttentionLatency as AttentionLatency
-from wlb.cost.latency import StageTimes as StageTimes
 from wlb.cost.latency import attention_latency as attention_latency
-from wlb.cost.latency import end_times_ns as end_times_ns
 from wlb.cost.latency import exchange_ns as exchange_ns
 from wlb.cost.latency import ideal_kernels_ns as ideal_kernels_ns
 from wlb.cost.latency import kernels_ns as kernels_ns
-from wlb.cost.latency import over_gather_ns as over_gather_ns
-from wlb.cost.latency import stage_times as stage_times
 from wlb.cost.latency import without_collectives as without_collectives
 from wlb.cost.learn import Measured as Measured
 from wlb.cost.learn import RankCells as RankCells
@@ -67,6 +64,9 @@ from wlb.cost.profile_file import profile_to_json as profile_to_json
 from wlb.cost.profile_file import save_profile as save_profile
 from wlb.cost.reprice import price_base as price_base
 from wlb.cost.reprice import repriced as repriced
+from wlb.cost.stages import StageTimes as StageTimes
+from wlb.cost.stages import end_times_ns as end_times_ns
+from wlb.cost.stages import stage_times as stage_times
 from wlb.cost.surface import Curve as Curve
 from wlb.cost.surface import Surface as Surface
 from wlb.cost.surface import limit_curve_growth as limit_curve_growth

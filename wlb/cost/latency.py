@@ -1,4 +1,4 @@
-"""Predicted times of sharded micro-batches: attention, for strategies and simulator, and stages.
+"""Predicted times of sharded micro-batches' attention, for strategies and simulator.
 
 Section 5.3: tile-quantised FLOPs of each segment over the throughput measured at its (query rows,
 keys, heads), forward and backward apart. Launches and CP's collectives are added: K and V are
@@ -12,16 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wlb.cost.workload import ExchangePrices, ProfiledWorkload, WorkloadModel
-from wlb.plan import (
-    IntArray,
-    IntLike,
-    KeyExchange,
-    PipelinePlan,
-    ShardingPlan,
-    UserError,
-    offsets_of,
-    rows_moved,
-)
+from wlb.plan import IntArray, IntLike, KeyExchange, ShardingPlan, UserError, offsets_of, rows_moved
 from wlb.plan.sharding import RankTimes
 
 
@@ -78,20 +69,6 @@ def exchange_ns(
     return cost.needed_exchange_ns(rows_moved(plan))
 
 
-def over_gather_ns(
-    plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
-) -> tuple[int, int]:
-    """How much longer the plan's exchange takes than an all-gather, mostly negative: (forward,
-    backward). Linear work (`ns_per_token`) has the all-gather's price. num_rows: of `exchange_ns`.
-    """
-    if plan.exchange == KeyExchange.GATHER:
-        return 0, 0
-    gather = replace(plan, exchange=KeyExchange.GATHER)
-    both = (exchange_ns(one, cost, num_rows=num_rows) for one in (plan, gather))
-    (forward, backward), (gather_forward, gather_backward) = both
-    return forward - gather_forward, backward - gather_backward
-
-
 def kernels_ns(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, cp: int
 ) -> tuple[IntArray, IntArray]:
@@ -121,56 +98,6 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     forward, backward = cost.segment_times_ns(lengths, lengths)
     calls = cost.attention_call_ns(lengths, lengths, np.array([0, forward.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StageTimes:
-    """Times of a stage's layers for n micro-batches, int64 ns, as a rank can measure them.
-
-    attention_*: kernels and launches of each CP rank, [n, cp]. linear_*: all else, [n], equal on
-    all CP ranks; unlike W_l with calls and collectives' latency, without embedding and head.
-    """
-
-    attention_forward_ns: IntArray
-    attention_backward_ns: IntArray
-    linear_forward_ns: IntArray
-    linear_backward_ns: IntArray
-
-
-def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> StageTimes:
-    """Prices each micro-batch of `plan` on a stage of `layers` layers."""
-    priced = cost.num_layers_per_rank
-    latencies = [attention_latency(sharding, cost) for sharding in plan.shardings]
-    shape = (len(latencies), cost.parallel.cp)
-    forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
-    backward = np.array([a.backward_ns for a in latencies], np.int64).reshape(shape)
-    tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
-    over = [over_gather_ns(sharding, cost) for sharding in plan.shardings]
-    linear = [
-        np.rint(
-            sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass)) * tokens
-            + call_ns
-        ).astype(np.int64)
-        + np.array([both[i] for both in over], np.int64)
-        for i, (one_pass, call_ns) in enumerate(
-            zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
-        )
-    ]
-    return StageTimes(
-        attention_forward_ns=forward * layers // priced,
-        attention_backward_ns=backward * layers // priced,
-        linear_forward_ns=linear[0] * layers // priced,
-        linear_backward_ns=linear[1] * layers // priced,
-    )
-
-
-def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
-    """Embedding (first stage) and head with loss (last stage), both passes of all micro-batches,
-    padding included."""
-    linear = cost.linear
-    rows = sum(plan.local_tokens) * cost.parallel.cp
-    head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns
-    return round(rows * sum(linear.embedding_ns_per_token)), round(head)
 
 
 def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:

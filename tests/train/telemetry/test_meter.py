@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.cost.test_latency_stage import priced
+from tests.cost.test_stages import priced
 from tests.plan.test_telemetry import record
 from tests.planner.test_compose import planner
 from tests.sets import full
