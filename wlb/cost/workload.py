@@ -305,9 +305,11 @@ class ProfiledWorkload:
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
 
     def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Transfers:
+        """Collectives of keys in the layers of a pipeline rank (`HiddenExchange`)."""
         return Transfers(*self.linear.transfers_ns(moved, num_tokens, cp=cp))
 
     def products_ns(self, num_tokens: int) -> Transfers:
+        """Matrix products that run while keys travel (`HiddenExchange`)."""
         return Transfers(*self.linear.products_ns(num_tokens))
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
