@@ -132,7 +132,6 @@ def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("pp.schedule=1f1b", "pp.virtual_stages=1"),
         ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
-        ("parallel.dp=2", "fsdp.shard_size=2"),
         ("sharding.exchange=needed", "parallel.cp=4", "parallel.pp=1", "pp.virtual_stages=1"),
         ("sharding.exchange=needed", "cp.overlap=true", "kernels.deterministic=true"),
     ],

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.rehearsals.__main__ import FORCED, LARGE, TABLE_1, corners, spec_of
+from tests.sets import nightly
 from wlb.plan import UserError
 from wlb.rehearse.run import ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict
@@ -44,7 +45,7 @@ def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
 
 @pytest.mark.parametrize(
     "preset",
-    [p if p in OF_EACH_SIZE else pytest.param(p, marks=pytest.mark.nightly) for p in TABLE_1],
+    [*OF_EACH_SIZE, *nightly(*(preset for preset in TABLE_1 if preset not in OF_EACH_SIZE))],
 )
 def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
     """With one layer a stage, where a step's largest layer is more of the estimate than of the
