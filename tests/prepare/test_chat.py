@@ -244,9 +244,19 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "message 0 is not valid Unicode"),
         (
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]},
-            r"message 0 has tool_calls = \[1\], which would be lost",
+            "tool_calls of message 0, call 0 is int, not an object",
         ),
-        ({"tools": [{}], "messages": []}, r"the record has tools = \[\{\}\], which would be lost"),
+        ({"tools": [1], "prompt": "x", "completion": "y"}, "tool 0 of tools is int, not a JSON sc"),
+        ({"tools": "{", "prompt": "x", "completion": "y"}, r"tools is text that is not JSON \(Ex"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+            "message 0 is of role user and has tool_calls; only an assistant calls",
+        ),
+        ({"history": [], "instruction": "x", "output": 3}, "output is 3; only text is read"),
+        (
+            {"history": [["a", "b"]], "instruction": "x", "output": "y"},
+            "the record has history = .*, which would be lost",
+        ),
         ({"messages": [{"role": "assistant", "content": ""}]}, "role assistant at the start"),
         (
             {"prompt": "x", "completion": ["y"]},

@@ -115,14 +115,34 @@ class ChatEncoder:
         added = self._tokenizer.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
         self._forbidden = frozenset(special - {unknown_id(self._tokenizer)})
+        self._special = _pattern_of([added[number] for number in sorted(self._forbidden)])
         _check_parts(self._tokenizer)
 
     def encode(self, conversation: Conversation) -> ChatTokens:
         """UserError for a conversation that the template refuses or cannot render exactly."""
+        # Tools and calls are part of the template's text, where special tokens are matched.
+        if found := self._special.search(conversation.literals):
+            raise InjectedToken(
+                f"its tools or tool calls contain the special token {found[0].strip()}, which only "
+                f"the template may set; take it out of them"
+            )
         rendered = self.template.render(conversation, self.turns)
         runs = self._runs(rendered)
         ids = [[run.token] if run.token is not None else self._ids(run.text) for run in runs]
         return _assemble(rendered, runs, ids)
+
+    def end_of(self, conversation: Conversation) -> tuple[int, str]:
+        """Id and text of the token that ends its last turn, an assistant's; UserError for none."""
+        made = self.encode(conversation)
+        last = int(made.tokens[np.flatnonzero(made.is_trained)[-1]])
+        for name, number in self._ids_by_name.items():
+            if number == last:
+                return number, name
+        raise UserError(
+            f"chat template {self.template.name} trains no special token after what an assistant "
+            f"says, so the model could not learn to stop; put the token that ends its turn into "
+            f"the {{% generation %}} block"
+        )
 
     def _ids(self, text: str) -> list[int]:
         # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no
@@ -153,20 +173,21 @@ class ChatEncoder:
         return [run for run in runs if run.token is not None or run.text]
 
     def _runs_of(self, part: TemplatePart, number: int) -> list[_Run]:
-        is_trained = part.train != Train.NO
         texts = [part.text] if part.is_content else self._pattern.split(part.text)
-        if part.train == Train.END and len(texts) == 1:
+        if part.train in (Train.END, Train.CALLS) and len(texts) == 1:
             raise UserError(
                 f"chat template {self.template.name} ends an assistant's turn with {part.text!r}, "
                 f"which is no special token of the tokenizer: the model could not learn to stop; "
                 f"use the tokenizer that belongs to the template, or add the token to it"
             )
+        # Special tokens have odd numbers in `texts`; nothing after the one that ends is trained.
+        last = {Train.END: 1, Train.CALLS: len(texts) - 2}.get(part.train, len(texts))
         runs: list[_Run] = []
         for i, text in enumerate(texts):
+            is_trained = part.train != Train.NO and i <= last
             if i % 2:
                 name = text if text in self._ids_by_name else text.strip()
                 runs.append(_Run("", self._ids_by_name[name], is_trained, number))
-                is_trained = is_trained and part.train != Train.END
             elif text:
                 runs.append(_Run(text, None, is_trained, number))
         return runs

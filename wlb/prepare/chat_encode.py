@@ -1,34 +1,47 @@
 """Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
 
-`Encoded.counts` has conversations `split` and their `split_documents`; `untrained_parts` that were
-left out, with `untrained_part_tokens`; conversations `truncated`, with `truncated_tokens` and, of
-them trained, `truncated_targets`.
+`Encoded.counts` has `empty_replies`, which are not trained; conversations `split` and their
+`split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`; conversations
+`truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, cast
 
 from wlb.data.store import file_checksum
 from wlb.plan import UserError, check_at_least
 from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit, probe_of
 from wlb.prepare.chat_template import BUILT_IN, Turns
-from wlb.prepare.conversation import Conversation, Role, conversation_columns, conversation_of
+from wlb.prepare.conversation import (
+    Conversation,
+    Message,
+    Role,
+    conversation_columns,
+    conversation_of,
+)
 from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, count_of, load_tokenizer
-from wlb.prepare.jinja_template import load_template
+from wlb.prepare.jinja_template import load_template, template_files
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
+from wlb.prepare.tool_calls import calls_text
 
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))
+_CALL_PROBE = Conversation(
+    messages=(
+        *probe_of((Role.USER,)).messages,
+        Message(role=Role.ASSISTANT, content="", tool_calls=calls_text({"name": "f"}, "probe")),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice(EncoderChoice):
     """Conversations, for `prepare_store(options, encoder=ChatChoice(...))`.
 
-    template: chatml, llama3, a file with a Jinja template or a tokenizer_config.json. limit: most
+    template: chatml, llama3, a model's folder, a file with a Jinja template or a
+    tokenizer_config.json. limit: most
     tokens of a document, None for any length. on_untrained: for conversations without a trained
     token. add_tokens: whether a tokenizer.json gets the special tokens of a built-in template that
     it lacks (the model's embedding must have room); a BPE that is trained here has them.
@@ -58,8 +71,7 @@ class ChatChoice(EncoderChoice):
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {"chat": given.pop("template"), **given}
         if self.template not in BUILT_IN:
-            path = Path(self.template)
-            for file in {path, path.with_name("tokenizer_config.json")}:
+            for file in set(template_files(self.template)):
                 if file.is_file():
                     given[f"checksum of {file.name}"] = file_checksum(file)
         return given
@@ -94,10 +106,31 @@ class ChatChoice(EncoderChoice):
             )
         try:
             encoder = ChatRecordEncoder(self, tokenizer, vocabulary)
-            encoder.encoder.encode(_PROBE)
+            encoder.encoder.end_of(_PROBE)
         except UserError as error:
             raise UserError(f"--chat {self.template}: {error}") from None
         return encoder
+
+    def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
+        """Under "chat": the template in Jinja, its variables, and the tokens that end a turn.
+
+        eos_token: that of an answer, unless the template has another use for the variable.
+        """
+        encoder = self.open(tokenizer, vocabulary).encoder
+        template, ends = encoder.template, [encoder.end_of(_PROBE)]
+        # Some templates end a turn that calls tools with another token; others have no form for it.
+        with suppress(UserError):
+            ends.append(encoder.end_of(_CALL_PROBE))
+        variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
+        if "eos_token" not in template.used:
+            variables["eos_token"] = ends[0][1]
+        return {
+            "chat": {
+                "template": template.source,
+                "variables": variables,
+                "end_ids": list(dict.fromkeys(number for number, _ in ends)),
+            }
+        }
 
 
 class ChatRecordEncoder:
@@ -112,11 +145,13 @@ class ChatRecordEncoder:
 
     def encode(self, record: Record) -> Sequence[Encoded]:
         with left_out_as(Skip.NOT_RENDERED):
-            made = self.encoder.encode(_conversation(record))
+            conversation = _conversation(record)
+            made = self.encoder.encode(conversation)
+        num_empty = conversation.num_empty_replies
         if not made.num_targets:
+            why = f"{num_empty} empty replies" if num_empty else "no assistant's content"
             raise BadRecord(
-                Skip.UNTRAINED,
-                f"no token of it is trained ({made.tokens.size} tokens, no assistant's content)",
+                Skip.UNTRAINED, f"no token of it is trained ({made.tokens.size} tokens, {why})"
             )
         with left_out_as(Skip.TOO_LONG):
             parts = fit(made, self._choice.limit, self._choice.too_long)
@@ -134,9 +169,10 @@ class ChatRecordEncoder:
             )
             for part in kept
         ]
+        counts = {"empty_replies": num_empty} if num_empty else {}
         if parts[0] is not made:
-            counts = _counts(made, parts, self._choice.too_long)
-            documents[0] = replace(documents[0], counts=counts)
+            counts |= _counts(made, parts, self._choice.too_long)
+        documents[0] = replace(documents[0], counts=counts)
         return documents
 
 

@@ -3,11 +3,12 @@
 ChatML and Llama 3 are built in; `jinja_template.py` renders any Jinja template.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
+from wlb.plan import UserError
 from wlb.prepare.conversation import Conversation, Role
 
 
@@ -18,6 +19,8 @@ class Train(StrEnum):
     ALL = "all"
     END = "end"
     """The text up to and including its first special token, which ends the turn."""
+    CALLS = "calls"
+    """The text up to and including its last special token: tool calls, and what ends the turn."""
 
 
 class Turns(StrEnum):
@@ -55,10 +58,18 @@ class Rendered:
 
 
 class ChatTemplate(Protocol):
-    """name: for messages and the store's description."""
+    """name: for messages and the store's description. source: the same template in Jinja, for
+    transformers. variables: what it takes besides messages (bos_token, ...), by name. used: the
+    names of all variables that the source mentions."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def variables(self) -> Mapping[str, Any]: ...
+    @property
+    def used(self) -> frozenset[str]: ...
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
         """UserError for a conversation that the template cannot render in exact parts."""
@@ -88,7 +99,35 @@ class BuiltInTemplate:
         names = [self.start, self.begin, self.after_role.strip(), self.end]
         return tuple(dict.fromkeys(name for name in names if name.strip()))
 
+    @property
+    def source(self) -> str:
+        role = "m['role']"
+        for known, name in self.roles:
+            role = f"({name!r} if m['role'] == {str(known)!r} else {role})"
+        content = "m['content']" + (" | trim" if self.is_stripped else "")
+        start = f"{{{{ {self.start!r} }}}}" if self.start else ""
+        end, prompt = self.end + self.after_end, self.begin + Role.ASSISTANT + self.after_role
+        return (
+            f"{start}{{% for m in messages %}}"
+            f"{{{{ {self.begin!r} + {role} + {self.after_role!r} }}}}"
+            f"{{{{ {content} }}}}{{{{ {end!r} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {prompt!r} }}}}{{% endif %}}"
+        )
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        return {}
+
+    @property
+    def used(self) -> frozenset[str]:
+        return frozenset({"messages", "add_generation_prompt"})
+
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
+        if conversation.tools or any(m.tool_calls for m in conversation.messages):
+            raise UserError(
+                f"chat template {self.name} has no form for tools and tool calls; use the template "
+                f"of a model that has one: --chat FOLDER"
+            )
         names, trained = dict(self.roles), trained_messages(conversation, turns)
         parts = [TemplatePart(text=self.start)] if self.start else []
         starts: list[int] = []
@@ -131,8 +170,9 @@ BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
 
 
 def trained_messages(conversation: Conversation, turns: Turns) -> Sequence[int]:
-    """Indices of the assistant's messages that are trained."""
-    found = [i for i, m in enumerate(conversation.messages) if m.role == Role.ASSISTANT]
+    """Indices of the assistant's messages that are trained: not those that say nothing."""
+    messages = conversation.messages
+    found = [i for i, m in enumerate(messages) if m.role == Role.ASSISTANT]
     if turns == Turns.LAST:
         found = found[-1:]
-    return [i for i in found if conversation.messages[i].is_trained]
+    return [i for i in found if messages[i].is_trained and not messages[i].is_empty_reply]

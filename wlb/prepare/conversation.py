@@ -1,4 +1,4 @@
-"""Conversations: messages with roles, in the three shapes that records of them usually have.
+"""Conversations: messages with roles, in the four shapes that records of them usually have.
 
 README.md lists the shapes. Text under "system" is a system message before the others, and null is
 a key that is absent, as in Parquet. Nothing is guessed: messages that are out of order, have no
@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.prepare.tool_calls import calls_text, tools_text
 
 
 class Role(StrEnum):
@@ -28,9 +29,14 @@ _FROM = {
     "human": Role.USER,
     "user": Role.USER,
     "gpt": Role.ASSISTANT,
+    "chatgpt": Role.ASSISTANT,
     "assistant": Role.ASSISTANT,
+    "function_call": Role.ASSISTANT,
     "tool": Role.TOOL,
+    "observation": Role.TOOL,
 }
+_CALL = "function_call"
+"""A message from it is an assistant's whose value is the JSON of tool calls."""
 _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.SYSTEM: (None,),
     Role.USER: (None, Role.SYSTEM, Role.ASSISTANT),
@@ -38,10 +44,9 @@ _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
 _MORE = (
-    "tool_calls",
     "function_call",
-    "tools",
     "functions",
+    "history",
     "thinking",
     "reasoning",
     "reasoning_content",
@@ -53,26 +58,43 @@ _MORE = (
 """Keys with parts of a conversation that text messages cannot hold."""
 
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
-_NEEDED = "messages, or conversations, or prompt and completion"
+_ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
+"""Fields of a message and the keys that they have in a record."""
+_ALPACA = ("instruction", "output")
+"""Read where a record has none of the other shapes, as data sets keep these columns beside them."""
+_NEEDED = "messages, or conversations, or prompt and completion, or instruction and output"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """is_trained: whether an assistant's content may be trained; nobody else's ever is."""
+    """is_trained: whether an assistant's content may be trained; nobody else's ever is. tool_calls:
+    JSON list of an assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent.
+    """
 
     role: Role
     content: str
     is_trained: bool = True
+    tool_calls: str = ""
+    name: str = ""
+    call_id: str = ""
+
+    @property
+    def is_empty_reply(self) -> bool:
+        """An assistant's message from which a model would learn to say nothing."""
+        is_empty = not self.content.strip() and not self.tool_calls
+        return self.role == Role.ASSISTANT and is_empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """Messages in order: at most one system message, then turns of a user and an assistant.
 
-    Tools may answer an assistant, who then continues. Any role may have the last message.
+    Tools may answer an assistant, who then continues. Any role may have the last message. tools:
+    JSON list of the tools that the assistant may call, "" for none.
     """
 
     messages: tuple[Message, ...]
+    tools: str = ""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -93,6 +115,16 @@ class Conversation:
     def roles(self) -> tuple[Role, ...]:
         return tuple(message.role for message in self.messages)
 
+    @property
+    def num_empty_replies(self) -> int:
+        return sum(message.is_empty_reply for message in self.messages)
+
+    @property
+    def literals(self) -> str:
+        """All text besides contents that a template may write: tools, calls, names, ids."""
+        texts = [text for m in self.messages for text in (m.tool_calls, m.name, m.call_id)]
+        return "\n".join(filter(None, [self.tools, *texts]))
+
 
 def conversation_of(record: object) -> Conversation:
     """The conversation that a JSON object holds; UserError names the problem."""
@@ -102,6 +134,8 @@ def conversation_of(record: object) -> Conversation:
     data = {key: value for key, value in given.items() if value is not None}
     _refuse_more(data, "the record")
     match [shape for shape in _SHAPES if set(shape) <= set(data)]:
+        case [] if set(_ALPACA) <= set(data):
+            messages = _instruction_and_output(data)
         case []:
             raise UserError(f"the record has the keys {sorted(data)}; it needs {_NEEDED}")
         case [("prompt", "completion")]:
@@ -116,17 +150,19 @@ def conversation_of(record: object) -> Conversation:
             )
     if data.get("system"):
         messages = (Message(role=Role.SYSTEM, content=_text(data["system"], "system")), *messages)
-    return Conversation(messages=messages)
+    tools = tools_text(data["tools"]) if data.get("tools") else ""
+    return Conversation(messages=messages, tools=tools)
 
 
 def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
     """The columns of a table that `conversation_of` reads or refuses; UserError without a shape."""
-    if not any(set(shape) <= set(names) for shape in _SHAPES):
+    if not any(set(shape) <= set(names) for shape in (*_SHAPES, _ALPACA)):
         raise UserError(
             f"has no column of conversations; its columns are {', '.join(names)}, and it needs "
             f"{_NEEDED}"
         )
-    known = {*(name for shape in _SHAPES for name in shape), "system", *_MORE}
+    shapes = {name for shape in (*_SHAPES, _ALPACA) for name in shape}
+    known = {*shapes, "input", "system", "tools", *_MORE}
     return tuple(name for name in names if name in known)
 
 
@@ -147,6 +183,15 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
     )
 
 
+def _instruction_and_output(data: Mapping[str, Any]) -> tuple[Message, ...]:
+    """A row of Alpaca: the input, if there is one, follows the instruction on a line of its own."""
+    asked = [_text(data[key], key) for key in ("instruction", "input") if data.get(key)]
+    return (
+        Message(role=Role.USER, content="\n".join(asked)),
+        Message(role=Role.ASSISTANT, content=_text(data["output"], "output")),
+    )
+
+
 def _messages(value: object, key: str) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise UserError(f"{key} is {_short(value)}, not a list of messages")
@@ -161,7 +206,8 @@ def _message(value: object, name: str) -> Message:
     is_from = data.get("from") is not None
     keys, known = (("from", "value"), _FROM) if is_from else (("role", "content"), _ROLE)
     missing = [key for key in keys if key not in data]
-    if missing:
+    # A message that only calls tools has no content, or null.
+    if missing and not (missing == ["content"] and data.get("tool_calls")):
         raise UserError(f"{name} has the keys {sorted(data)}; {' and '.join(missing)} is missing")
     role = data[keys[0]]
     if not isinstance(role, str) or role not in known:
@@ -169,11 +215,32 @@ def _message(value: object, name: str) -> Message:
     weight = 1 if data.get("weight") is None else data["weight"]
     if isinstance(weight, bool) or weight not in (0, 1):
         raise UserError(f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)")
+    is_call = is_from and role == _CALL
+    calls = data[keys[1]] if is_call else data.get("tool_calls")
+    if calls and known[role] != Role.ASSISTANT:
+        raise UserError(f"{name} is of role {role} and has tool_calls; only an assistant calls")
+    content = "" if is_call or (calls and data.get(keys[1]) is None) else data[keys[1]]
+    answers = [(field, key) for field, key in _ANSWER if known[role] == Role.TOOL and data.get(key)]
     return Message(
         role=known[role],
-        content=_text(data[keys[1]], f"{keys[1]} of {name}"),
+        content=_content(content, f"{keys[1]} of {name}"),
         is_trained=bool(weight),
+        tool_calls=calls_text(calls, name) if calls else "",
+        **{field: _text(data[key], f"{key} of {name}") for field, key in answers},
     )
+
+
+def _content(value: object, name: str) -> str:
+    """Text, or the texts of a list of parts one after the other."""
+    if not isinstance(value, list):
+        return _text(value, name)
+    texts: list[str] = []
+    for part in cast("list[Any]", value):
+        kind: Any = part.get("type") if isinstance(part, dict) else part  # pyright: ignore
+        if kind != "text":
+            raise UserError(f"{name} has a part {_short(kind)}; only parts of type text are read")
+        texts.append(_text(part.get("text"), name))
+    return "".join(texts)
 
 
 def _text(value: object, name: str) -> str:

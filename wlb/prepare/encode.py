@@ -107,6 +107,10 @@ class EncoderChoice(Protocol):
         """The token that ends every document; None if there is none."""
         return None
 
+    def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
+        """What users of the model must know, JSON-able; it goes to the sidecar's `preparation`."""
+        return {}
+
     def open(self, tokenizer: str, vocabulary: Vocabulary) -> RecordEncoder:
         """The encoder, opened once in every worker. tokenizer: a path, or "" for raw bytes.
 
@@ -297,7 +301,7 @@ def read_vocabulary(
     added = tokenizer.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
     unknown = unknown_id(tokenizer)
-    config = _config(Path(folder or Path(path).parent) / "tokenizer_config.json")
+    config = tokenizer_config(Path(folder or Path(path).parent) / "tokenizer_config.json")
 
     def id_of(kind: str, name: str | None, usual: tuple[str, ...]) -> int | None:
         if not name:
@@ -337,7 +341,7 @@ def token_text(value: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _config(path: Path) -> dict[str, Any]:
+def tokenizer_config(path: Path) -> dict[str, Any]:
     """The object of a tokenizer_config.json; empty where there is none."""
     try:
         data: Any = json.loads(path.read_text("utf-8"))

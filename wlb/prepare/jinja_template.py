@@ -8,12 +8,11 @@ the conversation up to there ends, which must start the longer text.
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.prepare.chat_template import (
@@ -25,54 +24,59 @@ from wlb.prepare.chat_template import (
     Turns,
     trained_messages,
 )
-from wlb.prepare.conversation import Conversation, Role
+from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import token_text
+from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, marker
+from wlb.prepare.jinja_pieces import Piece, TurnPlaces, marked_messages, pieces_of, without_blocks
+from wlb.prepare.tool_calls import json_text, with_other_arguments, with_text_arguments
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-# A private-use character that marks contents; messages that contain it are refused.
-_MARK = "\U000f5eed"
-_BEGIN, _END = f"{_MARK}[", f"{_MARK}]"
-_MARKS = re.compile(f"({_MARK}\\[|{_MARK}\\]|{_MARK}[0-9]+{_MARK})")
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
 _MOST_SHAPES = 4096
 """Most sequences of roles whose rendering is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Consecutive text of a rendering with markers, or the content of message `owner`.
+class _Form:
+    """All of a message that the template's own text may depend on: not its content."""
 
-    owner: the message whose turn the text belongs to. is_end: whether it follows its content.
-    """
+    role: Role
+    has_content: bool
+    tool_calls: str = ""
+    name: str = ""
+    call_id: str = ""
 
-    text: str
-    owner: int
-    is_content: bool = False
-    is_generated: bool = False
-    is_end: bool = False
+    @classmethod
+    def of(cls, message: Message) -> "_Form":
+        return cls(
+            role=message.role,
+            has_content=bool(message.content),
+            tool_calls=message.tool_calls,
+            name=message.name,
+            call_id=message.call_id,
+        )
+
+
+_Forms = tuple[_Form, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """A sequence of roles, rendered with markers.
+    """A sequence of forms, rendered with markers."""
 
-    is_end_known: for each message, whether the whole text begins with the rendering of the messages
-    up to this one.
-    """
-
-    pieces: tuple[_Piece, ...]
-    is_end_known: tuple[bool, ...]
+    pieces: tuple[Piece, ...]
+    places: TurnPlaces
 
 
 class JinjaTemplate:
     """A template's source and its variables (bos_token, date_string, ...)."""
 
     def __init__(self, source: str, *, name: str, variables: Mapping[str, Any]) -> None:
-        self.name = name
-        self._variables = dict(variables)
-        self._template, self.has_generation, wanted = _compile(source, name)
-        missing = sorted(w for w in wanted - self._variables.keys() if w.endswith("_token"))
+        self.name, self.source = name, source
+        self.variables = dict(variables)
+        self._template, self.has_generation, wanted = compile_template(source, name)
+        self.used = frozenset(wanted)
+        missing = sorted(w for w in wanted - self.variables.keys() if w.endswith("_token"))
         if missing:
             raise UserError(
                 f"chat template {name} uses {', '.join(missing)}, which nothing gives; put it into "
@@ -82,52 +86,76 @@ class JinjaTemplate:
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
         """UserError for a conversation whose parts are not exactly known."""
-        contents = [message.content for message in conversation.messages]
+        messages = conversation.messages
+        contents = [message.content for message in messages]
         for i, content in enumerate(contents):
-            if _MARK in content:
-                raise UserError(f"message {i} contains {_MARK!a}, which marks contents here")
-        roles = conversation.roles
-        shape = self._shape(roles)
-        contents = self._as_rendered(shape, contents, roles)
+            if MARK in content:
+                raise UserError(f"message {i} contains {MARK!a}, which marks contents here")
+        if MARK in conversation.literals:
+            raise UserError(f"its tools or tool calls contain {MARK!a}, which marks contents here")
+        forms = tuple(map(_Form.of, messages))
+        shape = self._shape(forms, conversation.tools)
+        contents = self._as_rendered(shape, contents, forms, conversation.tools)
         trained = set(trained_messages(conversation, turns))
         parts = tuple(
             TemplatePart(
                 text=contents[piece.owner] if piece.is_content else piece.text,
                 is_content=piece.is_content,
-                train=self._train(piece, shape) if piece.owner in trained else Train.NO,
+                train=self._train(piece, shape, forms) if piece.owner in trained else Train.NO,
             )
             for piece in shape.pieces
         )
         first = [piece.owner for piece in shape.pieces]
-        later = [i for i, role in enumerate(roles) if i and role == Role.USER]
-        starts = [first.index(i) for i in later if shape.is_end_known[i - 1]]
-        has_system = roles[0] == Role.SYSTEM
-        has_bos = shape.pieces[0].text == self._variables.get("bos_token")
+        ends, later = shape.places.ends, range(1, len(forms))
+        begun = [i for i in later if forms[i].role == Role.USER and ends[i - 1] is not None]
+        starts = [first.index(i) for i in begun if i in first]
+        has_system = forms[0].role == Role.SYSTEM
+        has_bos = shape.pieces[0].text == self.variables.get("bos_token")
         prefix = first.count(0) if has_system else int(has_bos)
-        is_apart = not has_system or shape.is_end_known[0]
+        is_apart = not has_system or ends[0] is not None
         return Rendered(
             parts=parts,
             turns=tuple(start for start in starts if start > prefix),
             prefix=prefix if is_apart else None,
         )
 
-    def _train(self, piece: _Piece, shape: _Shape) -> Train:
+    def render_prompt(self, conversation: Conversation) -> str:
+        """The text after which a model answers the conversation; UserError if it is refused."""
+        forms = tuple(map(_Form.of, conversation.messages))
+        contents = [message.content for message in conversation.messages]
+        text = self._text(forms, contents, conversation.tools, is_prompt=True)
+        return without_blocks(text)
+
+    def _train(self, piece: Piece, shape: _Shape, forms: _Forms) -> Train:
         """Return which tokens are trained of a piece of a trained message."""
-        if self.has_generation:
-            return Train.ALL if piece.is_generated else Train.NO
-        if piece.is_content:
+        form, places = forms[piece.owner], shape.places
+        is_known = form.has_content or places.begins[piece.owner] is not None
+        if not self.has_generation and piece.is_content:
             return Train.ALL
-        if not shape.is_end_known[piece.owner]:
+        if places.ends[piece.owner] is None and not (self.has_generation and form.has_content):
             raise UserError(
                 f"chat template {self.name} writes message {piece.owner} differently when more "
                 f"messages follow, so where its turn ends is not known; put what the assistant "
                 f"generates into {{% generation %}} blocks, or train only the last turn"
             )
-        return Train.END if piece.is_end else Train.NO
+        if self.has_generation:
+            return Train.ALL if piece.is_generated else Train.NO
+        if not is_known:
+            raise UserError(
+                f"chat template {self.name} writes message {piece.owner}, which only calls tools, "
+                f"otherwise than after its generation prompt, so where the assistant begins is not "
+                f"known; put what the assistant generates into {{% generation %}} blocks"
+            )
+        if not piece.is_end:
+            return Train.NO
+        return Train.CALLS if form.tool_calls else Train.END
 
-    def _as_rendered(self, shape: _Shape, contents: list[str], roles: Sequence[Role]) -> list[str]:
+    def _as_rendered(
+        self, shape: _Shape, contents: list[str], forms: _Forms, tools: str
+    ) -> list[str]:
         """The contents as the template writes them: as they are, or stripped for some roles."""
-        real = _MARKS.sub("", self._text(roles, contents))
+        roles = [form.role for form in forms]
+        real = MARKS.sub("", self._text(forms, contents, tools))
         padded = sorted({r for r, c in zip(roles, contents, strict=True) if c != c.strip()})
         kinds: list[Callable[[str], str]] = [str, str.strip, str.lstrip, str.rstrip]
         for choice in itertools.product(kinds, repeat=len(padded)):
@@ -142,150 +170,132 @@ class JinjaTemplate:
             f"a template that writes contents as they are"
         )
 
-    def _measure(self, roles: tuple[Role, ...]) -> _Shape:
+    def _measure(self, forms: _Forms, tools: str) -> _Shape:
         """Renders with markers and finds where turns end (steps 1 and 2 of the module)."""
-        markers = [f"{_MARK}{i}{_MARK}" for i in range(len(roles))]
-        marked = self._text(roles, markers)
-        plain = marked.replace(_BEGIN, "").replace(_END, "")
-        ends: list[int | None] = [None] * len(roles)
-        for i, role in enumerate(roles):
-            if role == Role.ASSISTANT or i == 0 or i + 1 == len(roles):
-                ends[i] = self._end(roles[: i + 1], markers, plain)
-        found = [int(t.strip(_MARK)) for t in _MARKS.split(marked)[1::2] if t not in (_BEGIN, _END)]
-        if found != list(range(len(roles))):
+        markers = [marker(i) if form.has_content else "" for i, form in enumerate(forms)]
+        marked = self._text(forms, markers, tools)
+        plain = without_blocks(marked)
+        places = self._places(forms, markers, tools, plain)
+        expected = [i for i, form in enumerate(forms) if form.has_content]
+        if (found := marked_messages(marked)) != expected:
             raise UserError(
                 f"chat template {self.name} writes the contents of messages {found} of "
-                f"{len(roles)} ({', '.join(roles)}): it repeats, leaves out or changes some, so "
-                f"what is trained is not exactly known"
+                f"{len(forms)} ({', '.join(f.role for f in forms)}): it repeats, leaves out or "
+                f"changes some, so what is trained is not exactly known"
             )
-        pieces = _pieces(marked, ends, start=str(self._variables.get("bos_token", "")))
+        self._check_tools(forms, markers, tools, marked)
+        pieces = pieces_of(marked, places, start=str(self.variables.get("bos_token", "")))
         for piece in pieces:
-            if piece.is_content and piece.is_generated and roles[piece.owner] != Role.ASSISTANT:
+            role = forms[piece.owner].role
+            if piece.is_content and piece.is_generated and role != Role.ASSISTANT:
                 raise UserError(
-                    f"chat template {self.name} has the {roles[piece.owner]}'s message "
-                    f"{piece.owner} in a {{% generation %}} block, which would train it"
+                    f"chat template {self.name} has the {role}'s message {piece.owner} in a "
+                    f"{{% generation %}} block, which would train it"
                 )
-        return _Shape(pieces=tuple(pieces), is_end_known=tuple(end is not None for end in ends))
+        return _Shape(pieces=tuple(pieces), places=places)
 
-    def _end(self, roles: tuple[Role, ...], markers: list[str], plain: str) -> int | None:
+    def _places(self, forms: _Forms, markers: list[str], tools: str, plain: str) -> TurnPlaces:
+        begins: list[int | None] = [None] * len(forms)
+        ends: list[int | None] = [None] * len(forms)
+        for i, form in enumerate(forms):
+            if form.role == Role.ASSISTANT or i == 0 or i + 1 == len(forms):
+                ends[i] = self._end(forms[: i + 1], markers, tools, plain)
+            if form.role == Role.ASSISTANT and not form.has_content:
+                begins[i] = self._end(forms[:i], markers, tools, plain, is_prompt=True)
+        return TurnPlaces(begins=tuple(begins), ends=tuple(ends))
+
+    def _end(
+        self, forms: _Forms, markers: list[str], tools: str, plain: str, *, is_prompt: bool = False
+    ) -> int | None:
         """Length of the rendering of the first messages, if `plain` begins with it."""
         try:
-            text = self._text(roles, markers[: len(roles)])
+            text = self._text(forms, markers[: len(forms)], tools, is_prompt=is_prompt)
         # Templates may refuse a conversation that is not complete.
         except UserError:
             return None
-        text = text.replace(_BEGIN, "").replace(_END, "")
+        text = without_blocks(text)
         # Some templates write a system message only together with the user's first message.
-        is_whole = markers[len(roles) - 1] in text
+        is_whole = bool(text) and markers[len(forms) - 1] in text
         return len(text) if is_whole and plain.startswith(text) else None
 
-    def _text(self, roles: Sequence[Role], contents: Sequence[str]) -> str:
+    def _check_tools(self, forms: _Forms, markers: list[str], tools: str, marked: str) -> None:
+        """UserError for a template that leaves out tools or calls: the text must depend on them."""
+        if tools and self._text(forms, markers, "") == marked:
+            raise UserError(
+                f"chat template {self.name} does not write tools, which would be lost; use the "
+                f"template of a model that has a form for them, or remove them"
+            )
+        for i, form in enumerate(forms):
+            for changed in with_other_arguments(form.tool_calls) if form.tool_calls else ():
+                others = (*forms[:i], replace(form, tool_calls=changed), *forms[i + 1 :])
+                if self._text(others, markers, tools) == marked:
+                    raise UserError(
+                        f"chat template {self.name} leaves out tool calls of message {i}, which "
+                        f"would be lost; use the template of a model that has a form for them"
+                    )
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether arguments of calls must be JSON text: objects are refused, or written as Python
+        writes them."""
+        call = {"type": "function", "function": {"name": "f", "arguments": {"wlb": "probe"}}}
+        forms = (
+            _Form(role=Role.USER, has_content=True),
+            _Form(role=Role.ASSISTANT, has_content=False, tool_calls=json_text([call])),
+        )
+        for takes_text in (False, True):
+            try:
+                text = self._text(forms, ["x", ""], "", takes_text=takes_text)
+            except UserError:
+                continue
+            if "{'wlb': 'probe'}" not in text:
+                return takes_text
+        return False
+
+    def _text(
+        self,
+        forms: Sequence[_Form],
+        contents: Sequence[str],
+        tools: str,
+        *,
+        is_prompt: bool = False,
+        takes_text: bool | None = None,
+    ) -> str:
         from jinja2 import TemplateError
 
-        messages = [
-            {"role": str(role), "content": content}
-            for role, content in zip(roles, contents, strict=True)
-        ]
+        messages: list[dict[str, Any]] = []
+        for form, content in zip(forms, contents, strict=True):
+            message: dict[str, Any] = {"role": str(form.role), "content": content}
+            message |= {"name": form.name} if form.name else {}
+            message |= {"tool_call_id": form.call_id} if form.call_id else {}
+            if form.tool_calls:
+                calls = json.loads(form.tool_calls)
+                is_text = self._takes_text if takes_text is None else takes_text
+                message["tool_calls"] = with_text_arguments(calls) if is_text else calls
+            messages.append(message)
+        given = {"messages": messages, "add_generation_prompt": is_prompt}
+        # transformers gives tools and documents to every template.
+        given |= {"tools": json.loads(tools) if tools else None, "documents": None}
         try:
-            return self._template.render(
-                {**self._variables, "messages": messages, "add_generation_prompt": False}
-            )
+            return self._template.render({**self.variables, **given})
         except (TemplateError, TypeError) as error:
             raise UserError(f"chat template {self.name} refuses it: {error}") from error
 
 
-def _pieces(marked: str, ends: Sequence[int | None], *, start: str) -> list[_Piece]:
-    """The rendering in pieces, cut at the known ends of turns."""
-    out: list[_Piece] = []
-    content, depth, at = -1, 0, 0
-    # is_direct: whether the block that wrote the last content is still open.
-    is_direct = False
-
-    def add(text: str, owner: int, is_end: bool) -> None:
-        if text or is_end:
-            out.append(_Piece(text=text, owner=owner, is_generated=depth > 0, is_end=is_end))
-
-    for token in _MARKS.split(marked):
-        if token in (_BEGIN, _END):
-            depth += 1 if token == _BEGIN else -1
-            is_direct = is_direct and depth > 0
-        elif token.startswith(_MARK):
-            content += 1
-            is_direct = depth > 0
-            out.append(_Piece(text=token, owner=content, is_content=True, is_generated=depth > 0))
-            at += len(token)
-        elif content < 0:
-            head = start if start and token.startswith(start) else ""
-            add(head, 0, False)
-            add(token[len(head) :], 0, False)
-            at += len(token)
-        else:
-            end, following = ends[content], min(content + 1, len(ends) - 1)
-            if end is None:
-                add(token, content if is_direct else following, False)
-            else:
-                cut = min(max(end - at, 0), len(token))
-                add(token[:cut], content, is_end=at <= end)
-                add(token[cut:], following, False)
-            at += len(token)
-    return out
-
-
-def _compile(source: str, name: str) -> tuple["Template", bool, set[str]]:
-    """The template, whether it has generation blocks, and the variables it uses."""
-    from jinja2 import TemplateError, meta, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    blocks: list[int] = []
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            blocks.append(next(parser.stream).lineno)
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-            return [begin, nodes.Scope(body), end]
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    # jinja2 does not type the environment's dictionaries.
-    open_environment: Any = environment
-    open_environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    open_environment.globals["raise_exception"] = refuse
-    try:
-        wanted = meta.find_undeclared_variables(environment.parse(source))
-        blocks.clear()
-        return environment.from_string(source), bool(blocks), wanted
-    except TemplateError as error:
-        raise UserError(f"{name} is not a Jinja template: {error}") from error
-
-
 def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """A built-in template by name, or the Jinja template of a file.
+    """A built-in template by name, or the Jinja template of a model's folder or of a file.
 
-    A `.json` file is a tokenizer_config.json with a chat_template; any other file is the template
-    itself and takes bos_token and the like from a tokenizer_config.json beside it. variables:
-    further variables of the template, such as date_string.
+    A folder has chat_template.jinja, or a tokenizer_config.json with a chat_template. A `.json`
+    file is a tokenizer_config.json; any other file is the template itself. Both take bos_token and
+    the like from the tokenizer_config.json beside them. variables: further variables of the
+    template, such as date_string.
     """
     given = dict(variables or {})
     if str(name) in BUILT_IN:
         if given:
             raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
         return BUILT_IN[str(name)]
-    path = Path(name)
-    if not path.is_file():
-        raise UserError(
-            f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a tokenizer_config.json "
-            f"or a file with a Jinja template"
-        )
-    config_path = path if path.suffix == ".json" else path.with_name("tokenizer_config.json")
+    path, config_path = template_files(name)
     try:
         has_config = config_path.is_file()
         config: dict[str, Any] = json.loads(config_path.read_bytes()) if has_config else {}
@@ -295,6 +305,22 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
     return JinjaTemplate(source, name=str(name), variables={**known, **given})
+
+
+def template_files(name: str | Path) -> tuple[Path, Path]:
+    """The file that has the template, and the tokenizer_config.json beside it, which may be absent.
+
+    UserError where there is no template.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path = path / TEMPLATE_FILE if (path / TEMPLATE_FILE).is_file() else path / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(
+            f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a model's folder, a "
+            f"{CONFIG_FILE} or a file with a Jinja template"
+        )
+    return path, path if path.suffix == ".json" else path.with_name(CONFIG_FILE)
 
 
 def _source_of(config: dict[str, Any], path: Path) -> str:

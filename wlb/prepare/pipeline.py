@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -201,7 +202,9 @@ class _Preparation:
         self.report(Status(stage="tokenizer", size=size, done=0))
         try:
             tokenizer = prepare_tokenizer(options, self.choice, folder, shards)
-            self.choice.open(tokenizer.path, tokenizer.vocabulary)  # refuses one that does not fit
+            # This refuses a tokenizer that does not fit.
+            self.choice.open(tokenizer.path, tokenizer.vocabulary)
+            about = self.choice.about(tokenizer.path, tokenizer.vocabulary)
         except UserError:
             if not is_begun:  # no part exists that would be lost
                 shutil.rmtree(folder)
@@ -218,11 +221,15 @@ class _Preparation:
         )
         made = encode_parts(job, shards, processes=options.processes, report=self.report)
         check_unchanged(self.files)
-        self._publish(job, [summary for summary, _ in made], tokenizer.checksum)
+        about |= {"tokenizer_config": tokenizer.config} if tokenizer.config else {}
+        about["tokenizer_checksum"] = tokenizer.checksum
+        self._publish(job, [summary for summary, _ in made], about)
         shutil.rmtree(folder)
         return len(shards), sum(existed for _, existed in made)
 
-    def _publish(self, job: PartJob, parts: Sequence[PartSummary], checksum: str) -> None:
+    def _publish(
+        self, job: PartJob, parts: Sequence[PartSummary], tokenizer: dict[str, Any]
+    ) -> None:
         """Merges parts into the stores, after the tokenizer that they name is in place."""
         options, left_out = self.options, totals(parts, self.listed)
         inputs = ", ".join(options.inputs)
@@ -238,7 +245,7 @@ class _Preparation:
             name = path.name
         preparation = {
             "manifest": manifest_digest(self.manifest),
-            "tokenizer_checksum": checksum,
+            **tokenizer,
             "arguments": self.manifest["arguments"],
             "num_files": len(self.manifest["inputs"]),
             **left_out,

@@ -5,9 +5,9 @@ The sample is of training records only, from all shards in seeded order.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from wlb.prepare.encode import (
     byte_vocabulary,
     load_tokenizer,
     read_vocabulary,
+    tokenizer_config,
 )
 from wlb.prepare.files import write_text
 from wlb.prepare.parts import draw
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTokenizer:
-    """The tokenizer of a preparation. path: its file, "" for raw bytes."""
+    """The tokenizer of a preparation. path: its file, "" for raw bytes. config: the object of the
+    tokenizer_config.json beside the file that was copied, empty if there was none."""
 
     path: str
     vocabulary: Vocabulary
     checksum: str
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def prepare_tokenizer(
@@ -54,18 +57,22 @@ def prepare_tokenizer(
     if options.tokenizer == BYTES:
         return PreparedTokenizer(path="", vocabulary=byte_vocabulary(), checksum=BYTES)
     path, eos = folder / "tokenizer.json", options.eos
-    names = choice.special_tokens(options.tokenizer)
+    names, config = choice.special_tokens(options.tokenizer), dict[str, Any]()
     if options.tokenizer == BPE:
         if not path.exists():
             write_text(path, _trained(options, choice, shards, names))
         vocabulary = read_vocabulary(path, bos=options.bos, eos=eos or END_OF_TEXT)
     else:
         source = tokenizer_path(options.tokenizer)
+        config = tokenizer_config(source.with_name("tokenizer_config.json"))
         write_text(path, _copied(source, names))
         vocabulary = read_vocabulary(
             path if names else source, bos=options.bos, eos=eos, folder=source.parent
         )
-    return PreparedTokenizer(path=str(path), vocabulary=vocabulary, checksum=file_checksum(path))
+    checksum = file_checksum(path)
+    return PreparedTokenizer(
+        path=str(path), vocabulary=vocabulary, checksum=checksum, config=config
+    )
 
 
 def _copied(source: Path, names: Sequence[str]) -> str:

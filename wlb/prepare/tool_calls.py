@@ -1,0 +1,102 @@
+"""Tool calls and tools of a conversation as JSON text, in the form that chat templates take.
+
+A call is {"type": "function", "function": {"name", "arguments"}} with an "id" if it has one, and
+arguments are an object. Null in a record is a key that is absent, as in Parquet; in JSON text that
+a record holds as a string it stays null.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from wlb.plan import UserError
+
+
+def calls_text(value: object, name: str) -> str:
+    """The tool calls of message `name` as a JSON list, "" for none.
+
+    value: a list of calls, or the JSON text of a call or of a list. UserError for anything else.
+    """
+    what = f"tool_calls of {name}"
+    given = _parsed(value, what)
+    listed = cast("list[object]", given) if isinstance(given, list) else [given]
+    calls = [_call(item, f"{what}, call {i}") for i, item in enumerate(listed)]
+    return json_text(calls) if calls else ""
+
+
+def tools_text(value: object) -> str:
+    """The tools of a record as a JSON list of objects, "" for none.
+
+    value: a list of JSON schemas or of their texts, or the text of a list. UserError for others.
+    """
+    given = _parsed(value, "tools")
+    if not isinstance(given, list):
+        raise UserError(f"tools is {type(given).__name__}, not a list of JSON schemas")
+    tools: list[object] = []
+    for i, item in enumerate(cast("list[object]", given)):
+        tool = _parsed(item, f"tool {i} of tools")
+        if not isinstance(tool, Mapping):
+            raise UserError(f"tool {i} of tools is {type(tool).__name__}, not a JSON schema")
+        tools.append(cast("object", tool))
+    return json_text(tools) if tools else ""
+
+
+def json_text(value: object) -> str:
+    """JSON as chat templates write it: characters beyond ASCII as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def with_text_arguments(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls with arguments as JSON text, for templates that only take that."""
+    return [
+        {**call, "function": {**call["function"], "arguments": json_text(_arguments_of(call))}}
+        for call in calls
+    ]
+
+
+def with_other_arguments(text: str) -> list[str]:
+    """For each call of `text`, the calls with that one's arguments replaced."""
+    calls: list[dict[str, Any]] = json.loads(text)
+    changed: list[str] = []
+    for i, call in enumerate(calls):
+        other = {**call, "function": {**call["function"], "arguments": {"wlb": "probe"}}}
+        changed.append(json_text([*calls[:i], other, *calls[i + 1 :]]))
+    return changed
+
+
+def _arguments_of(call: dict[str, Any]) -> object:
+    return call["function"]["arguments"]
+
+
+def _call(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{what} is {type(value).__name__}, not an object")
+    call = cast("Mapping[str, Any]", value)
+    function: Any = call.get("function", call)
+    name: Any = cast("Any", function).get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise UserError(f'{what} has no name; it is {{"name": ..., "arguments": {{...}}}}')
+    arguments = _parsed(cast("Any", function).get("arguments", {}), f"arguments of {what}")
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"arguments of {what} are {type(arguments).__name__}, not a JSON object")
+    made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return made if call.get("id") is None else {"id": str(call["id"]), **made}
+
+
+def _parsed(value: object, what: str) -> object:
+    """The value of JSON text, or a value without keys that are null."""
+    if not isinstance(value, str):
+        return _without_nulls(value)
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise UserError(f"{what} is text that is not JSON ({error})") from None
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in cast("list[object]", value)]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, object]", value).items()
+        return {key: _without_nulls(item) for key, item in items if item is not None}
+    return value
