@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -65,9 +66,10 @@ def add_parser(commands: Any) -> None:
 def _add_tokenizer(group: Any) -> None:
     text = (
         "a tokenizer.json or its folder; bytes: 256 bytes, BOS, EOS; bpe: a byte-level BPE "
-        "trained on a sample of the input"
+        f"trained on a sample of the input (default: {DEFAULTS.tokenizer}, or with --chat FOLDER "
+        f"that of the folder)"
     )
-    add_value(group, "--tokenizer", DEFAULTS.tokenizer, text, metavar="FILE|bytes|bpe")
+    add_text(group, "--tokenizer", "FILE|bytes|bpe", text)
     text = "most tokens of the trained BPE, those of --chat included"
     add_value(group, "--vocab-size", DEFAULTS.vocab_size, text)
     add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, "text the BPE is trained on")
@@ -100,8 +102,9 @@ def _add_documents(group: Any) -> None:
 def _add_chat(group: Any) -> None:
     text = (
         "records are conversations (messages, conversations, or prompt and completion), written "
-        "with this template: chatml, llama3, a Jinja file or a tokenizer_config.json; only the "
-        "messages of assistants are trained"
+        "with this template: chatml, llama3, a model's folder (with chat_template.jinja or a "
+        "tokenizer_config.json, and its tokenizer.json), a Jinja file or a tokenizer_config.json; "
+        "only the messages of assistants are trained; also records of instruction, input and output"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
@@ -167,6 +170,9 @@ def run(options: argparse.Namespace) -> int:
             _verify(prefix, screen)
         return 0
     chat = _chat(options)
+    if options.tokenizer is None:
+        is_folder = chat is not None and Path(chat.template).is_dir()
+        options.tokenizer = chat.template if chat and is_folder else DEFAULTS.tokenizer
     given = {f.name: getattr(options, f.name) for f in fields(PrepareOptions) if f.name in options}
     asked = PrepareOptions(**{**given, "inputs": tuple(options.inputs)})
     try:

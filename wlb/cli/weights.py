@@ -20,8 +20,10 @@ def add_parsers(commands: Any) -> None:
         "export",
         help="write a checkpoint as a Hugging Face folder",
         description="Write the weights of a checkpoint of any layout as a Hugging Face folder that "
-        "transformers loads: safetensors, config.json and the tokenizer that the run's token store "
-        "names. The padding of the vocabulary is removed. Runs in one CPU process.",
+        "transformers loads: safetensors, config.json, generation_config.json and the tokenizer of "
+        "the run's token store; after training on conversations also the chat template, with the "
+        "tokens that end its turns as EOS. The padding of the vocabulary is removed. Runs in one "
+        "CPU process.",
     )
     exporting.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
@@ -34,6 +36,8 @@ def add_parsers(commands: Any) -> None:
     add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE")
     text = "a tokenizer.json to use instead of the store's"
     add_text(exporting, "--tokenizer", "FILE", text)
+    text = "a chat template, as wlb prepare --chat takes it, to use instead of the store's"
+    add_text(exporting, "--chat", "TEMPLATE", text)
     exporting.set_defaults(run=run_export)
     importing = commands.add_parser(
         "import",
@@ -56,11 +60,14 @@ def run_export(options: argparse.Namespace) -> int:
         dtype=Dtype(options.dtype) if options.dtype else None,
         shard_bytes=parse_bytes(options.shard_size),
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
+        chat=options.chat,
     )
     files = "1 file" if made.num_shards == 1 else f"{made.num_shards} files"
     print(f"{made.folder}: {made.checkpoint} in {made.dtype}, {made.num_bytes:,} bytes in {files}")
     has_one = (made.folder / "tokenizer.json").is_file()
     print(f"tokenizer: {'' if has_one else 'none copied (--tokenizer FILE): '}{made.tokenizer}")
+    stops = ", ".join(map(str, made.stops)) or "nothing: no token that ends a text is known"
+    print(f"chat template: {'yes' if made.has_chat else 'none'}; generation stops at {stops}")
     return 0
 
 
@@ -74,6 +81,7 @@ def run_import(options: argparse.Namespace) -> int:
     )
     if made.model.is_tied:
         print("its head was tied to the embedding; they are now two tensors, trained separately")
+    print(f"prepare data with its tokenizer: wlb prepare ... --tokenizer {options.source}")
     print(f"train from it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
     print(made.toml, end="")
     return 0

@@ -7,7 +7,7 @@
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, cast
 
 from wlb.data.store import file_checksum
@@ -112,25 +112,32 @@ class ChatChoice(EncoderChoice):
         return encoder
 
     def about(self, tokenizer: str, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Under "chat": the template in Jinja, its variables, and the tokens that end a turn.
-
-        eos_token: that of an answer, unless the template has another use for the variable.
-        """
+        """Under "chat": `ChatFormat` as JSON."""
         encoder = self.open(tokenizer, vocabulary).encoder
         template, ends = encoder.template, [encoder.end_of(_PROBE)]
         # Some templates end a turn that calls tools with another token; others have no form for it.
         with suppress(UserError):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
+        # A template may have another use for the variable.
         if "eos_token" not in template.used:
             variables["eos_token"] = ends[0][1]
-        return {
-            "chat": {
-                "template": template.source,
-                "variables": variables,
-                "end_ids": list(dict.fromkeys(number for number, _ in ends)),
-            }
-        }
+        ids = {name: number for number, name in ends}
+        made = ChatFormat(template=template.source, variables=variables, ends=ids)
+        return {"chat": asdict(made)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """What a model that was trained on conversations needs in order to chat and to stop.
+
+    template: in Jinja. variables: its tokens by name (bos_token, ...). ends: id of each token that
+    ends an assistant's turn, by its text; that of an answer first.
+    """
+
+    template: str
+    variables: dict[str, str]
+    ends: dict[str, int]
 
 
 class ChatRecordEncoder:

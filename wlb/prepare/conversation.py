@@ -235,10 +235,11 @@ def _content(value: object, name: str) -> str:
     if not isinstance(value, list):
         return _text(value, name)
     texts: list[str] = []
-    for part in cast("list[Any]", value):
-        kind: Any = part.get("type") if isinstance(part, dict) else part  # pyright: ignore
-        if kind != "text":
-            raise UserError(f"{name} has a part {_short(kind)}; only parts of type text are read")
+    for item in cast("list[object]", value):
+        part = cast("dict[str, Any]", item) if isinstance(item, dict) else {"type": item}
+        if part.get("type") != "text":
+            kind = _short(part.get("type"))
+            raise UserError(f"{name} has a part {kind}; only parts of type text are read")
         texts.append(_text(part.get("text"), name))
     return "".join(texts)
 

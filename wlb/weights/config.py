@@ -95,6 +95,27 @@ def read_config(path: Path) -> HubModel:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubGeneration:
+    """Contents of a generation_config.json. settings: all but what names the library's version and
+    the ids of BOS and EOS. eos_ids: the tokens that end generation."""
+
+    settings: dict[str, Any]
+    eos_ids: tuple[int, ...]
+
+
+def read_generation(path: Path) -> HubGeneration:
+    """Read a generation_config.json; empty where there is none."""
+    if not path.is_file():
+        return HubGeneration(settings={}, eos_ids=())
+    values = read_json(path)
+    left_out = ("transformers_version", "bos_token_id", "eos_token_id", "_from_model_config")
+    return HubGeneration(
+        settings={key: value for key, value in values.items() if key not in left_out},
+        eos_ids=_token_ids(_Keys(values, str(path)), "eos_token_id"),
+    )
+
+
 def config_json(
     spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
 ) -> dict[str, Any]:

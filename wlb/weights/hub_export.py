@@ -4,7 +4,7 @@ One CPU process holds about one shard in memory.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,9 @@ import safetensors.torch
 import torch
 
 from wlb.plan import check_at_least
+from wlb.prepare import load_tokenizer
+from wlb.prepare.encode import token_text
+from wlb.prepare.jinja_template import TEMPLATE_FILE
 from wlb.spec import Dtype
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import config_json, one_or_many
@@ -21,7 +24,7 @@ from wlb.weights.hub import INDEX, SINGLE
 from wlb.weights.hub_import import name_of
 from wlb.weights.names import Parameter, shards_of
 from wlb.weights.saved import SavedModel, open_saved
-from wlb.weights.tokenizer import check_tokenizer, copy_tokenizer, tokenizer_of_run
+from wlb.weights.tokenizer import FoundTokenizer, check_tokenizer, tokenizer_of_run, write_tokenizer
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
@@ -30,7 +33,8 @@ _save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported folder. tokenizer: source of its tokenizer, or why it has none."""
+    """An exported folder. tokenizer: source of its tokenizer, or why it has none. stops: ids of the
+    tokens that end generation. has_chat: whether it has a chat template."""
 
     folder: Path
     checkpoint: Path
@@ -38,6 +42,8 @@ class Exported:
     num_bytes: int
     dtype: str
     tokenizer: str
+    stops: tuple[int, ...]
+    has_chat: bool
 
 
 def export(
@@ -47,11 +53,13 @@ def export(
     dtype: Dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     tokenizer: Path | None = None,
+    chat: str | None = None,
 ) -> Exported:
     """Export a checkpoint, or the newest one of a run, to the new folder `out`.
 
     dtype: None = as saved (float32 if tensors differ). shard_bytes: largest file, unless a single
-    tensor is larger. tokenizer: a tokenizer.json instead of that of the run's token store.
+    tensor is larger. tokenizer: a tokenizer.json, or its folder, instead of that of the run's token
+    store. chat: a chat template, as `wlb prepare --chat` takes it, instead of the store's.
     """
     refuse_existing(out)
     check_at_least("--shard-size", shard_bytes, 1, " byte")
@@ -60,9 +68,9 @@ def export(
     taken = stored.pop() if dtype is None and len(stored) == 1 else torch.float32
     if dtype == Dtype.BFLOAT16:
         taken = torch.bfloat16
-    found = tokenizer_of_run(saved.run)
-    if tokenizer is not None:
-        found = replace(found, file=tokenizer, why=f"--tokenizer {tokenizer}")
+    found = tokenizer_of_run(saved.run, chat=chat)
+    found = found if tokenizer is None else found.with_file(tokenizer)
+    found = found if chat is None else found.with_chat(chat)
     if found.file is not None:
         check_tokenizer(found.file, saved.spec.vocab_size)
 
@@ -72,9 +80,11 @@ def export(
     shards = list(shards_of(saved.parameters.values(), num_bytes, shard_bytes))
     with new_folder(out) as folder:
         _write_shards(saved, shards, taken, folder)
-        _write_configs(saved, taken, found.eos_id, folder)
+        stops = stops_of(saved.run, found)
+        _write_configs(saved, taken, found, stops, folder)
         if found.file is not None:
-            copy_tokenizer(found.file, folder, eos_id=found.eos_id)
+            write_tokenizer(found, folder)
+        has_chat = (folder / TEMPLATE_FILE).is_file()
     return Exported(
         folder=out,
         checkpoint=saved.folder,
@@ -82,6 +92,8 @@ def export(
         num_bytes=sum(map(num_bytes, saved.parameters.values())),
         dtype=name_of(taken),
         tokenizer=found.why,
+        stops=stops,
+        has_chat=has_chat,
     )
 
 
@@ -109,25 +121,39 @@ def _write_shards(
         _write_json(folder / INDEX, index)
 
 
-def _write_configs(saved: SavedModel, dtype: torch.dtype, eos_id: int | None, folder: Path) -> None:
+def stops_of(run: dict[str, Any], found: FoundTokenizer) -> tuple[int, ...]:
+    """Ids of the tokens that end generation: those of a turn, if the model chats, and of a text."""
+    imported: dict[str, Any] = run.get("imported", {})
+    eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
+    if found.chat is not None:
+        return tuple(dict.fromkeys((*found.chat.ends.values(), *eos_ids)))
+    # One of several ids ends a text; the others end a turn.
+    return (found.eos_id,) if found.eos_id not in (None, *eos_ids) else eos_ids
+
+
+def _write_configs(
+    saved: SavedModel,
+    dtype: torch.dtype,
+    found: FoundTokenizer,
+    stops: tuple[int, ...],
+    folder: Path,
+) -> None:
     run = saved.run
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
-    eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
-    # One of several ids ends a text; the others end a turn.
-    if eos_id is not None and eos_id not in eos_ids:
-        eos_ids = (eos_id,)
     # Training on shorter windows does not shorten the model's context.
     window = run["spec"].get("data", {}).get("context_window", 0)
     positions = max(imported.get("max_position_embeddings", 0), window)
     config = config_json(
-        saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=eos_ids, dtype=name_of(dtype)
+        saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=stops, dtype=name_of(dtype)
     )
     _write_json(folder / "config.json", config)
-    if bos_id is not None or eos_ids:
-        tokens = {"bos_token_id": bos_id, "eos_token_id": one_or_many(eos_ids)}
-        known = {name: token for name, token in tokens.items() if token is not None}
-        _write_json(folder / "generation_config.json", known)
+    pad = token_text(found.config.get("pad_token"))
+    pad_id = load_tokenizer(found.file).token_to_id(pad) if found.file and pad else None
+    tokens = {"bos_token_id": bos_id, "eos_token_id": one_or_many(stops), "pad_token_id": pad_id}
+    known = {name: token for name, token in tokens.items() if token is not None}
+    if generation := imported.get("generation_config", {}) | known:
+        _write_json(folder / "generation_config.json", generation)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ zero; no token uses them and the loss ignores their logits.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from wlb.plan import UserError
 from wlb.spec import RunSpec, to_dict, to_toml
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.weights.config import HubModel, read_config
+from wlb.weights.config import HubModel, read_config, read_generation
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import HubTensors, open_tensors
 from wlb.weights.names import Parameter, parameters_of, shards_of
@@ -57,11 +58,13 @@ def import_folder(source: Path, out: Path) -> Imported:
         "data.store must be made with its tokenizer.",
     ]
     toml = to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))
-    imported = {
+    generation = read_generation(source / "generation_config.json")
+    imported: dict[str, Any] = {
         "from": str(source.resolve()),
         "max_position_embeddings": model.max_positions,
         "bos_token_id": model.bos_id,
-        "eos_token_ids": list(model.eos_ids),
+        "eos_token_ids": list(dict.fromkeys((*model.eos_ids, *generation.eos_ids))),
+        "generation_config": generation.settings,
     }
     run = {"step": 0, "spec": {"model": to_dict(model.spec)}, "imported": imported}
     with new_folder(out) as folder:

@@ -1,34 +1,71 @@
-"""Find the tokenizer for exported weights: the one that the run's token store names.
+"""Find and write the tokenizer of exported weights: the one that the run's token store names.
 
-If no store is known, or it names no tokenizer, the result says why.
+With it go its tokenizer_config.json and, after training on conversations, the chat template. If no
+store is known, or it names no tokenizer, the result says why.
 """
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.data import BlendedStore, open_store
+from wlb.data import BlendedStore, TokenStore, open_store
 from wlb.data.store import store_path
 from wlb.plan import UserError
-from wlb.prepare import load_tokenizer
+from wlb.prepare import ChatChoice, ChatFormat, load_tokenizer
+from wlb.prepare.encode import read_vocabulary, tokenizer_config
+from wlb.prepare.jinja_template import CONFIG_FILE, TEMPLATE_FILE
 from wlb.spec import RunSpec, apply
 from wlb.train.stores import train_store
+
+TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTokenizer:
-    """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. why: source of
-    the file, or why there is none."""
+    """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. config: of its
+    tokenizer_config.json. chat: of a store of conversations. why: source of the file, or why there
+    is none."""
 
     why: str
     file: Path | None = None
     eos_id: int | None = None
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+    chat: ChatFormat | None = None
+
+    def with_file(self, file: Path) -> "FoundTokenizer":
+        """The same with another tokenizer.json and the configuration beside it.
+
+        UserError if the tokens that end a turn have other ids there.
+        """
+        file = file / TOKENIZER_FILE if file.is_dir() else file
+        if not file.is_file():
+            raise UserError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
+        config = tokenizer_config(file.with_name(CONFIG_FILE))
+        for name, number in (self.chat.ends if self.chat else {}).items():
+            if (found := load_tokenizer(file).token_to_id(name)) != number:
+                raise UserError(
+                    f"--tokenizer {file} has {name} as {found}, but the model was trained to stop "
+                    f"with {number}; give the file that encoded the conversations"
+                )
+        return replace(self, file=file, config=config, why=f"--tokenizer {file}")
+
+    def with_chat(self, template: str) -> "FoundTokenizer":
+        """The same with a chat template, as `--chat` of `wlb prepare` takes it."""
+        if self.file is None:
+            raise UserError(
+                f"--chat {template} needs a tokenizer: {self.why}; add --tokenizer FILE"
+            )
+        about = ChatChoice(template=template).about(str(self.file), read_vocabulary(self.file))
+        return replace(self, chat=ChatFormat(**about["chat"]))
 
 
-def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
-    """Find the tokenizer that the token store of a run.json names, if the store still exists."""
+def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTokenizer:
+    """Find the tokenizer that the token store of a run.json names, if the store still exists.
+
+    chat: a template instead of that of the store. UserError for conversations of several templates.
+    """
     sections = run["spec"]
     if "data" not in sections:
         return FoundTokenizer(why="the checkpoint names no token store")
@@ -42,19 +79,46 @@ def tokenizer_of_run(run: dict[str, Any]) -> FoundTokenizer:
     # All stores of a blend have the same tokenizer; opening it checked this.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
+    configs: list[dict[str, Any]] = [i.preparation.get("tokenizer_config", {}) for _, i in infos]
+    found = FoundTokenizer(
+        eos_id=eos_id,
+        why=f"{opened.prefix} names none",
+        config=next(filter(None, configs), dict[str, Any]()),
+        chat=None if chat else _chat_of(stores),
+    )
     for store, info in infos:
         if info.tokenizer:
             file = store_path(store.prefix, "").with_name(info.tokenizer)
             if file.is_file():
-                return FoundTokenizer(file=file, eos_id=eos_id, why=f"named by {store.prefix}")
-            return FoundTokenizer(eos_id=eos_id, why=f"{file} is gone")
-    return FoundTokenizer(eos_id=eos_id, why=f"{opened.prefix} names none")
+                return replace(found, file=file, why=f"named by {store.prefix}")
+            return replace(found, why=f"{file} is gone")
+    return found
+
+
+def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
+    """The chat format of the stores of conversations; None if all are of text."""
+    formats: dict[str, ChatFormat] = {}
+    for store in stores:
+        preparation = store.info.preparation if store.info else {}
+        asked: dict[str, Any] = preparation.get("arguments", {}).get("encoder", {})
+        if "chat" in preparation:
+            formats[store.prefix] = ChatFormat(**preparation["chat"])
+        elif "chat" in asked:
+            raise UserError(
+                f"{store.prefix} was prepared by a version that kept no chat template, without "
+                f"which the model cannot chat; add --chat {asked['chat']}"
+            )
+    found = list(formats.values())
+    if any(one != found[0] for one in found):
+        raise UserError(
+            f"{', '.join(formats)} were prepared with different chat templates; choose the one to "
+            f"export with --chat TEMPLATE"
+        )
+    return found[0] if found else None
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:
     """UserError for a file that is no tokenizer.json, or has more tokens than the model."""
-    if not file.is_file():
-        raise UserError(f"--tokenizer {file}: there is no such file; give a tokenizer.json")
     try:
         size = load_tokenizer(file).get_vocab_size()
     # The tokenizers library raises plain Exception.
@@ -67,16 +131,34 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
         )
 
 
-def copy_tokenizer(file: Path, folder: Path, *, eos_id: int | None) -> None:
-    """Copy tokenizer.json, and a tokenizer_config.json so that transformers uses it as it is."""
-    shutil.copyfile(file, folder / "tokenizer.json")
-    beside = file.with_name("tokenizer_config.json")
-    if file.name == "tokenizer.json" and beside.is_file():
-        shutil.copyfile(beside, folder / beside.name)
+def write_tokenizer(found: FoundTokenizer, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+    transformers then uses the tokenizer as it is, as the store was encoded.
+    """
+    assert found.file is not None
+    shutil.copyfile(found.file, folder / TOKENIZER_FILE)
+    template = found.file.with_name(TEMPLATE_FILE)
+    if found.chat is not None:
+        (folder / TEMPLATE_FILE).write_text(found.chat.template, "utf-8")
+    elif found.file.name == TOKENIZER_FILE and template.is_file():
+        shutil.copyfile(template, folder / TEMPLATE_FILE)
+    beside = found.file.with_name(CONFIG_FILE)
+    if found.chat is None and found.file.name == TOKENIZER_FILE and beside.is_file():
+        shutil.copyfile(beside, folder / CONFIG_FILE)
         return
-    # Without a class, transformers would rebuild it as a Llama tokenizer, which differs.
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    eos = None if eos_id is None else load_tokenizer(file).id_to_token(eos_id)
-    if eos is not None:
-        config["eos_token"] = eos
-    (folder / beside.name).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    config = _config_of(found, found.file)
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG_FILE).write_text(text, "utf-8")
+
+
+def _config_of(found: FoundTokenizer, file: Path) -> dict[str, Any]:
+    # Code beside the original (auto_map) does not come along.
+    config = {key: value for key, value in found.config.items() if key != "auto_map"}
+    # Other classes, and none, make transformers rebuild the tokenizer by rules of a model's family.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if found.chat is not None:
+        config.pop("chat_template", None)
+        return config | found.chat.variables
+    eos = None if found.eos_id is None else load_tokenizer(file).id_to_token(found.eos_id)
+    return config if eos is None else config | {"eos_token": eos}
