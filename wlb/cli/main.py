@@ -16,6 +16,7 @@ from wlb.cli import (
     profile,
     rehearse,
     report,
+    sample,
     simulate,
     train,
     tune,
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (prepare, train, doctor, pack, plan, simulate, tune, rehearse, profile, report):
         command.add_parser(commands)
+    sample.add_parser(commands)
     weights.add_parsers(commands)
     words = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(words)

@@ -119,13 +119,6 @@ class JinjaTemplate:
             prefix=prefix if is_apart else None,
         )
 
-    def render_prompt(self, conversation: Conversation) -> str:
-        """The text after which a model answers the conversation; UserError if it is refused."""
-        forms = tuple(map(_Form.of, conversation.messages))
-        contents = [message.content for message in conversation.messages]
-        text = self._text(forms, contents, conversation.tools, is_prompt=True)
-        return without_blocks(text)
-
     def _train(self, piece: Piece, shape: _Shape, forms: _Forms) -> Train:
         """Return which tokens are trained of a piece of a trained message."""
         form, places = forms[piece.owner], shape.places

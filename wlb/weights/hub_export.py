@@ -64,10 +64,7 @@ def export(
     refuse_existing(out)
     check_at_least("--shard-size", shard_bytes, 1, " byte")
     saved = open_saved(checkpoint.resolve(source, str(source)))
-    stored = set(saved.dtypes.values())
-    taken = stored.pop() if dtype is None and len(stored) == 1 else torch.float32
-    if dtype == Dtype.BFLOAT16:
-        taken = torch.bfloat16
+    taken = tensor_dtype(saved, dtype)
     found = tokenizer_of_run(saved.run, chat=chat)
     found = found if tokenizer is None else found.with_file(tokenizer)
     found = found if chat is None else found.with_chat(chat)
@@ -95,6 +92,14 @@ def export(
         stops=stops,
         has_chat=has_chat,
     )
+
+
+def tensor_dtype(saved: SavedModel, dtype: Dtype | None) -> torch.dtype:
+    """The dtype to read a model in; None = as saved, float32 if tensors differ."""
+    if dtype is not None:
+        return torch.bfloat16 if dtype == Dtype.BFLOAT16 else torch.float32
+    stored = set(saved.dtypes.values())
+    return stored.pop() if len(stored) == 1 else torch.float32
 
 
 def _write_shards(

@@ -13,8 +13,8 @@ from typing import Any
 from wlb.data import BlendedStore, TokenStore, open_store
 from wlb.data.store import store_path
 from wlb.plan import UserError
-from wlb.prepare import ChatChoice, ChatFormat, load_tokenizer
-from wlb.prepare.encode import read_vocabulary, tokenizer_config
+from wlb.prepare import ChatChoice, ChatFormat, DocumentPolicy, load_tokenizer
+from wlb.prepare.encode import BYTES, read_vocabulary, tokenizer_config
 from wlb.prepare.jinja_template import CONFIG_FILE, TEMPLATE_FILE
 from wlb.spec import RunSpec, apply
 from wlb.train.stores import train_store
@@ -25,14 +25,17 @@ TOKENIZER_FILE = "tokenizer.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTokenizer:
     """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. config: of its
-    tokenizer_config.json. chat: of a store of conversations. why: source of the file, or why there
-    is none."""
+    tokenizer_config.json. chat: of a store of conversations. before: tokens before each text of the
+    store (BOS). is_bytes: the tokens of a text are its UTF-8 bytes. why: source of the file, or why
+    there is none."""
 
     why: str
     file: Path | None = None
     eos_id: int | None = None
     config: dict[str, Any] = field(default_factory=dict[str, Any])
     chat: ChatFormat | None = None
+    before: tuple[int, ...] = ()
+    is_bytes: bool = False
 
     def with_file(self, file: Path) -> "FoundTokenizer":
         """The same with another tokenizer.json and the configuration beside it.
@@ -79,18 +82,23 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     # All stores of a blend have the same tokenizer; opening it checked this.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
+    asked: list[dict[str, Any]] = [i.preparation.get("arguments", {}) for _, i in infos]
     configs: list[dict[str, Any]] = [i.preparation.get("tokenizer_config", {}) for _, i in infos]
     found = FoundTokenizer(
         eos_id=eos_id,
         why=f"{opened.prefix} names none",
         config=next(filter(None, configs), dict[str, Any]()),
         chat=None if chat else _chat_of(stores),
+        is_bytes=any(one.get("tokenizer") == BYTES for one in asked),
     )
+    has_bos = any(one.get("policy") == DocumentPolicy.EOS_BOS for one in asked) and not found.chat
     for store, info in infos:
         if info.tokenizer:
             file = store_path(store.prefix, "").with_name(info.tokenizer)
             if file.is_file():
-                return replace(found, file=file, why=f"named by {store.prefix}")
+                # With this policy every document begins with BOS.
+                before = (int(store.read(0, 0, 1)[0]),) if has_bos else ()
+                return replace(found, file=file, before=before, why=f"named by {store.prefix}")
             return replace(found, why=f"{file} is gone")
     return found
 

@@ -1,0 +1,207 @@
+"""A trained model in one process, for a look: `wlb.weights.load("runs/demo")`.
+
+Logits of tokens, and the most likely continuation of a text, token by token with kept keys and
+values. For more than a look, export it (`wlb export`) and serve it with transformers or vLLM.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wlb.kernels import Segments, attend, select_backend
+from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
+from wlb.plan import UserError
+from wlb.prepare import ChatEncoder, JinjaTemplate, load_tokenizer
+from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.encode import byte_ids
+from wlb.spec import AttentionBackend, Dtype
+from wlb.train.checkpoint import folder as checkpoint
+from wlb.weights.hub_export import stops_of, tensor_dtype
+from wlb.weights.saved import open_saved
+from wlb.weights.tokenizer import FoundTokenizer, check_tokenizer, tokenizer_of_run
+
+_Attention = Callable[[Tensor, Tensor, Tensor, Segments], Tensor]
+
+
+@dataclass(slots=True)
+class _KeptKeys:
+    """Attention (`wlb.model.Attend`) of new rows over all rows so far; layers call it in order."""
+
+    attention: _Attention
+    num_layers: int
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    layer: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.kept[0][0].shape[0] if self.kept else 0
+
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        if self.layer == len(self.kept):
+            self.kept.append((k_TGD, v_TGD))
+        else:
+            k, v = self.kept[self.layer]
+            self.kept[self.layer] = (torch.cat([k, k_TGD]), torch.cat([v, v_TGD]))
+        found = self.kept[self.layer]
+        self.layer = (self.layer + 1) % self.num_layers
+        return found
+
+    def attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, None]:
+        k_SGD, v_SGD = begun
+        rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
+        segments = Segments.from_offsets(*rows, device=q_THD.device)
+        return self.attention(q_THD, k_SGD, v_SGD, segments), None
+
+    def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
+        return x_TC + y_TC
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model of a checkpoint. stops: ids of the tokens that end generation. attention: kernel."""
+
+    folder: Path
+    module: Llama = field(repr=False)
+    tokenizer: FoundTokenizer = field(repr=False)
+    stops: tuple[int, ...]
+    attention: str
+
+    @property
+    def chats(self) -> bool:
+        """Whether it was trained on conversations."""
+        return self.tokenizer.chat is not None
+
+    def logits(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Logits of one document, float32, shape [T, vocab_size].
+
+        tokens: ids of shape [T], T >= 1; UserError for ids outside of the vocabulary.
+        """
+        return self._head(self._forward(self._checked(tokens), self._fresh()))
+
+    def greedy(
+        self, tokens: Sequence[int] | Tensor, *, most: int = 64, stops: Iterable[int] | None = None
+    ) -> list[int]:
+        """The most likely next tokens, at most `most`, the one that ends generation included.
+
+        stops: ids that end it instead of the model's; none of them: ().
+        """
+        ending = set(self.stops if stops is None else stops)
+        kept, ids = self._fresh(), self._checked(tokens)
+        made: list[int] = []
+        while len(made) < most and not (made and made[-1] in ending):
+            ids = self._head(self._forward(ids, kept)[-1:]).argmax(-1)
+            made.append(int(ids))
+        return made
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens that a continuation of `text` starts from; UserError without a tokenizer.
+
+        If the model chats, `text` is a user's message, written with the chat template up to where
+        the assistant begins.
+        """
+        if self.chats:
+            return self._asked(text)
+        return [*self.tokenizer.before, *self.encode_plain(text)]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Tokens of a text as it is, without special tokens."""
+        if self.tokenizer.is_bytes and self.tokenizer.file is None:
+            return byte_ids(text).tolist()
+        return load_tokenizer(self._file()).encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones left out."""
+        if self.tokenizer.is_bytes and self.tokenizer.file is None:
+            return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+        return load_tokenizer(self._file()).decode(list(tokens), skip_special_tokens=True)
+
+    def _file(self) -> Path:
+        if self.tokenizer.file is None:
+            raise UserError(f"no tokenizer: {self.tokenizer.why}; give one with --tokenizer FILE")
+        return self.tokenizer.file
+
+    def _asked(self, text: str) -> list[int]:
+        """The tokens of training before what an assistant says to this message."""
+        chat = self.tokenizer.chat
+        assert chat is not None
+        template = JinjaTemplate(chat.template, name=str(self.folder), variables=chat.variables)
+        asked = (Message(role=Role.USER, content=text), Message(role=Role.ASSISTANT, content="x"))
+        encoder = ChatEncoder(load_tokenizer(self._file()), template)
+        made = encoder.encode(Conversation(messages=asked))
+        return list(islice(made.tokens.tolist(), int(made.trained[0, 0])))
+
+    def _checked(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        device = next(self.module.parameters()).device
+        ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
+        size = self.module.spec.vocab_size
+        if ids.dim() != 1 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
+            raise UserError(
+                f"{ids.flatten()[:8]} of tokens of shape {tuple(ids.shape)}: they must be one axis "
+                f"of at least one id in [0, {size})"
+            )
+        return ids
+
+    def _fresh(self) -> _KeptKeys:
+        def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
+            return attend(q, k, v, segments, backend=self.attention)
+
+        return _KeptKeys(attention, self.module.spec.num_layers)
+
+    @torch.no_grad()
+    def _forward(self, ids_T: Tensor, kept: _KeptKeys) -> Tensor:
+        """Hidden states of new tokens, shape [T, C]."""
+        places = torch.arange(kept.num_rows, kept.num_rows + ids_T.shape[0], device=ids_T.device)
+        frequencies = inverse_frequencies(self.module.spec).to(ids_T.device)
+        cos, sin = rope_tables(places, frequencies)
+        return self.module.model(ids_T, Rows(cos=cos, sin=sin, attend=kept))
+
+    @torch.no_grad()
+    def _head(self, x_TC: Tensor) -> Tensor:
+        assert self.module.lm_head is not None
+        return self.module.lm_head(x_TC)[:, : self.module.spec.vocab_size].float()
+
+
+def load(
+    source: str | Path,
+    *,
+    dtype: Dtype | str | None = None,
+    device: str = "cpu",
+    tokenizer: str | Path | None = None,
+) -> LoadedModel:
+    """Load a checkpoint of any layout, or the newest one of a run, into one process.
+
+    dtype: "float32" or "bfloat16"; None = as saved (float32 if tensors differ). tokenizer: a
+    tokenizer.json instead of that of the run's token store. UserError for what cannot be loaded.
+    """
+    saved = open_saved(checkpoint.resolve(Path(source), str(source)))
+    taken = tensor_dtype(saved, None if dtype is None else Dtype(dtype))
+    found = tokenizer_of_run(saved.run)
+    found = found if tokenizer is None else found.with_file(Path(tokenizer))
+    if found.file is not None:
+        check_tokenizer(found.file, saved.spec.vocab_size)
+    with torch.device("meta"):
+        module = Llama(saved.spec).to(taken)
+    module = module.to_empty(device=device).requires_grad_(False)
+    for name, value in module.named_parameters():
+        read = saved.read([name], taken)[name]
+        value[: read.shape[0]] = read
+        value[read.shape[0] :] = 0.0
+    backend = select_backend(
+        AttentionBackend.AUTO,
+        device=torch.device(device),
+        dtype=taken,
+        head_size=saved.spec.head_size,
+    )
+    return LoadedModel(
+        folder=saved.folder,
+        module=module.eval(),
+        tokenizer=found,
+        stops=stops_of(saved.run, found),
+        attention=backend,
+    )
