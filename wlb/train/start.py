@@ -26,6 +26,7 @@ from wlb.plan import UserError
 from wlb.plan.tally import Tally
 from wlb.spec import Recompute, RunSpec, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
@@ -76,7 +77,7 @@ def train(
     """
     if calibrate is not None:
         _refuse_calibration(spec)
-    with Signals() if signals is None else nullcontext(signals) as caught:
+    with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
         asked = _Request(resume, calibrate, console, time.time(), caught)
         world = worlds.discover()
         try:
@@ -223,6 +224,7 @@ def _job(
         priced_by(planner),
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
+        unsaved_remark(filled, saved),
         peak_missed(filled),
         *((prices_kept(saved, planner), _rate_change(filled, saved)) if saved else ()),
     ):
