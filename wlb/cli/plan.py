@@ -9,8 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from wlb import __version__
 from wlb.cli import output, sources
 from wlb.cli.options import add_flag, add_json, add_text
@@ -21,6 +19,7 @@ from wlb.packing.study.compare import compare, solver_packers, variants_of
 from wlb.plan import GlobalBatch, ShardingPlan, local_tokens, rows_gathered, rows_moved
 from wlb.planner import Planner
 from wlb.report import packing_page, packing_table, remarks, weight_remark
+from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.spec import Policy, Remainder, RunSpec, load
 
@@ -56,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     batches = sources.batches_of(options, spec, source)
     own = variants_of(spec)[0].label
     # The status is shown only if stderr is a terminal.
-    with Console(stderr=True).status("packing"):
+    with console(stderr=True).status("packing"):
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
@@ -110,18 +109,18 @@ def _show(
     notes: list[str],
 ) -> None:
     # Markup is off because a file's name may have brackets.
-    console = Console(highlight=False, markup=False)
+    screen = console(markup=False)
     for line in facts:
-        console.print(line)
+        screen.print(line)
     title = (
         f"{setting['steps']} global batches of {setting['micro_batches']} x "
         f"{setting['window']:,} tokens, cost: {setting['cost']}"
     )
     summaries = [r.summary for r in runs]
-    console.print(packing_table(summaries, title=title, width=console.width, own=own))
+    screen.print(packing_table(summaries, title=title, own=own))
     for line in (*notes, *remarks(summaries)):
-        console.print(line)
-    output.print_written(console, options.html, options.json)
+        screen.print(line)
+    output.print_written(screen, options.html, options.json)
 
 
 def _solved(

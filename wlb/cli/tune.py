@@ -8,7 +8,6 @@ import math
 import shlex
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
 from wlb.cli import output, sources, tune_layout
@@ -27,6 +26,7 @@ from wlb.packing.study.tune import (
 from wlb.plan import check_at_least, check_between
 from wlb.report import tuning_table, weight_remark
 from wlb.report.packing.plots import tuning_figure
+from wlb.report.tables import console
 from wlb.spec import Policy, load
 
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     cost = workload_for(spec, options.device)
-    progress = Console(stderr=True)
+    progress = console(stderr=True)
     points = list(
         track(
             tune_points(spec, batches, cost, grid=grid),
@@ -114,20 +114,20 @@ def run(options: argparse.Namespace) -> int:
 def _show(
     options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, remark: list[str]
 ) -> None:
-    console = Console(highlight=False)
+    screen = console(markup=False)
     for line in facts:
-        console.print(line, markup=False)
-    console.print(tuning_table(tuning, rows=options.rows))
+        screen.print(line, markup=False)
+    screen.print(tuning_table(tuning, rows=options.rows))
     if not tuning.is_within_budget:
-        console.print(
+        screen.print(
             f"no setting keeps the mean delay within {options.delay_budget:g} steps; the setting "
             f"with the least delay is recommended"
         )
     for line in remark:
-        console.print(line, markup=False)
+        screen.print(line, markup=False)
     quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
-    console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
-    output.print_written(console, options.plot, options.json)
+    screen.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
+    output.print_written(screen, options.plot, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:

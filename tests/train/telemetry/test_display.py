@@ -10,7 +10,7 @@ from tests.plan.test_telemetry import record
 from tests.words import lacks
 from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.plan.tally import Tally
-from wlb.train.telemetry import display
+from wlb.report import tables
 from wlb.train.telemetry.display import Display, summary
 
 STRAGGLER = Straggler(rank=3, over=1.5, host="gpu[007]", node=1, tp=1, cp=1, pp=0, dp=0)
@@ -43,7 +43,7 @@ def shown(console: Console) -> str:
 
 def test_a_log_file_gets_a_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", StringIO())
-    console = display.console()
+    console = tables.console()
     assert not console.is_terminal
     text = shown(console)
     assert "\x1b" not in text  # neither colours nor moves of the cursor

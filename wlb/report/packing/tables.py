@@ -1,7 +1,4 @@
-"""Comparisons of packing policies as rich tables, and facts of the documents in sentences.
-
-A narrow terminal gets fewer columns.
-"""
+"""Comparisons of packing policies as rich tables, and facts of the documents in sentences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,28 +26,28 @@ def _of_steps(name: str, form: str) -> Cell:
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
 
 
-COLUMNS: tuple[tuple[str, Cell, int], ...] = (
-    ("imbalance", _of_steps("imbalance", ".3f"), 0),
-    ("p95", _of_steps("imbalance_p95", ".3f"), 5),
-    ("time-w.", _of_steps("imbalance_time_weighted", ".3f"), 3),
-    ("F+B", _of_steps("imbalance_step", ".3f"), 2),
-    (f"W_a x {DEAR}", _of_steps("imbalance_dear", ".3f"), 2),
-    ("attention", _of_steps("imbalance_attention", ".3f"), 11),
-    ("bound", _of_steps("lower_bound", ".3f"), 12),
-    ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
-    ("p99", lambda s: f"{s.p99_delay}", 6),
-    ("max", lambda s: f"{s.max_delay}", 1),
-    ("late", lambda s: f"{s.num_overdue}", 14),
-    ("tok. CV", _of_steps("tokens_cv", ".2f"), 4),
-    ("long wt", _of_steps("long_weight", ".2f"), 7),
-    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-", 13),
-    ("longest mb", lambda s: _thousands(s.longest_micro_batch), 10),
-    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-", 9),
-    ("flushed", lambda s: _thousands(s.flushed_tokens), 15),
-    ("cut docs", lambda s: f"{s.cut_documents}", 16),
-    ("ms", lambda s: f"{s.packing_ms:.2f}", 8),
+COLUMNS: tuple[tuple[str, Cell], ...] = (
+    ("imbalance", _of_steps("imbalance", ".3f")),
+    ("p95", _of_steps("imbalance_p95", ".3f")),
+    ("time-w.", _of_steps("imbalance_time_weighted", ".3f")),
+    ("F+B", _of_steps("imbalance_step", ".3f")),
+    (f"W_a x {DEAR}", _of_steps("imbalance_dear", ".3f")),
+    ("attention", _of_steps("imbalance_attention", ".3f")),
+    ("bound", _of_steps("lower_bound", ".3f")),
+    ("delay", lambda s: f"{s.mean_delay:.2f}"),
+    ("p99", lambda s: f"{s.p99_delay}"),
+    ("max", lambda s: f"{s.max_delay}"),
+    ("late", lambda s: f"{s.num_overdue}"),
+    ("tok. CV", _of_steps("tokens_cv", ".2f")),
+    ("long wt", _of_steps("long_weight", ".2f")),
+    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-"),
+    ("longest mb", lambda s: _thousands(s.longest_micro_batch)),
+    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-"),
+    ("flushed", lambda s: _thousands(s.flushed_tokens)),
+    ("cut docs", lambda s: f"{s.cut_documents}"),
+    ("ms", lambda s: f"{s.packing_ms:.2f}"),
 )
-"""(heading, cell, rank: columns of a high rank are left out of a narrow terminal first)."""
+"""(heading, cell)."""
 
 CAPTION = (
     "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
@@ -108,28 +105,13 @@ def weight_remark(
     ]
 
 
-def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
-    """The columns that fit beside the labels; the least important ones are left out first."""
-    room = width - max(len(s.label) for s in summaries) - 4
-    kept: set[str] = set()
-    for name, cell, _ in sorted(COLUMNS, key=lambda column: column[2]):
-        room -= 3 + max(len(name), *(len(cell(s)) for s in summaries))
-        if room < 0:
-            break
-        kept.add(name)
-    return [(name, cell) for name, cell, _ in COLUMNS if name in kept]
-
-
-def packing_table(
-    summaries: Sequence[PackingSummary], *, title: str, width: int, own: str = ""
-) -> Table:
+def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str = "") -> Table:
     """A row for each summary; the one labelled `own` in bold."""
-    shown = fitting(summaries, width=width)
-    names = [name for name, _ in shown]
+    names = [name for name, _ in COLUMNS]
     table = new_table(title, texts=["policy"], numbers=names, caption=CAPTION)
     for summary in summaries:
         style = "bold" if summary.label == own else ""
-        table.add_row(summary.label, *(cell(summary) for _, cell in shown), style=style)
+        table.add_row(summary.label, *(cell(summary) for _, cell in COLUMNS), style=style)
     return table
 
 
@@ -141,7 +123,7 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
     title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
     names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
     shown: list[tuple[str, Cell]] = [("F+B time-w.", lambda s: f"{s.step_time_weighted:.4f}")]
-    shown += [(name, cell) for name, cell, _ in COLUMNS if name in names]
+    shown += [(name, cell) for name, cell in COLUMNS if name in names]
     heads = [name for name, _ in shown]
     table = new_table(title, labels=[""], texts=["setting"], numbers=heads)
     for point in points:

@@ -6,21 +6,16 @@ from pathlib import Path
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work, late_remark
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
+from wlb.report.tables import facts_table
 
 _ROWS = 14
 _MOST_STRAGGLERS = 5
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
-
-
-def console() -> Console:
-    """Standard output; 110 columns wide where it is not a terminal."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, soft_wrap=True, width=110)
 
 
 class Display:
@@ -122,9 +117,7 @@ def _line(row: tuple[str, ...]) -> str:
 
 def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
     """Print a run's losses, balance, times and files."""
-    table = Table(
-        Column(style="bold"), "", title="Summary", title_justify="left", show_header=False
-    )
+    table = facts_table("Summary")
     losses = tally.losses
     if losses:
         last = losses[-5:]
