@@ -9,7 +9,9 @@ from wlb.cli.output import needs_train_extra
 from wlb.cli.system import with_system
 from wlb.plan import UserError
 from wlb.planner.service import PlanningError
+from wlb.report.tables import console
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
+from wlb.train import dry_run
 from wlb.train.faults.stop import Signals
 
 _DESCRIPTION = """\
@@ -17,7 +19,7 @@ Train a preset or a TOML file, on the ranks of torchrun or Slurm if there are an
 many local processes as the layout needs.
 
   wlb train demo --set training.steps=100 data.context_window=8192    override any key
-  wlb train path/to/run.toml --dry-run                                layout, memory, first plan
+  wlb train path/to/run.toml --dry-run                                time, days, memory, first plan
   wlb train path/to/run.toml --resume                                 continue the run
   torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
 
@@ -54,7 +56,8 @@ def add_parser(commands: Any) -> None:
         f"of fixed_4d and wlb; --set overrides it"
     )
     add_text(parser, "--system", "SYSTEM", text)
-    add_flag(parser, "--dry-run", "print layout, memory and the first plan; train nothing")
+    text = "print size, predicted step time, days, memory and a first plan; train and read nothing"
+    add_flag(parser, "--dry-run", text)
     text = (
         "continue from the run's last checkpoint, from that of a step or from a checkpoint's "
         "folder; auto: from the last one if there is one (for requeued jobs)"
@@ -75,10 +78,8 @@ def run(options: argparse.Namespace) -> int:
         if options.dry_run and given is not None:
             raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
-        with needs_train_extra("training needs"):
-            from wlb.train import dry_run
-            from wlb.train.telemetry.display import console
-        dry_run.show(spec, console())
+        # Neither torch nor a GPU is needed, so that it answers at once on any machine.
+        dry_run.show(spec, console(markup=False))
         return 0
     # Signals are handled from here on, because importing torch takes seconds.
     with Signals(answers=True) as signals:
@@ -90,7 +91,6 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
         from wlb.launch.local import RankFailure
         from wlb.train import start
         from wlb.train.checkpoint.saver import CheckpointError
-        from wlb.train.telemetry.display import console
     screen = console()
     try:
         resume, calibrate = options.resume, options.calibrate

@@ -37,7 +37,6 @@ from wlb.train.loop import Trainer
 from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
-    begins_with,
     computed_by,
     model_change,
     priced_by,
@@ -45,6 +44,7 @@ from wlb.train.refuse import (
     prices_kept,
     refuse_early,
 )
+from wlb.train.refuse_inputs import begins_with
 from wlb.train.stores import Stores, open_stores, ready
 from wlb.train.telemetry.calibrate import profile_path
 
