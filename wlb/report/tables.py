@@ -44,8 +44,11 @@ class BlockTable(Table):
             part = copy.copy(self)
             part.columns = [_placed(column, at) for at, column in enumerate(columns)]
             part.title = self.title if i == 0 else None
-            part.caption = self.caption if i == len(blocks) - 1 else None
+            part.caption = None
             yield from Table.__rich_console__(part, console, options)
+        if self.caption:
+            # Below a narrow block the caption would fold into its few columns.
+            yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
         """Columns of each block, each with the labels."""
