@@ -31,6 +31,22 @@ def test_a_users_error_is_one_line_with_status_2(
     assert error.count("\n") == 1
 
 
+def test_no_command_at_all_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    for words in ("usage: wlb ", "train", "completion", "First steps: wlb train demo"):
+        assert words in said.out
+
+
+def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "demo"]) == 2
+    assert capsys.readouterr().err == "wlb: there is no command 'trian'; did you mean 'train'?\n"
+    with pytest.raises(SystemExit):
+        main(["xyz"])
+    assert "invalid choice: 'xyz'" in capsys.readouterr().err
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(folder: Path) -> None:
         raise ValueError(f"an invariant does not hold in {folder.name}")

@@ -41,7 +41,13 @@ def add_parser(commands: Any) -> None:
     add_text(parser, "--backend", "NAME", text)
     text = "measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128"
     add_text(parser, "--heads", "LAYOUT", text, nargs="+", default=[])
-    add_text(parser, "--out", "FILE", "profile (default: NAME.json)", type=Path)
+    add_text(
+        parser,
+        "--out",
+        "FILE",
+        "profile, or an existing folder (default: NAME.json here)",
+        type=Path,
+    )
     parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
     text = (
         "GPUs per node of the cluster, which decides the prices of collectives (default: the GPUs "
@@ -74,12 +80,16 @@ def run(options: argparse.Namespace) -> int:
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
     )
     out, name = _names(options, settings.header()["name"])
+    suffixes = [".json", *([] if options.no_page else [".html"]), ".log", ".sweep.jsonl"]
     if not options.no_page:
         from wlb.report.plots import require_matplotlib
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
     screen = console(record=True)
+    written = ", ".join(str(out.with_suffix(suffix)) for suffix in suffixes)
+    if world is None or not world.rank:
+        screen.print(f"profile {name!r}, to be written: {written}", markup=False)
     command = command_of(options)
     if world is not None:
         here = world.local_world_size
@@ -102,8 +112,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
-    name = options.name or (options.out.stem if options.out else short_name(device_name))
+    is_file = options.out is not None and not options.out.is_dir()
+    name = options.name or (options.out.stem if is_file else short_name(device_name))
     out = options.out or Path(f"{name}.json")
+    if out.is_dir():
+        out /= f"{name}.json"
     if out.suffix != ".json":
         raise UserError(f"--out {out} must be a .json file")
     return out, name
