@@ -118,6 +118,8 @@ KEYS = [
     "telemetry.straggler_threshold",
     "telemetry.tensorboard",
     "telemetry.timeline_interval",
+    "telemetry.trace_ranks",
+    "telemetry.trace_steps",
     "telemetry.wandb",
     "telemetry.warmup_steps",
     "tp.overlap",

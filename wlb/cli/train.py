@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from typing import Any
 
 from wlb.cli.options import add_flag, add_overrides, add_text
@@ -73,6 +74,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    started_s = time.time()
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
@@ -83,18 +85,24 @@ def run(options: argparse.Namespace) -> int:
         return 0
     # Signals are handled from here on, because importing torch takes seconds.
     with Signals(answers=True) as signals:
-        return _train(spec, options, signals)
+        return _train(spec, options, signals, started_s)
 
 
-def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
+def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started_s: float) -> int:
     with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
         from wlb.train.checkpoint.saver import CheckpointError
     screen = console()
     try:
-        resume, calibrate = options.resume, options.calibrate
-        start.train(spec, resume=resume, console=screen, calibrate=calibrate, signals=signals)
+        start.train(
+            spec,
+            resume=options.resume,
+            console=screen,
+            calibrate=options.calibrate,
+            signals=signals,
+            started_s=started_s,
+        )
     except (RankFailure, FloatingPointError, CheckpointError, PlanningError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1

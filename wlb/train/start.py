@@ -70,15 +70,18 @@ def train(
     console: Console,
     calibrate: str | None = None,
     signals: Signals | None = None,
+    started_s: float | None = None,
 ) -> None:
     """Train a spec to its end.
 
     resume, calibrate: values of these options; None without them. signals: caught already, or None.
+    started_s: Unix time at which the command began; None = now.
     """
+    started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
     with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
-        asked = _Request(resume, calibrate, console, time.time(), caught)
+        asked = _Request(resume, calibrate, console, started_s, caught)
         world = worlds.discover()
         try:
             if world is not None:
@@ -244,6 +247,7 @@ def _job(
         resume=saved,
         title=title,
         started_s=asked.started_s,
+        ready_s=time.time(),
         calibrate=target,
         init_from=init_from,
         falls_back=falls_back,

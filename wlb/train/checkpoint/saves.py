@@ -14,6 +14,7 @@ from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.wall import Phase
 
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
@@ -32,6 +33,8 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 class SaveCheckpoints(Hook):
     """Saves every checkpoint.interval updates and at the end; all ranks save together."""
+
+    phase = Phase.CHECKPOINTS
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self.saver = saver
