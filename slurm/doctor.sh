@@ -12,12 +12,13 @@
 #SBATCH --output=%x-%j.log
 source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
 
-OUT=${OUT:-doctor-$SLURM_JOB_ID.json} SYSTEM=${SYSTEM:-wlb}
-echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for ${PRESET:=7b_128k}, system $SYSTEM, as $OUT"
+OUT=${OUT:-doctor-$SLURM_JOB_ID.json} PRESET=${PRESET:-7b_128k}
+if [[ $PRESET != *.toml ]]; then SYSTEM=${SYSTEM:-wlb}; fi # A file says itself how it packs.
+echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for $PRESET${SYSTEM:+, system $SYSTEM}, as $OUT"
 settings=("run.device=${DEVICE:-cuda}" "run.output_dir=${OUTPUT:-runs}")
 if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}"); fi
 # The ranks are not killed when the first one fails, because srun's status would then be that of a signal. The
 # examination itself names a rank that hangs, and ends all.
-exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
+exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
     --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
-    "$PYTHON" -m wlb doctor "$PRESET" --system "$SYSTEM" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"
+    "$PYTHON" -m wlb doctor "$PRESET" --system "${SYSTEM:-}" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"

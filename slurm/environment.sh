@@ -21,6 +21,7 @@ else
     "$PYTHON" -c 'import wlb' || { echo "no wlb for $PYTHON: install it as README.md says, or set WLB_PYTHON"; exit 2; }
 fi
 read -ra EXTRA <<<"${EXTRA:-}"
+read -ra SRUN_ARGS <<<"${SRUN_ARGS:-}"
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 COLUMNS=${COLUMNS:-140}
 
 # Gloo takes names of interfaces, NCCL prefixes of names unless "=" comes first.

@@ -1,32 +1,54 @@
 # shellcheck shell=bash
-# Sourced by the scripts of Table 1: `source launch.sh PRESET` trains on the nodes of this Slurm job.
-# README.md beside it lists the settings, which are variables of sbatch's environment.
+# Sourced by the scripts of Table 1 and train.sh: `source launch.sh PRESET|FILE.toml [KEY=VALUE ...]` trains on the nodes of this
+# Slurm job. README.md beside it lists the settings, which are variables of sbatch's environment.
 #
 # srun starts the ranks, one task a GPU, without torchrun, so that Slurm's signals reach ranks, which save and end. torchrun
 # would kill its workers 30 s after a signal and need a port. wlb reads its place among the ranks from Slurm.
 set -euo pipefail
 cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
-PRESET=$1 SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs} MAX_RESTARTS=${MAX_RESTARTS:-50}
-RUN_NAME=${RUN_NAME:-$PRESET-${SYSTEM/:/-}-$SLURM_JOB_ID} # A requeued job keeps its number.
-stop_file=$OUTPUT/.stop-$RUN_NAME
-mkdir -p "$OUTPUT" && rm -f "$stop_file"
+PRESET=$1 MAX_RESTARTS=${MAX_RESTARTS:-50} given=("${@:2}")
+if [[ $PRESET == *.toml ]]; then
+    # A file is named from where sbatch was called, and packs as it says itself unless SYSTEM is given.
+    if [[ $PRESET != /* ]]; then PRESET=$SLURM_SUBMIT_DIR/$PRESET; fi
+    [ -f "$PRESET" ] || { echo "$PRESET does not exist; give the path from the folder of sbatch"; exit 2; }
+    SYSTEM=${SYSTEM:-} folder=$(dirname "$PRESET")
+    CONTAINER_MOUNTS=${CONTAINER_MOUNTS:+$CONTAINER_MOUNTS,}$folder:$folder
+else
+    SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs}
+fi
+if [ -n "${OUTPUT:-}" ]; then mkdir -p "$OUTPUT"; fi
+name=$(basename "$PRESET" .toml)${SYSTEM:+-${SYSTEM/:/-}}-$SLURM_JOB_ID # A requeued job keeps its number.
+RUN_NAME=${RUN_NAME:-${name//[^A-Za-z0-9._-]/_}}
+if [[ ! $RUN_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]]; then
+    echo "RUN_NAME='$RUN_NAME' names a folder; use letters, digits, dots, dashes and underscores, the first no dot or dash"
+    exit 2
+fi
 
 # USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
 # comes with scancel. Either way the ranks agree on a step after which they save and end.
-ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2; touch "$stop_file"; }
-again=no
+stop_file='' asked=no again=no
+ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2 asked=yes; [ -z "$stop_file" ] || touch "$stop_file"; }
 trap 'ask "time limit or pre-emption" yes' USR1
 trap 'ask "cancelled or out of time" no' TERM
 
 source slurm/environment.sh
+if [ -z "${OUTPUT:-}" ]; then
+    read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
+    OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
+    OUTPUT=${OUTPUT:-runs}
+fi
+mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME"
+stop_file=$OUTPUT/.stop-$RUN_NAME
+if [ $asked = yes ]; then touch "$stop_file"; fi # The request came before the file had its place.
 settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "run.device=${DEVICE:-cuda}")
 data="no STORE is given: a trial on Python's own sources, the corpus of the demo"
+if [[ $PRESET == *.toml ]]; then data="as $PRESET says"; fi
 if [ -n "${STORE:-}" ]; then
     data="token store $STORE"
     settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}")
 fi
 echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at commit" \
-    "$(git rev-parse --short HEAD 2>/dev/null || echo unknown): $PRESET, system $SYSTEM, on" \
+    "$(git rev-parse --short HEAD 2>/dev/null || echo unknown): $PRESET${SYSTEM:+, system $SYSTEM}, on" \
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
@@ -36,9 +58,9 @@ export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUTPUT/$RUN_NAME/logs
 # Tasks fill a node's sockets in the order of its GPUs. Every task sees all GPUs of its node, because NVLink needs that.
 # on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
 on_ranks() {
-    srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" \
+    srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
         --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) "$PYTHON" -m wlb "$2" "$PRESET" \
-        --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" &
+        --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" "${given[@]}" &
     while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends a wait, but not srun.
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }

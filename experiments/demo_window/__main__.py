@@ -1,7 +1,7 @@
 """Compares windows, N, thresholds and S_max that the demo could show on the standard library.
 
 `python -m experiments.demo_window [--steps 60]` plans the demo's corpus (its store must exist: run
-`wlb train demo --dry-run` once) under several settings. For each window and N it prints Plain-4D
+`wlb train demo` once) under several settings. For each window and N it prints Plain-4D
 and the best settings of Algorithm 1, as predicted by the CPU profile. It trains nothing.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
     steps = parser.parse_args().steps
     made = next(Path("runs/stores").glob(STORES), None)
     if made is None:
-        parser.error(f"no runs/stores/{STORES}; `wlb train demo --dry-run` makes it")
+        parser.error(f"no runs/stores/{STORES}; `wlb train demo` makes it")
     store = str(made.with_suffix(""))
     print("window  N  thresholds  S_max  Plain-4D (weighted)  ours (weighted)  delay  ms a step")
     for window, n in ((2048, 4), (4096, 4), (6144, 3), (6144, 4), (8192, 3), (8192, 4), (16384, 4)):

@@ -1,5 +1,7 @@
 """Tests all commands: warnings and user errors take one line on stderr, bugs keep a traceback."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,22 @@ def test_a_users_error_is_one_line_with_status_2(
     assert error.count("\n") == 1
 
 
+def test_no_command_at_all_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    for words in ("usage: wlb ", "train", "completion", "First steps: wlb train demo"):
+        assert words in said.out
+
+
+def test_a_wrong_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "demo"]) == 2
+    assert capsys.readouterr().err == "wlb: there is no command 'trian'; did you mean 'train'?\n"
+    with pytest.raises(SystemExit):
+        main(["xyz"])
+    assert "invalid choice: 'xyz'" in capsys.readouterr().err
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(folder: Path) -> None:
         raise ValueError(f"an invariant does not hold in {folder.name}")
@@ -45,3 +63,36 @@ def test_a_format_of_pictures_that_is_none_is_refused(
 ) -> None:
     assert main([*command, "step.xyz", "demo", "--synthetic", "wlb_paper"]) == 2
     assert "step.xyz: xyz is no format of pictures; use .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["simulate", "7b_128k", "--synthetic", "wlb_paper", "--steps", "2"],
+        ["plan", "7b_128k", "--synthetic", "wlb_paper", "--steps", "4"],
+        ["tune", "packing", "7b_128k", "--synthetic", "wlb_paper", "--steps", "4"],
+        ["train", "7b_128k", "--dry-run"],
+    ],
+    ids=["simulate", "plan", "tune", "train"],
+)
+def test_no_number_is_cut_on_a_narrow_terminal(
+    words: list[str],
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = ["--thresholds", "0.3", "--s-max", "1.1"] if words[0] == "tune" else []
+    assert main([*words, *more]) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*words, *more]) == 0
+    narrow = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    tables = [line for line in narrow.splitlines() if set("│─━") & set(line)]
+    assert tables
+    assert max(map(len, tables)) <= columns
+    assert "…" not in narrow
+    # Measured milliseconds of packing differ between calls.
+    numbers = [Counter(re.findall(r"\d+\.\d+", text)) for text in (wide, narrow)]
+    assert sum((numbers[0] - numbers[1]).values()) <= (words[0] == "plan") * 12

@@ -2,16 +2,21 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.words import lacks
 from wlb.cli import main
 from wlb.data import TokenStoreWriter
+from wlb.packing.study.compare import variants_of
+from wlb.spec import load
 
 SMALL = ["--set", "data.context_window=2048", "data.num_windows=4"]
 
@@ -218,11 +223,28 @@ def test_solver_rows_stand_beside_greedy(lengths: str, capsys: pytest.CaptureFix
 def test_tuning_recommends_a_setting(
     lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plot = tmp_path / "front.png"
+    plot, page, own = (tmp_path / name for name in ("front.png", "page.html", "own.toml"))
     common = ["--lengths", lengths, "--steps", "15", "--s-max", "1.5", "--step-tokens", "0", "1.2",
               "--thresholds", "0.3", "0.7", "--prices", "1", *SMALL]  # fmt: skip
-    out = run(capsys, "tune", "packing", *common, "--plot", str(plot))
-    assert "recommended: --set packing.policy=" in out
+    out = run(
+        capsys,
+        "tune",
+        "packing",
+        *common,
+        "--plot",
+        str(plot),
+        "--html",
+        str(page),
+        "--out",
+        str(own),
+    )
+    (command,) = re.findall(r"^recommended: (wlb train 7b_128k --set .+)$", out, re.MULTILINE)
+    words = shlex.split(command)
+    assert words[4:6] == SMALL[1:]
+    # The loss weighs labels of unequal steps alike where the remark says so.
+    assert ("training.loss_normalizer=constant" in words) == ("gives every label the" in out)
+    assert load("7b_128k", words[4:]) == load(str(own))
+    assert lacks(page.read_text("utf-8"), "Packing settings for", "<svg", "<pre>") == []
     assert plot.read_bytes().startswith(b"\x89PNG")
     data = json.loads(run(capsys, "tune", "packing", *common, "--json"))
     assert len(data["points"]) == 2 * (4 + 1)
@@ -315,3 +337,40 @@ assert main(["tune", "packing", "--synthetic", "wlb_paper", "--policies", "bound
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--synthetic", "wlb_paper", "--steps", "30"]
+    out = run(capsys, *words)
+    said = re.search(
+        r"with (.+) instead of the usual loader \((.+)\) you would save (\d+\.\d)% of GPU hours: "
+        r"F\+B time-w\. (\d\.\d{3}) against (\d\.\d{3}), predicted for 7b_128k \(6.74 billion",
+        out,
+    )
+    assert said is not None
+    assert "that model is the default, give NAME for yours" in out
+    best, usual, share, ours, theirs = said.groups()
+    (head,) = [line for line in out.splitlines() if "policy" in line and "F+B time-w." in line]
+    at = [cell.strip() for cell in re.split("[┃│]", head)].index("F+B time-w.")
+    column = {
+        cells[1].strip(): cells[at].strip()
+        for line in out.splitlines()
+        if len(cells := line.split("│")) > at
+    }
+    assert (column[best], column[usual]) == (ours, theirs)
+    assert float(share) == pytest.approx(100 * (1 - float(ours) / float(theirs)), abs=0.1)
+    assert usual == "original, long whole"
+    own = tmp_path / "own.toml"
+    out = run(capsys, *words[:1], "7b_128k", *words[1:], "--delay-budget", "0.5", "--out", str(own))
+    assert "give NAME for yours" not in out
+    assert f"written: {own}" in out
+    (label,) = re.findall(r"with (.+) instead of the usual loader", out)
+    spec = load(str(own))
+    assert variants_of(spec)[0].label == f"{label.removesuffix(' (run)')} (run)"
+    assert replace(
+        spec, packing=load("7b_128k").packing, training=load("7b_128k").training
+    ) == load("7b_128k")
+    saving = json.loads(run(capsys, *words, "--json", "-"))["saving"]
+    assert (saving["best"], f"{saving['share']:.1%}") == (best, f"{share}%")

@@ -1,5 +1,6 @@
 """Tests `wlb profile`: a whole small sweep, its files, resuming after an interruption, errors."""
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -8,11 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.words import lacks
 from wlb.cli import main
-from wlb.cli.profile import visible_gpus
+from wlb.cli.profile import _names, visible_gpus
 from wlb.cost import ProvenanceKind, load_profile
 from wlb.profile import sweep
 from wlb.profile.attention import AttentionGrid
+from wlb.profile.tasks import Task
+from wlb.profile.timing import make_timer
+from wlb.spec import load
 
 GRID = AttentionGrid(
     lengths=(8, 16, 32, 64, 128),
@@ -73,6 +78,11 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     kinds = {(c.scope, c.provenance.kind) for c in made.collectives}
     assert kinds == {("intra_node", "measured"), ("inter_node", "assumed")}
     printed = capsys.readouterr().out
+    # What is to be done, where it goes and for how long is said before anything is measured.
+    begin = printed.partition("about ")[0]
+    assert lacks(begin, str(tmp_path / "mine.json"), "mine.html", "mine.log", "measures ") == []
+    assert lacks(begin, "float32", "points of attention (sdpa of 1:1 heads of 16") == []
+    assert re.search(r"; about \d+ min, in which nothing else should run", printed)
     log = (tmp_path / "mine.log").read_text("utf-8")
     residuals = dict(made.provenance.residuals)
     for text in (printed, log):
@@ -193,3 +203,31 @@ def test_bad_input_is_refused(tmp_path, capsys, words, message):
 def test_cuda_is_refused_where_there_is_none(tmp_path, capsys):
     assert main(["profile", "--device", "cuda", "--out", str(tmp_path / "x.json")]) == 2
     assert "0 GPUs" in capsys.readouterr().err
+
+
+def test_a_folder_gets_the_files_of_the_device_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = argparse.Namespace(out=tmp_path, name=None)
+    assert _names(options, "NVIDIA H200") == (tmp_path / "h200.json", "h200")
+    options = argparse.Namespace(out=None, name=None)
+    assert _names(options, "NVIDIA H200") == (Path("h200.json"), "h200")
+    options = argparse.Namespace(out=tmp_path / "mine.json", name=None)
+    assert _names(options, "NVIDIA H200") == (tmp_path / "mine.json", "mine")
+
+
+def test_the_time_of_a_sweep_is_known_before_it_starts() -> None:
+    device = torch.device("cpu")
+    quick, whole = (
+        sweep.settings_of(load("demo"), device=device, backend=None, heads=[], quick=quick)
+        for quick in (True, False)
+    )
+    times = [
+        sweep.expected_s(made, sweep.tasks_of(made, make_timer(device))) for made in (quick, whole)
+    ]
+    # They took 19 and 319 s on a CPU.
+    assert times == pytest.approx([24, 304], rel=0.01)
+    (task,) = (Task(kind="grid", point={}, run=dict) for _ in range(1))
+    said = sweep.describe_sweep(whole, [task] * 10, 3)
+    assert lacks(said, ": 10 points of attention", ", 0 of matrix", "3 of collectives") == []
+    assert "about 1 min" in said

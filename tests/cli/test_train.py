@@ -1,8 +1,10 @@
 """Tests `wlb train`: help, bad input, dry run, and every way of starting it."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +15,7 @@ from tests.words import lacks
 from wlb.cli import main
 from wlb.parallel import world as worlds
 from wlb.planner.service import PlanningError
-from wlb.spec import RunSpec, list_keys
+from wlb.spec import RunSpec, list_keys, load
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError
 
@@ -249,7 +251,7 @@ def test_ranks_of_torchrun_that_do_not_fit_are_refused(
 
 
 @pytest.mark.usefixtures("_no_ranks")
-def test_a_dry_run_shows_layout_memory_and_the_first_plan(
+def test_a_dry_run_shows_what_the_run_would_take(
     tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = ["parallel.tp=2", "parallel.pp=2", "pp.virtual_stages=2", "parallel.dp=1"]
@@ -259,12 +261,66 @@ def test_a_dry_run_shows_layout_memory_and_the_first_plan(
     # Pipeline rank 1 has stages 1 and 3, a layer each, and is ranks 2 and 3.
     row = next(line for line in shown.splitlines() if "1, 3" in line)
     assert " ".join(row.split()) == "│ 1 │ 1, 3 │ 1, 3 │ 2-3 │"
-    assert "Memory of the fullest rank" in shown
-    assert "total" in shown
+    rows = {w[0].strip(): w[1] for x in shown.splitlines() if len(w := x.split("│")[1:]) == 3}
+    spec = replace(load(str(tiny), layout), model=replace(load(str(tiny)).model, vocab_size=320))
+    assert f"parameters    │ {spec.model.num_parameters:,} " in shown
+    assert rows["ranks"].startswith(" 4 = TP 2 x CP 1 x PP 2 x DP 1")
+    assert rows["tokens a step"].startswith(" 128: 2 windows of 64")
+    assert lacks(rows["step time"], " s predicted: ", " tokens/s, MFU unknown") == []
+    assert lacks(rows["the run"], "2 steps, 256 tokens", " seconds) predicted") == []
+    assert f" {12 * spec.model.num_parameters / 2**20:.1f} MiB each" in rows["checkpoint"]
+    assert lacks(rows["documents"], "drawn from wlb_paper", "corpus was not read") == []
+    assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not looked at") == []
+    assert rows["total"].strip().endswith(" GiB")
     assert "First plan, pipeline 0" in shown
-    assert "step 0: " in shown
-    assert "imbalance" in shown
+    assert lacks(shown, "Memory of the fullest rank", "activations", "step 0: ", "imbalance") == []
     assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "stores").exists()  # no BPE was trained
+
+
+@pytest.mark.parametrize("key", ["reshard_after_forward=true", "shard_size=1"])
+def test_a_dry_run_says_what_its_time_leaves_out(
+    tiny: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    words = ["--dry-run", "--set", "parallel.cp=2", "parallel.dp=1", f"fsdp.{key}"]
+    assert main(["train", str(tiny), *words]) == 0
+    assert (
+        lacks(capsys.readouterr().out, "s predicted", "fsdp.shard_size and ", "not predicted") == []
+    )
+
+
+@pytest.mark.process
+def test_a_dry_run_of_a_cluster_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from wlb.cli import main; main(['train', '7b_128k', '--dry-run']); "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'matplotlib')))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    assert out.splitlines()[-1] == "[]"
+    assert (
+        lacks(
+            out, "6,738,415,616", "MFU ", "days predicted", "75.3 GiB each", "64 GPUs like NVIDIA"
+        )
+        == []
+    )
+    assert lacks(out, "this machine", "0 GPUs") == ["this machine", "0 GPUs"]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.dist
+def test_a_checkpoint_is_as_large_as_its_dry_run_says(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(tiny), "--dry-run"]) == 0
+    said = re.search(r"checkpoint +│ ([0-9.]+) MiB each", capsys.readouterr().out)
+    assert said is not None
+    assert main(["train", str(tiny)]) == 0
+    saved = tiny.parent / "runs" / "tiny" / "checkpoints" / "step-00000002"
+    size = sum(path.stat().st_size for path in saved.glob("*.safetensors"))
+    # Names, shapes and the state of random numbers are in it besides.
+    assert size / 2**20 == pytest.approx(float(said[1]), abs=0.1)
 
 
 @pytest.mark.usefixtures("_no_ranks")
@@ -402,7 +458,8 @@ def test_both_modules_can_be_run() -> None:
     whole = called("-m", "wlb", "--help")
     assert whole.returncode == 0
     assert "train a preset or a TOML file" in whole.stdout
-    assert called("-m", "wlb").returncode == 2
+    bare = called("-m", "wlb")
+    assert (bare.returncode, bare.stdout) == (0, whole.stdout)
 
 
 @pytest.mark.full

@@ -10,13 +10,14 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.train.case import write_corpus
+from wlb.spec import load, to_toml
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
@@ -33,11 +34,13 @@ class Lab:
     cluster: Cluster
     folder: Path
 
-    def submit(self, *options: str, script: str, **environment: str) -> int:
+    def submit(
+        self, *options: str, script: str, words: tuple[str, ...] = (), **environment: str
+    ) -> int:
         given = {"WLB_PYTHON": sys.executable, "OUTPUT": str(self.folder / "runs"), **environment}
         logs = f"--output={self.folder}/%x-%j.log"
         return self.cluster.submit(
-            logs, *options, f"slurm/{script}.sh", cwd=ROOT, environment=given
+            logs, *options, f"slurm/{script}.sh", *words, cwd=ROOT, environment=given
         )
 
     def trial(self, name: str, nodes: str) -> int:
@@ -192,6 +195,29 @@ def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: La
     saved = lab.folder / "runs" / "cancelled" / "checkpoints" / f"step-{int(stopped):08d}"
     assert {"manifest.json", "planner.json", "run.json"} <= {p.name for p in saved.iterdir()}
     assert len(lab.losses("cancelled")) == int(stopped)
+
+
+def test_a_file_of_one_s_own_is_trained_as_it_says(lab: Lab) -> None:
+    variables, options, _ = documented_trial()
+    spec = load("7b_128k", [*variables["EXTRA"].split(), f"data.corpus={lab.folder}/corpus"])
+    scratch = lab.folder / "scratch"
+    spec = replace(
+        spec,
+        run=replace(spec.run, output_dir=str(scratch)),
+        data=replace(spec.data, cache_dir=f"{lab.folder}/stores"),
+    )
+    own = lab.folder / "my run.toml"
+    own.write_text(to_toml(spec), "utf-8")
+    given = {"OUTPUT": "", "DEVICE": "cpu", "DOCTOR": "no"}
+    words = (str(own), "training.steps=3")
+    job = lab.submit(*options, "--nodelist=n5,n6", script="train", words=words, **given)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job, "train")
+    assert ended["JobState"] == "COMPLETED", log
+    assert f"data: as {own} says" in log
+    text = (scratch / f"my_run-{job}" / "metrics.jsonl").read_text("utf-8")
+    assert text.count('"kind": "step"') == 3
+    assert json.loads(text.splitlines()[0])["spec"]["packing"]["policy"] == spec.packing.policy
 
 
 def test_a_job_that_cannot_work_fails_once_and_says_why(lab: Lab) -> None:

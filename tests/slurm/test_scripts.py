@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ FOLDER = ROOT / "slurm"
 TABLE_1 = [
     f"{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")
 ]
-SUBMITTED = [*TABLE_1, "doctor", "profile", "simulate"]
+SUBMITTED = [*TABLE_1, "train", "doctor", "profile", "simulate"]
 GPUS_A_NODE = 8
 CPUS_A_NODE = 96
 
@@ -34,7 +35,7 @@ def test_every_script_is_short_and_clean() -> None:
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
         num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= (62 if script.stem == "launch" else 40), script
+        assert num_lines <= (86 if script.stem == "launch" else 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
@@ -67,16 +68,16 @@ def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
 
 
 def launched(
-    folder: Path, *, code: int, preempted: bool, **variables: str
+    folder: Path, *words: str, code: int, preempted: bool, script: str = "launch", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs launch.sh where srun writes its arguments and environment to files and ends with `code`,
-    and scontrol says whether it was pre-empted."""
+    and scontrol says whether it was pre-empted. words: arguments, instead of a preset."""
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
     for name, body in {
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
         f"env >{folder}/environment; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
-        "python": "exit 0",
+        "python": f'[ "$1" = -c ] || exit 0; exec {sys.executable} "$@"',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
@@ -90,9 +91,12 @@ def launched(
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "n1",
-        "OUTPUT": str(folder / "runs"),
+        "OUTPUT": variables.get("OUTPUT", str(folder / "runs")),
     }
-    command = ["bash", "-c", "source slurm/launch.sh 7b_128k"]
+    if script == "launch":
+        command = ["bash", "-c", 'source slurm/launch.sh "$@"', "bash", *(words or ("7b_128k",))]
+    else:
+        command = ["bash", f"slurm/{script}.sh", *words]
     return subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -117,6 +121,63 @@ def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) ->
     assert done.returncode == code
     assert "requeue" not in done.stdout
     assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
+
+
+def trained(folder: Path, *words: str, **variables: str) -> tuple[str, list[str]]:
+    """Returns what train.sh says, and the words that the last srun gets."""
+    done = launched(folder, *words, code=0, preempted=False, script="train", **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, (folder / "arguments").read_text("utf-8").splitlines()
+
+
+def test_a_file_of_one_s_own_is_trained_as_it_says(tmp_path: Path) -> None:
+    own = tmp_path / "my configs" / "mine v2.toml"
+    own.parent.mkdir()
+    own.write_text(f'[run]\noutput_dir = "{tmp_path}/scratch runs"\n', "utf-8")
+    said, words = trained(tmp_path, str(own), "training.steps=5", OUTPUT="", EXTRA="run.seed=1")
+    assert words[words.index("train") :][:4] == ["train", str(own), "--system", ""]
+    settings = words[words.index("--set") + 1 :]
+    assert "run.name=mine_v2-7" in settings
+    assert f"run.output_dir={tmp_path}/scratch runs" in settings
+    assert settings[-2:] == ["run.seed=1", "training.steps=5"]
+    assert f"data: as {own} says" in said
+    _, words = trained(tmp_path, str(own), SYSTEM="fixed_4d:2", OUTPUT=f"{tmp_path}/o")
+    assert words[words.index("--system") + 1] == "fixed_4d:2"
+    assert f"run.output_dir={tmp_path}/o" in words
+    assert "run.name=mine_v2-fixed_4d-2-7" in words
+
+
+def test_a_file_is_looked_for_from_where_sbatch_was_called(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.touch()
+    relative = os.path.relpath(own, ROOT)
+    _, words = trained(tmp_path, relative)
+    assert os.path.samefile(words[words.index("train") + 1], own)
+    done = launched(tmp_path, "absent.toml", code=0, preempted=False, script="train")
+    assert done.returncode == 2
+    assert "absent.toml does not exist" in done.stdout
+    assert launched(tmp_path, code=0, preempted=False, script="train").returncode != 0
+
+
+def test_a_container_sees_the_folder_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").touch()
+    more = {"CONTAINER_IMAGE": "a.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    _, words = trained(tmp_path, str(tmp_path / "mine.toml"), **more)
+    assert f"--container-mounts={ROOT}:{ROOT},/data:/data,{tmp_path}:{tmp_path}" in words
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", "-a", ".a", "a b", "a;b", "$(a)"])
+def test_a_run_name_that_is_no_folder_s_name_is_refused(tmp_path: Path, name: str) -> None:
+    done = launched(tmp_path, code=0, preempted=False, RUN_NAME=name)
+    assert done.returncode == 2
+    assert f"RUN_NAME='{name}'" in done.stdout
+    assert not (tmp_path / "arguments").exists()
+
+
+def test_srun_gets_more_options(tmp_path: Path) -> None:
+    arguments, _ = asked_of_srun(tmp_path, SRUN_ARGS="--mpi=none --export=ALL")
+    options = arguments[: arguments.index(str(tmp_path / "python"))]
+    assert {"--mpi=none", "--export=ALL"} < set(options)
 
 
 def asked_of_srun(folder: Path, **variables: str) -> tuple[list[str], dict[str, str]]:

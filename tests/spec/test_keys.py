@@ -118,6 +118,8 @@ KEYS = [
     "telemetry.straggler_threshold",
     "telemetry.tensorboard",
     "telemetry.timeline_interval",
+    "telemetry.trace_ranks",
+    "telemetry.trace_steps",
     "telemetry.wandb",
     "telemetry.warmup_steps",
     "tp.overlap",
@@ -228,6 +230,9 @@ def test_values_that_are_refused(dotted: str, value: Any, message: str) -> None:
     [
         ("training.step", "test.toml: unknown key 'training.step'; did you mean 'training.steps'?"),
         ("trainin.steps", "unknown key 'trainin'; did you mean 'training'?"),
+        ("model.context_window", "'model.context_window'; did you mean 'data.context_window'?"),
+        ("steps", "unknown key 'steps'; did you mean 'training.steps' or 'eval.steps'?"),
+        ("lerning_rate", "'lerning_rate'; did you mean 'training.learning_rate'?"),
         (
             "model.rope_scaling.factr",
             "unknown key 'model.rope_scaling.factr'; did you mean 'model.rope_scaling.factor'?",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from wlb.plan import UserError
 from wlb.spec import RunSpec, Schedule, apply, load, presets, to_dict
 
 SMALL = """
@@ -136,3 +137,15 @@ def test_tokens_and_counts_that_follow_from_what_is_set(tmp_path: Path) -> None:
     assert (spec.s_max, spec.queue_thresholds) == (1500, (300, 701))
     assert (spec.num_stages, spec.num_micro_batches, spec.micro_batches_per_pipeline) == (8, 12, 4)
     assert load(path, ["data.row_multiple=6"]).row_multiple == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("7b-128k", "7b_128k"), ("dmeo", "demo"), ("{}/mine.tml", "{}/mine.toml")]
+)
+def test_a_name_that_is_almost_one_gets_a_suggestion(
+    tmp_path: Path, given: str, meant: str
+) -> None:
+    (tmp_path / "mine.toml").touch()
+    with pytest.raises(UserError, match="neither a preset") as refused:
+        load(given.format(tmp_path))
+    assert str(refused.value).endswith(f"; did you mean {meant.format(tmp_path)!r}?")

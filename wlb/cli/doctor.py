@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from wlb.cli.options import add_flag, add_json, add_overrides, add_text, add_value
 from wlb.cli.output import command_of, needs_train_extra
 from wlb.cli.sources import check_outputs
 from wlb.cli.system import with_system
 from wlb.plan import UserError
+from wlb.report.tables import console, new_table
 from wlb.spec import SYSTEMS, Device, load, presets
 
 PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
@@ -84,7 +84,6 @@ def run(options: argparse.Namespace) -> int:
 def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
     """Prints and writes the findings, in rank 0's process."""
     from wlb.doctor import Verdict, counts, is_failed
-    from wlb.train.telemetry.display import console
 
     summary = {str(verdict): count for verdict, count in counts(findings).items()}
     if json_to is not None:
@@ -102,9 +101,7 @@ def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any])
             return
         Path(json_to).write_text(text, "utf-8")
     colours = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
-    table = Table(title=f"wlb doctor {name}", title_justify="left")
-    for heading in ("check", "", "found"):
-        table.add_column(heading, overflow="fold")
+    table = new_table(f"wlb doctor {name}", texts=("check", "", "found"))
     for finding in findings:
         colour = colours.get(finding.verdict, "dim")
         found = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")

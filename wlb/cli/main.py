@@ -9,7 +9,9 @@ from typing import Any
 
 from wlb import __version__
 from wlb.cli import (
+    completion,
     doctor,
+    init,
     pack,
     plan,
     prepare,
@@ -23,11 +25,15 @@ from wlb.cli import (
     weights,
 )
 from wlb.plan import UserError
-from wlb.spec import RenamedKeyWarning
+from wlb.spec import RenamedKeyWarning, did_you_mean
 
 _EPILOG = """\
 wlb COMMAND --help describes a command; wlb train --help lists all keys of the configuration.
-Commands that need no torch: pack, plan, prepare, report, simulate, tune."""
+Commands that need no torch: completion, init, pack, plan, prepare, report, simulate, tune, and
+wlb train --dry-run.
+
+First steps: wlb train demo; wlb init demo > my.toml; wlb train my.toml --dry-run."""
+_COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse, profile, report)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,11 +51,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"wlb {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (prepare, train, doctor, pack, plan, simulate, tune, rehearse, profile, report):
+    for command in _COMMANDS:
         command.add_parser(commands)
     sample.add_parser(commands)
     weights.add_parsers(commands)
+    completion.add_parser(commands)
     words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser.print_help()
+        return 0
+    meant = did_you_mean(words[0], commands.choices)
+    if meant and words[0] not in commands.choices and not words[0].startswith("-"):
+        print(f"wlb: there is no command {words[0]!r}{meant}", file=sys.stderr)
+        return 2
     options = parser.parse_args(words)
     options.words = words
     try:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from wlb.cli import sources
@@ -15,6 +14,7 @@ from wlb.data import TokenStore
 from wlb.packing import Packs
 from wlb.plan import UserError, offsets_of, segment_lengths
 from wlb.planner import packs_of
+from wlb.report.tables import console, facts_table
 from wlb.spec import METHODS, load
 
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     store = TokenStore(spec.data.store)
     packs = packs_of(spec, store, workload_for(spec, "cpu"))
     packs.save(path)
-    Console(highlight=False).print(_table(packs, store))
+    console().print(_table(packs, store))
     print(f"packs: {path}")
     return 0
 
@@ -61,7 +61,7 @@ def _table(packs: Packs, store: TokenStore) -> Table:
     for i, (start, stop) in enumerate(zip(packs.offsets[:-1], packs.offsets[1:], strict=True)):
         rows[i] = segment_lengths(lengths[start:stop], packs.layout).sum()
     used = tokens[tokens > 0]
-    table = Table(title=f"{packs.made_by}, {packs.layout}", title_justify="left", show_header=False)
+    table = facts_table(f"{packs.made_by}, {packs.layout}")
     for name, value in (
         ("documents", f"{packs.rows.size:,}"),
         ("tokens", f"{int(tokens.sum()):,}"),

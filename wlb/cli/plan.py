@@ -1,6 +1,7 @@
 """`wlb plan`: pack and shard a user's document lengths with every policy; needs no torch."""
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,20 +10,28 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from wlb import __version__
-from wlb.cli import output, sources
-from wlb.cli.options import add_flag, add_json, add_text
+from wlb.cli import output, settings, sources
+from wlb.cli.options import add_flag, add_json, add_text, add_value
 from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
-from wlb.plan import GlobalBatch, ShardingPlan, local_tokens, rows_gathered, rows_moved
+from wlb.packing.study.saving import MEAN_DELAY, Saving, saving_of
+from wlb.plan import (
+    GlobalBatch,
+    ShardingPlan,
+    UserError,
+    check_between,
+    local_tokens,
+    rows_gathered,
+    rows_moved,
+)
 from wlb.planner import Planner
-from wlb.report import packing_page, packing_table, remarks, weight_remark
+from wlb.report import packing_page, packing_table, remarks, saving_line, uneven, weight_remark
+from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
-from wlb.spec import Policy, Remainder, RunSpec, load
+from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
 MOST_SOLVED = 32
@@ -45,43 +54,53 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ilp-seconds", type=float, default=5.0, help="time limit a window")
     add_json(parser, "rows")
     add_text(parser, "--html", "FILE", "a page with tables and plots")
+    add_text(parser, "--out", "FILE", "write the best policy's settings as TOML for wlb train")
+    text = "most steps that a token may wait on average under the best policy"
+    add_value(parser, "--delay-budget", MEAN_DELAY, text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    sources.check_outputs(options.json, options.html, needs_plots=bool(options.html))
-    spec = sources.filled_in(load(options.name, options.overrides), options)
+    _check(options)
+    given = load(options.name, options.overrides)
+    spec = sources.filled_in(given, options)
     source = sources.open_source(options, spec)
     cost = workload_for(spec, options.device)
     batches = sources.batches_of(options, spec, source)
-    own = variants_of(spec)[0].label
+    variants = variants_of(spec)
+    own = variants[0].label
     # The status is shown only if stderr is a terminal.
-    with Console(stderr=True).status("packing"):
+    with console(stderr=True).status("packing"):
         runs = list(compare(spec, batches, cost))
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
     facts = sources.facts_shown(source, batches, spec)
     setting = _setting(spec, cost, len(batches))
+    masks_labels = sources.masks_labels(source)
     notes = [_stream(options, source, batches), sharding["text"]]
     notes += weight_remark(
-        runs[0].summary, spec.training.loss_normalizer, masks_labels=sources.masks_labels(source)
+        runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels
     )
+    sections = {variant.label: variant.section for variant in variants}
+    saving = saving_of(
+        [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
+    )
+    if saving is not None:
+        model = settings.priced_model(options, spec, cost.profile.name)
+        notes.append(saving_line(saving, model=model))
+        section = sections[saving.best.label]
+        notes += _take_away(options, given, saving, section, notes[-1], masks_labels=masks_labels)
+    elif options.out:
+        raise UserError("--out: no step of the usual loader to compare with; give more --steps")
     if options.html:
-        provenance = [
-            ("command", output.command_of(options)),
-            ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
-            *((name, str(value)) for name, value in setting.items()),
-            ("wlb", __version__),
-            ("date", date.today().isoformat()),
-        ]
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
             facts=facts,
             lengths=sources.lengths_shown(source, batches),
             runs=runs,
             own=own,
-            provenance=provenance,
+            provenance=_provenance(options, setting),
             notes=notes,
         )
         Path(options.html).write_text(page, "utf-8")
@@ -93,12 +112,49 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
+        "saving": None if saving is None else saving.to_json(),
         "rows": [r.summary.to_json() for r in runs],
     }
     if output.write_json(options, data):
         return 0
     _show(options, facts.lines, setting, runs, own, notes)
     return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse wrong options before any work."""
+    check_between("--delay-budget", options.delay_budget, 0, math.inf)
+    sources.check_outputs(
+        options.json, options.html, needs_plots=bool(options.html), settings=options.out
+    )
+
+
+def _take_away(
+    options: argparse.Namespace,
+    given: RunSpec,
+    saving: Saving,
+    section: PackingSection,
+    why: str,
+    *,
+    masks_labels: bool,
+) -> list[str]:
+    """Write the best policy's run to --out; else a sentence on how to. section: of that policy."""
+    if not options.out:
+        return ["--out FILE writes the settings of that policy as TOML for wlb train"]
+    is_constant = not masks_labels and uneven(saving.best, given.training.loss_normalizer)
+    best = settings.packed_as(given, section, options, is_constant=is_constant)
+    Path(options.out).write_text(settings.as_toml(best, options, why=why), "utf-8")
+    return []
+
+
+def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("command", output.command_of(options)),
+        ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
+        *((name, str(value)) for name, value in setting.items()),
+        ("wlb", __version__),
+        ("date", date.today().isoformat()),
+    ]
 
 
 def _show(
@@ -110,18 +166,18 @@ def _show(
     notes: list[str],
 ) -> None:
     # Markup is off because a file's name may have brackets.
-    console = Console(highlight=False, markup=False)
+    screen = console(markup=False)
     for line in facts:
-        console.print(line)
+        screen.print(line)
     title = (
         f"{setting['steps']} global batches of {setting['micro_batches']} x "
         f"{setting['window']:,} tokens, cost: {setting['cost']}"
     )
     summaries = [r.summary for r in runs]
-    console.print(packing_table(summaries, title=title, width=console.width, own=own))
+    screen.print(packing_table(summaries, title=title, own=own))
     for line in (*notes, *remarks(summaries)):
-        console.print(line)
-    output.print_written(console, options.html, options.json)
+        screen.print(line)
+    output.print_written(screen, options.out, options.html, options.json)
 
 
 def _solved(

@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from wlb.cli.options import add_flag, add_text
 from wlb.cli.output import command_of, needs_train_extra
 from wlb.cost.machine import program_version, short_name
 from wlb.plan import UserError, check_at_least
+from wlb.report.tables import console, new_table
 from wlb.spec import Device, load, presets
 
 
@@ -41,7 +41,13 @@ def add_parser(commands: Any) -> None:
     add_text(parser, "--backend", "NAME", text)
     text = "measure attention for more head layouts of a rank too, such as 8x64 or 8:2x128"
     add_text(parser, "--heads", "LAYOUT", text, nargs="+", default=[])
-    add_text(parser, "--out", "FILE", "profile (default: NAME.json)", type=Path)
+    add_text(
+        parser,
+        "--out",
+        "FILE",
+        "profile, or an existing folder (default: NAME.json here)",
+        type=Path,
+    )
     parser.add_argument("--name", help="name of the profile (default: from --out or the device)")
     text = (
         "GPUs per node of the cluster, which decides the prices of collectives (default: the GPUs "
@@ -74,13 +80,16 @@ def run(options: argparse.Namespace) -> int:
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
     )
     out, name = _names(options, settings.header()["name"])
+    suffixes = [".json", *([] if options.no_page else [".html"]), ".log", ".sweep.jsonl"]
     if not options.no_page:
         from wlb.report.plots import require_matplotlib
 
         require_matplotlib()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # A console on a file or pipe assumes 80 columns, which would wrap cells; wider is safe there.
-    console = Console(record=True, width=None if sys.stdout.isatty() else 120)
+    screen = console(record=True)
+    written = ", ".join(str(out.with_suffix(suffix)) for suffix in suffixes)
+    if world is None or not world.rank:
+        screen.print(f"profile {name!r}, to be written: {written}", markup=False)
     command = command_of(options)
     if world is not None:
         here = world.local_world_size
@@ -93,18 +102,21 @@ def run(options: argparse.Namespace) -> int:
             "command": command,
         }
         path = out.with_suffix(".sweep.jsonl")
-        records, environment = run_sweep(settings, path, world, console, start)
+        records, environment = run_sweep(settings, path, world, screen, start)
     finally:
         worlds.shutdown()
     if world is not None and world.rank:
         return 0
-    _finish(options, settings, records, environment, out, name, console, begin)
+    _finish(options, settings, records, environment, out, name, screen, begin)
     return 0
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
-    name = options.name or (options.out.stem if options.out else short_name(device_name))
+    is_file = options.out is not None and not options.out.is_dir()
+    name = options.name or (options.out.stem if is_file else short_name(device_name))
     out = options.out or Path(f"{name}.json")
+    if out.is_dir():
+        out /= f"{name}.json"
     if out.suffix != ".json":
         raise UserError(f"--out {out} must be a .json file")
     return out, name
@@ -117,7 +129,7 @@ def _finish(
     environment: dict[str, Any],
     out: Path,
     name: str,
-    console: Console,
+    screen: Console,
     begin: float,
 ) -> None:
     from wlb.cost.profile_file import save_profile
@@ -129,22 +141,22 @@ def _finish(
     built = build(records, model=model, layouts=layouts, grid=grid, origin=origin)
     save_profile(out, built.profile)
     for table in (_attention_table(built), _linear_table(built)):
-        console.print(table)
+        screen.print(table)
     if environment["device"] == "cuda" and not per_node:
-        console.print(
+        screen.print(
             f"note: one GPU is visible; the profile assumes {built.profile.ranks_per_node} per "
             f"node (change it by --ranks-per-node N)"
         )
     for note in built.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        screen.print(f"note: {note}", markup=False)
     for record in built.failed:
-        console.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")
+        screen.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")
     files = [out, out.with_suffix(".log"), out.with_suffix(".sweep.jsonl")]
     if not options.no_page:
         files.insert(1, out.with_suffix(".html"))
         files[1].write_text(_page(built, settings), "utf-8")
-    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
-    out.with_suffix(".log").write_text(console.export_text(), "utf-8")
+    screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
+    out.with_suffix(".log").write_text(screen.export_text(), "utf-8")
 
 
 def visible_gpus(device: str) -> int | None:
@@ -172,11 +184,9 @@ def _page(built: Any, settings: Any) -> str:
 
 
 def _attention_table(built: Any) -> Table:
-    headers = ("kernel", "heads", "size", "launch us", "pairs (q, kv)", "varlen batches")
+    numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
     title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
-    table = Table(*headers, "test-retest", title=title)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = new_table(title, labels=["kernel"], numbers=numbers)
     for fitted in built.attention:
         t, r = fitted.table, fitted.residuals
         launches = f"{t.launch_forward_ns / 1e3:.0f} + {t.launch_backward_ns / 1e3:.0f}"
@@ -207,7 +217,7 @@ def _error(residuals: dict[str, float], name: str) -> str:
 
 
 def _linear_table(built: Any) -> Table:
-    table = Table("term", "fitted", title="The linear part, forward / backward")
+    table = new_table("The linear part, forward / backward", texts=["term"], numbers=["fitted"])
     profile = built.profile
     for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):
         low, high = float(surface.values.min()), float(surface.values.max())

@@ -3,12 +3,10 @@
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from wlb.cli import output
 from wlb.plan import UserError
 from wlb.report import worth_line
-from wlb.report.tables import new_table
+from wlb.report.tables import console, new_table
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
@@ -52,17 +50,17 @@ def show(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    console = Console(highlight=False, markup=False)
-    console.print(worth_line(made.profile))
+    screen = console(markup=False)
+    screen.print(worth_line(made.profile))
     table = new_table(labels=["step"], numbers=["measured s", "simulated s", "difference"])
     rows = list(zip(made.measured, made.measured_s, made.simulated_s, strict=True))
     for metrics, measured, simulated in rows[:_SHOWN]:
         difference = f"{simulated / measured - 1:+.1%}"
         table.add_row(str(metrics.step), f"{measured:.3f}", f"{simulated:.3f}", difference)
-    console.print(table)
+    screen.print(table)
     if len(rows) > _SHOWN:
-        console.print(f"the first {_SHOWN} of {len(rows)} steps; --json FILE has all")
-    console.print(
+        screen.print(f"the first {_SHOWN} of {len(rows)} steps; --json FILE has all")
+    screen.print(
         f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
         f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
     )

@@ -1,11 +1,8 @@
 """`wlb rehearse`: run ranks of a cluster's job on fake GPUs, on one CPU."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from wlb.cli import output
 from wlb.cli.options import add_json, add_overrides, add_text, add_value
@@ -14,6 +11,7 @@ from wlb.plan import UserError, check_at_least
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
 from wlb.rehearse.show import as_json, show
 from wlb.rehearse.trace import write_trace
+from wlb.report.tables import console
 from wlb.spec import SYSTEMS, load, presets
 
 _DESCRIPTION = """\
@@ -60,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.trace, None if options.json == "-" else options.json):
         if path and not Path(path).parent.is_dir():
             raise UserError(f"{path}: its folder does not exist")
-    quiet = Console(stderr=True)
+    quiet = console(stderr=True)
     with output.needs_train_extra("a rehearsal needs"):
         found = rehearse(
             load(options.name, overrides),
@@ -68,10 +66,10 @@ def run(options: argparse.Namespace) -> int:
             steps=options.steps,
             jobs=options.jobs,
             traces=bool(options.trace),
-            tell=lambda line: quiet.print(line, highlight=False) if quiet.is_terminal else None,
+            tell=lambda line: quiet.print(line) if quiet.is_terminal else None,
         )
     if options.trace:
         write_trace(Path(options.trace), found.ranks)
     if not output.write_json(options, as_json(found)):
-        show(found, Console(width=None if sys.stdout.isatty() else 140))
+        show(found, console())
     return 0 if found.passed else 1

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from wlb.cli import output, recorded, sources
 from wlb.cli.options import add_flag, add_json, add_text
@@ -25,7 +24,7 @@ from wlb.report import (
     worth_line,
     worth_of,
 )
-from wlb.report.tables import new_table
+from wlb.report.tables import console, new_table
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
     RunSimulation,
@@ -102,10 +101,10 @@ def run(options: argparse.Namespace) -> int:
     batches = sources.batches_of(options, spec, source)
     systems = {name: _alternatives(options, spec, name) for name in options.systems}
     runs: list[RunSimulation] = []
-    quiet = Console(stderr=True)
+    quiet = console(stderr=True)
     for label, alternatives in {**systems, "run": [spec]}.items():
         if quiet.is_terminal:
-            quiet.print(f"simulating {label}", highlight=False)
+            quiet.print(f"simulating {label}")
         runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
     step = _chosen(options, own)
@@ -214,20 +213,20 @@ def _show(
     }
     if output.write_json(options, data):
         return
-    console = Console(highlight=False, markup=False)
-    console.print(layout_text(own.simulator.spec))
-    console.print(worth_line(cost.profile))
+    screen = console(markup=False)
+    screen.print(layout_text(own.simulator.spec))
+    screen.print(worth_line(cost.profile))
     for note in cost.notes:
-        console.print(f"  {note}")
+        screen.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"
-    console.print(simulation_table(runs, title=title, own="run"))
+    screen.print(simulation_table(runs, title=title, own="run"))
     path = critical_path(simulation)
-    console.print(f"step {step} of run, {path.step_time_s:.3f} s:")
+    screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
     for line in path.describe():
-        console.print(f"  {line}")
+        screen.print(f"  {line}")
     shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
-    console.print(f"  bubble of pipeline ranks: {shares}")
-    output.print_written(console, options.trace, options.timeline, options.html, options.json)
+    screen.print(f"  bubble of pipeline ranks: {shares}")
+    output.print_written(screen, options.trace, options.timeline, options.html, options.json)
 
 
 def _replay(
@@ -253,7 +252,7 @@ def _replay(
             difference = f"{found.difference:+.1%}"
             table.add_row(found.label, f"{found.simulated_s:.3f}", replayed, difference)
             worst = max(worst, abs(found.difference))
-    console = Console(highlight=False, markup=False)
-    console.print(table)
-    console.print(f"largest difference of medians: {worst:.1%}")
+    screen = console(markup=False)
+    screen.print(table)
+    screen.print(f"largest difference of medians: {worst:.1%}")
     return 0

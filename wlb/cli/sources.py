@@ -64,7 +64,11 @@ def add_arguments(
         "documents", "at most one of these; default: data.store or data.blend of the run"
     )
     source = group.add_mutually_exclusive_group()
-    add_text(source, "--lengths", "FILE", "document lengths: .npy, .json, or one a line")
+    text = (
+        "document lengths in tokens: .npy, .npz, .csv, .json, .jsonl, .parquet, or one a line; - "
+        "reads stdin"
+    )
+    add_text(source, "--lengths", "FILE", text)
     add_text(source, "--corpus", "STORE", "prefix of a .bin/.idx token store")
     add_text(source, "--synthetic", "FAMILY", f"random lengths: {', '.join(FAMILIES)}")
     add_overrides(parser, metavar="KEY=VALUE")

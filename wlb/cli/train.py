@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from typing import Any
 
 from wlb.cli.options import add_flag, add_overrides, add_text
@@ -9,7 +10,9 @@ from wlb.cli.output import needs_train_extra
 from wlb.cli.system import with_system
 from wlb.plan import UserError
 from wlb.planner.service import PlanningError
+from wlb.report.tables import console
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
+from wlb.train import dry_run
 from wlb.train.faults.stop import Signals
 
 _DESCRIPTION = """\
@@ -17,7 +20,7 @@ Train a preset or a TOML file, on the ranks of torchrun or Slurm if there are an
 many local processes as the layout needs.
 
   wlb train demo --set training.steps=100 data.context_window=8192    override any key
-  wlb train path/to/run.toml --dry-run                                layout, memory, first plan
+  wlb train path/to/run.toml --dry-run                                time, days, memory, first plan
   wlb train path/to/run.toml --resume                                 continue the run
   torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
 
@@ -25,11 +28,11 @@ A layout, key or corpus that cannot work is refused before a rank starts. run.ou
 holds metrics.jsonl (one line per step: measured, predicted, Plain-4D), checkpoints/ (safetensors
 and JSON with checksums, nothing pickled), logs/rank-<n>.log, and failure.txt after a failure.
 
-SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and exits with status 0. A
-resumed run may have another layout and number of micro-batches, and continues with the documents
-that were waiting. A checkpoint that cannot be written is reported and training continues; only
-a failure of the last one is an error. If a rank dies, hangs or raises, all ranks end with one
-report.
+Ctrl-C, SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and exits with status
+0; a second Ctrl-C aborts it and saves nothing. A resumed run may have another layout and number of
+micro-batches, and continues with the documents that were waiting. A checkpoint that cannot be
+written is reported and training continues; only a failure of the last one is an error. If a rank
+dies, hangs or raises, all ranks end with one report.
 
 Summary: imbalance = predicted time of the slowest micro-batch over the mean (Section 7.4 of the
 paper; 1.20 means that the others idle for a sixth of the step); Plain-4D = the same documents in
@@ -54,7 +57,8 @@ def add_parser(commands: Any) -> None:
         f"of fixed_4d and wlb; --set overrides it"
     )
     add_text(parser, "--system", "SYSTEM", text)
-    add_flag(parser, "--dry-run", "print layout, memory and the first plan; train nothing")
+    text = "print size, predicted step time, days, memory and a first plan; train and read nothing"
+    add_flag(parser, "--dry-run", text)
     text = (
         "continue from the run's last checkpoint, from that of a step or from a checkpoint's "
         "folder; auto: from the last one if there is one (for requeued jobs)"
@@ -70,31 +74,35 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    started_s = time.time()
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
             raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
-        with needs_train_extra("training needs"):
-            from wlb.train import dry_run
-            from wlb.train.telemetry.display import console
-        dry_run.show(spec, console())
+        # Neither torch nor a GPU is needed, so that it answers at once on any machine.
+        dry_run.show(spec, console(markup=False))
         return 0
     # Signals are handled from here on, because importing torch takes seconds.
-    with Signals() as signals:
-        return _train(spec, options, signals)
+    with Signals(answers=True) as signals:
+        return _train(spec, options, signals, started_s)
 
 
-def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals) -> int:
+def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started_s: float) -> int:
     with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
         from wlb.train.checkpoint.saver import CheckpointError
-        from wlb.train.telemetry.display import console
     screen = console()
     try:
-        resume, calibrate = options.resume, options.calibrate
-        start.train(spec, resume=resume, console=screen, calibrate=calibrate, signals=signals)
+        start.train(
+            spec,
+            resume=options.resume,
+            console=screen,
+            calibrate=options.calibrate,
+            signals=signals,
+            started_s=started_s,
+        )
     except (RankFailure, FloatingPointError, CheckpointError, PlanningError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1

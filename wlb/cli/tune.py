@@ -6,12 +6,13 @@
 import argparse
 import math
 import shlex
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
 
-from wlb.cli import output, sources, tune_layout
+from wlb import __version__
+from wlb.cli import output, settings, sources, tune_layout
 from wlb.cli.options import add_json, add_text, add_value
 from wlb.cost import workload_for
 from wlb.packing.study.tune import (
@@ -25,8 +26,9 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
-from wlb.report import tuning_table, weight_remark
+from wlb.report import tuning_page, tuning_table, uneven, weight_remark
 from wlb.report.packing.plots import tuning_figure
+from wlb.report.tables import console
 from wlb.spec import Policy, load
 
 
@@ -60,6 +62,8 @@ def add_parser(commands: Any) -> None:
     add_value(packing, "--rows", 20, "rows of the front that are printed")
     add_json(packing, "points")
     add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
+    add_text(packing, "--html", "FILE", "a page with table, plot and the recommended settings")
+    add_text(packing, "--out", "FILE", "write the recommended settings as TOML for wlb train")
     packing.set_defaults(run=run)
     tune_layout.add_parser(what)
 
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     cost = workload_for(spec, options.device)
-    progress = Console(stderr=True)
+    progress = console(stderr=True)
     points = list(
         track(
             tune_points(spec, batches, cost, grid=grid),
@@ -92,47 +96,62 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         tuning_figure(tuning).savefig(options.plot, dpi=150)
     facts = sources.facts_shown(source, batches, spec)
+    best, masks_labels = tuning.recommended, sources.masks_labels(source)
+    is_constant = not masks_labels and uneven(best.summary, spec.training.loss_normalizer)
+    keys = settings.all_keys(options, best.overrides, is_constant=is_constant)
+    command = shlex.join(["wlb", "train", options.name, "--set", *keys])
+    model = settings.priced_model(options, spec, cost.profile.name)
+    notes = [
+        f"predicted for {model}",
+        *weight_remark(best.summary, spec.training.loss_normalizer, masks_labels=masks_labels),
+    ]
+    chosen = load(options.name, keys)
+    toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
+    if options.out:
+        Path(options.out).write_text(toml, "utf-8")
+    if options.html:
+        provenance = [("command", output.command_of(options)), ("wlb", __version__)]
+        title = f"Packing settings for {source.name}"
+        about = {"title": title, "facts": facts, "provenance": provenance, "notes": notes}
+        page = tuning_page(tuning, command=command, toml=toml, **about)
+        Path(options.html).write_text(page, "utf-8")
     data = {
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
         "is_within_budget": tuning.is_within_budget,
         "recommended": tuning.recommended.to_json(),
+        "command": command,
         "front": [p.to_json() for p in tuning.front],
         "points": [p.to_json() for p in tuning.points],
     }
     if output.write_json(options, data):
         return 0
-    remark = weight_remark(
-        tuning.recommended.summary,
-        spec.training.loss_normalizer,
-        masks_labels=sources.masks_labels(source),
-    )
-    _show(options, facts.lines, tuning, remark)
+    _show(options, facts.lines, tuning, [*notes, f"recommended: {command}"])
     return 0
 
 
 def _show(
-    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, remark: list[str]
+    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, notes: list[str]
 ) -> None:
-    console = Console(highlight=False)
+    screen = console(markup=False)
     for line in facts:
-        console.print(line, markup=False)
-    console.print(tuning_table(tuning, rows=options.rows))
+        screen.print(line)
+    screen.print(tuning_table(tuning, rows=options.rows))
     if not tuning.is_within_budget:
-        console.print(
+        screen.print(
             f"no setting keeps the mean delay within {options.delay_budget:g} steps; the setting "
             f"with the least delay is recommended"
         )
-    for line in remark:
-        console.print(line, markup=False)
-    quoted = " ".join(shlex.quote(word) for word in tuning.recommended.overrides)
-    console.print(f"recommended: --set {quoted}", soft_wrap=True, markup=False)
-    output.print_written(console, options.plot, options.json)
+    for line in notes:
+        # A command that is copied must be one line.
+        screen.print(line, soft_wrap=True)
+    output.print_written(screen, options.plot, options.out, options.html, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     check_at_least("--rows", options.rows, 1)
-    sources.check_outputs(options.json, options.plot, needs_plots=bool(options.plot))
+    pictures = (options.plot, options.html)
+    sources.check_outputs(options.json, *pictures, needs_plots=any(pictures), settings=options.out)
     output.check_figure(options.plot)

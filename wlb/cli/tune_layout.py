@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from wlb import __version__
 from wlb.cli import output, sources
 from wlb.cli.options import add_json, add_text, add_value
@@ -28,6 +26,7 @@ from wlb.report.layout.tables import (
     loser_lines,
     refusal_lines,
 )
+from wlb.report.tables import console
 from wlb.simulate.layout_search.layouts import LayoutChoices, layouts_of
 from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices
 from wlb.simulate.layout_search.search import Search, Tuner
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     first = layouts.candidates[0].spec
     profile = workload_for(first, options.device).profile
     # The status is shown only if stderr is a terminal.
-    status = Console(stderr=True).status("layouts")
+    status = console(stderr=True).status("layouts")
     with Workers(jobs=options.jobs or os.cpu_count() or 1) as workers, status:
         counts: Counter[str] = Counter()
 
@@ -278,15 +277,15 @@ def _show(
     }
     if output.write_json(options, data):
         return
-    console = Console(highlight=False, markup=False)
-    console.print(worth_line(profile))
-    console.print(layout_table(report, title=title, width=console.width))
+    screen = console(markup=False)
+    screen.print(worth_line(profile))
+    screen.print(layout_table(report, title=title))
     if report.own_note:
-        console.print(report.own_note)
-    console.print("why the others lost:")
+        screen.print(report.own_note)
+    screen.print("why the others lost:")
     for line in loser_lines(report):
-        console.print(f"  {line}")
-    console.print(f"{effort_line(report)}; {seconds:.0f} s")
+        screen.print(f"  {line}")
+    screen.print(f"{effort_line(report)}; {seconds:.0f} s")
     for line in refusal_lines(report):
-        console.print(f"  {line}")
-    output.print_written(console, options.out, options.html, options.json)
+        screen.print(f"  {line}")
+    output.print_written(screen, options.out, options.html, options.json)

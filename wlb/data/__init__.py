@@ -9,11 +9,11 @@ from wlb.data.blend import BlendedStore as BlendedStore
 from wlb.data.blend import StoreName as StoreName
 from wlb.data.blend import open_batches as open_batches
 from wlb.data.blend import open_store as open_store
+from wlb.data.length_files import lengths_of_file as lengths_of_file
 from wlb.data.lengths import FAMILIES as FAMILIES
 from wlb.data.lengths import LengthFamily as LengthFamily
 from wlb.data.lengths import LengthSource as LengthSource
 from wlb.data.lengths import lengths_of_family as lengths_of_family
-from wlb.data.lengths import lengths_of_file as lengths_of_file
 from wlb.data.reader import StoreReader as StoreReader
 from wlb.data.store import TokenStore as TokenStore
 from wlb.data.store import TokenStoreWriter as TokenStoreWriter

@@ -1,4 +1,4 @@
-"""Corpora of which only document lengths are known: measured ones from a file, or drawn ones.
+"""Corpora of which only document lengths are known: given ones, or drawn ones.
 
 They plan, simulate and tune as a token store does. `LengthFamily` mixes, by shares of TOKENS, a
 lognormal body, a Pareto tail up to the window, and documents cut at the window. Its defaults
@@ -8,11 +8,10 @@ Guarantees: equal arguments give equal lengths, in [1, window] for a family, at 
 Cost: 8 bytes a document; some 30 ns to draw one.
 """
 
-import json
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -34,7 +33,7 @@ class LengthSource:
     source_id: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _checked(self.name, self.lengths))
+        object.__setattr__(self, "lengths", checked_lengths(self.name, self.lengths))
 
     @property
     def num_documents(self) -> int:
@@ -144,52 +143,11 @@ def lengths_of_family(
     return LengthSource(name=f"{name}({window})", lengths=lengths, source_id=source_id)
 
 
-def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
-    """Lengths from `.npy` (one axis), `.json` (a list), or text with one length a line."""
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no file of lengths at {path}")
-    match path.suffix:
-        case ".npy":
-            values = _load_npy(path)
-        case ".json":
-            values = _load_json(path)
-        case _:
-            words = map(str.strip, path.read_text("utf-8", "replace").splitlines())
-            values = [_number(word) for word in words if word]  # `_checked` names bad entries
-    return LengthSource(name=path.name, lengths=_checked(str(path), values), source_id=source_id)
-
-
-def _load_npy(path: Path) -> npt.NDArray[Any]:
-    try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(
-            f"{path} is not a .npy array of integers ({error}); save lengths with numpy.save"
-        ) from error
-
-
-def _load_json(path: Path) -> list[Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}); it must hold a list of lengths") from error
-    if not isinstance(values, list):
-        raise UserError(f"{path} holds a {type(values).__name__}; it must hold a list of lengths")
-    return values  # pyright: ignore[reportUnknownVariableType]
-
-
-def _number(word: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
-
-
-def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
-    """A read-only int64 copy; UserError for the first entry that is no length."""
+def checked_lengths(
+    name: str, values: IntLike | list[Any], *, where: Callable[[int], str] = "length {}".format
+) -> IntArray:
+    """A read-only int64 copy; UserError for the first entry that is no length. where: names the
+    place of an entry by its index."""
     array = values
     if isinstance(array, np.ndarray) and (array.ndim != 1 or array.dtype.kind not in "iuf"):
         raise UserError(
@@ -198,13 +156,13 @@ def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
     if not isinstance(array, np.ndarray) or array.dtype.kind == "f":
         entries = array.tolist() if isinstance(array, np.ndarray) else array
         if not all(type(v) is int and -(2**63) <= v < 2**63 for v in entries):
-            entries = [_whole(name, i, v) for i, v in enumerate(entries)]
+            entries = [_whole(name, where(i), v) for i, v in enumerate(entries)]
         array = np.array(entries, np.int64)
     if not array.size:
         raise UserError(f"{name} has no lengths; the corpus has no document")
     if (i := first_true((array < 1) | (array > 2**62))) is not None:
         raise UserError(
-            f"{name}: length {i} is {array[i]}; a length is at least 1 token, so leave empty "
+            f"{name}: {where(i)} is {array[i]}; a length is at least 1 token, so leave empty "
             f"documents out"
         )
     out = array.astype(np.int64)
@@ -212,7 +170,7 @@ def _checked(name: str, values: IntLike | list[Any]) -> IntArray:
     return out
 
 
-def _whole(name: str, i: int, value: Any) -> int:
+def _whole(name: str, where: str, value: Any) -> int:
     """`value` as an int64; 12.0 is one, 12.5, NaN, true and "12" are not."""
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(number, SupportsIndex) and not isinstance(number, bool):
@@ -220,5 +178,5 @@ def _whole(name: str, i: int, value: Any) -> int:
         if abs(number) < 2**63:
             return number
     raise UserError(
-        f"{name}: length {i} is {value!r}, not a whole number; give tokens of each document"
+        f"{name}: {where} is {value!r}, not a whole number; give tokens of each document"
     )

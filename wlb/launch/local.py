@@ -169,6 +169,24 @@ def _signals_exit() -> Iterator[None]:
             signal.signal(kind, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore SIGINT, as processes started in this context then do from their first instruction on.
+
+    A terminal sends Ctrl-C to the forkserver while it imports torch, and to a rank that does not
+    lead its process group yet; both are ended by this process, which decides what Ctrl-C means.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_changed = threading.current_thread() is threading.main_thread() and before is not None
+    if is_changed:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if is_changed:
+            signal.signal(signal.SIGINT, before)
+
+
 class _LocalRanks:
     """Processes of a run in rank order, and the pipes that carry their results."""
 
@@ -182,7 +200,7 @@ class _LocalRanks:
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
-        with worlds.temporary_environment(OMP_NUM_THREADS="1"):
+        with worlds.temporary_environment(OMP_NUM_THREADS="1"), _ignoring_interrupts():
             forkserver.ensure_running()
         for job in self.jobs:
             receiver, sender = context.Pipe(duplex=False)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from wlb.parallel.grid import rank_grid as rank_grid
 from wlb.parallel.host import host_group
 from wlb.plan import UserError
 from wlb.spec.run import ParallelSpec
@@ -42,14 +42,6 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
     rank, cp = divmod(rank, parallel.cp)
     dp, pp = divmod(rank, parallel.pp)
     return Coordinates(tp=tp, cp=cp, pp=pp, dp=dp)
-
-
-def rank_grid(parallel: ParallelSpec) -> np.ndarray:
-    """All ranks, shape [pp, dp, cp, tp]."""
-    physical = np.arange(parallel.world_size).reshape(
-        max(1, parallel.dp), parallel.pp, parallel.cp, parallel.tp
-    )
-    return np.ascontiguousarray(physical.transpose(1, 0, 2, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

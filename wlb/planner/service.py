@@ -29,7 +29,7 @@ from typing import Any
 from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PriceSchedule, StepPlan, UserError
 from wlb.planner.compose import Planner
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _WATCH_S = 1.0
 _LONGEST = 100
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
@@ -303,7 +303,8 @@ class PlanServer:
 @contextlib.contextmanager
 def _held_back() -> Generator[None]:
     """Block stop signals in processes started inside this context, until they ignore them. Slurm
-    signals all processes of a step, but ranks save first and then end the planner themselves.
+    signals all processes of a step, and a terminal all of a job, but ranks save first and then end
+    the planner themselves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -1,5 +1,6 @@
 """Decides what `wlb profile` measures on which device, and runs it in order."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,11 @@ from wlb.spec import AttentionBackend, ModelSpec, RunSpec
 PRESETS = {"cpu": "demo", "cuda": "7b_128k"}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 MOST_LAYOUTS_TP = 8
+COST_OF_BUDGET = 3.0
+"""Time of a task over its budget for repeats: 2.4 and 3.2 of two sweeps on CPUs; making inputs,
+warm-up and calls that are longer than the budget are in it."""
+LONG_KINDS = ("batch", "held_batch")
+ATTENTION_KINDS = (*LONG_KINDS, "call", "two_groups", "grid", "held_pair", "heads")
 QUICK_LONGEST = {"cpu": 2048, "cuda": 32768}
 CPU_LONGEST = 8192
 Shape = tuple[int, int, int]
@@ -205,6 +211,32 @@ def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
     return [*first, *middle, *linear, *last]
 
 
+def expected_s(settings: SweepSettings, tasks: Sequence[Task]) -> float:
+    """About how long tasks take, without collectives: their budgets times COST_OF_BUDGET."""
+    attention = settings.grid.budget_s
+    budgets: dict[str, float] = dict.fromkeys(ATTENTION_KINDS, attention)
+    budgets |= dict.fromkeys(LONG_KINDS, 4 * attention)
+    return COST_OF_BUDGET * sum(budgets.get(t.kind, settings.linear_budget_s) for t in tasks)
+
+
+def describe_sweep(settings: SweepSettings, tasks: Sequence[Task], num_collectives: int) -> str:
+    """One sentence on what is to be measured, and for about how long. tasks: not measured yet."""
+    kernels = ", ".join(
+        f"{layout.backend} of {layout.num_heads}:{layout.num_kv_heads} heads of {layout.head_dim}"
+        for layout in settings.layouts
+    )
+    attention = sum(task.kind in ATTENTION_KINDS for task in tasks)
+    collectives = f", {num_collectives} of collectives" if num_collectives else ""
+    dtype = str(settings.dtype).removeprefix("torch.")
+    minutes = expected_s(settings, tasks) / 60
+    return (
+        f"measures {describe(settings.device)['name']} in {dtype}: {attention} points of attention "
+        f"({kernels}), {len(tasks) - attention} of matrix products and other operators"
+        f"{collectives}; about {max(1, math.ceil(minutes))} min, in which nothing else should run "
+        f"on it; Ctrl-C keeps what was measured, and the same command goes on"
+    )
+
+
 def run_sweep(
     settings: SweepSettings,
     path: Path,
@@ -235,6 +267,9 @@ def run_sweep(
             if known:
                 console.print(f"{known} of {num} points are in {path} from an earlier start")
             console.print(collectives.note, markup=False, highlight=False)
+            left = [task for task in tasks if task.key not in file.records]
+            more = [task for task in collectives.tasks if task.key not in file.records]
+            console.print(describe_sweep(settings, left, len(more)), markup=False)
             try:
                 records = list(_shown(file, collectives.tasks, "collectives", console))
                 # The other ranks are released here so that they do not run into their timeout.

@@ -11,6 +11,7 @@ from rich.table import Table
 from wlb.cost import gpu_budget
 from wlb.rehearse.results import RankResult, StepResult
 from wlb.rehearse.run import Rehearsed
+from wlb.report.tables import new_table
 
 GIB = 1 << 30
 _MOST_FAULTS = 8
@@ -90,10 +91,9 @@ def _segments(kind: str) -> str:
 
 def _memory(found: Rehearsed) -> Table:
     title = f"Memory, GiB of {found.spec.cluster.memory_gib:g}"
-    table = Table(title=title, title_justify="left")
-    names = ("rank", "peak", "estimate", "reserved", "without\nexpandable", "largest kinds at peak")
-    for name in names:
-        table.add_column(name, justify="left" if name.startswith("largest") else "right")
+    numbers = ("peak", "estimate", "reserved", "without\nexpandable")
+    table = new_table(title, labels=["rank"], numbers=numbers)
+    table.add_column("largest kinds at peak")
     for result in found.ranks:
         estimate = max((step.estimate_bytes for step in result.steps), default=0)
         kinds = sorted(result.at_peak.items(), key=lambda item: -item[1])[:5]
@@ -112,9 +112,8 @@ def _memory(found: Rehearsed) -> Table:
 def _parts(found: Rehearsed) -> Table:
     """Kernels and transfers of the last step of each rank; a line for each part."""
     title = f"Last step, priced by profile {found.spec.cost.profile!r}"
-    table = Table(title=title, title_justify="left")
-    for name in ("rank", "part", "calls", "ms", "exposed ms", "GB", "TFLOP"):
-        table.add_column(name, justify="left" if name == "part" else "right")
+    numbers = ("calls", "ms", "exposed ms", "GB", "TFLOP")
+    table = new_table(title, labels=["rank", "part"], numbers=numbers)
     for result in found.ranks:
         if not result.steps:
             continue

@@ -5,8 +5,11 @@ from wlb.report.packing.tables import SourceFacts as SourceFacts
 from wlb.report.packing.tables import facts_of as facts_of
 from wlb.report.packing.tables import packing_table as packing_table
 from wlb.report.packing.tables import remarks as remarks
+from wlb.report.packing.tables import saving_line as saving_line
 from wlb.report.packing.tables import tuning_table as tuning_table
+from wlb.report.packing.tables import uneven as uneven
 from wlb.report.packing.tables import weight_remark as weight_remark
+from wlb.report.packing.tuning import tuning_page as tuning_page
 from wlb.report.plots import require_matplotlib as require_matplotlib
 from wlb.report.run.page import run_page as run_page
 from wlb.report.run.records import RunRecords as RunRecords

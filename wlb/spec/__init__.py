@@ -5,6 +5,7 @@ from wlb.spec.check import resolve_dp as resolve_dp
 from wlb.spec.keys import KeyHelp as KeyHelp
 from wlb.spec.keys import RenamedKeyWarning as RenamedKeyWarning
 from wlb.spec.keys import apply as apply
+from wlb.spec.keys import did_you_mean as did_you_mean
 from wlb.spec.keys import list_keys as list_keys
 from wlb.spec.keys import to_dict as to_dict
 from wlb.spec.load import load as load
@@ -41,4 +42,5 @@ from wlb.spec.sharding import Strategy as Strategy
 from wlb.spec.systems import SYSTEMS as SYSTEMS
 from wlb.spec.systems import system_choices as system_choices
 from wlb.spec.systems import system_overrides as system_overrides
+from wlb.spec.write import to_commented_toml as to_commented_toml
 from wlb.spec.write import to_toml as to_toml

@@ -103,6 +103,10 @@ def _check_ranges(spec: RunSpec) -> None:
     for minimum, names in _AT_LEAST.items():
         check_bounds(spec, names, at_least=minimum)
     check_bounds(spec, _ABOVE_0, above=0)
+    if min(spec.telemetry.trace_steps, default=1) < 1:
+        raise UserError(
+            f"telemetry.trace_steps = {list(spec.telemetry.trace_steps)}: steps are counted from 1"
+        )
     if spec.run.seed >= 2**64:
         raise UserError(f"run.seed = {spec.run.seed} must be below 2**64")
     _check_name(spec)

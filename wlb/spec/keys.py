@@ -8,6 +8,7 @@ types with the value and the nearest known key.
 import difflib
 import types
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import reduce
@@ -57,14 +58,21 @@ def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
 
 
 def apply(
-    spec: T, values: dict[str, Any], *, source: str, prefix: str = "", is_stored: bool = False
+    spec: T,
+    values: dict[str, Any],
+    *,
+    source: str,
+    prefix: str = "",
+    is_stored: bool = False,
+    whole: type[Any] | None = None,
 ) -> T:
     """Return `spec` with nested `values` set; UserError naming `source`, the key and the remedy.
 
     is_stored: wlb wrote the values (checkpoint, metrics.jsonl), so old names of keys are no reason
-    for a warning.
+    for a warning. whole: type of the outermost section, in which a misplaced key is looked for.
     """
     section = cast("type[Any]", type(spec))
+    whole = whole or section
     hints = get_type_hints(section)
     changes: dict[str, Any] = {}
     for name, value in values.items():
@@ -77,14 +85,21 @@ def apply(
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
         if name not in hints:
-            raise UserError(f"{source}: unknown key {dotted!r}{_nearest(name, hints, prefix)}")
+            raise UserError(
+                f"{source}: unknown key {dotted!r}{_nearest(dotted, hints, prefix, whole)}"
+            )
         kind = hints[name]
         if is_dataclass(kind):
             if not isinstance(value, dict):
                 raise UserError(f"{source}: {dotted} is a section, got {value!r}")
             nested = cast("dict[str, Any]", value)
             changes[name] = apply(
-                getattr(spec, name), nested, source=source, prefix=f"{dotted}.", is_stored=is_stored
+                getattr(spec, name),
+                nested,
+                source=source,
+                prefix=f"{dotted}.",
+                is_stored=is_stored,
+                whole=whole,
             )
         else:
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
@@ -141,11 +156,25 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
     return value
 
 
-def _nearest(name: str, hints: dict[str, Any], prefix: str) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'x'?" with the known name that is most like `name`, else ""."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _nearest(dotted: str, hints: dict[str, Any], prefix: str, whole: type[Any]) -> str:
+    """The known key that was probably meant: of this section, or of the same name in another."""
+    here = [prefix + name for name in hints]
+    name = dotted.removeprefix(prefix)
+    keys = [key.name for key in list_keys(whole)]
+    elsewhere = [key for key in keys if key.rsplit(".", 1)[-1] == name]
+    if elsewhere:
+        return f"; did you mean {' or '.join(map(repr, elsewhere))}?"
     close = difflib.get_close_matches(name, hints, n=1)
     if close:
         return f"; did you mean {prefix + close[0]!r}?"
-    return f"; known here: {', '.join(prefix + h for h in hints)}"
+    anywhere = "" if prefix else did_you_mean(dotted, keys)
+    return anywhere or f"; known here: {', '.join(here)}"
 
 
 def _type_name(kind: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.spec.check import check
-from wlb.spec.keys import apply, list_keys, nest
+from wlb.spec.keys import apply, did_you_mean, list_keys, nest
 from wlb.spec.methods import keys_of
 from wlb.spec.run import RunSpec
 
@@ -54,8 +54,10 @@ def _read(name: str) -> dict[str, Any]:
     else:
         path = Path(name)
         if not path.is_file():
+            beside = [str(other) for other in path.parent.glob("*.toml")]
             raise UserError(
                 f"{name!r} is neither a preset ({', '.join(presets())}) nor a TOML file"
+                f"{did_you_mean(name, [*presets(), *beside])}"
             )
         data = path.read_bytes()
     try:

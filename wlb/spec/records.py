@@ -87,6 +87,12 @@ class TelemetrySection:
         "recorded as well; 0 = none",
         unit="steps",
     )
+    trace_steps: tuple[int, ...] = key(
+        (),
+        "steps, as the run's table counts them, that torch.profiler traces: traces/ in the run's "
+        "folder gets a file for Perfetto of every operator and kernel; traced steps are slower",
+    )
+    trace_ranks: tuple[int, ...] = key((0,), "ranks of which traces are written")
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"
     )

@@ -122,7 +122,7 @@ class RunSection:
     stop_file: str = key(
         "",
         "the run stops when this file exists: it finishes its step, saves and exits with status"
-        " 0, as on SIGTERM or SIGUSR1; empty = none",
+        " 0, as on Ctrl-C, SIGTERM or SIGUSR1; empty = none",
     )
     seed: int = key(0, "seed of the weights, the document order and the order inside a micro-batch")
     device: Device = key(

@@ -11,6 +11,7 @@ GPU's (`experiments/system_defaults`), and takes the constant loss normalizer: w
 from collections.abc import Mapping
 
 from wlb.plan import UserError
+from wlb.spec.keys import did_you_mean
 
 _OWN = ("packing.method=", "packing.packs=", "packing.layout=separate")
 """Resets a grouping method of the run, which would contradict the system's policy."""
@@ -59,7 +60,9 @@ def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...],
     """Return a system's alternatives; UserError listing known systems. planned_gib: memory of a
     device that plans may use (`wlb.cost.planned_gib`)."""
     if name not in SYSTEMS:
-        raise UserError(f"unknown system {name!r}; known: {', '.join(SYSTEMS)}")
+        raise UserError(
+            f"unknown system {name!r}; known: {', '.join(SYSTEMS)}{did_you_mean(name, SYSTEMS)}"
+        )
     return tuple(
         tuple(override.format(memory_gib=planned_gib) for override in overrides)
         for overrides in SYSTEMS[name]

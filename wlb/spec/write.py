@@ -1,9 +1,10 @@
 """Write a RunSpec as TOML that `load` reads back as the same spec."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any, cast
 
-from wlb.spec.keys import to_dict
+from wlb.spec.keys import KeyHelp, list_keys, to_dict
 from wlb.spec.run import RunSpec
 
 WHOLE = ("parallel", "pp", "packing", "sharding")
@@ -18,6 +19,40 @@ def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str]
     blocks = ["".join(f"# {' '.join(line.split())}\n" for line in comments)]
     blocks += _tables("", to_dict(spec), to_dict(RunSpec()), whole)
     return "\n".join(block for block in blocks if block)
+
+
+def to_commented_toml(spec: RunSpec, *, comments: Sequence[str] = ()) -> str:
+    """Return a file with every key below its meaning, unit and values.
+
+    Keys that differ from the default are set; others stand there commented out with it.
+    """
+    values, defaults = to_dict(spec), to_dict(RunSpec())
+    lines = [f"# {line}" for line in comments]
+    lines.append("# A key with # before it is at its default; remove the # to set it.")
+    section = ""
+    for key in list_keys(RunSpec):
+        prefix, _, name = key.name.rpartition(".")
+        if prefix != section:
+            section = prefix
+            lines += ["", f"[{section}]"]
+        value, default = (_at(tree, key.name) for tree in (values, defaults))
+        lines += _meaning(key)
+        lines.append(f"{'#' if value == default else ''}{name} = {_value(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _at(tree: dict[str, Any], dotted: str) -> Any:
+    value: Any = tree
+    for part in dotted.split("."):
+        value = value[part]
+    return value
+
+
+def _meaning(key: KeyHelp) -> list[str]:
+    """Comment lines of a key: what it does, its unit and its type or choices."""
+    about = ", ".join(filter(None, (key.unit, key.type.replace("|", ", "))))
+    text = f"{key.doc} ({about}; default: {key.default})"
+    return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
 
 
 def _tables(

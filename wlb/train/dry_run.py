@@ -1,72 +1,195 @@
-"""`wlb train --dry-run`: layout, memory estimate, caps and the first plan, without any rank."""
+"""`wlb train --dry-run`: what a run would be and take, without any rank, document or torch.
 
-from rich import box
+It speaks of the machines that the run is meant for: the devices of its kernel profile and
+[cluster], not of the one that it is called on. Of a named store the index is read, for its lengths
+and vocabulary; data.corpus is not opened, and lengths are drawn instead.
+"""
+
+from itertools import islice
+from typing import Any, NamedTuple
+
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import Budget, gpu_budget, key_bytes
+from wlb.cost import Budget, cpu_budget, gpu_budget, key_bytes, machine_name, workload_for
 from wlb.cost.memory import GIB
+from wlb.data import GlobalBatches, lengths_of_family, open_batches
 from wlb.packing import with_s_max
-from wlb.parallel import world as worlds
-from wlb.parallel.mesh import rank_grid
-from wlb.plan import PipelinePlan, ShardingPlan, StepPlan, UserError
-from wlb.spec import Device, RunSpec
-from wlb.train.memory import budget_of, caps_line, estimate_of, hold_against, within
-from wlb.train.refuse import begins_with, computed_by, priced_by, refuse_early
-from wlb.train.stores import open_stores, ready
+from wlb.parallel.grid import rank_grid
+from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
+from wlb.report.tables import facts_table, new_table
+from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
+from wlb.spec import Device, RunSpec, resolve_dp
+from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
+from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights
+from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
+from wlb.train.telemetry.sinks import refuse_missing
+
+DRAWN = "wlb_paper"
+"""Family of lengths that stand for those of data.corpus."""
+
+
+class _Documents(NamedTuple):
+    """Global batches from which the run is predicted, and where their lengths are from."""
+
+    batches: list[GlobalBatch]
+    note: str
 
 
 def show(spec: RunSpec, console: Console) -> None:
     """Print what a run of `spec` would do on as many ranks as its layout has."""
-    world_size = spec.parallel.world_size
-    if spec.run.device == Device.CUDA:
-        choice = worlds.DeviceChoice("cuda", "run.device = cuda (a dry run counts no GPUs)")
-    else:
-        choice = worlds.choose_device(spec.run.device, local_ranks=1)
-    stores = open_stores(spec, console)
-    spec = ready(spec, stores, world_size)
-    # A run that is started here would be refused for exceeding this budget.
-    told = budget_of(spec, choice.kind)
+    refuse_missing(spec)
+    device = _device(spec)
+    stores = named_stores(spec)
+    spec = _filled(spec, stores)
+    told = _told_budget(spec, device)
     budget = told or gpu_budget(spec)
-    known = budget if told or choice.kind == "cuda" else None
+    known = None if device == "cpu" and told is None else budget
     spec = with_s_max(spec, planned_gib=known.planned_gib if known else None)
-    spec, lowered = within(spec, told)
-    lines = lowered + hold_against(spec, told)
-    planner = refuse_early(
-        spec,
-        train=stores.train,
-        heldout=stores.heldout,
-        device=choice.kind,
-        resume=None,
-        init_from=begins_with(spec),
-    )
-    console.print(f"{choice.kind}: {choice.reason}")
-    console.print(f"corpus: {stores.note}")
+    spec, lines = within(spec, told)
+    lines += hold_against(spec, told)
+    estimate = estimate_of(spec)
+    if told is None and known is not None and estimate.total_bytes > budget.planned_bytes:
+        lines.append(f"warning: {too_much(estimate, budget)}")
+    begin = begins_with(spec)
+    if stores is not None:
+        hold_stores(spec, train=stores.train, heldout=stores.heldout)
+    if begin is not None:
+        hold_weights(spec.model, begin, "checkpoint.init_from")
+    documents = _documents(spec, stores)
+    made = forecast(spec, workload_for(spec, device), documents.batches, is_cpu=device == "cpu")
+    console.print(_facts(made, documents.note, _machine(made, budget, known)))
     console.print(_layout(spec))
     console.print(_memory(spec, budget))
-    for line in [*lines, caps_line(spec, budget)]:
-        console.print(line)
-    console.print(computed_by(spec, choice.kind))
-    console.print(priced_by(planner))
-    plan = planner.next(planner.start())
-    if plan is None:
-        raise UserError("the corpus gives no step; raise data.epochs or use a larger corpus")
-    for pipeline in range(spec.parallel.dp):
-        console.print(_plan(spec, plan, planner.shard(plan, pipeline)))
-    p = plan.predicted
-    console.print(
-        f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
-        f"{p.imbalance:.3f}"
-        + ("" if plan.baseline is None else f" (Plain-4D {plan.baseline.imbalance:.3f})")
-        + f", {p.num_held_tokens:,} tokens held back"
+    notes = [f"times: {note}" for note in (*made.cost.notes, *made.left_out)]
+    for line in [*lines, caps_line(spec, budget), *notes]:
+        console.print(line, soft_wrap=True, markup=False)
+    _first_step(made, console)
+
+
+def _device(spec: RunSpec) -> str:
+    """The kind of device that is spoken of. auto: GPUs, unless neither cost.profile names one nor
+    this machine has one."""
+    if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
+        return "cuda" if machine_name("cuda") else "cpu"
+    return "cpu" if spec.run.device == Device.CPU else "cuda"
+
+
+def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
+    """The spec with dp and the vocabulary size that training would fill in."""
+    world_size = spec.parallel.world_size
+    if stores is not None:
+        return ready(spec, stores, world_size)
+    return with_vocabulary(resolve_dp(spec, world_size))
+
+
+def _told_budget(spec: RunSpec, device: str) -> Budget | None:
+    """The budget of run.memory_gib, beyond which a run is refused; None if it is not set."""
+    given = spec.run.memory_gib
+    if not given:
+        return None
+    of = cpu_budget if device == "cpu" else gpu_budget
+    return of(spec, gib=given, source="run.memory_gib")
+
+
+def _documents(spec: RunSpec, stores: Stores | None) -> _Documents:
+    count = steps_to_simulate(spec)
+    batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
+    if stores is not None:
+        stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
+        note = f"{stores.note}; their lengths were read, nothing else"
+    else:
+        window = spec.data.context_window
+        some = lengths_of_family(DRAWN, window=window, num_documents=4096, seed=0)
+        needed = spec.tokens_per_step * (count + 1) * some.num_documents / some.num_tokens
+        source = lengths_of_family(
+            DRAWN, window=window, num_documents=int(1.1 * needed) + 1, seed=spec.run.seed
+        )
+        stream = GlobalBatches(source, **batch)
+        note = (
+            f"lengths drawn from {DRAWN}, the paper's; {spec.data.corpus} was not read (data.store "
+            f"or `wlb simulate NAME --lengths FILE` predict with your own)"
+        )
+    return _Documents([one for one, _ in islice(stream.iterate(), count)], note)
+
+
+def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
+    """Whose machine the figures speak of."""
+    profile, ranks = made.cost.profile, made.spec.parallel.world_size
+    asked = "run.device = cpu was asked for"
+    if made.spec.run.device == Device.AUTO:
+        asked = "run.device = auto, and this machine has no NVIDIA driver"
+    kind = f"CPU processes, each with cores of its own ({asked})" if made.is_cpu else "GPUs"
+    memory = f"{budget.gib:g} GiB ({budget.source})" if known else "unknown memory"
+    chosen = ""
+    if made.spec.cost.profile == "auto" and not made.is_cpu:
+        chosen = ", which cost.profile = auto takes here"
+    return (
+        f"{ranks} {kind} like {profile.device} with {memory} each; times by kernel profile "
+        f"{profile.name} ({profile.provenance.kind}){chosen}. Other machines were not looked at"
     )
+
+
+def _facts(made: Forecast, documents: str, machine: str) -> Table:
+    spec, p = made.spec, made.spec.parallel
+    table = facts_table(f"{spec.run.name}: dry run, nothing was started")
+    size = spec.model.num_parameters
+    table.add_row("parameters", f"{size:,} ({_large(size)})" if size >= 1e6 else f"{size:,}")
+    table.add_row("ranks", f"{p.world_size} = TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {p.dp}")
+    table.add_row(
+        "tokens a step",
+        f"{spec.tokens_per_step:,}: {spec.num_windows} windows of {spec.data.context_window:,}, in "
+        f"{spec.num_micro_batches} micro-batches",
+    )
+    mfu = "MFU unknown (telemetry.peak_tflops)"
+    if made.mfu is not None:
+        mfu = f"MFU {made.mfu:.1%} of {made.peak_tflops:g} TFLOP/s"
+    table.add_row(
+        "step time", f"{made.step_time_s:.3g} s predicted: {made.tokens_per_s:,.0f} tokens/s, {mfu}"
+    )
+    steps = spec.training.steps
+    table.add_row(
+        "the run",
+        f"{steps:,} steps, {_large(steps * spec.tokens_per_step)} tokens: {_duration(made.days)} "
+        f"predicted, without evaluations, saves and interruptions",
+    )
+    saved, keep = made.checkpoint_bytes, spec.checkpoint.keep
+    table.add_row("checkpoint", f"{_size(saved)} each, {_size(keep * saved)} for the {keep} kept")
+    table.add_row("documents", documents)
+    table.add_row("machine", machine)
+    return table
+
+
+def _large(count: int) -> str:
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count:,}"
+
+
+def _duration(days: float) -> str:
+    """Days, and smaller units where they are less than one."""
+    if days >= 1:
+        return f"{days:,.1f} days"
+    seconds = days * DAY_S
+    for unit_s, name in ((3600, "hours"), (60, "minutes"), (1, "seconds")):
+        if seconds >= unit_s or unit_s == 1:
+            return f"{days:.2g} days ({seconds / unit_s:.3g} {name})"
+    raise AssertionError("one second is the last unit")
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:,.1f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def _layout(spec: RunSpec) -> Table:
     # The grid has shape [pp, dp, cp, tp].
     grid = rank_grid(spec.parallel)
-    headings = ("pipeline rank", "stages", "layers", "ranks, by TP group")
-    table = Table(*headings, title="Layout", title_justify="left")
+    table = new_table(
+        "Layout", labels=["pipeline rank"], texts=["stages", "layers", "ranks, by TP group"]
+    )
     for pp_rank, ranks in enumerate(grid):
         stages = spec.stages_of(pp_rank)
         layers = ", ".join(_range(list(spec.layers_of(s))) for s in stages)
@@ -83,13 +206,9 @@ def _range(ranks: list[int]) -> str:
 
 def _memory(spec: RunSpec, budget: Budget) -> Table:
     estimate = estimate_of(spec)
-    table = Table(
-        title=f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated",
-        title_justify="left",
-        show_header=False,
-    )
+    table = facts_table(f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated")
     for name, size in estimate.terms.items():
-        table.add_row(name.removesuffix("_bytes"), f"{size / GIB:.3f} GiB")
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), f"{size / GIB:.3f} GiB")
     table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB", end_section=True)
     table.add_row(budget.source, f"{budget.gib:.3f} GiB")
     for name, size in budget.terms.items():
@@ -99,15 +218,36 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
     return table
 
 
-def _plan(spec: RunSpec, plan: StepPlan, pipeline: PipelinePlan) -> Table:
-    table = Table(
-        title=f"First plan, pipeline {pipeline.pipeline}", title_justify="left", box=box.SIMPLE_HEAD
+def _first_step(made: Forecast, console: Console) -> None:
+    plan = made.first.plan
+    console.print(_plan(made.spec, made.first.pipelines[0]))
+    p = plan.predicted
+    console.print(
+        f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
+        f"{p.imbalance:.3f}"
+        + ("" if plan.baseline is None else f" (Plain-4D {plan.baseline.imbalance:.3f})")
+        + f", {p.num_held_tokens:,} tokens held back",
+        soft_wrap=True,
     )
-    for heading in ("batch", "documents", "tokens", "longest", "predicted ms", "sharding"):
-        table.add_column(heading, justify="right")
-    table.add_column("rows a\nCP rank", justify="right")
-    if spec.parallel.cp > 1:
-        table.add_column("keys of a\nlayer (MiB)", justify="right")
+
+
+def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
+    of_several = f" of {spec.parallel.dp} pipelines" if spec.parallel.dp > 1 else ""
+    has_keys = spec.parallel.cp > 1
+    table = new_table(
+        f"First plan, pipeline {pipeline.pipeline}{of_several}",
+        labels=["batch"],
+        numbers=[
+            "documents",
+            "tokens",
+            "longest",
+            "predicted ms",
+            "sharding",
+            "rows a\nCP rank",
+            *(["keys of a\nlayer (MiB)"] if has_keys else []),
+        ],
+        is_plain=True,
+    )
     for batch, sharding, rows in zip(
         pipeline.micro_batches, pipeline.shardings, pipeline.local_tokens, strict=True
     ):
@@ -119,7 +259,7 @@ def _plan(spec: RunSpec, plan: StepPlan, pipeline: PipelinePlan) -> Table:
             f"{batch.workload_ns / 1e6:.3f}",
             sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else ""),
             str(rows),
-            *([f"{_most_keys(spec, sharding, rows) / 2**20:.2f}"] if sharding.cp > 1 else []),
+            *([f"{_most_keys(spec, sharding, rows) / 2**20:.2f}"] if has_keys else []),
         )
     return table
 

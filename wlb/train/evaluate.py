@@ -15,6 +15,7 @@ from wlb.plan import PipelinePlan, StepPlan
 from wlb.planner import open_heldout_planner
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.wall import Phase
 
 
 class Evaluator:
@@ -45,6 +46,8 @@ class Evaluator:
 class EvaluateHeldOut(Hook):
     """Evaluates before a new run's first step, at eval.interval (updates) or eval.interval_tokens
     (document tokens), and at the end unless the run was stopped."""
+
+    phase = Phase.EVALUATION
 
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator

@@ -8,7 +8,7 @@ because some of them communicate. Modelled on OLMo-core's callbacks
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from wlb.train.job import Job
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reduce import StepSums
 from wlb.train.telemetry.report import RunReport
+from wlb.train.telemetry.wall import Phase, WallTimes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class RunContext:
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
     that hooks took in `record` and telemetry has not counted yet. prices: in force and to come, the
-    same on all ranks.
+    same on all ranks. wall: where this rank's time goes.
     """
 
     job: Job
@@ -57,6 +58,7 @@ class RunContext:
     stop: Stop = Stop.NO
     records_ns: int = 0
     prices: PriceSchedule = NO_CHANGES
+    wall: WallTimes = field(default_factory=lambda: WallTimes(started_s=0.0))
 
     @property
     def spec(self) -> RunSpec:
@@ -105,7 +107,10 @@ class RefusedStep(NamedTuple):
 
 class Hook:
     """Watches a run on one rank. All ranks call each event together, so a hook may communicate; it
-    prints and writes on rank 0 only (`RunReport` is silent elsewhere)."""
+    prints and writes on rank 0 only (`RunReport` is silent elsewhere). phase: what the time of its
+    events counts as, but for `record`, which is part of a step."""
+
+    phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:
         """Before the first step, once all ranks hold the same plans."""

@@ -11,7 +11,8 @@ from wlb.spec import RunSpec
 class Job:
     """Arguments of a rank. spec: with dp and the vocabulary size filled in. resume: the
     checkpoint to go on from. init_from: the checkpoint whose weights a new run begins with.
-    calibrate: the kernel profile to write when training has ended. started_s: Unix time.
+    calibrate: the kernel profile to write when training has ended. started_s, ready_s: Unix
+    times at which the run began, and at which ranks could begin.
     falls_back: an earlier checkpoint may take the place of a damaged one."""
 
     spec: RunSpec
@@ -20,6 +21,7 @@ class Job:
     resume: Path | None
     title: str
     started_s: float
+    ready_s: float = 0.0
     calibrate: Path | None = None
     init_from: Path | None = None
     falls_back: bool = False

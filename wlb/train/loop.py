@@ -34,6 +34,7 @@ from wlb.train.refuse import agree_on_kernel, resumed_state
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ranks import gather_places
 from wlb.train.telemetry.report import RunReport
+from wlb.train.telemetry.wall import Phase, WallTimes
 from wlb.train.watchers import hooks_of
 
 
@@ -94,20 +95,26 @@ class Trainer:
             for hook in self.hooks:
                 opened.callback(hook.close)
             try:
-                self._agree_on_first_plans()
+                with run.wall.phase(Phase.PLANNING):
+                    self._agree_on_first_plans()
                 for hook in self.hooks:
-                    hook.begin(run)
+                    with run.wall.phase(hook.phase or Phase.START):
+                        hook.begin(run)
+                run.wall.switch(Phase.REST)
                 while not run.stop and run.steps_done < self.spec.training.steps:
                     self.position.enter("waiting for the next step's plan")
-                    item = run.feed.next()
+                    with run.wall.phase(Phase.PLANNING):
+                        item = run.feed.next()
                     if item is None:
                         break
-                    self._step(*item)
+                    with run.wall.phase(Phase.STEPS):
+                        self._step(*item)
             finally:
                 run.inputs.close()
                 run.feed.close()
             for hook in self.hooks:
-                hook.end(run)
+                with run.wall.phase(hook.phase or Phase.REST):
+                    hook.end(run)
         for hook in self.hooks:
             hook.finished(run)
         return run.tally
@@ -146,7 +153,8 @@ class Trainer:
             hook.record(run, step)
         run.records_ns += time.thread_time_ns() - begin_ns
         for hook in self.hooks:
-            hook.after_step(run, step)
+            with run.wall.phase(hook.phase or Phase.REST):
+                hook.after_step(run, step)
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
         """Forward and backward of all micro-batches, and the step's sums over all ranks."""
@@ -180,7 +188,8 @@ class Trainer:
             assert newest is not None
             run.inputs.close()
             run.feed.close()
-            run.steps_done, state = self._load(newest)
+            with run.wall.phase(Phase.CHECKPOINTS):
+                run.steps_done, state = self._load(newest)
             run.progress = PlanProgress.of(state)
             run.prices = state.prices
             run.feed, run.inputs = self._open_feed(state)
@@ -223,6 +232,7 @@ class Trainer:
             saved=progress,
             steps_done=steps_done,
             prices=state.prices if state is not None else NO_CHANGES,
+            wall=WallTimes(started_s=job.started_s, ready_s=job.ready_s),
         )
 
     def _load(self, saved_in: Path) -> tuple[int, PlannerState]:

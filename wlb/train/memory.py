@@ -12,7 +12,6 @@ from wlb.cost import Budget, MemoryEstimate, cpu_budget, gpu_budget, memory_esti
 from wlb.cost.budget import ROUNDING, size_text
 from wlb.cost.memory import GIB
 from wlb.packing import caps_of
-from wlb.parallel import world as worlds
 from wlb.plan import UserError
 from wlb.spec import OverMemory, RunSpec
 
@@ -24,6 +23,9 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
         return cpu_budget(spec, gib=given, source="run.memory_gib") if given else None
     if given:
         return gpu_budget(spec, gib=given, source="run.memory_gib")
+    # Imported here, so that a dry run, which asks for no device, imports no torch.
+    from wlb.parallel import world as worlds
+
     size = worlds.device_memory_bytes()
     return (
         None if size is None else gpu_budget(spec, gib=size / GIB, source="the smallest GPU here")

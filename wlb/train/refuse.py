@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from wlb.cost import ProfiledWorkload, price_base, workload_for
-from wlb.data import BlendedStore, StoreName, TokenStore, open_store
+from wlb.data import StoreName
 from wlb.parallel.build import fused_of, kernel_of
 from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
@@ -19,22 +19,13 @@ from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import refuse_overlap
 from wlb.parallel.world import World
-from wlb.plan import PlannerState, UserError
+from wlb.plan import PlannerState
 from wlb.planner import Planner, open_heldout_planner, open_planner
-from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
+from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory import budget_of, hold_against
+from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of
 from wlb.train.telemetry.sinks import refuse_missing
-
-_SHAPES = (
-    "vocab_size",
-    "hidden_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "ffn_hidden_size",
-)
 
 
 def refuse_early(
@@ -54,23 +45,13 @@ def refuse_early(
         refuse_overlap(torch.device(device), spec.parallel.tp)
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
-    store = open_store(train)
-    if not store.num_targets.any():
-        has = "no trained token" if store.has_targets else "one token"
-        raise UserError(
-            f"every document of the store {store.prefix} has {has}, so there is nothing to "
-            f"predict; use another data.store or data.corpus"
-        )
-    _hold_documents(spec, store)
+    hold_stores(spec, train=train, heldout=heldout)
     if spec.eval.steps and heldout:
-        _hold_documents(spec, TokenStore(heldout))
         open_heldout_planner(priced, heldout, device)
     if init_from is not None:
-        checkpoint.check_files(init_from)
-        _same_shapes(spec.model, init_from, "checkpoint.init_from")
+        hold_weights(spec.model, init_from, "checkpoint.init_from")
     if resume is not None:
-        checkpoint.check_files(resume)
-        _same_shapes(spec.model, resume, "--resume")
+        hold_weights(spec.model, resume, "--resume")
         planner.next(resumed_state(resume, priced, device))
     return planner
 
@@ -96,27 +77,6 @@ def prices_kept(saved_in: Path, planner: Planner) -> str:
         )
     factors = ", ".join(f"{n.replace('_', ' ')} {f:.3f}" for n, f in known.latest.relative.items())
     return f"prices go on as learned by {saved_in.name}, relative to linear forward: {factors}"
-
-
-def begins_with(spec: RunSpec) -> Path | None:
-    """The checkpoint that checkpoint.init_from names, or None."""
-    path = spec.checkpoint.init_from
-    return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
-
-
-def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
-    if isinstance(store, BlendedStore):
-        for one in store.stores:
-            _hold_documents(spec, one)
-        return
-    lengths = store.lengths
-    window, longest = spec.data.context_window, int(lengths.max(initial=0))
-    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
-        raise UserError(
-            f"document {int(lengths.argmax())} of the store {store.prefix} has {longest} tokens, "
-            f"more than data.context_window = {window}; use data.long_documents = split or a "
-            f"larger window"
-        )
 
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
@@ -175,7 +135,7 @@ def priced_workload(planner: Planner) -> ProfiledWorkload:
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
     """A line for the log if the same weights now make another model, else ""."""
-    theirs = _model_of(saved_in)
+    theirs = model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
     changed = [
         f"model.{name} = {ours[name]} instead of {before[name]}"
@@ -189,18 +149,3 @@ def _meaning(model: ModelSpec) -> dict[str, object]:
     """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     return {"norm_eps": model.norm_eps, "rope_theta": model.rope_theta, **scaling}
-
-
-def _model_of(saved_in: Path) -> ModelSpec:
-    saved = checkpoint.read_run(saved_in)["spec"]["model"]
-    return apply(ModelSpec(), saved, source=str(saved_in), is_stored=True)
-
-
-def _same_shapes(model: ModelSpec, saved_in: Path, option: str) -> None:
-    theirs = _model_of(saved_in)
-    for name in _SHAPES:
-        if getattr(theirs, name) != getattr(model, name):
-            raise UserError(
-                f"{option}: {saved_in} has model.{name} = {getattr(theirs, name)}, this run "
-                f"{getattr(model, name)}; use the checkpoint's model, or start without {option}"
-            )

@@ -26,6 +26,7 @@ from wlb.plan import UserError
 from wlb.plan.tally import Tally
 from wlb.spec import Recompute, RunSpec, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
@@ -36,7 +37,6 @@ from wlb.train.loop import Trainer
 from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
-    begins_with,
     computed_by,
     model_change,
     priced_by,
@@ -44,6 +44,7 @@ from wlb.train.refuse import (
     prices_kept,
     refuse_early,
 )
+from wlb.train.refuse_inputs import begins_with
 from wlb.train.stores import Stores, open_stores, ready
 from wlb.train.telemetry.calibrate import profile_path
 
@@ -69,15 +70,18 @@ def train(
     console: Console,
     calibrate: str | None = None,
     signals: Signals | None = None,
+    started_s: float | None = None,
 ) -> None:
     """Train a spec to its end.
 
     resume, calibrate: values of these options; None without them. signals: caught already, or None.
+    started_s: Unix time at which the command began; None = now.
     """
+    started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
-    with Signals() if signals is None else nullcontext(signals) as caught:
-        asked = _Request(resume, calibrate, console, time.time(), caught)
+    with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
+        asked = _Request(resume, calibrate, console, started_s, caught)
         world = worlds.discover()
         try:
             if world is not None:
@@ -223,6 +227,7 @@ def _job(
         priced_by(planner),
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",
+        unsaved_remark(filled, saved),
         peak_missed(filled),
         *((prices_kept(saved, planner), _rate_change(filled, saved)) if saved else ()),
     ):
@@ -242,6 +247,7 @@ def _job(
         resume=saved,
         title=title,
         started_s=asked.started_s,
+        ready_s=time.time(),
         calibrate=target,
         init_from=init_from,
         falls_back=falls_back,

@@ -28,23 +28,31 @@ class Stores:
     note: str
 
 
+def named_stores(spec: RunSpec) -> Stores | None:
+    """The stores that a run names, of which only the indices are read; None if it names none."""
+    name = spec.data.blend or spec.data.store
+    if not name:
+        return None
+    store = open_store(name)
+    vocab = spec.model.vocab_size or store.vocab_size
+    if not vocab:
+        raise UserError(
+            f"the store {store.prefix} does not say how large its vocabulary is; set "
+            f"model.vocab_size"
+        )
+    note = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+    if isinstance(store, BlendedStore):
+        total = sum(store.weights)
+        shares = zip(store.stores, store.weights, strict=True)
+        note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
+    return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
+
+
 def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
     """The stores that a run names, or data.corpus's; StoppedEarly if a signal comes meanwhile."""
-    name = spec.data.blend or spec.data.store
-    if name:
-        store = open_store(name)
-        vocab = spec.model.vocab_size or store.vocab_size
-        if not vocab:
-            raise UserError(
-                f"the store {store.prefix} does not say how large its vocabulary is; set "
-                f"model.vocab_size"
-            )
-        note = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
-        if isinstance(store, BlendedStore):
-            total = sum(store.weights)
-            shares = zip(store.stores, store.weights, strict=True)
-            note += "; " + ", ".join(f"{s.prefix} {w / total:.1%}" for s, w in shares)
-        return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
+    named = named_stores(spec)
+    if named is not None:
+        return named
     if spec.data.corpus == DOCSTRINGS:
         with console.status("token store of conversations about Python's docstrings"):
             made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
@@ -109,6 +117,12 @@ def _store_prefix(spec: RunSpec) -> Path:
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
     return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
+
+
+def with_vocabulary(spec: RunSpec) -> RunSpec:
+    """The spec with the vocabulary size of the BPE that would be trained on data.corpus."""
+    size = spec.model.vocab_size or spec.data.bpe_vocab_size
+    return replace(spec, model=replace(spec.model, vocab_size=size))
 
 
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:

@@ -17,6 +17,7 @@ from wlb.train.telemetry.measure import MeasureSteps
 from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
+from wlb.train.telemetry.traces import TraceSteps
 from wlb.train.warm_up import CollectGarbage, ConnectRanks
 
 
@@ -45,6 +46,7 @@ def hooks_of(
         assert measure is not None  # cost.online without telemetry was refused
         learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
+    traces = spec.telemetry.trace_steps and mesh.rank in spec.telemetry.trace_ranks
     hooks = (
         # This hook is first, because the others record its measurements.
         measure,
@@ -60,6 +62,8 @@ def hooks_of(
         TellStop(stop_request),
         ShowSummary(),
         calibration,
+        # After the hooks whose work between steps is not to be in a trace.
+        TraceSteps(job.directory, mesh.rank) if traces else None,
         # Garbage is collected last, when the other hooks have dropped their objects of the step.
         CollectGarbage(interval) if interval else None,
     )

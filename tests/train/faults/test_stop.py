@@ -14,6 +14,7 @@ import pytest
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
+from wlb.train.faults import stop
 from wlb.train.faults.stop import Signals, Stop, StoppedEarly, StopRequest
 from wlb.train.stores import Stores
 
@@ -63,6 +64,34 @@ def test_a_signal_before_there_are_ranks_is_passed_on_and_a_second_one_ends_them
         os.kill(os.getpid(), signal.SIGUSR1)  # after the ranks have ended
 
 
+def test_the_first_ctrl_c_asks_and_the_second_aborts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now_s)
+    with Signals(answers=True) as signals:
+        request = StopRequest("", rank=1, signals=signals)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.now() == Stop.SIGNAL
+        assert "saves and ends after its step; a second Ctrl-C aborts it" in capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)  # the same key, passed on by a launcher
+        now_s += 2 * stop.SAME_PRESS_S
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL  # a third one kills
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not signals.came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.process
 def test_a_stop_file_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -97,7 +126,8 @@ def started(spec: RunSpec, folder: Path) -> Iterator[subprocess.Popen[str]]:
     toml.write_text(to_toml(spec), "utf-8")
     command = [sys.executable, "-m", "wlb", "train", str(toml), "--resume", "auto"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **pipes, text=True) as process:
+    # A session of its own, whose process group a test can signal as a terminal does.
+    with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as process:
         try:
             yield process
         finally:
@@ -109,30 +139,99 @@ def has_steps(run: Path, num: int) -> bool:
     return path.exists() and path.read_text().count('"kind": "step"') >= num
 
 
+def endless(folder: Path, corpus: Path) -> RunSpec:
+    """Returns a run of more steps than there is time for."""
+    return small_spec(folder, corpus, training={"steps": 100_000}, data={"epochs": 0})
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, num: int) -> None:
+    end = time.monotonic() + 600
+    while not has_steps(folder, num) and time.monotonic() < end:
+        assert process.poll() is None, process.stdout and process.stdout.read()
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Returns whether a process runs; one that waits to be reaped does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, kind: signal.Signals, layout: str
 ) -> None:
-    steps = 100_000  # more than there is time for
-    data = {"epochs": 0}
-    spec = relaid(small_spec(tmp_path, corpus, training={"steps": steps}, data=data), layout)
-    folder = tmp_path / "runs" / "small"
+    spec = relaid(endless(tmp_path, corpus), layout)
     with started(spec, tmp_path) as process:
-        end = time.monotonic() + 600
-        while not has_steps(folder, 3) and time.monotonic() < end:
-            assert process.poll() is None, process.stdout and process.stdout.read()
-            time.sleep(0.05)
-        process.send_signal(kind)
+        wait_for_steps(process, tmp_path / "runs" / "small", 3)
+        if kind == signal.SIGINT:
+            # A terminal signals all processes of its job: launcher, forkserver, planner, watch.
+            os.killpg(process.pid, kind)
+        else:
+            process.send_signal(kind)
         said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     run = Run(spec)
     done = len(run.steps)
-    assert 3 <= done < steps
-    assert f"stopped after step {done} by a signal (SIGTERM or SIGUSR1); saved" in said
+    assert 3 <= done < spec.training.steps
+    assert f"stopped after step {done} by a signal (Ctrl-C, SIGTERM or SIGUSR1); saved" in said
     assert f"step-{done:08d}" in run.checkpoints
+    assert "Traceback" not in said
+
+
+LAUNCHER = """
+import os, sys, time
+from pathlib import Path
+from wlb.launch.local import run_local
+from wlb.train.faults.stop import Signals
+
+def rank(world, folder):
+    Path(folder, f"pid-{world.rank}").write_text(str(os.getpid()))
+    while not Path(folder, "told").exists():
+        time.sleep(0.01)
+    Path(folder, f"saving-{world.rank}").touch()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    with Signals(answers=True) as signals:
+        signals.pass_on(Path(sys.argv[1], "told"))
+        run_local(rank, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_ranks_save_after_a_terminals_ctrl_c_until_a_second_one_aborts_them(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER, "utf-8")
+    words = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            for waited_for in ("pid", "saving"):
+                paths = [tmp_path / f"{waited_for}-{rank}" for rank in range(2)]
+                while not all(path.exists() for path in paths):
+                    assert process.poll() is None
+                    time.sleep(0.01)
+                if waited_for == "saving":
+                    time.sleep(1.5 * stop.SAME_PRESS_S)
+                # A terminal signals all processes of its job: the launcher, and the forkserver.
+                os.killpg(process.pid, signal.SIGINT)
+            said = process.communicate(timeout=600)[1]
+        finally:
+            process.kill()
+    assert process.returncode in (130, -signal.SIGINT)
+    assert said.count("a second Ctrl-C aborts it") == 1
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    for rank in range(2):
+        assert not alive(int((tmp_path / f"pid-{rank}").read_text()))
 
 
 @pytest.mark.full

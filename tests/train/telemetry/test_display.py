@@ -1,5 +1,7 @@
 """Tests what is shown: plain lines in a log file, a live table on a terminal."""
 
+import re
+import time
 from dataclasses import replace
 from io import StringIO
 
@@ -10,9 +12,10 @@ from tests.plan.test_telemetry import record
 from tests.words import lacks
 from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.plan.tally import Tally
-from wlb.train.telemetry import display
-from wlb.train.telemetry.display import Display, summary
+from wlb.report import tables
+from wlb.train.telemetry.display import HEADINGS, Display, StepFigures, TimeLeft, fitting, summary
 
+FIGURES = StepFigures(learning_rate=3e-4, memory_bytes=3 << 29)
 STRAGGLER = Straggler(rank=3, over=1.5, host="gpu[007]", node=1, tp=1, cp=1, pp=0, dp=0)
 
 
@@ -26,6 +29,7 @@ def metrics(step: int) -> MeasuredStep:
         num_tokens=2000,
         num_targets=1997,
         loss=5.5 - step,
+        grad_norm=0.25,
         step_time_s=0.5,
         sharding_counts=(("per_document", 2), ("per_sequence", 0)),
     )
@@ -35,7 +39,7 @@ def shown(console: Console) -> str:
     with Display(console, "a run", total_steps=3) as screen:
         screen.evaluation(0, 6.0)
         for step in range(3):
-            screen.step(step + 1, metrics(step), PREDICTED, None)
+            screen.step(step + 1, metrics(step), PREDICTED, None, FIGURES)
         screen.say(f"straggler: {STRAGGLER.text}")
     assert isinstance(console.file, StringIO)
     return console.file.getvalue()
@@ -43,7 +47,7 @@ def shown(console: Console) -> str:
 
 def test_a_log_file_gets_a_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", StringIO())
-    console = display.console()
+    console = tables.console()
     assert not console.is_terminal
     text = shown(console)
     assert "\x1b" not in text  # neither colours nor moves of the cursor
@@ -56,6 +60,11 @@ def test_a_log_file_gets_a_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) ->
         ["2/3", "4.500", "2000", "4,000"],
         ["3/3", "3.500", "2000", "4,000"],
     ]
+    above = ("gradient", "learning", "imbalance", "imbalance", "delay,", "steps", "sharding")
+    assert lines[1].split() == [*above, "peak", "time"]
+    assert lines[4].split()[4:6] == ["0.25", "3.00e-04"]
+    assert lines[4].split()[-2:] == ["1.50", "-"]
+    assert re.fullmatch(r"0:00:\d\d", lines[5].split()[-1])
     place = "rank 3 on gpu[007] (node 1; tp 1, cp 1, pp 0, dp 0)"
     assert lacks(lines[7], "straggler: ", place, "1.50 times", "median rank") == []
     assert len(lines) == 8
@@ -70,7 +79,7 @@ def test_lines_are_in_the_file_as_soon_as_they_are_said() -> None:
 
     file = Watched()
     with Display(Console(file=file, width=110), "a run", total_steps=3) as screen:
-        screen.step(1, metrics(0), PREDICTED, None)
+        screen.step(1, metrics(0), PREDICTED, None, FIGURES)
         assert "1/3" in file.flushed
 
 
@@ -89,11 +98,43 @@ def test_a_terminal_gets_a_table_that_is_drawn_again() -> None:
     assert "straggler: rank 3 on gpu[007]" in text
 
 
+@pytest.mark.parametrize("width", [40, 80, 100, 140])
+def test_a_narrow_terminal_gets_fewer_columns_and_their_names(width: int) -> None:
+    console = Console(
+        file=StringIO(), force_terminal=True, width=width, height=40, _environ={"TERM": "xterm"}
+    )
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(console))
+    kept = [HEADINGS[i].whole for i in fitting(width)]
+    assert "…" not in text
+    # Lines that are said are wrapped by the terminal itself.
+    drawn = [line for line in text.splitlines() if "straggler" not in line]
+    assert max(map(len, drawn)) <= width
+    left_out = [heading.whole for heading in HEADINGS if heading.whole not in kept]
+    assert ("a wider terminal also shows" in text) == bool(left_out)
+    assert lacks(" ".join(text.split()), *left_out) == []
+    assert {"step", "loss", "tokens/s", "time left"} <= set(kept)
+    if width >= 80:
+        assert {"learning rate", "gradient norm", "peak GiB"} <= set(kept)
+    assert bool(left_out) == (width < 140)
+
+
+def test_the_time_left_goes_by_all_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    left = TimeLeft(1000)
+    assert left.after(100) == "-"  # of a run that goes on
+    now_s += 7.5
+    assert left.after(105) == "0:22:22"  # 895 steps of 1.5 s
+    now_s += 1e5
+    assert left.after(110) == "103 d 00 h"
+    assert left.after(90) == "-"  # after a rollback
+
+
 def test_a_dumb_terminal_gets_lines_at_once() -> None:
     file = StringIO()
     console = Console(file=file, force_terminal=True, width=110, _environ={"TERM": "dumb"})
     with Display(console, "a run", total_steps=3) as screen:
-        screen.step(1, metrics(0), PREDICTED, None)
+        screen.step(1, metrics(0), PREDICTED, None, FIGURES)
         assert "1/3" in file.getvalue()
 
 
@@ -102,20 +143,20 @@ def test_late_documents_are_told_once_and_counted_in_the_summary() -> None:
     late = replace(PREDICTED, num_overdue=3, max_delay=14)
     with Display(console, "a run", total_steps=3) as screen:
         for step, predicted in enumerate((PREDICTED, late, late)):
-            screen.step(step + 1, metrics(step), predicted, None)
+            screen.step(step + 1, metrics(step), predicted, None, FIGURES)
             tally.add(replace(metrics(step), max_delay=predicted.max_delay), predicted, None)
     assert isinstance(console.file, StringIO)
     (warning,) = [x for x in console.file.getvalue().splitlines() if "warning" in x]
     said = ("in step 2, 3 pieces", "up to 14 steps", "raise packing.step_tokens or packing.s_max")
     assert lacks(warning, *said) == []
-    summary(console, tally, files={}, wall_s=1.0)
+    summary(console, tally, files={}, wall="1.0 s")
     assert "6 pieces of documents were trained later" in console.file.getvalue()
 
 
 def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     def said(tally: Tally) -> str:
         console = Console(file=StringIO(), width=250)
-        summary(console, tally, files={}, wall_s=1.0)
+        summary(console, tally, files={}, wall="1.0 s")
         assert isinstance(console.file, StringIO)
         return console.file.getvalue()
 
@@ -139,7 +180,7 @@ def test_the_summary_has_mfu_where_the_peak_is_known() -> None:
         tally.telemetry.add(record(work=work))
         tally.telemetry.add(record(work=work))
         console = Console(file=StringIO(), width=250)
-        summary(console, tally, files={}, wall_s=1.0)
+        summary(console, tally, files={}, wall="1.0 s")
         assert isinstance(console.file, StringIO)
         lines = console.file.getvalue().splitlines()
         return next(line for line in lines if "model FLOP/s" in line)

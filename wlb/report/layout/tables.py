@@ -15,9 +15,6 @@ from wlb.simulate.layout_search.why import Loser, References
 from wlb.spec import Recompute
 
 COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
-LEFT_OUT: tuple[str, ...] = ("ktok/s", "bound", "bubble", "MFU", "gain")
-"""Columns that a narrow terminal lacks, the first ones first."""
-LAYOUT_WIDTH, COLUMN_WIDTH = 33, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +97,16 @@ def labelled_trials(report: LayoutReport) -> list[tuple[str, Trial]]:
     return rows + ([("own", report.own)] if report.own is not None else [])
 
 
-def layout_table(report: LayoutReport, *, title: str, width: int) -> Table:
+def layout_table(report: LayoutReport, *, title: str) -> Table:
     """The best layouts, and the run's own settings below them."""
-    room = (width - LAYOUT_WIDTH - 5) // COLUMN_WIDTH
-    too_wide = LEFT_OUT[: max(0, len(COLUMNS) - room)]
-    shown = [name for name in COLUMNS if name not in too_wide]
     texts = ["layout, pipeline, packing"]
     table = new_table(
-        title, labels=[""], texts=texts, numbers=shown, is_plain=True, caption=CAPTION
+        title, labels=[""], texts=texts, numbers=COLUMNS, is_plain=True, caption=CAPTION
     )
     for label, trial in labelled_trials(report):
         style = "bold" if trial is report.winner else ""
-        cells = dict(zip(COLUMNS, cells_of(trial, report.own), strict=True))
         text = "\n".join(lines_of(trial))
-        table.add_row(label, text, *(cells[name] for name in shown), style=style)
+        table.add_row(label, text, *cells_of(trial, report.own), style=style)
     return table
 
 

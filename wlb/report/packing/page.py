@@ -31,8 +31,8 @@ def packing_page(
         facts=facts.lines,
         best=min(stepped, key=lambda s: s.step_time_weighted, default=None),
         notes=[*notes, *remarks(summaries)],
-        head=["policy", *(name for name, _, _ in COLUMNS)],
-        rows=[[s.label, *(cell(s) for _, cell, _ in COLUMNS)] for s in summaries],
+        head=["policy", *(name for name, _ in COLUMNS)],
+        rows=[[s.label, *(cell(s) for _, cell in COLUMNS)] for s in summaries],
         own=labels.index(own) if own in labels else None,
         figures={
             "trade": trade_figure(summaries, own=own),

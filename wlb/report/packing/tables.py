@@ -1,7 +1,4 @@
-"""Comparisons of packing policies as rich tables, and facts of the documents in sentences.
-
-A narrow terminal gets fewer columns.
-"""
+"""Comparisons of packing policies as rich tables, and facts of the documents in sentences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +7,8 @@ import numpy as np
 from rich.table import Table
 
 from wlb.packing.study.measure import DEAR, PackingSummary
-from wlb.packing.study.tune import Tuning
+from wlb.packing.study.saving import Saving
+from wlb.packing.study.tune import TunePoint, Tuning
 from wlb.plan import IntArray, late_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
@@ -29,39 +27,43 @@ def _of_steps(name: str, form: str) -> Cell:
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
 
 
-COLUMNS: tuple[tuple[str, Cell, int], ...] = (
-    ("imbalance", _of_steps("imbalance", ".3f"), 0),
-    ("p95", _of_steps("imbalance_p95", ".3f"), 5),
-    ("time-w.", _of_steps("imbalance_time_weighted", ".3f"), 3),
-    ("F+B", _of_steps("imbalance_step", ".3f"), 2),
-    (f"W_a x {DEAR}", _of_steps("imbalance_dear", ".3f"), 2),
-    ("attention", _of_steps("imbalance_attention", ".3f"), 11),
-    ("bound", _of_steps("lower_bound", ".3f"), 12),
-    ("delay", lambda s: f"{s.mean_delay:.2f}", 0),
-    ("p99", lambda s: f"{s.p99_delay}", 6),
-    ("max", lambda s: f"{s.max_delay}", 1),
-    ("late", lambda s: f"{s.num_overdue}", 14),
-    ("tok. CV", _of_steps("tokens_cv", ".2f"), 4),
-    ("long wt", _of_steps("long_weight", ".2f"), 7),
-    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-", 13),
-    ("longest mb", lambda s: _thousands(s.longest_micro_batch), 10),
-    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-", 9),
-    ("flushed", lambda s: _thousands(s.flushed_tokens), 15),
-    ("cut docs", lambda s: f"{s.cut_documents}", 16),
-    ("ms", lambda s: f"{s.packing_ms:.2f}", 8),
+STEP = "F+B time-w."
+"""Column by which policies are compared, and what is saved is told."""
+COLUMNS: tuple[tuple[str, Cell], ...] = (
+    (STEP, _of_steps("step_time_weighted", ".3f")),
+    ("imbalance", _of_steps("imbalance", ".3f")),
+    ("p95", _of_steps("imbalance_p95", ".3f")),
+    ("time-w.", _of_steps("imbalance_time_weighted", ".3f")),
+    ("F+B", _of_steps("imbalance_step", ".3f")),
+    (f"W_a x {DEAR}", _of_steps("imbalance_dear", ".3f")),
+    ("attention", _of_steps("imbalance_attention", ".3f")),
+    ("bound", _of_steps("lower_bound", ".3f")),
+    ("delay", lambda s: f"{s.mean_delay:.2f}"),
+    ("p99", lambda s: f"{s.p99_delay}"),
+    ("max", lambda s: f"{s.max_delay}"),
+    ("late", lambda s: f"{s.num_overdue}"),
+    ("tok. CV", _of_steps("tokens_cv", ".2f")),
+    ("long wt", _of_steps("long_weight", ".2f")),
+    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-"),
+    ("longest mb", lambda s: _thousands(s.longest_micro_batch)),
+    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-"),
+    ("flushed", lambda s: _thousands(s.flushed_tokens)),
+    ("cut docs", lambda s: f"{s.cut_documents}"),
+    ("ms", lambda s: f"{s.packing_ms:.2f}"),
 )
-"""(heading, cell, rank: columns of a high rank are left out of a narrow terminal first)."""
+"""(heading, cell)."""
 
 CAPTION = (
-    "imbalance: slowest micro-batch x number / total predicted forward latency (Section 7.4), mean "
-    "of steps; time-w.: sum of slowest / sum of means; F+B: forward and backward, which is what "
-    f"packing balances; W_a x {DEAR}: F+B of the same plans if attention takes {DEAR} times its "
-    "price; delay, p99, max: iterations a token waits (the paper: 0.5 on average); tok. "
-    "CV: variation of tokens per step; long wt: weight of a label of the longest documents, a "
-    "tenth of all labels, in a step's mean loss (1: that of others); held: tokens that wait after "
-    "a step; ms: packing time of a global batch; original cuts documents where windows end, as "
-    "loaders of token streams do; long whole keeps those as long as a window in one piece, as the "
-    "paper's loader does"
+    f"{STEP}: what a step takes: forward and backward of the slowest micro-batches over the mean "
+    "ones, summed over steps; imbalance: slowest micro-batch x number / total predicted forward "
+    "latency (Section 7.4), mean of steps; time-w.: sum of slowest / sum of means of it; F+B: mean "
+    "of steps of forward and backward, which packing balances; "
+    f"W_a x {DEAR}: F+B of the same plans if attention takes {DEAR} times its price; delay, p99, "
+    "max: iterations a token waits (the paper: 0.5 on average); tok. CV: variation of tokens per "
+    "step; long wt: weight of a label of the longest documents, a tenth of all labels, in a step's "
+    "mean loss (1: that of others); held: tokens that wait after a step; ms: packing time of a "
+    "global batch; original cuts documents where windows end, as loaders of token streams do; long "
+    "whole keeps those as long as a window in one piece, as the paper's loader does"
 )
 
 
@@ -85,6 +87,28 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
     return out
 
 
+def saving_line(saving: Saving, *, model: str) -> str:
+    """One sentence on GPU hours, by the figures of the column `STEP`. model: what is priced."""
+    best, usual = saving.best, saving.usual
+    if best is usual:
+        said = f"no policy here is faster than the usual loader ({usual.label})"
+    else:
+        said = (
+            f"with {best.label} instead of the usual loader ({usual.label}) you would save "
+            f"{saving.share:.1%} of GPU hours"
+        )
+    return (
+        f"{said}: {STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}, "
+        f"predicted for {model}; without CP sharding, pipeline and communication (`wlb simulate`)"
+    )
+
+
+def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
+    """Whether labels of the longest documents count noticeably more or less than others."""
+    is_even = abs(summary.long_weight - 1) < UNEVEN_WEIGHT
+    return normalizer != LossNormalizer.CONSTANT and not is_even
+
+
 def weight_remark(
     summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
 ) -> list[str]:
@@ -98,7 +122,7 @@ def weight_remark(
             "long wt counts all tokens as trained; this store masks some, so it does not hold for "
             "its labels"
         ]
-    if normalizer == LossNormalizer.CONSTANT or abs(summary.long_weight - 1) < UNEVEN_WEIGHT:
+    if not uneven(summary, normalizer):
         return []
     return [
         f"{summary.label}: a label of the longest documents (a tenth of all labels) counts "
@@ -108,47 +132,40 @@ def weight_remark(
     ]
 
 
-def fitting(summaries: Sequence[PackingSummary], *, width: int) -> list[tuple[str, Cell]]:
-    """The columns that fit beside the labels; the least important ones are left out first."""
-    room = width - max(len(s.label) for s in summaries) - 4
-    kept: set[str] = set()
-    for name, cell, _ in sorted(COLUMNS, key=lambda column: column[2]):
-        room -= 3 + max(len(name), *(len(cell(s)) for s in summaries))
-        if room < 0:
-            break
-        kept.add(name)
-    return [(name, cell) for name, cell, _ in COLUMNS if name in kept]
-
-
-def packing_table(
-    summaries: Sequence[PackingSummary], *, title: str, width: int, own: str = ""
-) -> Table:
+def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str = "") -> Table:
     """A row for each summary; the one labelled `own` in bold."""
-    shown = fitting(summaries, width=width)
-    names = [name for name, _ in shown]
+    names = [name for name, _ in COLUMNS]
     table = new_table(title, texts=["policy"], numbers=names, caption=CAPTION)
     for summary in summaries:
         style = "bold" if summary.label == own else ""
-        table.add_row(summary.label, *(cell(summary) for _, cell in shown), style=style)
+        table.add_row(summary.label, *(cell(summary) for _, cell in COLUMNS), style=style)
     return table
 
 
 def tuning_table(tuning: Tuning, *, rows: int) -> Table:
     """The front by imbalance (at most `rows` of it), the recommended point marked."""
+    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
+    heads, shown = tuning_rows(tuning, rows=rows)
+    table = new_table(title, labels=[""], texts=["setting"], numbers=heads)
+    for point, cells in shown:
+        mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
+        table.add_row(mark, point.summary.label, *cells, style=style)
+    return table
+
+
+def tuning_rows(
+    tuning: Tuning, *, rows: int
+) -> tuple[list[str], list[tuple[TunePoint, list[str]]]]:
+    """Heads, and cells of the front by imbalance (at most `rows` of it) and the recommended
+    point."""
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)
-    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
     names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
-    shown: list[tuple[str, Cell]] = [("F+B time-w.", lambda s: f"{s.step_time_weighted:.4f}")]
-    shown += [(name, cell) for name, cell, _ in COLUMNS if name in names]
-    heads = [name for name, _ in shown]
-    table = new_table(title, labels=[""], texts=["setting"], numbers=heads)
-    for point in points:
-        mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
-        cells = [cell(point.summary) for _, cell in shown]
-        table.add_row(mark, point.summary.label, *cells, style=style)
-    return table
+    shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
+    shown += [(name, cell) for name, cell in COLUMNS if name in names]
+    cells = [(point, [cell(point.summary) for _, cell in shown]) for point in points]
+    return [name for name, _ in shown], cells
 
 
 def _thousands(tokens: float) -> str:

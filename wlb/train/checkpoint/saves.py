@@ -10,14 +10,31 @@ import torch.distributed as dist
 
 from wlb.parallel.host import host_group
 from wlb.plan.tally import Tally
-from wlb.spec import OnNonfinite
+from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.wall import Phase
+
+
+def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
+    """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
+    it goes on from."""
+    if spec.checkpoint.interval:
+        return ""
+    begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
+    after = f" after step {begin:,}" if begin else ""
+    return (
+        f"checkpoint.interval = 0: the run saves at its end, and when Ctrl-C or SIGTERM stops it; "
+        f"a second Ctrl-C, SIGKILL or a failure loses all of its up to "
+        f"{spec.training.steps - begin:,} steps{after}"
+    )
 
 
 class SaveCheckpoints(Hook):
     """Saves every checkpoint.interval updates and at the end; all ranks save together."""
+
+    phase = Phase.CHECKPOINTS
 
     def __init__(self, saver: CheckpointSaver) -> None:
         self.saver = saver

@@ -1,19 +1,26 @@
-"""Requests to stop: SIGTERM or SIGUSR1 to any rank, or a file that rank 0 sees.
+"""Requests to stop: Ctrl-C, SIGTERM or SIGUSR1 to any rank, or a file that rank 0 sees.
 
-A request (as Slurm and torchrun announce pre-emption) is only noted here; all ranks learn of it
+A request (as a terminal, Slurm and torchrun make it) is only noted here; all ranks learn of it
 from the all-reduce of the step, finish the step, save and exit with status 0. Signals are caught
-long before ranks start; an early one ends the run before step 1.
+long before ranks start; an early one ends the run before step 1. A second Ctrl-C aborts.
 """
 
 import contextlib
+import os
 import signal
+import sys
 import threading
+import time
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAME_PRESS_S = 0.3
+"""Two SIGINTs within this time are one press of Ctrl-C: a rank of torchrun or srun can get it from
+its terminal and from its launcher."""
+_TOLD = b"\nwlb train: Ctrl-C: the run saves and ends after its step; a second Ctrl-C aborts it\n"
 
 
 class Stop(IntEnum):
@@ -29,17 +36,26 @@ class StoppedEarly(Exception):
 
 
 class Signals:
-    """Context manager of the main thread that notes SIGTERM and SIGUSR1."""
+    """Context manager of the main thread that notes SIGINT, SIGTERM and SIGUSR1.
 
-    def __init__(self) -> None:
+    The second SIGINT raises KeyboardInterrupt; a third one kills the process, for code that Python
+    cannot interrupt. SIGINT stays ignored where it was, as in a job of nohup or of a launcher.
+    answers: whether this process tells the user what the first SIGINT does.
+    """
+
+    def __init__(self, *, answers: bool = False) -> None:
         self.came = False
+        self._answers = answers
         self._passed_on: Path | None = None
         self._is_terminated = False
+        self._interrupted_s: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {kind: signal.signal(kind, self._note) for kind in SIGNALS}
+            is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            caught = [s for s in SIGNALS if not (is_ignored and s == signal.SIGINT)]
+            self._before = {kind: signal.signal(kind, self._note) for kind in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -48,6 +64,8 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
+        if number == signal.SIGINT:
+            self._interrupted()
         if self._passed_on is not None and number == signal.SIGTERM and self._is_terminated:
             raise SystemExit(128 + number)
         self._is_terminated |= number == signal.SIGTERM
@@ -57,12 +75,24 @@ class Signals:
             with contextlib.suppress(FileNotFoundError):
                 self._passed_on.touch()
 
+    def _interrupted(self) -> None:
+        now_s = time.monotonic()
+        if self._interrupted_s is None:
+            self._interrupted_s = now_s
+            if self._answers:
+                # A print could be reentrant here: the signal may have interrupted one.
+                with contextlib.suppress(OSError, ValueError):
+                    os.write(sys.stderr.fileno(), _TOLD)
+        elif now_s - self._interrupted_s > SAME_PRESS_S:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+
     def pass_on(self, file: Path) -> None:
         """Create `file` on a signal, now or later, for `StopRequest` of the ranks that this process
         starts.
 
-        Forwarding the signal would kill a rank that does not catch it yet. A second SIGTERM ends
-        this process and thereby its ranks.
+        Forwarding the signal would kill a rank that does not catch it yet. A second SIGTERM or
+        SIGINT ends this process and thereby its ranks.
         """
         self._passed_on = file
         if self.came:
@@ -100,6 +130,6 @@ class StopRequest:
     @property
     def words(self) -> dict[Stop, str]:
         return {
-            Stop.SIGNAL: "a signal (SIGTERM or SIGUSR1)",
+            Stop.SIGNAL: "a signal (Ctrl-C, SIGTERM or SIGUSR1)",
             Stop.FILE: f"the stop file {self._file}",
         }

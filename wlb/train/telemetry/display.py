@@ -1,26 +1,62 @@
 """Output of rank 0: a live table on a terminal, else a line for each step, and the summary."""
 
+import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work, late_remark
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
+from wlb.report.tables import facts_table
 
 _ROWS = 14
 _MOST_STRAGGLERS = 5
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
 
-def console() -> Console:
-    """Standard output; 110 columns wide where it is not a terminal."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, soft_wrap=True, width=110)
+class Heading(NamedTuple):
+    """Of a column of the table of steps. rank: columns of a high one are left out first where a
+    live table is wider than its terminal."""
+
+    above: str
+    name: str
+    width: int
+    rank: int
+
+    @property
+    def whole(self) -> str:
+        return f"{self.above} {self.name}".strip()
+
+
+HEADINGS = (
+    Heading("", "step", 9, 0),
+    Heading("", "loss", 7, 0),
+    Heading("", "tokens", 8, 5),
+    Heading("", "tokens/s", 9, 0),
+    Heading("gradient", "norm", 9, 1),
+    Heading("learning", "rate", 9, 2),
+    Heading("imbalance", "Plain-4D", 10, 4),
+    Heading("imbalance", "ours", 10, 1),
+    Heading("delay, steps", "mean (max)", 13, 6),
+    Heading("sharding", "chosen", 14, 7),
+    Heading("peak", "GiB", 7, 3),
+    Heading("time", "left", 9, 0),
+)
+
+
+class StepFigures(NamedTuple):
+    """Of a step, besides its metrics. memory_bytes: peak of rank 0's device, or process on a
+    CPU."""
+
+    learning_rate: float
+    memory_bytes: int
 
 
 class Display:
@@ -31,6 +67,7 @@ class Display:
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._has_warned = False
+        self._left = TimeLeft(total_steps)
         self._live: Live | None = None
         # A dumb terminal would show a live table only when it ends.
         if console.is_terminal and not console.is_dumb_terminal:
@@ -42,7 +79,7 @@ class Display:
             self._live.update(self._table())
         else:
             self.console.print(self.title, soft_wrap=True)
-            for line in zip(*_HEADINGS, strict=True):
+            for line in ([h.above for h in HEADINGS], [h.name for h in HEADINGS]):
                 self.console.print(_line(line), soft_wrap=True)
         return self
 
@@ -51,7 +88,12 @@ class Display:
             self._live.stop()
 
     def step(
-        self, steps_done: int, m: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
+        self,
+        steps_done: int,
+        m: MeasuredStep,
+        predicted: StepMetrics,
+        plain: StepMetrics | None,
+        figures: StepFigures,
     ) -> None:
         """A row of the table of steps, and a warning with the first documents that are later than
         packing.max_delay; plain: of Plain-4D."""
@@ -63,10 +105,14 @@ class Display:
             "-" if m.loss is None else f"{m.loss:.3f}",
             f"{m.num_tokens}",
             f"{m.num_tokens / seconds:,.0f}" if seconds else "-",
+            "-" if m.grad_norm is None else f"{m.grad_norm:.3g}",
+            f"{figures.learning_rate:.2e}",
             "-" if plain is None else f"{plain.imbalance:.2f}",
             f"{predicted.imbalance:.2f}",
             f"{m.mean_delay:.2f} ({m.max_delay})",
             chosen or "-",
+            f"{figures.memory_bytes / 2**30:.2f}",
+            self._left.after(steps_done),
         )
         self._rows.append(row)
         if self._live is not None:
@@ -92,39 +138,65 @@ class Display:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> Group:
-        # Eight columns fit into 80 characters only without vertical lines.
+        # Columns fit a narrow terminal better without vertical lines.
         table = Table(
             title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
-        for heading in _HEADINGS:
-            table.add_column("\n".join(heading).strip(), justify="right")
+        shown = fitting(self.console.width)
+        for i in shown:
+            heading = HEADINGS[i]
+            text = f"{heading.above}\n{heading.name}".strip()
+            table.add_column(text, justify="right", no_wrap=True)
         for row in self._rows:
-            table.add_row(*row)
-        return Group(table, Text(self._note))
+            table.add_row(*(row[i] for i in shown))
+        left_out = [h.whole for i, h in enumerate(HEADINGS) if i not in shown]
+        note = f"a wider terminal also shows {', '.join(left_out)}" if left_out else ""
+        return Group(table, Text(self._note), Text(note, style="dim"))
 
 
-_HEADINGS = (
-    ("", "step"),
-    ("", "loss"),
-    ("", "tokens"),
-    ("", "tokens/s"),
-    ("imbalance", "Plain-4D"),
-    ("imbalance", "ours"),
-    ("delay, steps", "mean (max)"),
-    ("sharding", "chosen"),
-)
-_WIDTHS = (9, 7, 8, 9, 10, 10, 13, 14)
+def fitting(width: int) -> list[int]:
+    """Indices of the columns that fit a terminal, in order; the least important are left out."""
+    room, kept = width - 2, list[int]()
+    for i in sorted(range(len(HEADINGS)), key=lambda i: HEADINGS[i].rank):
+        room -= HEADINGS[i].width + 1
+        if room < 0 and kept:
+            break
+        kept.append(i)
+    return sorted(kept)
 
 
-def _line(row: tuple[str, ...]) -> str:
-    return " ".join(cell.rjust(width) for cell, width in zip(row, _WIDTHS, strict=True))
+def _line(row: Sequence[str]) -> str:
+    widths = (heading.width for heading in HEADINGS)
+    return " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
-def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: float) -> None:
-    """Print a run's losses, balance, times and files."""
-    table = Table(
-        Column(style="bold"), "", title="Summary", title_justify="left", show_header=False
-    )
+class TimeLeft:
+    """Time until the last step, at the mean pace since the first step of this start, with the
+    evaluations and saves in between."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._first: tuple[int, float] | None = None
+
+    def after(self, steps_done: int) -> str:
+        """ "1:02:03", "3 d 04 h", or "-" before the second step."""
+        now_s = time.perf_counter()
+        if self._first is None or steps_done <= self._first[0]:
+            # After a rollback the pace starts anew.
+            self._first = (steps_done, now_s)
+            return "-"
+        done, begun_s = self._first
+        left_s = (self._total - steps_done) * (now_s - begun_s) / (steps_done - done)
+        minutes, seconds = divmod(round(left_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        if hours >= 48:
+            return f"{hours // 24} d {hours % 24:02d} h"
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+
+
+def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str) -> None:
+    """Print a run's losses, balance, times and files. wall: where its time went."""
+    table = facts_table("Summary")
     losses = tally.losses
     if losses:
         last = losses[-5:]
@@ -159,7 +231,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall_s: f
         table.add_row(name, text)
     if tally.saves.stall_s:
         table.add_row("checkpoints", _saves(tally.saves))
-    table.add_row("time", f"{wall_s:.1f} s, of which {tally.train_time_s:.1f} s in training steps")
+    table.add_row("time", wall)
     console.print(table)
     for name, path in files.items():
         # The table would shorten a long path.

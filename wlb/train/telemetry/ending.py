@@ -1,11 +1,10 @@
 """The hooks that say how a run ended: on request, and with which results."""
 
-import time
-
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.stop import StopRequest
 from wlb.train.hooks import Hook, RunContext
 from wlb.train.telemetry.display import summary
+from wlb.train.telemetry.wall import wall_line
 
 
 class TellStop(Hook):
@@ -27,7 +26,12 @@ class TellStop(Hook):
 
 
 class ShowSummary(Hook):
-    """Prints the summary on rank 0, unless the run was stopped before its first step."""
+    """Prints the summary on rank 0, unless the run was stopped before its first step, and records
+    where the time went."""
+
+    def end(self, run: RunContext) -> None:
+        seconds = {str(phase): s for phase, s in run.wall.seconds.items()}
+        run.report.write("wall", steps_done=run.steps_done, seconds=seconds)
 
     def finished(self, run: RunContext) -> None:
         if run.report.display is not None and (run.tally.ours.steps or not run.stop):
@@ -35,5 +39,6 @@ class ShowSummary(Hook):
                 "metrics": run.report.path,
                 "checkpoint": checkpoint.folder_of(run.job.checkpoints, run.steps_done),
             }
-            wall_s = time.time() - run.job.started_s
-            summary(run.report.console, run.tally, files=files, wall_s=wall_s)
+            wall = run.wall
+            line = wall_line(wall.seconds, before_ranks_s=wall.before_ranks_s)
+            summary(run.report.console, run.tally, files=files, wall=line)

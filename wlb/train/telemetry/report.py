@@ -6,9 +6,10 @@ from typing import Any, Self
 
 from wlb.cost.machine import program_version
 from wlb.plan import Place, places_to_json
+from wlb.report.tables import console
 from wlb.spec import RunSpec
 from wlb.train.job import Job
-from wlb.train.telemetry.display import Display, console
+from wlb.train.telemetry.display import Display
 from wlb.train.telemetry.sinks import Sink, open_sinks
 
 

@@ -1,14 +1,19 @@
 """The hook that writes and shows every step: predicted and measured metrics, refusals, restarts."""
 
+import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from wlb.plan import AS_PROFILED, MeasuredStep, StepPlan
 from wlb.spec import OnNonfinite
 from wlb.train.hooks import ExecutedStep, Hook, RefusedStep, RunContext
 from wlb.train.optimizer import learning_rate
+from wlb.train.telemetry.display import StepFigures
 
 
 class RecordSteps(Hook):
@@ -31,17 +36,21 @@ class RecordSteps(Hook):
         run.tally.add(measured, predicted, plan.baseline)
         if run.report.display is None:
             return
+        figures = StepFigures(
+            learning_rate=learning_rate(run.spec, max(0, run.steps_done - 1)),
+            memory_bytes=peak_memory_bytes(run.mesh.device),
+        )
         run.report.write(
             "step",
             step=plan.step,
             steps_done=run.steps_done,
-            learning_rate=learning_rate(run.spec, max(0, run.steps_done - 1)),
+            **figures._asdict(),
             measured=measured.to_json(),
             predicted=predicted.to_json(),
             plain_4d=None if plan.baseline is None else plan.baseline.to_json(),
             **_prices(plan),
         )
-        run.report.display.step(run.steps_done, measured, predicted, plan.baseline)
+        run.report.display.step(run.steps_done, measured, predicted, plan.baseline, figures)
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
         run.tally.refused[str(step.action)] += 1
@@ -60,6 +69,15 @@ class RecordSteps(Hook):
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         run.report.start(str(saved_in), steps_done=run.steps_done)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that tensors of this rank have had on a GPU, or its process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _prices(plan: StepPlan) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""Tests files of lengths: formats, what is no length, and where the file has it."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from wlb.data import length_files, lengths_of_file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "3\n1\n\n  20 \n"),
+        ("a.txt", "3\n1.0\n2e1"),
+        ("a.json", "[3, 1, 20.0]"),
+        ("noending", "3\n1\n20"),
+        ("a.txt", "\ufeff3\r\n1\r\n20\r\n"),
+        ("a.csv", "3\n1\n20\n"),
+        ("a.csv", "length\n3\n1\n20\n"),
+        ("a.csv", "id,num_tokens\na,3\nb,1\n\nc,20\n"),
+        ("a.csv", "3,one\n1,two\n20,three\n"),
+        ("a.tsv", "size\tname\n3\ta\n1\tb\n20\tc"),
+        ("noending", "name;len\na;3\nb;1\nc;20"),
+        ("a.jsonl", "3\n1\n\n20\n"),
+        ("a.jsonl", '{"text": "a\\u2028b", "n": 3}\n{"n": 1}\n{"n": 20}\n'),
+        ("a.txt", '{"id": 5, "length": 3}\n{"id": 6, "length": 1}\n{"length": 20}'),
+    ],
+)
+def test_reads_text_and_json(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    source = lengths_of_file(tmp_path / name, source_id=7)
+    assert source.lengths.tolist() == [3, 1, 20]
+    assert (source.num_documents, source.num_tokens, source.source_id) == (3, 24, 7)
+    assert source.lengths.dtype == np.int64
+    assert not source.lengths.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", ">i8", "f4"])
+def test_reads_npy(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.array([3, 1, 20], dtype))
+    assert lengths_of_file(tmp_path / "a.npy").lengths.tolist() == [3, 1, 20]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([3, 0], "length 1 is 0; a length is at least 1 token"),
+        ([3, -2, 0], "length 1 is -2; "),
+        ([3, 1.5], "length 1 is 1.5, not a whole number"),
+        ([3, float("nan")], "length 1 is nan, not a whole number"),
+        ([3, float("inf")], "length 1 is inf, not a whole number"),
+        ([3, 10**400], "length 1 is 1000.*, not a whole number"),
+        ([3, 2**63 - 1], "length 1 is 9223372036854775807"),
+        ([True], "length 0 is True, not a whole number"),
+        (["3"], "length 0 is '3', not a whole number"),
+        ([[3]], r"length 0 is \[3\], not a whole number"),
+        ([None], "length 0 is None, not a whole number"),
+        ([], "has no lengths; the corpus has no document"),
+        ({"lengths": [3]}, "holds a dict; it must hold a list"),
+    ],
+)
+def test_json_that_holds_no_lengths_is_refused(tmp_path, values, message):
+    (tmp_path / "a.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message) as error:
+        lengths_of_file(tmp_path / "a.json")
+    assert "a.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([3.0, np.nan]), "length 1 is nan, not a whole number"),
+        (np.array([[3]]), r"one axis of integers, not int64 of shape \(1, 1\)"),
+        (np.array(["3"]), "one axis of integers, not <U1"),
+        (np.array([True]), "one axis of integers, not bool"),
+        (np.array([2**64 - 1], np.uint64), "length 0 is 18446744073709551615"),
+        (np.zeros(0, np.int64), "has no lengths"),
+    ],
+)
+def test_npy_that_holds_no_lengths_is_refused(tmp_path, values, message):
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(ValueError, match=message):
+        lengths_of_file(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.npy", b"no numpy", "is not a .npy array of integers"),
+        ("a.npy", b"", "is not a .npy array of integers"),
+        ("a.json", b"{", "is not JSON"),
+        ("a.txt", b"3\n\nx4\n", "line 3: length is 'x4', not a whole number"),
+        ("a.csv", b"id,length\n7,3\n8,0\n", "line 3: length is 0; a length is at least 1"),
+        ("a.csv", b'id,length\n"a\nb",3\n8,x\n', "line 4: length is 'x', not a whole number"),
+        ("a.csv", b"id,length\n7,3\n8\n", "line 3 has 1 of 2 columns"),
+        ("a.csv", b"a,b\n1,2\n", "columns a, b, of which a and b may be lengths .* 'length'"),
+        ("a.jsonl", b'{"num_tokens": 3}\n\n{"num_tokens": 2.5}\n', "line 3: length is 2.5"),
+        ("a.jsonl", b'{"num_tokens": 3}\n{"text": 2}\n', "line 2 has no key 'num_tokens'"),
+        ("a.jsonl", b'{"text": "a"}\n', "line 1 has the keys text, of which none may be"),
+        ("a.jsonl", b"3\n{\n", "line 2 is not JSON"),
+        ("a.parquet", b"3\n4\n", "a.parquet is not a Parquet file"),
+        ("a.txt", b"\x1f\x8b123", r"compressed \(gzip\)"),
+        ("a.txt", b"1\n2\x00\n", "is binary .*byte 3 is zero"),
+        ("a.txt", b"\n \n", "has no lengths"),
+        ("a.txt", b"12\xff\xfe", "is binary and none of .npy, .npz, Parquet .byte 2 is no UTF-8"),
+    ],
+)
+def test_files_of_another_kind_are_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        lengths_of_file(tmp_path / name)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no file of lengths at .*a\.npy"):
+        lengths_of_file(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("ending", [".npz", ".txt"])
+def test_reads_npz_by_its_first_bytes(tmp_path, ending):
+    path = tmp_path / f"a{ending}"
+    with path.open("wb") as file:
+        np.savez(file, mask=np.ones(3), lengths=np.array([3, 1, 20], np.int32))
+    assert lengths_of_file(path).lengths.tolist() == [3, 1, 20]
+    with path.open("wb") as file:
+        np.savez(file, a=np.ones(3), b=np.ones(3))
+    with pytest.raises(ValueError, match="arrays a, b, of which none may be lengths"):
+        lengths_of_file(path)
+    with path.open("wb") as file:
+        np.savez(file, only=np.array([4, 0]))
+    with pytest.raises(ValueError, match="entry 1 of array 'only' is 0"):
+        lengths_of_file(path)
+
+
+def test_reads_parquet(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "n": [3, 20]}), path)
+    assert lengths_of_file(path).lengths.tolist() == [3, 20]
+    pq.write_table(pa.table({"length": [3, None]}), path)
+    with pytest.raises(ValueError, match="row 1 of column 'length' is None"):
+        lengths_of_file(path)
+
+    def absent(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(length_files, "import_module", absent)
+    with pytest.raises(ValueError, match=r"needs pyarrow, .*pip install 'wlb-llm\[data\]'"):
+        lengths_of_file(path)
+
+
+class Piped:
+    """Stands for standard input."""
+
+    def __init__(self, data, *, is_terminal=False):
+        self.buffer = io.BytesIO(data)
+        self.isatty = lambda: is_terminal
+
+
+def test_reads_standard_input(monkeypatch):
+    stored = io.BytesIO()
+    np.save(stored, np.array([3, 1]))
+    for data in (b"3\n1\n", b"[3, 1]", b'{"length": 3}\n{"length": 1}', stored.getvalue()):
+        monkeypatch.setattr(sys, "stdin", Piped(data))
+        source = lengths_of_file("-")
+        assert (source.name, source.lengths.tolist()) == ("standard input", [3, 1])
+    monkeypatch.setattr(sys, "stdin", Piped(b"\x00\x01\x02"))
+    with pytest.raises(ValueError, match="standard input is binary"):
+        lengths_of_file("-")
+    monkeypatch.setattr(sys, "stdin", Piped(b"", is_terminal=True))
+    with pytest.raises(ValueError, match="this terminal; pipe lengths into it"):
+        lengths_of_file("-")

@@ -1,0 +1,36 @@
+"""`wlb init`: print a preset as a TOML file of one's own, with every key and its meaning."""
+
+import argparse
+from typing import Any
+
+from wlb.cli.options import add_overrides, add_text
+from wlb.cli.system import with_system
+from wlb.spec import SYSTEMS, load, presets, to_commented_toml
+
+_DESCRIPTION = """\
+Print a preset, or a TOML file, as a file of your own: what it sets, and below a comment on each of
+them all other keys with their defaults, commented out. The file trains the same run.
+
+  wlb init demo > my.toml
+  wlb init 7b_128k --system wlb --set parallel.dp=4 training.steps=20000 > my.toml
+  wlb train my.toml --dry-run"""
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "init",
+        help="print a preset as a file of your own, with every key explained",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", help=f"a preset: {', '.join(presets())}; or a TOML file")
+    add_overrides(parser, metavar="KEY=VALUE", help="change keys of it")
+    add_text(parser, "--system", "SYSTEM", f"settings of a compared system: {', '.join(SYSTEMS)}")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    spec = load(options.name, with_system(options.name, options.overrides, options.system))
+    made_by = f"wlb {' '.join(options.words)}"
+    print(to_commented_toml(spec, comments=(f"Made by {made_by}.",)), end="")
+    return 0

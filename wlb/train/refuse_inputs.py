@@ -1,0 +1,71 @@
+"""Refuses stores and checkpoints that a run cannot begin with; imports no torch, for dry runs."""
+
+from pathlib import Path
+
+from wlb.data import BlendedStore, StoreName, TokenStore, open_store
+from wlb.plan import UserError
+from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
+from wlb.train.checkpoint import folder as checkpoint
+
+_SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "ffn_hidden_size",
+)
+
+
+def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
+    """UserError for stores whose documents cannot be trained or evaluated."""
+    store = open_store(train)
+    if not store.num_targets.any():
+        has = "no trained token" if store.has_targets else "one token"
+        raise UserError(
+            f"every document of the store {store.prefix} has {has}, so there is nothing to "
+            f"predict; use another data.store or data.corpus"
+        )
+    _hold_documents(spec, store)
+    if spec.eval.steps and heldout:
+        _hold_documents(spec, TokenStore(heldout))
+
+
+def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
+    if isinstance(store, BlendedStore):
+        for one in store.stores:
+            _hold_documents(spec, one)
+        return
+    lengths = store.lengths
+    window, longest = spec.data.context_window, int(lengths.max(initial=0))
+    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
+        raise UserError(
+            f"document {int(lengths.argmax())} of the store {store.prefix} has {longest} tokens, "
+            f"more than data.context_window = {window}; use data.long_documents = split or a "
+            f"larger window"
+        )
+
+
+def begins_with(spec: RunSpec) -> Path | None:
+    """The checkpoint that checkpoint.init_from names, or None."""
+    path = spec.checkpoint.init_from
+    return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
+
+
+def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
+    """UserError for a checkpoint whose files are damaged or whose weights have other shapes."""
+    checkpoint.check_files(saved_in)
+    theirs = model_of(saved_in)
+    for name in _SHAPES:
+        if getattr(theirs, name) != getattr(model, name):
+            raise UserError(
+                f"{option}: {saved_in} has model.{name} = {getattr(theirs, name)}, this run "
+                f"{getattr(model, name)}; use the checkpoint's model, or start without {option}"
+            )
+
+
+def model_of(saved_in: Path) -> ModelSpec:
+    """The model that a checkpoint was saved for."""
+    saved = checkpoint.read_run(saved_in)["spec"]["model"]
+    return apply(ModelSpec(), saved, source=str(saved_in), is_stored=True)
