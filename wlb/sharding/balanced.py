@@ -4,17 +4,19 @@ Per-document sharding cuts every document into 2 * CP chunks: at CP 16 one of 8K
 segments of 256 rows. Here the fewest ranks m share it whose parts stay below a share of a rank's
 mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
 room; documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
-Five shares are tried and hybrid's plan competes, so balanced is never predicted slower. Cost: a
-Python loop over documents for each share.
+Five shares are tried and hybrid's plan competes, so balanced is never predicted slower. For an
+exchange by need the plans of `by_need` compete as well. Cost: a Python loop over documents for each
+share.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import HiddenExchange, WorkloadModel
+from wlb.cost import WorkloadModel
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import IntArray, IntLike, ShardingPlan
+from wlb.sharding.by_need import by_need
 from wlb.sharding.hybrid import hybrid, shares_of
 from wlb.sharding.per_document import document_chunks
 from wlb.sharding.per_sequence import head_tail_ranks
@@ -23,7 +25,6 @@ from wlb.sharding.spans import RankedSpans, checked_lengths, from_spans
 from wlb.spec import ExchangeChoice
 
 STRATEGY = "balanced"
-SHARES_BY_NEED = (4, 2, 3 / 2)
 SHARES = (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 """Limits tried for the work of one part of a document, relative to a rank's mean work."""
 
@@ -38,33 +39,22 @@ def balanced(
     exchange: how keys will be exchanged, of which the price takes account (`cheapest`)."""
     pieces = checked_lengths(lengths, cp)
     best = hybrid(pieces, cp=cp, cost=cost, exchange=exchange)
-    if cp > 1 and pieces.size and exchange != GATHER:
-        best = cheapest([*_by_need(pieces, cp, cost), best], cost, exchange=exchange)
-    elif cp > 1 and pieces.size:
+    if cp > 1 and pieces.size:
         order = np.argsort(-pieces, kind="stable")
         plans = [_dealt(pieces, order, cp, cost, share) for share in SHARES]
-        best = min(best, cheapest(plans, cost), key=lambda plan: plan.slowest_kernels_ns)
+        if exchange == GATHER:
+            best = min(best, cheapest(plans, cost), key=lambda plan: plan.slowest_kernels_ns)
+        else:
+            plans = [*by_need(pieces, cp=cp, cost=cost), *plans, best]
+            best = cheapest(plans, cost, exchange=exchange)
     return replace(best, strategy=STRATEGY)
 
 
-def _by_need(pieces: IntArray, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
-    """Candidates where rows that nobody reads do not travel: larger parts, on fewer ranks, and
-    ranks of one node for a document where it has enough of them."""
-    order = np.argsort(-pieces, kind="stable")
-    near = cost.cp_ranks_per_node if isinstance(cost, HiddenExchange) else cp
-    nodes = [cp] + [near] * (1 < near < cp)
-    return [
-        _dealt(pieces, order, cp, cost, share, node=node)
-        for node in nodes
-        for share in (*SHARES_BY_NEED, *SHARES)
-    ]
-
-
 def _dealt(
-    pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float, *, node: int = 0
+    pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
 ) -> ShardingPlan:
     """Deal documents in `order` (descending length), in parts of at most `share` of the mean
-    work. node: neighbouring ranks that documents are kept on if they can; 0: all."""
+    work."""
     ordered = pieces[order]
     # A longer document may be predicted a percent faster than a shorter one at a cell boundary of
     # the kernel's table. Its work is raised to that of all shorter documents, because the documents
@@ -73,7 +63,7 @@ def _dealt(
     mean = max(1.0, float(work.sum()) * share / cp)
     num_ranks = np.clip(np.ceil(work / mean), 1, cp).astype(np.int64)
     num_over_all = int(np.searchsorted(-num_ranks, -cp, side="right"))
-    dealt = _DealtDocuments(ordered, cp, cost, node or cp)
+    dealt = _DealtDocuments(ordered, cp, cost)
     dealt.over_all(num_over_all)
     for m in range(cp - 1, 1, -1):
         dealt.over_some(np.flatnonzero(num_ranks[num_over_all:] == m) + num_over_all, m)
@@ -95,8 +85,8 @@ class _DealtDocuments:
     left: documents for which no rank had room in the parts that their work requires.
     """
 
-    def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel, node: int) -> None:
-        self.ordered, self.cp, self.cost, self.node = ordered, cp, cost, node
+    def __init__(self, ordered: IntArray, cp: int, cost: WorkloadModel) -> None:
+        self.ordered, self.cp, self.cost = ordered, cp, cost
         self.spans: list[_Span] = []
         self.load = [0] * cp
         self.room = shares_of(int(ordered.sum()), np.zeros(cp, np.int64)).tolist()
@@ -123,24 +113,11 @@ class _DealtDocuments:
             if len(fits) < num_ranks:
                 self.left.append(document)
                 continue
-            chosen = self._least_loaded(fits, num_ranks)
+            chosen = sorted(fits, key=lambda r: (self.load[r], r))[:num_ranks]
             self._add(document, start[i], stop[i], chosen + chosen[::-1])
             for r, part, size in zip(chosen, load[i].tolist(), tokens[i].tolist(), strict=True):
                 self.load[r] += part
                 self.room[r] -= size
-
-    def _least_loaded(self, fits: list[int], num_ranks: int) -> list[int]:
-        """The `num_ranks` least loaded of `fits`: of the node where the most loaded of them is the
-        least, if a node has so many."""
-        by_load = sorted(fits, key=lambda r: (self.load[r], r))
-        if self.node < self.cp and num_ranks <= self.node:
-            nodes: dict[int, list[int]] = {}
-            for r in by_load:
-                nodes.setdefault(r // self.node, []).append(r)
-            enough = [ranks[:num_ranks] for ranks in nodes.values() if len(ranks) >= num_ranks]
-            if enough:
-                return min(enough, key=lambda ranks: self.load[ranks[-1]])
-        return by_load[:num_ranks]
 
     def whole(self, who: IntArray, work: IntArray) -> None:
         """Documents `who`, each on the least loaded rank with room for it."""

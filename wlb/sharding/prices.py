@@ -10,6 +10,8 @@ for it. Cost: one pricing call over the spans of all candidates.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from wlb.cost import WorkloadModel, kernels_ns, waits_ns
 from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError, rows_moved
 from wlb.spec import ExchangeChoice
@@ -34,17 +36,22 @@ def cheapest(
     if exchange not in set(ExchangeChoice):
         raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
     forward, backward = kernels_ns(plans, cost, cp=plans[0].cp)
+    slowest = forward.max(1) + backward.max(1)
     if exchange == GATHER or plans[0].cp == 1:
-        best = int((forward.max(1) + backward.max(1)).argmin())
+        best = int(slowest.argmin())
         plan = plans[best]
     else:
         names = list(KeyExchange) if exchange == ExchangeChoice.AUTO else [KeyExchange(exchange)]
-        candidates = [
-            (_with_waits(tried, cost, (forward[i], backward[i])), i, tried)
-            for i, plan in enumerate(plans)
-            for tried in (replace(plan, exchange=name) for name in names)
-        ]
-        _, best, plan = min(candidates, key=lambda candidate: candidate[0])
+        found: list[tuple[tuple[float, int], int, ShardingPlan]] = []
+        for i in map(int, np.argsort(slowest, kind="stable")):
+            # Waits only add to the kernels, so no plan from here on can be the fastest.
+            if found and slowest[i] > found[0][0][0]:
+                break
+            tried = (replace(plans[i], exchange=name) for name in names)
+            kernels = forward[i], backward[i]
+            found += [(_with_waits(plan, cost, kernels), i, plan) for plan in tried]
+            found = [min(found, key=lambda one: one[:2])]
+        _, best, plan = found[0]
     return replace(
         plan,
         strategy=strategy or plan.strategy,

@@ -1,0 +1,93 @@
+"""Tests the candidates for an exchange by need: valid, near to ideal, documents within nodes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models import LLAMA2_7B
+from wlb.cost import FlopsWorkload, ProfiledWorkload, ideal_kernels_ns, kernels_ns, load_profile
+from wlb.data import lengths_of_family
+from wlb.plan import rows_moved
+from wlb.sharding.by_need import by_need, spans_of
+from wlb.sharding.fill import Cut, Part
+from wlb.spec import ParallelSpec
+
+FLOPS = FlopsWorkload(quadratic_ns=1)
+
+
+def h100(tp: int, cp: int) -> ProfiledWorkload:
+    return ProfiledWorkload(
+        model=replace(LLAMA2_7B, num_layers=1),
+        parallel=ParallelSpec(tp=tp, cp=cp, pp=1),
+        profile=load_profile("h100"),
+        overlaps=True,
+    )
+
+
+def test_spans_of_runs_and_of_symmetric_parts() -> None:
+    """Larger parts of a document are further out; the innermost is one span."""
+    pieces = np.array([512, 100])
+    filled = [
+        [Part(piece=0, size=128, density=1, cut=Cut.SYMMETRIC)],
+        [Part(piece=0, size=256, density=1, cut=Cut.SYMMETRIC), Part(piece=1, size=40, density=1)],
+        [
+            Part(piece=0, size=128, density=1, cut=Cut.SYMMETRIC),
+            Part(piece=1, size=60, density=1, cut=Cut.RUN, start=40),
+        ],
+    ]
+    filled[1][1].cut = Cut.RUN
+    spans = spans_of(pieces, filled, 3)
+    found = sorted(zip(*(x.tolist() for x in spans), strict=True))
+    assert found == [
+        (0, 0, 128, 1),
+        (0, 128, 256, 0),
+        (0, 256, 384, 2),
+        (0, 384, 384, 0),
+        (0, 384, 512, 1),
+        (1, 0, 40, 1),
+        (1, 40, 100, 2),
+    ]
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(1, 9), st.integers(1, 3000), st.integers(1, 60_000)),
+        min_size=1,
+        max_size=16,
+    ),
+    st.integers(2, 18),
+    st.sampled_from([FLOPS, h100(1, 16), h100(2, 8), h100(8, 4)]),
+)
+def test_every_candidate_is_a_plan(lengths: list[int], cp: int, cost: FlopsWorkload) -> None:
+    for plan in by_need(np.array(lengths), cp=cp, cost=cost):
+        plan.validate()
+
+
+@pytest.mark.parametrize("cp", [4, 8, 16])
+def test_the_fitted_stream_is_near_to_ideal(cp: int) -> None:
+    """Attention alone, of the best candidate without a node's limits."""
+    drawn = lengths_of_family(window=131072, num_documents=400, seed=0).lengths
+    cost, slowest, ideal = h100(1, cp), 0, 0
+    for pieces in np.array_split(drawn, 8):
+        plans = by_need(pieces, cp=cp, cost=cost)
+        forward, backward = kernels_ns(plans, cost, cp=cp)
+        slowest += int((forward.max(1) + backward.max(1)).min())
+        ideal += ideal_kernels_ns(pieces, cost, cp=cp)
+    assert slowest <= 1.05 * ideal
+
+
+def test_short_documents_do_not_leave_a_node_but_for_the_few_tokens_that_make_ranks_equal() -> None:
+    rng = np.random.default_rng(0)
+    node = np.arange(16) // 8
+    for _ in range(5):
+        pieces = rng.integers(200, 9000, 40)
+        cost = h100(1, 16)
+        plans = by_need(pieces, cp=16, cost=cost)
+        far = [int(rows_moved(plan)[node[:, None] != node].sum()) for plan in plans]
+        near = [plan for plan, rows in zip(plans, far, strict=True) if rows <= 64]
+        forward, backward = kernels_ns(near, cost, cp=16)
+        slowest = (forward.max(1) + backward.max(1)).min()
+        assert slowest <= 1.12 * ideal_kernels_ns(pieces, cost, cp=16)

@@ -1,0 +1,131 @@
+"""Candidates of `balanced` for an exchange by need, which moves only the rows that ranks read.
+
+Documents are cut among as few ranks as their work requires (`fill`), and among nodes only where a
+node cannot have them (`nodes`). What cuts cost is known once spans are priced, so each candidate is
+made a few times, every rank's share of the work being corrected by what it came to. Candidates
+differ in how much work of a long document one rank may have (less to send, for longer attention)
+and in what may leave a node. Cost: a few milliseconds of Python for each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from wlb.cost import HiddenExchange, WorkloadModel
+from wlb.plan import FloatArray, IntArray, ShardingPlan
+from wlb.plan.exchange import rank_of_span
+from wlb.sharding.fill import TILE, Cut, FillOptions, HeadWork, Part, fill, parts_of
+from wlb.sharding.nodes import split
+from wlb.sharding.spans import RankedSpans, from_spans
+
+ROUNDS = 4
+DAMPED = 0.8
+"""Power of the ratio by which a rank's share is corrected."""
+SHARES = (3 / 2, 2, 4)
+WHOLE = (1.0, 0.3)
+NODE_SHARES = (1, 3 / 2, 4)
+STRATEGY = "balanced"
+
+
+def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
+    """Plans of a micro-batch of pieces of these lengths, shape [num_pieces], over `cp` ranks."""
+    near = cost.cp_ranks_per_node if isinstance(cost, HiddenExchange) else cp
+    made = _Made(pieces, cp, cost)
+    level = [FillOptions(whole=whole) for whole in WHOLE]
+    plans: list[ShardingPlan] = []
+    for options in level:
+        plans += made.rounds(options)
+    for share in SHARES:
+        plans += made.rounds(FillOptions(share=share), rounds=1)
+    if 1 < near < cp:
+        for node_share in NODE_SHARES:
+            for options in level:
+                plans += made.rounds(options, near=near, node_share=node_share)
+    return plans
+
+
+class _Made:
+    """Makes plans of one micro-batch, whose prices are looked up once."""
+
+    def __init__(self, pieces: IntArray, cp: int, cost: WorkloadModel) -> None:
+        self.pieces, self.cp, self.cost = pieces, cp, cost
+        forward, backward = cost.segment_times_ns(pieces, pieces)
+        self.parts = parts_of(pieces, forward + backward)
+        self.heads = HeadWork(int(pieces.max()), cost)
+        base, over = divmod(int(pieces.sum()), cp)
+        self.rooms = [base + (rank < over) for rank in range(cp)]
+
+    def rounds(
+        self, options: FillOptions, *, near: int = 0, node_share: float = 1, rounds: int = ROUNDS
+    ) -> list[ShardingPlan]:
+        """Plans of each round. near: neighbouring ranks of a node; 0: all."""
+        scale = np.ones(self.cp)
+        plans: list[ShardingPlan] = []
+        for left in reversed(range(rounds)):
+            filled = self._filled(options, scale, near or self.cp, node_share)
+            plans.append(
+                from_spans(
+                    self.pieces,
+                    spans_of(self.pieces, filled, near or self.cp),
+                    cp=self.cp,
+                    strategy=STRATEGY,
+                )
+            )
+            if left:
+                scale = self._corrected(scale, plans[-1])
+        return plans
+
+    def _filled(
+        self, options: FillOptions, scale: FloatArray, near: int, node_share: float
+    ) -> list[list[Part]]:
+        nodes = [slice(first, min(self.cp, first + near)) for first in range(0, self.cp, near)]
+        if len(nodes) == 1:
+            return fill(self.parts, self.rooms, scale.tolist(), self.heads, options)
+        of_nodes = [float(scale[node].mean()) for node in nodes]
+        rooms = [sum(self.rooms[node]) for node in nodes]
+        parts = split(self.parts, rooms, of_nodes, self.heads, share=node_share)
+        out: list[list[Part]] = []
+        for node, mine in zip(nodes, parts, strict=True):
+            out += fill(mine, self.rooms[node], scale[node].tolist(), self.heads, options)
+        return out
+
+    def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
+        forward, backward = self.cost.segment_times_ns(plan.stop - plan.start, plan.stop)
+        load = np.bincount(rank_of_span(plan), weights=forward + backward, minlength=self.cp)
+        factor = (load.mean() / np.maximum(load, 1.0)) ** DAMPED
+        return np.clip(scale * factor, 0.5, 2.0)
+
+
+def spans_of(pieces: IntArray, filled: Sequence[Sequence[Part]], near: int) -> RankedSpans:
+    """Spans of the parts that each rank has: runs where they are, symmetric parts from a document's
+    ends inwards, a node's ranks next to each other and the largest part of them outermost."""
+    parts: dict[int, list[tuple[int, Part]]] = {}
+    for rank, mine in enumerate(filled):
+        for part in mine:
+            parts.setdefault(part.piece, []).append((rank, part))
+    spans: list[tuple[int, int, int, int]] = []
+    for piece, found in parts.items():
+        if all(part.cut != Cut.SYMMETRIC for _, part in found):
+            runs = ((part.start, part.start + part.size, rank) for rank, part in found)
+            spans += [(piece, *run) for run in sorted(runs)]
+            continue
+        sizes: dict[int, int] = {}
+        for rank, part in found:
+            sizes[rank] = sizes.get(rank, 0) + part.size
+        order = sorted(sizes, key=lambda rank: (rank // near, -sizes[rank]))
+        spans += _from_the_ends(piece, int(pieces[piece]), [(rank, sizes[rank]) for rank in order])
+    return RankedSpans(*np.array(spans, np.int64).reshape(-1, 4).T)
+
+
+def _from_the_ends(
+    piece: int, length: int, sizes: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int, int]]:
+    """Each rank's tokens, half of them from the beginning of what is left, half from its end."""
+    first, last = 0, length
+    spans: list[tuple[int, int, int, int]] = []
+    for rank, size in sizes[:-1]:
+        is_tiled = size % TILE == 0 or size > 4 * TILE
+        head = (size // TILE + 1) // 2 * TILE if is_tiled else (size + 1) // 2
+        spans += [(piece, first, first + head, rank), (piece, last - (size - head), last, rank)]
+        first, last = first + head, last - (size - head)
+    return [*spans, (piece, first, last, sizes[-1][0])]
