@@ -1,11 +1,11 @@
-"""Simulates more than the paper: each part of ours alone and together, schedules, scales, tails.
+"""Simulates more than the paper: each part of ours alone and together, schedules, tails.
 
-`python -m experiments.beyond [--steps 160] [--seed 1] [--quick]` has four parts:
+`python -m experiments.beyond [--steps 160] [--seed 1] [--quick]` has two parts:
 
 1. `parts`: Table 1's configurations with each part of ours, alone and together.
-2. `more`: 7B-128K with DP 1 to 8.
-3. `more`: 70B-128K's width and depth (80 layers) on 1K, 4K and 16K GPUs.
-4. `more`: 7B-128K with longer and shorter tails of the length distribution.
+2. `tail`: 7B-128K with longer and shorter tails of the length distribution.
+
+Numbers of pipelines and of GPUs are `experiments.many_pipelines`.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,6 @@ CHUNKS, MORE = "+ all chunks", "+ more micro-batches"
 DELAYS = ("pp.weight_delay=2", "pp.weight_delay=4")
 NUMBERS = (4, 5, 6)
 """A global batch of 4 windows per pipeline is packed into this many micro-batches per pipeline."""
-SCALES = {"1K": (8, 4, 8, 4), "4K": (8, 8, 16, 4), "16K": (8, 16, 16, 8)}
-"""Each number of GPUs has this (TP, CP, PP, DP)."""
 
 
 def chunks(config: str) -> str:
@@ -118,50 +116,8 @@ def parts(steps: int, seed: int) -> tuple[Table, dict[str, dict[str, Outcome]]]:
     return table, found
 
 
-def compared(
-    name: str, heading: str, cases: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]]
-) -> Table:
-    """Returns WLB-LLM and ours over Plain-4D for each of `cases`: config, overrides, options."""
-    systems = {"Plain-4D": "plain_4d", "WLB-LLM": "paper", "ours": "wlb"}
-    groups = [
-        system(s, config, *overrides, **options)
-        for config, overrides, options in cases.values()
-        for s in systems.values()
-    ]
-    found = iter(outcomes(groups))
-    rows: list[list[Any]] = []
-    for label in cases:
-        plain, paper, ours = (next(found) for _ in systems)
-        gains = [paper.over(plain), ours.over(plain), plain.time_s / ours.bound_s]
-        rows.append([label, plain.step_s, *gains, ours.of_bound, ours.bubble])
-    columns = ["", "Plain-4D s/step", "WLB-LLM", "ours", "perfect balance", "of bound", "bubble"]
-    formats = dict.fromkeys(columns[1:6], ".3f") | {"bubble": ".1%"}
-    return Table(name=name, title=heading, columns=columns, rows=rows, formats=formats)
-
-
-def more(steps: int, seed: int) -> list[Table]:
-    """Simulates parts 2 to 4."""
-    options = {"steps": max(8, steps // 4), "seed": seed}
-    pipelines = {
-        f"DP {dp}": ("7b_128k", (f"parallel.dp={dp}", f"data.num_windows={4 * dp}"), options)
-        for dp in (1, 2, 4, 8)
-    }
-    scales: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {}
-    for label, (tp, cp, pp, dp) in SCALES.items():
-        layout = (
-            f"parallel.tp={tp}",
-            f"parallel.cp={cp}",
-            f"parallel.pp={pp}",
-            f"parallel.dp={dp}",
-            f"data.num_windows={pp * dp}",
-            "pp.virtual_stages=5",
-            "training.recompute=selective",
-        )
-        scales[f"{label} GPUs: {tp} x {cp} x {pp} x {dp}"] = (
-            "70b_128k",
-            layout,
-            {"steps": max(4, steps // 16), "seed": seed},
-        )
+def tails(steps: int, seed: int) -> Table:
+    """Simulates part 2: WLB-LLM and ours over Plain-4D by the tail of the lengths."""
     base = constants.FAMILY
     families = {
         "as fitted": base,
@@ -172,15 +128,22 @@ def more(steps: int, seed: int) -> list[Table]:
         "tail of twice the tokens": replace(base, tail_token_share=base.tail_token_share * 2),
         "neither": replace(base, tail_token_share=0.0, atom_token_share=0.0),
     }
-    tails = {
-        label: ("7b_128k", (), {**options, "steps": steps, "family": family})
-        for label, family in families.items()
-    }
-    return [
-        compared("dp", "7B-128K by number of pipelines", pipelines),
-        compared("scale", "70B-128K on more GPUs (TP x CP x PP x DP)", scales),
-        compared("tail", "7B-128K by the tail of the lengths", tails),
+    systems = ("plain_4d", "paper", "wlb")
+    groups = [
+        system(name, "7b_128k", steps=steps, seed=seed, family=family)
+        for family in families.values()
+        for name in systems
     ]
+    found = iter(outcomes(groups))
+    rows: list[list[Any]] = []
+    for label in families:
+        plain, paper, ours = (next(found) for _ in systems)
+        gains = [paper.over(plain), ours.over(plain), plain.time_s / ours.bound_s]
+        rows.append([label, plain.step_s, *gains, ours.of_bound, ours.bubble])
+    columns = ["", "Plain-4D s/step", "WLB-LLM", "ours", "perfect balance", "of bound", "bubble"]
+    formats = dict.fromkeys(columns[1:6], ".3f") | {"bubble": ".1%"}
+    title = "7B-128K by the tail of the lengths"
+    return Table(name="tail", title=title, columns=columns, rows=rows, formats=formats)
 
 
 def draw(found: dict[str, dict[str, Outcome]]) -> Any:
@@ -217,13 +180,13 @@ def main() -> None:
             what="average with everything (the paper's system)", paper=1.23, ours=round(best, 3)
         )
     ]
-    tables = [table, *more(steps, options.seed)]
+    tables = [table, tails(steps, options.seed)]
     show(*tables, against=against, width=180)
     if options.quick:
         return
     write_results(
         Path(__file__).parent,
-        title="Beyond the paper: parts, schedules, scales, tails",
+        title="Beyond the paper: parts, schedules, tails",
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
@@ -240,10 +203,7 @@ def main() -> None:
             f"(last row).\n\n"
             f"Memory stays under 80 GiB: packing is told 76, and MLPs are recomputed where a "
             f"larger S_max or T is worth it (`training.recompute = selective`, tried for each). "
-            f"70B on more GPUs has 5 virtual stages and recomputes MLPs in all systems.\n\n"
-            f"Two things to know: the planner deals micro-batches to pipelines by predicted work "
-            f"in all systems, which flatters Plain-4D where DP is above 1; and runs on many GPUs "
-            f"are of few steps, so that what is held back and flushed at the end weighs on ours."
+            f"Many pipelines and GPUs: `experiments/many_pipelines/results`."
         ),
         against=against,
         tables=tables,

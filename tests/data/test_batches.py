@@ -1,13 +1,14 @@
 """Tests global batches: the crossing rule, conservation, and resuming from any state."""
 
 import json
+from itertools import islice
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.data import GlobalBatches, LengthSource, TokenStore, TokenStoreWriter
+from wlb.data import GlobalBatches, LengthSource, ListedBatches, TokenStore, TokenStoreWriter
 from wlb.data.shuffle import permute
 
 
@@ -98,6 +99,7 @@ def test_every_document_once_an_epoch(lengths, tokens_per_batch, epochs, seed, s
     assert np.array_equal(np.sort(ids), np.arange(epochs * len(lengths)))
     assert np.array_equal(length, np.array(lengths)[ids % len(lengths)])
     assert np.all(np.diff(ids // len(lengths)) >= 0)  # epochs follow each other
+    assert [batch.is_last for batch in found] == [False] * (len(found) - 1) + [True]
     total = 0
     for i, batch in enumerate(found):
         assert batch.index == i
@@ -125,6 +127,19 @@ def test_resumes_from_any_state(data, epochs):
         assert found_after == after
     if epochs and len(stream) < 8:
         assert next(again, None) is None
+
+
+def test_a_list_of_batches_knows_its_last_one():
+    stream = GlobalBatches(source(3, 4, 5), tokens_per_batch=6, seed=0)
+    found = [batch for batch, _ in islice(stream.iterate(), 3)]
+    listed = ListedBatches(found)
+    assert [batch.is_last for batch in found] == [False] * 3  # this stream never ends
+    (first, state), (_, after) = listed.next({"batch": 0}), listed.next({"batch": 1})
+    assert (first.is_last, state) == (False, {"batch": 1})
+    last, end = listed.next(after)
+    assert last.is_last
+    assert last.documents == found[2].documents
+    assert listed.next(end) is None
 
 
 def test_next_changes_nothing():

@@ -107,6 +107,11 @@ def test_resumes_from_any_state_with_any_size_of_batches(data, lengths, epochs):
     at = data.draw(st.integers(0, len(items) - 1))
     state = json.loads(json.dumps(items[at][1]))
     again = blend(lengths, weights, tokens_per_batch=size, epochs=epochs).iterate(state)
+    if epochs:
+        flags = [batch.is_last for batch, _ in batches.iterate()]
+        assert flags == [False] * (len(flags) - 1) + [True]
+    else:
+        assert not any(batch.is_last for batch, _ in items)
     for batch, after in items[at + 1 :]:
         found, found_after = next(again)
         assert found.documents == batch.documents

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
@@ -125,6 +126,42 @@ def test_the_flush_releases_everything_under_the_caps() -> None:
     assert sum(p.num_tokens for p in plans) == waiting
     assert max(p.num_tokens for p in plans) <= int(1.1 * 4 * C)
     assert [p.step for p in plans] == list(range(carry.next_step, after.next_step))
+
+
+def test_the_last_batch_keeps_what_waits_company() -> None:
+    """A document of the window waits for company; at the end the last batch's tokens are there."""
+    pack, last = packer(), batch(1, [C // 4] * 8)
+    carry = waiting_for("bounded", [C], [0], 1)
+    unknown, rest = pack.push(last, carry)
+    made = [p.tokens.tolist() for p in (*unknown, *pack.push(None, rest)[0])]
+    assert made == [[C // 2] * 4, [C, 0, 0, 0]]
+    (plan,), empty = pack.push(replace(last, is_last=True), carry)
+    assert sorted(plan.tokens.tolist()) == [C // 2, 3 * C // 4, 3 * C // 4, C]
+    assert (empty.num_tokens, empty.next_step) == (0, 2)
+    assert pack.push(None, empty)[0] == ()
+    # An end without documents is a flush.
+    (flushed,), _ = pack.push(replace(batch(1, []), is_last=True), carry)
+    assert flushed.num_tokens == C
+    assert pack.push(replace(batch(0, []), is_last=True), pack.start())[0] == ()
+
+
+@pytest.mark.parametrize("n", [4, *full(8, 32)])
+def test_knowing_the_end_never_makes_it_longer(n: int) -> None:
+    """The slowest micro-batches of the last steps take less time together, mostly much less."""
+    pack = packer(n=n, price_range=PriceRange(low=0.7, high=1.6))
+    known, unknown = list[int](), list[int]()
+    for seed in range(8):
+        *most, last = fitted(12, n, seed)
+        carry = pack.start()
+        for b in most:
+            _, carry = pack.push(b, carry)
+        plans, rest = pack.push(last, carry)
+        ends = (*plans, *pack.push(None, rest)[0]), pack.push(replace(last, is_last=True), carry)[0]
+        assert sum(p.num_tokens for p in ends[0]) == sum(p.num_tokens for p in ends[1])
+        unknown.append(sum(int(p.workload_ns.max()) for p in ends[0]))
+        known.append(sum(int(p.workload_ns.max()) for p in ends[1]))
+    assert all(a <= b for a, b in zip(known, unknown, strict=True))
+    assert sum(known) < 0.85 * sum(unknown)
 
 
 def fitted(num: int, n: int, seed: int = 0) -> list[GlobalBatch]:

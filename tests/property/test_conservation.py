@@ -186,7 +186,10 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
     window = data.draw(windows)
     packer = data.draw(packers(window))
     ledger = Ledger(packer.start())
-    for batch in [*data.draw(batches(window)), None]:
+    stream = data.draw(batches(window))
+    if stream and data.draw(st.booleans()):
+        stream[-1] = replace(stream[-1], is_last=True)
+    for batch in [*stream, None]:
         ledger.push(packer, batch)
     assert len(ledger.carry.pieces) == 0
     assert sorted(ledger.placed) == sorted(ledger.arrived)

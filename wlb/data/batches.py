@@ -10,6 +10,7 @@ Cost: 2 ms for a batch of 50,000 documents.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -182,7 +183,8 @@ class GlobalBatches(SourceBatches):
         )
         epoch, position = divmod(first + ids.size, num_documents)
         read = {"epoch": epoch, "position": position}
-        return batch_after(state, documents, read, missing)
+        is_last = bool(self.epochs) and first + ids.size >= self.epochs * num_documents
+        return batch_after(state, documents, read, missing, is_last=is_last)
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""
@@ -253,15 +255,17 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
 
 
 def batch_after(
-    state: State, documents: Documents, read: State, missing: int
+    state: State, documents: Documents, read: State, missing: int, *, is_last: bool
 ) -> tuple[GlobalBatch, State]:
     """The batch of these documents and the state after it.
 
     read: documents that its sources gave. missing: tokens that the batch needed to be complete.
+    is_last: whether no batch follows.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
-    return GlobalBatch(index=state["batch"], documents=documents), {**state, **after}
+    batch = GlobalBatch(index=state["batch"], documents=documents, is_last=is_last)
+    return batch, {**state, **after}
 
 
 def check_lengths(lengths: IntArray) -> None:
@@ -278,7 +282,7 @@ def check_lengths(lengths: IntArray) -> None:
 
 
 class ListedBatches:
-    """A planner's source of a list of global batches."""
+    """A planner's source of a list of global batches, of which it marks the last one."""
 
     def __init__(self, batches: Sequence[GlobalBatch]) -> None:
         self.batches: Sequence[GlobalBatch] = batches
@@ -288,4 +292,7 @@ class ListedBatches:
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         at = int(state["batch"])
-        return None if at >= len(self.batches) else (self.batches[at], {"batch": at + 1})
+        if at >= len(self.batches):
+            return None
+        batch = replace(self.batches[at], is_last=at + 1 == len(self.batches))
+        return batch, {"batch": at + 1}

@@ -199,7 +199,8 @@ class BlendedBatches(BatchStream):
             source=source,
         )
         columns = {name: column.tolist() for name, column in zip(_COLUMNS, read, strict=True)}
-        return batch_after(state, documents, columns, missing)
+        is_last = not self._has_next(read[1])
+        return batch_after(state, documents, columns, missing, is_last=is_last)
 
     @property
     def _end(self) -> float:

@@ -308,8 +308,10 @@ class GlobalBatch:
     """Documents in shuffled order until N x C tokens (N micro-batches, C context window).
 
     index: of the batch in the stream, from 0. documents: that it brings; none if the last one's
-    tail already filled it.
+    tail already filled it. is_last: the source knows that no batch follows, so that a policy need
+    not hold anything back.
     """
 
     index: int
     documents: Documents
+    is_last: bool = False

@@ -20,8 +20,8 @@ class PlannerState(PlainRecord):
     carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
     baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
     the source's own state; num_batches: global batches it has given. exhausted: it had ended and
-    the packer was flushed. num_tokens: document tokens of all steps so far. prices: in force and to
-    come, of a run that learns them (`cost.online`).
+    nothing is left to flush. num_tokens: document tokens of all steps so far. prices: in force and
+    to come, of a run that learns them (`cost.online`).
     """
 
     carry: Carry

@@ -326,13 +326,17 @@ class Planner:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
         plans, carry = self.packer.push(batch, state.carry)
+        # With nothing left to flush the data ends here, and the last of these steps gets what the
+        # baseline still has.
+        ends = batch is None or (batch.is_last and not len(carry.pieces))
         baseline, made = state.baseline, state.baseline_made
         if self.baseline is not None:
             # The baseline was off until now.
             if baseline.policy != self.baseline.policy:
                 baseline = replace(self.baseline.start(), next_step=state.num_batches)
-            also, baseline = self.baseline.push(batch, baseline)
-            made += tuple(predict(counted(plan, self.source)) for plan in also)
+            for pushed in (batch,) if batch is None or not ends else (batch, None):
+                also, baseline = self.baseline.push(pushed, baseline)
+                made += tuple(predict(counted(plan, self.source)) for plan in also)
         return PlannerState(
             carry=carry,
             baseline=baseline,
@@ -340,7 +344,7 @@ class Planner:
             ready=state.ready + plans,
             baseline_made=made,
             num_batches=state.num_batches + (batch is not None),
-            exhausted=batch is None,
+            exhausted=ends,
             num_tokens=state.num_tokens,
             prices=state.prices,
         )
