@@ -81,7 +81,7 @@ REGISTRY = (
     Experiment("fig14", "fig14", "Figure 14", 3, "speed-up by window, simulated", "--quick"),
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, tails", "--quick"),
-    Experiment("many_pipelines", "many_pipelines", "", 30, "where many pipelines lose", "--quick"),
+    Experiment("many_pipelines", "many_pipelines", "", 20, "where many pipelines lose", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("cp_traffic", "cp_traffic", "", 3, "bytes that CP ranks need of each other", BOTH),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),

@@ -33,6 +33,8 @@ from wlb.plan import GlobalBatch
 from wlb.planner import Planner
 from wlb.simulate import RunSimulation, sharded_steps, simulate_run
 
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 SCALES = {"1K": (8, 4, 8, 4), "4K": (8, 8, 16, 4), "16K": (8, 16, 16, 8)}
 """Each number of GPUs has this (TP, CP, PP, DP)."""
@@ -245,7 +247,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         return
     least = min(one["ours"].losses.of_bound for one in found.values())
     write_results(
-        Path(__file__).parent,
+        FOLDER,
         title="Many pipelines: where ours loses",
         how=How.SIMULATED,
         profile=constants.profile(),

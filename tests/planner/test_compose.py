@@ -96,8 +96,14 @@ def test_dealing_evens_out_tokens_where_work_allows_it() -> None:
     dealt = deal(work, tokens, 2)
     assert work[dealt].sum(1).tolist() == [200, 200]
     # A pipeline may get 0.1% more work for the sake of tokens, and no more.
-    tokens = int_array("t", [30, 10, 20, 20])
-    for more, expected in ((19, [40, 40]), (21, [30, 50])):
+    slightly, very = int_array("t", [101, 99, 100, 100]), int_array("t", [30, 10, 20, 20])
+    for tokens, more, expected in (
+        (slightly, 19, [200, 200]),
+        (slightly, 21, [199, 201]),
+        # While tokens differ by more than 5% it may be 0.5%.
+        (very, 99, [40, 40]),
+        (very, 102, [30, 50]),
+    ):
         work = int_array("w", [10_000 + more, 10_000 + more, 10_000, 10_000])
         assert sorted(tokens[deal(work, tokens, 2)].sum(1).tolist()) == expected
 
