@@ -380,6 +380,40 @@ def test_what_would_lose_or_mix_rows_is_refused(
         trainer.train()
 
 
+@pytest.mark.parametrize(
+    ("rows", "balance", "sizes", "message"),
+    [
+        ([3, 0, 4, 0], {}, {}, r"2 rows of train_dataset have no tokens, the first is row 1; rem"),
+        ([], {}, {}, "train_dataset has no rows"),
+        (
+            [3, WINDOW + 1],
+            {},
+            {},
+            r"row 1 of train_dataset has 257 tokens, more than Balance's context_window = 256; .* "
+            r"truncate rows \(max_length of the tokenizer, or of SFTConfig\)",
+        ),
+        ([3], {}, {"accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
+        ([3], {}, {"num_ranks": 0}, "number of processes = 0 must be at least 1"),
+        ([3], {"s_max": 9}, {}, "Balance's s_max = 9 is below its context_window = 256"),
+        (
+            [3],
+            {"step_tokens": 9},
+            {"num_ranks": 2, "accumulation_steps": 3},
+            r"step_tokens = 9 is not more than the 1536 tokens .* \(2 processes x "
+            r"gradient_accumulation_steps = 3 x context_window = 256\)",
+        ),
+    ],
+)
+def test_errors_name_options_of_the_library(
+    rows: list[int], balance: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    made = Balance(**{"context_window": WINDOW, **balance})
+    with pytest.raises(ValueError, match=message) as error:
+        BalancedBatchSampler(rows, made, **{"num_ranks": 1, **sizes})
+    for ours in ("data.", "num_micro_batches", "corpus", "long_documents"):
+        assert ours not in str(error.value)
+
+
 def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
     """Runs two processes and returns what each wrote."""
     out.mkdir()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ import pytest
 import torch
 
 pytest.importorskip("trl")
-from wlb.adapters.trl import BalancedStep, by_length, without_padding
+from datasets import Dataset
+
+from wlb.adapters.trl import BalancedStep, BalancedSteps, by_length, without_padding
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +52,37 @@ def test_every_step_trains_its_rows_once_and_balanced() -> None:
     [
         ({"samples_per_step": 101}, "samples_per_step = 101 is more than the dataset's 100"),
         ({"max_tokens": 500}, r"row \d+ has \d+ tokens.*max_tokens = 500"),
-        ({"accumulation_steps": 1}, "found no place in 1"),
+        (
+            {"accumulation_steps": 1},
+            "32 rows of train_dataset: .* found no place in 1 .* raise gradient_accumulation_steps",
+        ),
+        ({"accumulation_steps": 0}, "gradient_accumulation_steps = 0 must be at least 1"),
     ],
 )
 def test_steps_that_cannot_be(options: dict[str, Any], says: str) -> None:
     given = {"samples_per_step": 32, "max_tokens": 1500, "num_ranks": 2, "accumulation_steps": 4}
     with pytest.raises(UserError, match=says):
         list(BalancedStep(LENGTHS, **(given | options)))
+
+
+def test_a_step_of_too_many_rows_names_options_of_the_trainer() -> None:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            world_size=2,
+            average_tokens_across_devices=True,
+            remove_unused_columns=True,
+            gradient_accumulation_steps=4,
+            per_device_train_batch_size=16,
+        ),
+        accelerator=SimpleNamespace(
+            dataloader_config=SimpleNamespace(dispatch_batches=None, split_batches=False)
+        ),
+        get_sp_size=lambda: 1,
+        train_dataset=Dataset.from_dict({"input_ids": [[1]] * 100}),
+    )
+    says = "per_device_train_batch_size = 16 x gradient_accumulation_steps = 4 x 2 processes = 128"
+    with pytest.raises(UserError, match=f"{says} rows, more than the 100 of train_dataset"):
+        BalancedSteps.get_train_dataloader(trainer)
 
 
 def test_completions_of_each_optimiser_step_have_the_same_lengths() -> None:

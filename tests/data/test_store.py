@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.data import TokenStore, TokenStoreWriter
+from wlb.data import BlendedStore, TokenStore, TokenStoreWriter
 from wlb.data import store as store_module
 
 IDX = (
@@ -87,6 +87,9 @@ def test_documents_without_tokens_are_left_out_and_counted(tmp_path):
     store = TokenStore(raw_store(tmp_path, idx=idx))
     assert store.lengths.tolist() == [3, 1]
     assert store.num_empty_documents == 2
+    assert store.summary == "2 documents, 4 tokens, 2 empty documents left out"
+    assert store.summary in repr(store)
+    assert BlendedStore([store, store], [1, 1]).summary.endswith("4 empty documents left out")
     assert [store.read(0).tolist(), store.read(1).tolist()] == [[5, 513, 65535], [7]]
 
 

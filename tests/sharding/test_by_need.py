@@ -12,7 +12,7 @@ from wlb.cost import FlopsWorkload, ProfiledWorkload, ideal_kernels_ns, kernels_
 from wlb.data import lengths_of_family
 from wlb.plan import rows_moved
 from wlb.sharding.by_need import by_need, spans_of
-from wlb.sharding.fill import Cut, Part
+from wlb.sharding.fill import FillCut, FillPart
 from wlb.spec import ParallelSpec
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
@@ -31,14 +31,17 @@ def test_spans_of_runs_and_of_symmetric_parts() -> None:
     """Larger parts of a document are further out; the innermost is one span."""
     pieces = np.array([512, 100])
     filled = [
-        [Part(piece=0, size=128, density=1, cut=Cut.SYMMETRIC)],
-        [Part(piece=0, size=256, density=1, cut=Cut.SYMMETRIC), Part(piece=1, size=40, density=1)],
+        [FillPart(piece=0, size=128, density=1, cut=FillCut.SYMMETRIC)],
         [
-            Part(piece=0, size=128, density=1, cut=Cut.SYMMETRIC),
-            Part(piece=1, size=60, density=1, cut=Cut.RUN, start=40),
+            FillPart(piece=0, size=256, density=1, cut=FillCut.SYMMETRIC),
+            FillPart(piece=1, size=40, density=1),
+        ],
+        [
+            FillPart(piece=0, size=128, density=1, cut=FillCut.SYMMETRIC),
+            FillPart(piece=1, size=60, density=1, cut=FillCut.RUN, start=40),
         ],
     ]
-    filled[1][1].cut = Cut.RUN
+    filled[1][1].cut = FillCut.RUN
     spans = spans_of(pieces, filled, 3)
     found = sorted(zip(*(x.tolist() for x in spans), strict=True))
     assert found == [

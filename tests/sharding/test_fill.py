@@ -6,26 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.sharding.fill import TILE, Cut, FillOptions, HeadWork, Part, fill, parts_of
+from wlb.sharding.fill import TILE, FillCut, FillOptions, FillPart, HeadWork, fill, parts_of
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
 HEADS = HeadWork(100_000, FLOPS)
 
 
-def show(filled: list[list[Part]]) -> list[list[tuple[int, int, str]]]:
+def show(filled: list[list[FillPart]]) -> list[list[tuple[int, int, str]]]:
     return [[(part.piece, part.size, part.cut.name) for part in mine] for mine in filled]
 
 
 def filled(
-    parts: list[Part], rooms: list[int], scale: list[float] | None = None, **options: float
-) -> list[list[Part]]:
+    parts: list[FillPart], rooms: list[int], scale: list[float] | None = None, **options: float
+) -> list[list[FillPart]]:
     return fill(parts, rooms, scale or [1.0] * len(rooms), HEADS, FillOptions(**options))
 
 
 def test_dense_documents_come_first_and_light_ones_fill_up() -> None:
     """300 tokens of 4 and 900 of 0 ns: with a share of 400 ns each rank has 100 and 300."""
-    parts = [Part(piece=i, size=100, density=4) for i in range(3)]
-    parts += [Part(piece=3 + i, size=300, density=0) for i in range(3)]
+    parts = [FillPart(piece=i, size=100, density=4) for i in range(3)]
+    parts += [FillPart(piece=3 + i, size=300, density=0) for i in range(3)]
     assert show(filled(parts, [400] * 3)) == [
         [(0, 100, "WHOLE"), (5, 300, "WHOLE")],
         [(1, 100, "WHOLE"), (4, 300, "WHOLE")],
@@ -35,7 +35,10 @@ def test_dense_documents_come_first_and_light_ones_fill_up() -> None:
 
 def test_a_long_document_is_cut_over_as_few_ranks_as_it_fills() -> None:
     """Its 1,280 tokens are all the work: two tiles and a half a rank, whole tiles are cut."""
-    parts = [Part(piece=0, size=10 * TILE, density=1), Part(piece=1, size=30 * TILE, density=0)]
+    parts = [
+        FillPart(piece=0, size=10 * TILE, density=1),
+        FillPart(piece=1, size=30 * TILE, density=0),
+    ]
     found = filled(parts, [10 * TILE] * 4)
     assert [[part.size // TILE for part in mine] for mine in found] == [
         [2, 8],
@@ -43,7 +46,7 @@ def test_a_long_document_is_cut_over_as_few_ranks_as_it_fills() -> None:
         [2, 8],
         [3, 7],
     ]
-    assert {part.cut for mine in found for part in mine if part.piece == 0} == {Cut.SYMMETRIC}
+    assert {part.cut for mine in found for part in mine if part.piece == 0} == {FillCut.SYMMETRIC}
     # Two ranks may have twice their share.
     found = filled(parts, [10 * TILE] * 4, share=2)
     sizes = [sum(part.size for part in mine if part.piece == 0) // TILE for mine in found]
@@ -51,7 +54,10 @@ def test_a_long_document_is_cut_over_as_few_ranks_as_it_fills() -> None:
 
 
 def test_ranks_have_the_work_that_they_are_scaled_to() -> None:
-    parts = [Part(piece=0, size=30 * TILE, density=1), Part(piece=1, size=30 * TILE, density=0)]
+    parts = [
+        FillPart(piece=0, size=30 * TILE, density=1),
+        FillPart(piece=1, size=30 * TILE, density=0),
+    ]
     found = filled(parts, [30 * TILE] * 2, [2.0, 1.0])
     assert [sum(part.work for part in mine) // TILE for mine in found] == [20, 10]
 

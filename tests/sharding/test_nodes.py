@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.sharding.fill import Cut, HeadWork, Part, parts_of
+from wlb.sharding.fill import FillCut, FillPart, HeadWork, parts_of
 from wlb.sharding.nodes import split
 
 HEADS = HeadWork(200_000, FlopsWorkload(quadratic_ns=1))
 
 
-def parts(lengths: list[int]) -> list[Part]:
+def parts(lengths: list[int]) -> list[FillPart]:
     pieces = np.array(lengths)
     return parts_of(pieces, pieces * pieces)
 
 
-def show(nodes: list[list[Part]]) -> list[list[tuple[int, int]]]:
+def show(nodes: list[list[FillPart]]) -> list[list[tuple[int, int]]]:
     return [sorted((part.piece, part.size) for part in mine) for mine in nodes]
 
 
@@ -43,7 +43,9 @@ def test_swaps_of_short_documents_level_tokens_before_one_is_cut() -> None:
         nodes = [sum(lengths) // 2, sum(lengths) - sum(lengths) // 2]
         found = split(parts(lengths), nodes, [1, 1], HEADS, share=1)
         assert [sum(part.size for part in mine) for mine in found] == nodes
-        runs = [part for mine in found for part in mine if part.cut == Cut.RUN and not part.start]
+        runs = [
+            part for mine in found for part in mine if part.cut == FillCut.RUN and not part.start
+        ]
         assert sum(part.size for part in runs) <= moved + 10
 
 
@@ -69,7 +71,7 @@ def test_every_token_goes_to_one_node(lengths: list[int], num_nodes: int, share:
     runs: dict[int, list[tuple[int, int]]] = {}
     for part in (part for mine in found for part in mine):
         held[part.piece] += part.size
-        if part.cut == Cut.RUN:
+        if part.cut == FillCut.RUN:
             runs.setdefault(part.piece, []).append((part.start, part.start + part.size))
     assert held == lengths
     for spans in runs.values():

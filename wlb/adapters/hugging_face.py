@@ -104,6 +104,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     ) -> None:
         check_at_least("epochs", epochs, 1, ", as all are planned at once")
         self.lengths = int_array("lengths", lengths)
+        _check_sizes(balance, num_ranks, accumulation_steps)
+        _check_rows(self.lengths, balance)
         self.balance, self.epochs, self.epoch = balance, epochs, 0
         planner = balance.planner(
             self.lengths, num_ranks=num_ranks, accumulation_steps=accumulation_steps, epochs=epochs
@@ -283,6 +285,47 @@ def balanced(trainer: type[T]) -> type[T]:
     """A subclass of the Trainer that takes `balance=` and trains balanced batches."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedTrainer, trainer), {})
     return made
+
+
+def _check_rows(lengths: IntArray, balance: Balance) -> None:
+    """UserError for rows that cannot be trained whole, in words of the libraries."""
+    if not lengths.size:
+        raise UserError("train_dataset has no rows; give one that has some")
+    if int(lengths.min()) < 1:
+        empty = np.flatnonzero(lengths < 1)
+        raise UserError(
+            f"{empty.size} rows of train_dataset have no tokens, the first is row {empty[0]}; "
+            f'remove them: train_dataset.filter(lambda row: len(row["input_ids"]) > 0)'
+        )
+    if int(lengths.max()) > balance.context_window:
+        row = int(lengths.argmax())
+        raise UserError(
+            f"row {row} of train_dataset has {lengths[row]} tokens, more than Balance's "
+            f"context_window = {balance.context_window}; raise it, or truncate rows (max_length of "
+            f"the tokenizer, or of SFTConfig)"
+        )
+
+
+def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> None:
+    """UserError for limits that no step could hold, with the options that decide them."""
+    check_at_least("number of processes", num_ranks, 1)
+    check_at_least("gradient_accumulation_steps", accumulation_steps, 1)
+    check_at_least("context_window of Balance", balance.context_window, 1)
+    check_at_least("max_delay of Balance", balance.max_delay, 1)
+    window = balance.context_window
+    if balance.s_max is not None and balance.s_max < window:
+        raise UserError(
+            f"Balance's s_max = {balance.s_max} is below its context_window = {window}, so a row "
+            f"that fills it could never be placed; raise s_max"
+        )
+    brought = num_ranks * accumulation_steps * window
+    if balance.step_tokens is not None and balance.step_tokens <= brought:
+        raise UserError(
+            f"Balance's step_tokens = {balance.step_tokens} is not more than the {brought} tokens "
+            f"that come for each step ({num_ranks} processes x gradient_accumulation_steps = "
+            f"{accumulation_steps} x context_window = {window}), so rows held back could never be "
+            f"caught up; raise step_tokens or lower gradient_accumulation_steps"
+        )
 
 
 def _checked(dataset: Any) -> Any:

@@ -70,7 +70,11 @@ class BalancedStep(Sampler[list[int]]):
         seed: int = 0,
     ) -> None:
         self.lengths = int_array("lengths", lengths)
-        for name, value in (("samples_per_step", samples_per_step), ("num_ranks", num_ranks)):
+        for name, value in (
+            ("samples_per_step", samples_per_step),
+            ("num_ranks", num_ranks),
+            ("gradient_accumulation_steps", accumulation_steps),
+        ):
             check_at_least(name, value, 1)
         if samples_per_step > self.lengths.size:
             raise UserError(
@@ -81,7 +85,7 @@ class BalancedStep(Sampler[list[int]]):
             row = int(self.lengths.argmax())
             raise UserError(
                 f"row {row} has {self.lengths[row]} tokens, and a micro-batch at most max_tokens = "
-                f"{max_tokens}; cut the row or raise max_tokens"
+                f"{max_tokens}; raise max_tokens, or truncate rows (max_length of SFTConfig)"
             )
         self.samples_per_step, self.num_ranks, self.seed = samples_per_step, num_ranks, seed
         self.accumulation_steps, self.epoch = accumulation_steps, 0
@@ -113,7 +117,11 @@ class BalancedStep(Sampler[list[int]]):
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.lengths.size)
         for step in range(self.num_steps):
             rows = order[step * self.samples_per_step :][: self.samples_per_step]
-            yield rows, self._balance(self.lengths[rows])
+            try:
+                yield rows, self._balance(self.lengths[rows])
+            except UserError as error:
+                told = str(error).replace("num_micro_batches", "gradient_accumulation_steps")
+                raise UserError(f"a step of {rows.size} rows of train_dataset: {told}") from None
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows, balance in self.steps():
@@ -145,9 +153,16 @@ class BalancedSteps:
         _check_accelerator(self.accelerator, self.get_sp_size())
         rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
         num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
+        wanted = args.per_device_train_batch_size * accumulated * num_ranks
+        if wanted > len(rows):
+            raise UserError(
+                f"a step takes per_device_train_batch_size = {args.per_device_train_batch_size} x "
+                f"gradient_accumulation_steps = {accumulated} x {num_ranks} processes = {wanted} "
+                f"rows, more than the {len(rows)} of train_dataset; lower one of them"
+            )
         batches = BalancedStep(
             _lengths(rows),
-            samples_per_step=args.per_device_train_batch_size * accumulated * num_ranks,
+            samples_per_step=wanted,
             max_tokens=self.max_tokens,
             num_ranks=num_ranks,
             accumulation_steps=accumulated,

@@ -218,11 +218,7 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
 
 def _verify(prefix: str, screen: Console) -> None:
     verify_store(prefix)
-    store = TokenStore(prefix)
-    screen.print(
-        f"{prefix}: {store.num_documents:,} documents, {store.num_tokens:,} tokens; checksum and "
-        f"vocabulary are right"
-    )
+    screen.print(f"{prefix}: {TokenStore(prefix).summary}; checksum and vocabulary are right")
 
 
 def _table(made: StoreReport) -> Table:

@@ -27,7 +27,7 @@ from wlb.data.batches import (
     check_state,
     stream_rows,
 )
-from wlb.data.store import TokenArray, TokenStore
+from wlb.data.store import TokenArray, TokenStore, summary_of
 from wlb.plan import (
     UNCOUNTED,
     DocumentIds,
@@ -74,6 +74,12 @@ class BlendedStore:
     @property
     def num_tokens(self) -> int:
         return sum(store.num_tokens for store in self.stores)
+
+    @property
+    def summary(self) -> str:
+        """Sizes in words, as `TokenStore.summary`."""
+        num_empty = sum(store.num_empty_documents for store in self.stores)
+        return summary_of(self.num_documents, self.num_tokens, num_empty)
 
     @property
     def lengths(self) -> IntArray:

@@ -312,6 +312,11 @@ class TokenStore:
         return self._tokens.size
 
     @property
+    def summary(self) -> str:
+        """Documents and tokens, and how many documents were left out because they are empty."""
+        return summary_of(self.num_documents, self.num_tokens, self.num_empty_documents)
+
+    @property
     def vocab_size(self) -> int | None:
         """Vocabulary size from the sidecar; None without one: then set model.vocab_size."""
         return self.info.vocab_size if self.info else None
@@ -381,10 +386,14 @@ class TokenStore:
         return partial(TokenStore, source_id=self.source_id), (self.prefix,)
 
     def __repr__(self) -> str:
-        return (
-            f"TokenStore({self.prefix!r}, {self.num_documents} documents, "
-            f"{self.num_tokens} tokens, {self.dtype})"
-        )
+        return f"TokenStore({self.prefix!r}, {self.summary}, {self.dtype})"
+
+
+def summary_of(num_documents: int, num_tokens: int, num_empty: int) -> str:
+    """Sizes of a store in words."""
+    empty = f"{num_empty:,} empty document{'s' if num_empty > 1 else ''} left out"
+    sizes = f"{num_documents:,} documents, {num_tokens:,} tokens"
+    return f"{sizes}, {empty}" if num_empty else sizes
 
 
 def file_checksum(path: Path) -> str:

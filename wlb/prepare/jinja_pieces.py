@@ -11,7 +11,7 @@ from wlb.prepare.jinja_compile import BEGIN, END, MARKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TemplatePiece:
     """Consecutive text of a rendering with markers, or the content of message `owner`.
 
     owner: the message whose turn the text belongs to. is_end: whether it ends that turn.
@@ -60,16 +60,16 @@ def without_blocks(marked: str) -> str:
     return marked.replace(BEGIN, "").replace(END, "")
 
 
-def pieces_of(marked: str, places: TurnPlaces, *, start: str) -> list[Piece]:
+def pieces_of(marked: str, places: TurnPlaces, *, start: str) -> list[TemplatePiece]:
     """The rendering in pieces. start: the text that begins it, if it does, is a piece of its own
     (BOS)."""
     plain = without_blocks(marked)
     blocks, gaps, contents = _scan(marked, num_messages=len(places.ends))
-    out: list[Piece] = []
+    out: list[TemplatePiece] = []
     for gap in gaps:
         first = gap.start
         if gap.before < 0 and start and plain.startswith(start):
-            out.append(Piece(text=start, owner=0))
+            out.append(TemplatePiece(text=start, owner=0))
             first = len(start)
         for a, b, owner, is_end in _regions(gap, places, first):
             out += _cut_at_blocks(plain, a, b, owner, is_end, blocks)
@@ -78,7 +78,9 @@ def pieces_of(marked: str, places: TurnPlaces, *, start: str) -> list[Piece]:
             is_generated = _is_inside(blocks, at)
             text = plain[at : gap_end(plain, at)]
             out.append(
-                Piece(text=text, owner=gap.after, is_content=True, is_generated=is_generated)
+                TemplatePiece(
+                    text=text, owner=gap.after, is_content=True, is_generated=is_generated
+                )
             )
     return out
 
@@ -139,11 +141,13 @@ def _regions(gap: _Gap, places: TurnPlaces, first: int) -> Iterator[tuple[int, i
 
 def _cut_at_blocks(
     plain: str, start: int, stop: int, owner: int, is_end: bool, blocks: list[range]
-) -> Iterator[Piece]:
+) -> Iterator[TemplatePiece]:
     """The text [start, stop) in pieces that are inside or outside of generation blocks."""
     edges = sorted({e for b in blocks for e in (b.start, b.stop) if start < e < stop})
     for a, b in zip([start, *edges], [*edges, stop], strict=True):
-        yield Piece(text=plain[a:b], owner=owner, is_generated=_is_inside(blocks, a), is_end=is_end)
+        yield TemplatePiece(
+            text=plain[a:b], owner=owner, is_generated=_is_inside(blocks, a), is_end=is_end
+        )
 
 
 def _is_inside(blocks: list[range], at: int) -> bool:

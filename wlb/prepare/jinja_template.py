@@ -27,7 +27,13 @@ from wlb.prepare.chat_template import (
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import token_text
 from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, marker
-from wlb.prepare.jinja_pieces import Piece, TurnPlaces, marked_messages, pieces_of, without_blocks
+from wlb.prepare.jinja_pieces import (
+    TemplatePiece,
+    TurnPlaces,
+    marked_messages,
+    pieces_of,
+    without_blocks,
+)
 from wlb.prepare.tool_calls import json_text, with_other_arguments, with_text_arguments
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -64,7 +70,7 @@ _Forms = tuple[_Form, ...]
 class _Shape:
     """A sequence of forms, rendered with markers."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TemplatePiece, ...]
     places: TurnPlaces
 
 
@@ -119,7 +125,7 @@ class JinjaTemplate:
             prefix=prefix if is_apart else None,
         )
 
-    def _train(self, piece: Piece, shape: _Shape, forms: _Forms) -> Train:
+    def _train(self, piece: TemplatePiece, shape: _Shape, forms: _Forms) -> Train:
         """Return which tokens are trained of a piece of a trained message."""
         form, places = forms[piece.owner], shape.places
         is_known = form.has_content or places.begins[piece.owner] is not None

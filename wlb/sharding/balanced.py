@@ -4,9 +4,8 @@ Per-document sharding cuts every document into 2 * CP chunks: at CP 16 one of 8K
 segments of 256 rows. Here the fewest ranks m share it whose parts stay below a share of a rank's
 mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
 room; documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
-Five shares are tried and hybrid's plan competes, so balanced is never predicted slower. For an
-exchange by need the plans of `by_need` compete as well. Cost: a Python loop over documents for each
-share.
+Five shares are tried and hybrid's plan competes, so balanced is never predicted slower; by need
+those of `by_need` as well. Cost: a Python loop over documents for each share.
 """
 
 from dataclasses import replace

@@ -14,7 +14,7 @@ import numpy as np
 from wlb.cost import HiddenExchange, WorkloadModel
 from wlb.plan import FloatArray, IntArray, ShardingPlan
 from wlb.plan.exchange import rank_of_span
-from wlb.sharding.fill import TILE, Cut, FillOptions, HeadWork, Part, fill, parts_of
+from wlb.sharding.fill import TILE, FillCut, FillOptions, FillPart, HeadWork, fill, parts_of
 from wlb.sharding.nodes import split
 from wlb.sharding.spans import RankedSpans, from_spans
 
@@ -77,14 +77,14 @@ class _Made:
 
     def _filled(
         self, options: FillOptions, scale: FloatArray, near: int, node_share: float
-    ) -> list[list[Part]]:
+    ) -> list[list[FillPart]]:
         nodes = [slice(first, min(self.cp, first + near)) for first in range(0, self.cp, near)]
         if len(nodes) == 1:
             return fill(self.parts, self.rooms, scale.tolist(), self.heads, options)
         of_nodes = [float(scale[node].mean()) for node in nodes]
         rooms = [sum(self.rooms[node]) for node in nodes]
         parts = split(self.parts, rooms, of_nodes, self.heads, share=node_share)
-        out: list[list[Part]] = []
+        out: list[list[FillPart]] = []
         for node, mine in zip(nodes, parts, strict=True):
             out += fill(mine, self.rooms[node], scale[node].tolist(), self.heads, options)
         return out
@@ -96,16 +96,16 @@ class _Made:
         return np.clip(scale * factor, 0.5, 2.0)
 
 
-def spans_of(pieces: IntArray, filled: Sequence[Sequence[Part]], near: int) -> RankedSpans:
+def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) -> RankedSpans:
     """Spans of the parts that each rank has: runs where they are, symmetric parts from a document's
     ends inwards, a node's ranks next to each other and the largest part of them outermost."""
-    parts: dict[int, list[tuple[int, Part]]] = {}
+    parts: dict[int, list[tuple[int, FillPart]]] = {}
     for rank, mine in enumerate(filled):
         for part in mine:
             parts.setdefault(part.piece, []).append((rank, part))
     spans: list[tuple[int, int, int, int]] = []
     for piece, found in parts.items():
-        if all(part.cut != Cut.SYMMETRIC for _, part in found):
+        if all(part.cut != FillCut.SYMMETRIC for _, part in found):
             runs = ((part.start, part.start + part.size, rank) for rank, part in found)
             spans += [(piece, *run) for run in sorted(runs)]
             continue

@@ -28,7 +28,7 @@ LIGHTEST = 0.15
 """Share of a group's tokens, of the documents with least work a token, that level its nodes."""
 
 
-class Cut(IntEnum):
+class FillCut(IntEnum):
     WHOLE = 0
     SYMMETRIC = 1
     """Tokens from both ends of what is left of a document: equal work a token in every part."""
@@ -37,20 +37,20 @@ class Cut(IntEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class FillPart:
     """`size` tokens of a document, of which each is `density` ns of work. start: of a run."""
 
     piece: int
     size: int
     density: float
-    cut: Cut = Cut.WHOLE
+    cut: FillCut = FillCut.WHOLE
     start: int = 0
 
     @property
     def work(self) -> float:
         return self.size * self.density
 
-    def taken(self, size: int, cut: Cut) -> "Part":
+    def taken(self, size: int, cut: FillCut) -> "FillPart":
         """Takes `size` tokens off and returns them; the rest of a symmetric cut is as dense."""
         self.size -= size
         self.cut = cut
@@ -68,22 +68,22 @@ class HeadWork:
     def of(self, size: int) -> float:
         return self._ns[-(-size // TILE)]
 
-    def take_run(self, part: Part, size: int) -> Part:
+    def take_run(self, part: FillPart, size: int) -> FillPart:
         """Takes the first `size` tokens off `part` and returns them; later tokens see more keys."""
         stop = part.start + size
-        run = replace(part, size=size, cut=Cut.RUN)
+        run = replace(part, size=size, cut=FillCut.RUN)
         run.density = (self.of(stop) - self.of(part.start)) / size
         rest = max(0.0, part.work - run.work)
         part.size -= size
-        part.start, part.cut, part.density = stop, Cut.RUN, rest / part.size
+        part.start, part.cut, part.density = stop, FillCut.RUN, rest / part.size
         return run
 
 
-def parts_of(pieces: IntArray, work: IntArray) -> list[Part]:
+def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
     """Whole documents, those with most work a token first. pieces, work: shape [num_pieces]."""
     density = work / pieces
     order = np.argsort(-density, kind="stable").tolist()
-    return [Part(piece=i, size=int(pieces[i]), density=float(density[i])) for i in order]
+    return [FillPart(piece=i, size=int(pieces[i]), density=float(density[i])) for i in order]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +97,12 @@ class FillOptions:
 
 
 def fill(
-    parts: Sequence[Part],
+    parts: Sequence[FillPart],
     rooms: Sequence[int],
     scale: Sequence[float],
     heads: HeadWork,
     options: FillOptions,
-) -> list[list[Part]]:
+) -> list[list[FillPart]]:
     """Parts of each rank. parts: by falling density, and with as many tokens as there is room.
 
     rooms: tokens of each rank. scale: the work of each relative to its tokens' share.
@@ -111,7 +111,7 @@ def fill(
     work = sum(part.work for part in pool)
     weight = sum(room * s for room, s in zip(rooms, scale, strict=True))
     most = options.share * work / weight if options.share > 1 and weight else 0.0
-    out: list[list[Part]] = []
+    out: list[list[FillPart]] = []
     for room, s in zip(rooms[:-1], scale[:-1], strict=True):
         share = work * room * s / weight if weight else 0.0
         mine = _dense(pool, room, share, whole=options.whole, most=most * room * s)
@@ -122,12 +122,14 @@ def fill(
     return [*out, pool]
 
 
-def _dense(pool: list[Part], room: int, work: float, *, whole: float, most: float) -> list[Part]:
+def _dense(
+    pool: list[FillPart], room: int, work: float, *, whole: float, most: float
+) -> list[FillPart]:
     """Takes documents with much work a token, until filling up with light ones gives `work`.
 
     most: work that a rank may have of a document that needs several; whole: see `FillOptions`.
     """
-    mine: list[Part] = []
+    mine: list[FillPart] = []
     light = lightest(pool, room)
     lacking = share = max(0.0, work - light * room)
     if pool and 0 < share < pool[0].size * (pool[0].density - light) and most:
@@ -144,15 +146,15 @@ def _dense(pool: list[Part], room: int, work: float, *, whole: float, most: floa
             room -= part.size
             lacking -= part.size * more
             continue
-        is_cut = part.cut == Cut.SYMMETRIC or part.work > whole * work or part.size >= room
-        if part.cut != Cut.RUN and is_cut:
+        is_cut = part.cut == FillCut.SYMMETRIC or part.work > whole * work or part.size >= room
+        if part.cut != FillCut.RUN and is_cut:
             mine += _symmetric(pool, i, lacking / more, room)
             break
         i += 1
     return mine
 
 
-def _symmetric(pool: list[Part], i: int, size: float, room: int) -> list[Part]:
+def _symmetric(pool: list[FillPart], i: int, size: float, room: int) -> list[FillPart]:
     """Takes about `size` tokens of the pool's i-th document, whole tiles."""
     part = pool[i]
     taken = min(round(min(size, room) / TILE), room // TILE) * TILE
@@ -160,23 +162,25 @@ def _symmetric(pool: list[Part], i: int, size: float, room: int) -> list[Part]:
         taken = min(part.size, room)
     if not taken:
         return []
-    mine = part.taken(taken, Cut.SYMMETRIC)
+    mine = part.taken(taken, FillCut.SYMMETRIC)
     if not part.size:
         pool.pop(i)
     return [mine]
 
 
-def _light(pool: list[Part], room: int, heads: HeadWork) -> list[Part]:
+def _light(pool: list[FillPart], room: int, heads: HeadWork) -> list[FillPart]:
     """Fills `room` with the documents that have least work a token; the last one is cut."""
-    mine: list[Part] = []
+    mine: list[FillPart] = []
     while room > 0:
         part = pool[-1]
         if part.size <= room:
             mine.append(pool.pop())
             room -= part.size
             continue
-        if part.cut == Cut.SYMMETRIC or (part.cut == Cut.WHOLE and part.size > LONGEST_CUT_IN_TWO):
-            mine.append(part.taken(room, Cut.SYMMETRIC))
+        if part.cut == FillCut.SYMMETRIC or (
+            part.cut == FillCut.WHOLE and part.size > LONGEST_CUT_IN_TWO
+        ):
+            mine.append(part.taken(room, FillCut.SYMMETRIC))
         else:
             mine.append(heads.take_run(pool.pop(), room))
             _insert(pool, part)
@@ -184,7 +188,7 @@ def _light(pool: list[Part], room: int, heads: HeadWork) -> list[Part]:
     return mine
 
 
-def _insert(pool: list[Part], part: Part) -> None:
+def _insert(pool: list[FillPart], part: FillPart) -> None:
     """Puts a part where its density belongs."""
     k = len(pool)
     while k and pool[k - 1].density < part.density:
@@ -192,7 +196,7 @@ def _insert(pool: list[Part], part: Part) -> None:
     pool.insert(k, part)
 
 
-def lightest(pool: Sequence[Part], num_tokens: int) -> float:
+def lightest(pool: Sequence[FillPart], num_tokens: int) -> float:
     """Work a token of the `num_tokens` that have least."""
     tokens, work = 0, 0.0
     for part in reversed(pool):

@@ -10,20 +10,28 @@ has, is cut among nodes. Cost: a Python loop over documents, and pairs of short 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wlb.sharding.fill import LIGHTEST, LONGEST_CUT_IN_TWO, TILE, Cut, HeadWork, Part, lightest
+from wlb.sharding.fill import (
+    LIGHTEST,
+    LONGEST_CUT_IN_TWO,
+    TILE,
+    FillCut,
+    FillPart,
+    HeadWork,
+    lightest,
+)
 
 SWAPPED = 24
 """Short documents of a node that swaps are tried with."""
 
 
 def split(
-    parts: Sequence[Part],
+    parts: Sequence[FillPart],
     rooms: Sequence[int],
     scale: Sequence[float],
     heads: HeadWork,
     *,
     share: float,
-) -> list[list[Part]]:
+) -> list[list[FillPart]]:
     """Parts of each node, by falling density; arguments as of `fill`."""
     nodes = _Nodes(parts, rooms, scale, share)
     for part in parts:
@@ -37,7 +45,7 @@ class _Nodes:
     share of the work, if light documents filled it up."""
 
     def __init__(
-        self, parts: Sequence[Part], rooms: Sequence[int], scale: Sequence[float], share: float
+        self, parts: Sequence[FillPart], rooms: Sequence[int], scale: Sequence[float], share: float
     ) -> None:
         work, tokens = sum(part.work for part in parts), sum(rooms)
         self.light = lightest(parts, round(tokens * LIGHTEST))
@@ -46,9 +54,9 @@ class _Nodes:
         self.most = share * max(shares)
         self.over = self.most - self.most / share
         self.lacks = [w - self.light * room for w, room in zip(shares, rooms, strict=True)]
-        self.parts: list[list[Part]] = [[] for _ in rooms]
+        self.parts: list[list[FillPart]] = [[] for _ in rooms]
 
-    def place(self, part: Part) -> None:
+    def place(self, part: FillPart) -> None:
         """Gives a document to the node that lacks most work, or to several if no node can have
         it."""
         if part.work > self.most or part.size > max(self.rooms):
@@ -61,12 +69,12 @@ class _Nodes:
         else:
             self._give(max(nodes, key=lambda n: self.room[n]), part)
 
-    def _give(self, node: int, part: Part) -> None:
+    def _give(self, node: int, part: FillPart) -> None:
         self.parts[node].append(part)
         self.room[node] -= part.size
         self.lacks[node] -= part.size * (part.density - self.light)
 
-    def _cut(self, part: Part) -> None:
+    def _cut(self, part: FillPart) -> None:
         """Shares a document symmetrically among the nodes that lack most work."""
         more = part.density - self.light
         for node in sorted(range(len(self.room)), key=lambda n: -self.lacks[n]):
@@ -76,7 +84,7 @@ class _Nodes:
             if size < part.size:
                 size = size // (2 * TILE) * 2 * TILE
             if size:
-                self._give(node, part.taken(size, Cut.SYMMETRIC))
+                self._give(node, part.taken(size, FillCut.SYMMETRIC))
             if not part.size:
                 return
         self._give(max(range(len(self.room)), key=lambda n: self.room[n]), part)
@@ -109,12 +117,12 @@ class _Nodes:
             self._hand(taker, giver, theirs[j])
         return True
 
-    def _short(self, node: int) -> list[Part]:
+    def _short(self, node: int) -> list[FillPart]:
         """The shortest whole documents of a node, at most `SWAPPED`."""
-        whole = [part for part in self.parts[node] if part.cut == Cut.WHOLE]
+        whole = [part for part in self.parts[node] if part.cut == FillCut.WHOLE]
         return sorted(whole, key=lambda part: part.size)[:SWAPPED]
 
-    def _hand(self, giver: int, taker: int, part: Part) -> None:
+    def _hand(self, giver: int, taker: int, part: FillPart) -> None:
         self.parts[giver] = [other for other in self.parts[giver] if other is not part]
         self.room[giver] += part.size
         self.lacks[giver] += part.size * (part.density - self.light)
@@ -126,12 +134,12 @@ class _Nodes:
         if not longer:
             self._hand(giver, taker, max(self.parts[giver], key=lambda p: p.size))
             return
-        in_runs = [p for p in longer if p.cut == Cut.RUN or p.size <= LONGEST_CUT_IN_TWO]
-        in_runs = [p for p in in_runs if p.cut != Cut.SYMMETRIC]
-        symmetric = [p for p in longer if p.cut != Cut.RUN]
+        in_runs = [p for p in longer if p.cut == FillCut.RUN or p.size <= LONGEST_CUT_IN_TWO]
+        in_runs = [p for p in in_runs if p.cut != FillCut.SYMMETRIC]
+        symmetric = [p for p in longer if p.cut != FillCut.RUN]
         if in_runs or not symmetric:
             moved = heads.take_run((in_runs or longer)[0], size)
         else:
-            moved = symmetric[0].taken(size, Cut.SYMMETRIC)
+            moved = symmetric[0].taken(size, FillCut.SYMMETRIC)
         self.room[giver] += size
         self._give(taker, moved)

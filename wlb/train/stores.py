@@ -40,7 +40,7 @@ def named_stores(spec: RunSpec) -> Stores | None:
             f"the store {store.prefix} does not say how large its vocabulary is; set "
             f"model.vocab_size"
         )
-    note = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens"
+    note = store.summary
     if isinstance(store, BlendedStore):
         total = sum(store.weights)
         shares = zip(store.stores, store.weights, strict=True)
