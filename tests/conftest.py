@@ -7,7 +7,7 @@ import multiprocessing.process
 import os
 import signal
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -17,6 +17,11 @@ from hypothesis import HealthCheck, settings
 # tests send it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# One thread for this process and those that tests start, set before torch is loaded. Workers of
+# pytest keep the cores busy, so a second OpenMP thread would spin while it waits for its core, and
+# tests of small tensors would take five to ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Property tests leave the number of examples to these. A deadline would depend on the load.
 _COMMON: dict[str, Any] = {
@@ -123,17 +128,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         _running.pop()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Sets one thread for a single rank that runs in this process.
-
-    Two threads on busy cores would wait for each other.
-    """
-    import torch  # planning tests do without it
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
