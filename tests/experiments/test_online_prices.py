@@ -7,13 +7,16 @@ import pytest
 
 from experiments.online_prices.__main__ import LIMIT, STEPS, WRONG, learn, row_of
 from experiments.online_prices.simulate import Case, Hidden, Learning, draw_hidden, run_spec
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.plan import AS_PROFILED, TERMS
 from wlb.train.telemetry.prices import first_step_unseen
 
+SEEDS = [1, *full(0, 2, 3, 4, 5), *nightly(*range(6, 20))]
+"""Six have each number of ranks with each clock once; the page of the experiment has all twenty."""
+
 
 @pytest.mark.parametrize("attention", WRONG)
-@pytest.mark.parametrize("seed", [1, *full(0, *range(2, 20))])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_priced_wrong_becomes_as_balanced_as_one_priced_right(
     seed: int, attention: float
 ) -> None:
