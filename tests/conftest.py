@@ -7,7 +7,7 @@ import multiprocessing.process
 import os
 import signal
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -18,6 +18,11 @@ from hypothesis import HealthCheck, settings
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# One thread for this process and those that tests start, set before torch is loaded. Workers of
+# pytest keep the cores busy, so a second OpenMP thread would spin while it waits for its core, and
+# tests of small tensors would take five to ten times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Property tests leave the number of examples to these. A deadline would depend on the load.
 _COMMON: dict[str, Any] = {
     "deadline": None,
@@ -25,9 +30,13 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
 }
 settings.register_profile("quick", max_examples=25, **_COMMON)
-settings.register_profile("full", max_examples=150, **_COMMON)
+settings.register_profile("full", max_examples=75, **_COMMON)
+settings.register_profile("nightly", max_examples=300, **_COMMON)
 
-QUICK = "not full and not nightly"  # the mark expression of the quick set
+# Mark expressions of the three sets. `hypothesis` is the mark that Hypothesis gives its tests.
+QUICK = "not full and not nightly"
+FULL = "not nightly"
+NIGHTLY = "nightly or hypothesis"
 WORKERS = 2  # pytest's processes; tests of several ranks keep more cores than these busy
 
 _running: list[pytest.Item] = []  # the test that runs now, in this process
@@ -38,15 +47,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Turns the three sets into mark expressions: quick without `-m`, `-m full`, `-m nightly`.
 
     `-m full` means quick and full tests together, which no mark expression says without naming
-    all marks. A test that is named by its id runs whatever its marks are. Workers of pytest-xdist
-    get the expression that the main process has made.
+    all marks; `-m nightly` also takes property tests, with the most examples. A test that is named
+    by its id runs whatever its marks are. Workers of pytest-xdist get the expression that the main
+    process has made.
     """
     chosen = config.option.markexpr
-    if chosen == "full":
-        config.option.markexpr = "not nightly"
+    if chosen in ("full", "nightly"):
+        config.option.markexpr = {"full": FULL, "nightly": NIGHTLY}[chosen]
     elif not chosen and not _is_named(config):
         config.option.markexpr = QUICK
-    settings.load_profile("quick" if config.option.markexpr == QUICK else "full")
+    profiles = {QUICK: "quick", NIGHTLY: "nightly"}
+    settings.load_profile(profiles.get(config.option.markexpr, "full"))
     _watch_process_starts()
 
 
@@ -123,17 +134,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         _running.pop()
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Sets one thread for a single rank that runs in this process.
-
-    Two threads on busy cores would wait for each other.
-    """
-    import torch  # planning tests do without it
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -14,7 +14,7 @@ def full(*cases: object) -> list[Any]:
 
 
 def nightly(*cases: object) -> list[Any]:
-    """Marks cases that CI leaves out as well, as `full` does."""
+    """Marks cases that the full set leaves out as well; see `full`."""
     return _marked(pytest.mark.nightly, cases)
 
 

@@ -49,9 +49,6 @@ steps = 1
 """
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """Returns a TOML file whose corpus is 30 small texts."""

@@ -52,7 +52,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worlds, "discover", lambda: None)
 
 
-def test_one_process_is_examined(tmp_path: Path, one_thread: None) -> None:
+def test_one_process_is_examined(tmp_path: Path) -> None:
     spec = load("demo_single", ["run.device=cpu", f"run.output_dir={tmp_path}/runs"])
     assert examine(spec, options(tmp_path / "found"))
     found = rows(tmp_path / "found")
@@ -65,7 +65,7 @@ def test_one_process_is_examined(tmp_path: Path, one_thread: None) -> None:
 
 
 def test_one_process_says_what_it_leaves_out_of_a_larger_layout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start.attention, "kernels", lambda _: [])
     spec = load("7b_128k", ["run.device=cpu", f"run.output_dir={tmp_path}"])
@@ -77,7 +77,7 @@ def test_one_process_says_what_it_leaves_out_of_a_larger_layout(
 
 
 def test_gpus_that_the_run_asks_for_and_are_not_there_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worlds.torch.cuda, "is_available", lambda: False)
     spec = load("demo_single", ["run.device=cuda", f"run.output_dir={tmp_path}"])
@@ -88,7 +88,7 @@ def test_gpus_that_the_run_asks_for_and_are_not_there_fail(
 
 
 def test_a_check_that_raises_is_a_finding_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> Finding:
         raise ZeroDivisionError("planted")

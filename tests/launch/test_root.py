@@ -27,6 +27,13 @@ def nodes_of(
         nodes.kill()
 
 
+def folders(parent: Path, num: int) -> list[Path]:
+    made = [parent / str(i) for i in range(num)]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
 def at_work(text: str) -> list[int]:
     """Ranks that a report found in step 5, and not before: all were asked for their stacks."""
     found = re.findall(r"rank (\d+) was running \(in step 5: computing\)", text)
@@ -76,30 +83,41 @@ def test_an_aggregator_that_is_killed(tmp_path: Path, node: int) -> None:
         assert nodes.end() == [-9 if i == node else 0 for i in range(3)]
 
 
-@pytest.mark.parametrize("node", [0, *full(1, 2)])
-def test_a_node_that_is_lost(tmp_path: Path, node: int) -> None:
-    with nodes_of(tmp_path, 3) as nodes:
-        lost = [2 * node, 2 * node + 1]
-        for rank in lost:
-            nodes.ranks[rank]._is_dropped = True  # nobody answers for it any more
-        nodes.processes[node].kill()
-        for rank in lost:
-            nodes.ranks[rank].drop()
-        report = nodes.report(*lost)
-        assert report.text.startswith(f"rank {lost[0]} of 6 died\n")
-        assert f"rank {lost[1]} as well\n" in report.text
-        assert re.search(rf"\nthe watch of rank {lost[0]}, {lost[1]} \(.*\) died\n", report.text)
-        assert at_work(report.text) == sorted({0, 1, 2, 3, 4, 5} - {*lost})
+@pytest.mark.full
+def test_a_node_that_is_lost(tmp_path: Path) -> None:
+    """Each of three runs loses another node; the runs wait for their reports together."""
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(nodes_of(folder, 3)) for folder in folders(tmp_path, 3)]
+        for node, nodes in enumerate(runs):
+            lost = [2 * node, 2 * node + 1]
+            for rank in lost:
+                nodes.ranks[rank]._is_dropped = True  # nobody answers for it any more
+            nodes.processes[node].kill()
+            for rank in lost:
+                nodes.ranks[rank].drop()
+        for node, nodes in enumerate(runs):
+            one, other = 2 * node, 2 * node + 1
+            text = nodes.report(one, other).text
+            assert text.startswith(f"rank {one} of 6 died\n")
+            assert f"rank {other} as well\n" in text
+            assert re.search(rf"\nthe watch of rank {one}, {other} \(.*\) died\n", text)
+            assert at_work(text) == sorted({0, 1, 2, 3, 4, 5} - {one, other})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("node", [0, 1])
-def test_an_aggregator_that_is_stopped(tmp_path: Path, node: int) -> None:
-    with nodes_of(tmp_path, 2, silence_s=20.0) as nodes:
-        nodes.processes[node].send_signal(signal.SIGSTOP)
-        text = nodes.report().text
-        assert text.startswith(f"the watch of rank {2 * node}, {2 * node + 1} (")
-        assert text.partition("\n")[0].endswith(") gave no sign of life for 20 s")
+def test_an_aggregator_that_is_stopped(tmp_path: Path) -> None:
+    """Either of two, in two runs that wait for their reports together."""
+    with contextlib.ExitStack() as stack:
+        runs = [
+            stack.enter_context(nodes_of(folder, 2, silence_s=20.0))
+            for folder in folders(tmp_path, 2)
+        ]
+        for node, nodes in enumerate(runs):
+            nodes.processes[node].send_signal(signal.SIGSTOP)
+        for node, nodes in enumerate(runs):
+            text = nodes.report().text
+            assert text.startswith(f"the watch of rank {2 * node}, {2 * node + 1} (")
+            assert text.partition("\n")[0].endswith(") gave no sign of life for 20 s")
 
 
 def test_the_only_aggregator_that_is_killed(tmp_path: Path) -> None:
@@ -111,6 +129,7 @@ def test_the_only_aggregator_that_is_killed(tmp_path: Path) -> None:
         assert len(at_work(text)) == 1
 
 
+@pytest.mark.full
 def test_both_roots_that_are_killed(tmp_path: Path) -> None:
     """Parts that hear of nobody report once, because all see the folder of logs."""
     with nodes_of(tmp_path, 3) as nodes:

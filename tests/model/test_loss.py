@@ -92,7 +92,6 @@ def test_bfloat16_errs_no_more_than_twice_as_much_as_plain_bfloat16(chunk: int) 
         assert mine <= 2 * reference + 1e-6
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_many_small_chunks_add_up_in_float32() -> None:
     """In bfloat16 the head's gradient would stop growing after 256 equal parts."""
     x, weight, _ = inputs(torch.bfloat16)

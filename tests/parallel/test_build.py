@@ -38,6 +38,9 @@ def built(world: World, case: Case, dtype: Dtype) -> dict[str, Any]:
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=dtype))
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
+    # What is there already is no longer searched: a million objects of imported modules.
+    gc.collect()
+    gc.freeze()
     before = live_bytes()
     made: list[weakref.ref[Tensor]] = []
     bytes_then: list[int] = []

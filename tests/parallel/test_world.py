@@ -187,6 +187,18 @@ def test_nccl_is_told_its_device_and_hosts_get_a_group_of_their_own(monkeypatch)
     assert asked == [("set", device), ("nccl", device), ("gloo", HOSTS)]
 
 
+@pytest.mark.parametrize(
+    ("asked", "threads"),
+    [("", [8, 4, 1]), ("1", [1, 1, 1]), ("6", [6, 4, 1]), ("2,4", [2, 2, 1]), ("none", [8, 4, 1])],
+)
+def test_ranks_divide_the_cores_and_take_no_more_threads_than_asked(
+    env, monkeypatch, asked, threads
+):
+    env(OMP_NUM_THREADS=asked)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [worlds.threads_per_rank(num_ranks) for num_ranks in (1, 2, 16)] == threads
+
+
 def test_a_world_that_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="rank 2 is outside the 2 ranks"):
         worlds.World(rank=2, world_size=2, master_port=1)

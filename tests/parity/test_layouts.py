@@ -16,33 +16,37 @@ I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 NEEDED = KeyExchange.NEEDED
 
-# One axis each.
+# One axis each, on four ranks.
 QUICK = [
-    *(Case(tp=2), Case(cp=2), Case(cp=2, exchange=NEEDED), Case(cp=2, own_first=True)),
-    *(Case(dp=2), Case(pp=2, schedule=F1B)),
+    Case(tp=4, strategy="per_sequence", rope_factor=4.0),
+    Case(cp=4, row_multiple=4),
+    Case(cp=4, exchange=NEEDED, row_multiple=4),
+    Case(cp=4, exchange=NEEDED, own_first=True),
+    Case(dp=4, num_micro_batches=8),
+    Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
 ]
 CASES = [
     # One axis alone.
-    Case(tp=4, strategy="per_sequence", rope_factor=4.0),
+    Case(tp=2),
+    Case(cp=2),
+    Case(cp=2, exchange=NEEDED),
     Case(cp=3, strategy="per_sequence"),
-    Case(cp=4, row_multiple=4),
+    Case(dp=2),
+    Case(pp=2, schedule=F1B),
     Case(pp=2, v=2),
     Case(pp=2, v=2, schedule=IZB),
     Case(tp=2, pp=2, v=2, schedule=IZB, weight_delay=3),
     Case(pp=4, v=2, layers=8, num_micro_batches=6),
-    Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
     # Stages with as many layers as they are told; embedding and head alone.
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
     Case(pp=2, v=2, layers=4, stage_layers=(1, 2, 1, 0)),
     Case(pp=2, v=2, dp=2, layers=3, stage_layers=(0, 1, 2, 0), schedule=IZB, num_micro_batches=8),
     # Keys by need.
-    Case(cp=4, exchange=NEEDED, row_multiple=4),
     Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
     # Own keys while others' travel.
     Case(cp=3, own_first=True, row_multiple=4),
-    Case(cp=4, own_first=True, exchange=NEEDED),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
     Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
     # Two axes.

@@ -1,6 +1,9 @@
 """A small job on all four axes, and rehearsals of it."""
 
-from wlb.rehearse.run import Rehearsed, rehearse
+from collections.abc import Sequence
+
+from wlb.plan import UserError
+from wlb.rehearse.run import Rehearsed, rehearse, rehearse_each
 from wlb.spec import RunSpec, load
 
 SMALL = (
@@ -20,3 +23,16 @@ def small_job(*overrides: str) -> RunSpec:
 
 def rehearsed(*overrides: str, ranks: str = "all", steps: int = 2) -> Rehearsed:
     return rehearse(small_job(*overrides), ranks=ranks, steps=steps, jobs=2)
+
+
+def rehearsed_each(
+    specs: Sequence[RunSpec], *, ranks: str | Sequence[str], steps: int = 2
+) -> list[Rehearsed]:
+    """Several runs, none of which is refused, with one start of torch."""
+    out: list[Rehearsed] = []
+    for spec, found in zip(
+        specs, rehearse_each(specs, ranks=ranks, steps=steps, jobs=2), strict=True
+    ):
+        assert not isinstance(found, UserError), (spec.run.name, found)
+        out.append(found)
+    return out

@@ -1,7 +1,9 @@
-"""`wlb.rehearse.worker` with a fault planted, whose name is the first argument."""
+"""`wlb.rehearse.worker` with faults planted: each run has the one of its name (`run.name`).
+
+Ranks are forks, in which a fault is planted, so runs of all faults share one start of torch.
+"""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from wlb.rehearse import worker
@@ -103,19 +105,16 @@ def no_event_of_the_checkpoint() -> None:
     saver._event = lambda _: None
 
 
-def _plant(apply: Callable[[], None]) -> None:
-    right = worker.rehearse_ranks
+def _plant_in_ranks() -> None:
+    right = worker._child
 
-    def rehearse_ranks(request: Any) -> None:
-        from wlb.rehearse import rank
+    def child(rank: int, rehearsal: object, request: worker.Request) -> None:
+        globals()[request.spec.run.name]()
+        right(rank, rehearsal, request)
 
-        assert rank
-        apply()
-        right(request)
-
-    worker.rehearse_ranks = rehearse_ranks
+    worker._child = child
 
 
 if __name__ == "__main__":
-    _plant(globals()[sys.argv[1]])
-    sys.exit(worker.main(sys.argv[2:]))
+    _plant_in_ranks()
+    sys.exit(worker.main(sys.argv[1:]))

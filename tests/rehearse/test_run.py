@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.rehearse.case import rehearsed, small_job
-from tests.sets import full
+from tests.rehearse.case import rehearsed, rehearsed_each, small_job
 from wlb.cli.main import main
 from wlb.plan import UserError
 from wlb.rehearse import run
-from wlb.rehearse.run import Rehearsed, chosen_ranks, rehearse
+from wlb.rehearse.results import StepResult
+from wlb.rehearse.run import Rehearsed, chosen_ranks, rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import load
 from wlb.spec.write import to_toml
 
 pytestmark = pytest.mark.process
@@ -93,40 +92,47 @@ def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
     assert not any(result.calibration for result in whole.ranks[1:])
 
 
-@pytest.mark.parametrize(
-    ("plant", "said", "ranks"),
-    [
-        ("index_on_the_cpu", "context_op.py", "0"),
-        ("no_event_of_the_input_stream", "without waiting for it", "0"),
-        ("one_rank_swaps_two_transfers", "from rank 0 to rank 4 does not pair up", "0,4"),
-        *full(
-            ("wrong_dtype", "UserError: k is", "0"),
-            ("no_record_stream", "call record_stream", "0"),
-            ("no_event_of_the_checkpoint", "before its copy", "0"),
-            ("memory_that_was_not_planned", "runs out of", "0"),
-            ("one_rank_drops_a_collective", "differs", "0,1,2,3"),
-        ),
-    ],
-)
-def test_a_planted_fault_is_found(
-    plant: str, said: str, ranks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+PLANTED = {
+    "index_on_the_cpu": ("context_op.py", "0"),
+    "wrong_dtype": ("UserError: k is", "0"),
+    "no_event_of_the_input_stream": ("without waiting for it", "0"),
+    "no_record_stream": ("call record_stream", "0"),
+    "no_event_of_the_checkpoint": ("before its copy", "0"),
+    "memory_that_was_not_planned": ("runs out of", "0"),
+    "one_rank_drops_a_collective": ("differs", "0,1,2,3"),
+    "one_rank_swaps_two_transfers": ("from rank 0 to rank 4 does not pair up", "0,4"),
+}
+"""What is said of each fault, and the ranks that it takes."""
+HOST_WAIT = "host_wait_in_every_norm"
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, Rehearsed]:
+    ranks = {name: ranks for name, (_, ranks) in PLANTED.items()} | {HOST_WAIT: "0"}
+    specs = [small_job("checkpoint.interval=1", f"run.name={name}") for name in ranks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "WORKER", ("tests.rehearse.planted",))
+        found = rehearsed_each(specs, ranks=list(ranks.values()))
+    return dict(zip(ranks, found, strict=True))
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault: str, planted: dict[str, Rehearsed]) -> None:
     """Each is told with the step, and with the file and line that it concerns."""
-    monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", plant))
-    found = rehearsed("checkpoint.interval=1", ranks=ranks, steps=3)
+    said, _ = PLANTED[fault]
+    found = planted[fault]
     assert not found.passed
     lines = [line for line in verdict(found) if line.startswith("FAULT") and said in line]
     assert lines, verdict(found)
     assert all(re.search(r"step \d", line) and re.search(r"\w+\.py:\d", line) for line in lines)
 
 
-def test_a_planted_host_wait_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "WORKER", ("tests.rehearse.planted", "host_wait_in_every_norm"))
-    (result,) = rehearsed(ranks="0", steps=2).ranks
+def test_a_planted_host_wait_is_named(planted: dict[str, Rehearsed]) -> None:
+    (result,) = planted[HOST_WAIT].ranks
     assert sum(wait.what == "item()" for wait in result.steps[1].host_waits) >= 4
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # test_run_layouts.py has layouts like these, and one step of them, in `full`
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -142,27 +148,28 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
     assert found.proof.is_complete
 
 
+OPTIONS = [
+    ("fsdp.reshard_after_forward=true", "training.recompute=full"),
+    ("tp.overlap=true", "training.recompute=selective"),
+    ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
+    ("sharding.exchange=needed", "training.recompute=full"),
+    ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
+    ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
+    ("cp.overlap=true", "kernels.fused=off"),
+    ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
+    ("kernels.deterministic=true", "kernels.fused=off"),
+    ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
+    ("packing.policy=var_len", "sharding.strategy=per_document"),
+]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("fsdp.reshard_after_forward=true", "training.recompute=full"),
-        ("tp.overlap=true", "training.recompute=selective"),
-        ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
-        ("sharding.exchange=needed", "training.recompute=full"),
-        ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
-        ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
-        ("cp.overlap=true", "kernels.fused=off"),
-        ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
-        ("kernels.deterministic=true", "kernels.fused=off"),
-        ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
-        ("packing.policy=var_len", "sharding.strategy=per_document"),
-    ],
-)
-def test_an_option_runs_and_waits_once_a_step(overrides: tuple[str, ...]) -> None:
-    found = rehearsed(*overrides, ranks="0,7")
-    assert found.passed, verdict(found)
-    assert [len(result.steps[1].host_waits) for result in found.ranks] == [1, 1]
+def test_options_run_and_wait_once_a_step() -> None:
+    specs = [small_job(*overrides) for overrides in OPTIONS]
+    for overrides, found in zip(OPTIONS, rehearsed_each(specs, ranks="0,7"), strict=True):
+        assert found.passed, (overrides, verdict(found))
+        waits = [len(result.steps[1].host_waits) for result in found.ranks]
+        assert waits == [1, 1], overrides
 
 
 @pytest.mark.full
@@ -170,31 +177,32 @@ def test_an_option_runs_and_waits_once_a_step(overrides: tuple[str, ...]) -> Non
 def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
     """They multiply, attend and communicate as plain layers do, and wait once a step."""
     options = (f"training.recompute={recompute}", "eval.steps=1", "eval.interval=1")
-    plain, compiled = (
-        rehearsed(f"training.compile={on}", *options, ranks="0,7", steps=3)
-        for on in ("false", "true")
-    )
+    specs = [small_job(f"training.compile={on}", *options) for on in ("false", "true")]
+    plain, compiled = rehearsed_each(specs, ranks="0,7", steps=3)
     assert compiled.passed, verdict(compiled)
     for one, other in zip(plain.ranks, compiled.ranks, strict=True):
         assert [step.graphs > 0 for step in other.steps] == [True, False, False]
         assert not any(step.graphs for step in one.steps)
         for a, b in zip(one.steps, other.steps, strict=True):
-            assert len(a.host_waits) == len(b.host_waits)
-            assert b.peak_bytes <= b.estimate_bytes
-            for part in ("attention", "GEMM", "tp", "cp", "pp", "fsdp"):
-                assert a.parts[part]["flops"] == b.parts[part]["flops"]
-                assert a.parts[part]["num_bytes"] == pytest.approx(b.parts[part]["num_bytes"])
+            expect_the_same_work(a, b)
 
 
-@pytest.mark.full
-def test_another_compiler_is_refused_with_a_remedy() -> None:
-    with pytest.raises(UserError, match="only the graphs of 'inductor' are known"):
-        rehearsed("training.compile=true", "training.compile_backend=aot_eager", ranks="0")
+def expect_the_same_work(plain: StepResult, compiled: StepResult) -> None:
+    assert len(plain.host_waits) == len(compiled.host_waits)
+    assert compiled.peak_bytes <= compiled.estimate_bytes
+    for part in ("attention", "GEMM", "tp", "cp", "pp", "fsdp"):
+        mine, theirs = compiled.parts[part], plain.parts[part]
+        assert mine["flops"] == theirs["flops"]
+        assert mine["num_bytes"] == pytest.approx(theirs["num_bytes"])
 
 
-def test_too_little_memory_is_refused_as_on_the_cluster() -> None:
-    with pytest.raises(UserError, match="needs about"):
-        rehearsed("run.memory_gib=0.001", ranks="0")
+def test_what_the_cluster_refuses_is_refused_with_a_remedy() -> None:
+    compiler = small_job("training.compile=true", "training.compile_backend=aot_eager")
+    specs = [compiler, small_job("run.memory_gib=0.001")]
+    told = ["only the graphs of 'inductor' are known", "needs about"]
+    for error, said in zip(rehearse_each(specs, ranks="0", steps=2), told, strict=True):
+        assert isinstance(error, UserError)
+        assert said in str(error)
 
 
 def test_ranks_are_chosen() -> None:
@@ -222,15 +230,3 @@ def test_the_command_prints_tables_and_writes_a_trace(
     assert {event["pid"] for event in events} == {0, 4}
     assert any(event.get("cat") == "attention" for event in events)
     assert json.loads(data.read_text())["passed"] is True
-
-
-PRESETS = ("550m_64k", "7b_128k")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_of_one_layer_a_stage_runs(name: str) -> None:
-    spec = load(name, [])
-    layers = spec.parallel.pp * spec.pp.virtual_stages
-    found = rehearse(load(name, [f"model.num_layers={layers}", "eval.steps=0"]), steps=2, jobs=2)
-    assert found.passed, verdict(found)

@@ -4,6 +4,7 @@
 are those of CUDA and NCCL.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -39,16 +40,24 @@ def rehearsed_spec(case: Case) -> RunSpec:
     return replace(spec, data=data, training=training, eval=evaluation, run=run)
 
 
+LARGE = [case for case in LAYOUTS if case.world > 4]
+APART = [case for case in LAYOUTS if case.stage_layers or case.weight_delay > 1]
+FEW = [*test_layouts.QUICK, *APART]
+"""Every axis alone on four ranks, and options of stages that no large layout has. The other small
+layouts are combined in large ones, so they are nightly."""
+SMALL_ONES = [case for case in LAYOUTS if case not in LARGE and case not in FEW]
+
+
 @pytest.mark.parametrize(
     "cases",
     [
-        [case for case in LAYOUTS if case.world <= 4],
-        [case for case in LAYOUTS if case.world > 4],
-        list(OTHERS),
+        pytest.param(FEW, id="axes-and-stages"),
+        pytest.param(LARGE, id="large"),
+        pytest.param(OTHERS, id="fsdp-and-overlap"),
+        pytest.param(SMALL_ONES, id="small", marks=pytest.mark.nightly),
     ],
-    ids=["small", "large", "fsdp-and-overlap"],
 )
-def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: list[Case]) -> None:
+def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: Sequence[Case]) -> None:
     specs = [rehearsed_spec(case) for case in cases]
     for case, found in zip(cases, rehearse_each(specs, ranks="all", steps=1, jobs=2), strict=True):
         assert not isinstance(found, UserError), (case, found)

@@ -28,7 +28,7 @@ from wlb.train.optimizer import Optimizers
 from wlb.train.reduce import PlanMismatch
 from wlb.train.stores import open_stores
 
-pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,6 @@ from wlb.parallel.compiled import refuse_uncompilable
 CPU = torch.device("cpu")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.full
 # torch hides it while it traces, which a filter that makes errors of warnings comes before.
 @pytest.mark.process

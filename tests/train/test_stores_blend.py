@@ -4,7 +4,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_store
@@ -16,7 +15,6 @@ pytestmark = pytest.mark.dist
 
 @pytest.fixture
 def blend(tmp_path: Path) -> list[str]:
-    torch.set_num_threads(1)
     one = write_store(tmp_path / "one", [20, 35, 50, 90] * 5)
     two = write_store(tmp_path / "two", [15, 70, 30])
     return [f"{one}:3", f"{two}:1"]

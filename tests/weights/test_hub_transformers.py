@@ -48,9 +48,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @torch.no_grad()
 def their_logits(model: Any, tokens: Tensor) -> Tensor:
     return model(tokens[None], use_cache=False).logits[0]

@@ -290,8 +290,11 @@ def shutdown() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """CPU threads for each rank, with the usable cores divided among this machine's ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    """CPU threads for each rank: the usable cores are divided among this machine's ranks, and
+    OMP_NUM_THREADS, if it is set, is the most."""
+    share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return min(share, int(most)) if most.isdecimal() and int(most) else share
 
 
 def environment(**overrides: str) -> dict[str, str]:

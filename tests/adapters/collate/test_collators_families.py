@@ -7,7 +7,7 @@ ignores restarting positions without a warning (last test).
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -174,15 +174,6 @@ def of_segments(
             )
         )
     return torch.cat(out, 2).transpose(1, 2).contiguous(), None
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sets one thread: threads that wait for each other cost tiny models more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

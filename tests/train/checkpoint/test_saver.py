@@ -30,6 +30,8 @@ from wlb.train.loop import Trainer
 
 pytestmark = pytest.mark.process
 
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -64,9 +66,8 @@ def at(folder: Path, step: int) -> Path:
 def test_nothing_in_it_is_pickled(whole: Run) -> None:
     saved = whole.folder / "checkpoints" / "step-00000004"
     names = {path.name for path in saved.iterdir()}
-    shard = "shard-00001-model-00001-of-00001.safetensors"
-    assert names == {shard, "manifest.json", "planner.json", "run.json"}
-    with safe_open(saved / shard, framework="pt") as file:
+    assert names == {SHARD, "manifest.json", "planner.json", "run.json"}
+    with safe_open(saved / SHARD, framework="pt") as file:
         kept = set(file.keys())
     weights = {name.removeprefix("model.") for name in kept if name.startswith("model.")}
     assert "layers.0.mlp.gate.weight" in weights or any("layers.0" in name for name in weights)
@@ -80,8 +81,8 @@ def test_nothing_in_it_is_pickled(whole: Run) -> None:
     # As sha256sum has it.
     found = json.loads((saved / "manifest.json").read_text())["files"]
     assert set(found) == names - {"manifest.json"}
-    said = subprocess.run(["sha256sum", saved / shard], capture_output=True, text=True, check=True)
-    assert said.stdout.split()[0] == found[shard]["sha256"]
+    said = subprocess.run(["sha256sum", saved / SHARD], capture_output=True, text=True, check=True)
+    assert said.stdout.split()[0] == found[SHARD]["sha256"]
 
 
 def test_loading_unpickles_nothing(
@@ -170,17 +171,17 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("name", "how", "said"),
     [
-        ("shard-00001-model-00001-of-00001.safetensors", "a bit", "is corrupt: its SHA-256"),
-        ("shard-00002-model-00001-of-00001.safetensors", "a copy", "is not in manifest.json"),
-        ("planner.json", "a bit", "is corrupt: its SHA-256"),
+        (SHARD, "a bit", "is corrupt: its SHA-256"),
+        ("manifest.json", "the end", "cannot be read"),
         *full(
-            ("shard-00001-model-00001-of-00001.safetensors", "the end", "but was saved with"),
-            ("shard-00001-model-00001-of-00001.safetensors", "all", "is missing"),
-            ("run.json", "a bit", "is corrupt: its SHA-256"),
-            ("manifest.json", "the end", "cannot be read"),
-            ("manifest.json", "all", "cannot be read"),
+            (SHARD, "the end", "bytes, but was saved with"),
+            (SHARD, "all", "is missing"),
+            (SHARD.replace("1", "2", 1), "a copy", "is not in manifest.json"),
             (".left.safetensors", "a copy", "is not in manifest.json"),
             ("notes.json", "a copy", "is not in manifest.json"),
+            ("planner.json", "a bit", "is corrupt: its SHA-256"),
+            ("run.json", "a bit", "is corrupt: its SHA-256"),
+            ("manifest.json", "all", "cannot be read"),
         ),
     ],
 )

@@ -149,6 +149,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, corpus: Path, rank: int) -> None
     )
 
 
+@pytest.mark.full
 def test_a_rank_that_raises(tmp_path: Path, corpus: Path) -> None:
     failure = broken_run(tmp_path, corpus, (1,), fail)
     text = str(failure)
@@ -160,6 +161,7 @@ def test_a_rank_that_raises(tmp_path: Path, corpus: Path) -> None:
     assert text in written.read_text()
 
 
+@pytest.mark.full
 def test_a_watch_that_is_killed(tmp_path: Path, corpus: Path) -> None:
     """Ranks of a single node have no other watch: one reports, and all end."""
     failure = broken_run(tmp_path, corpus, (0,), kill_watch)

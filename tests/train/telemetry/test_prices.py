@@ -30,7 +30,7 @@ from wlb.train.telemetry.clock import StepTimes
 from wlb.train.telemetry.prices import LearnPrices, PriceMeter, first_step_unseen
 from wlb.validation.recorded import simulate_recorded
 
-pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.dist
 
 TRUE = dict(zip(TERMS, (3.0, 2.5, 1.0, 1.2), strict=True))
 FIRST_DECISION, INTERVAL = 3, 3
