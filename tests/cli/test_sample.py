@@ -9,8 +9,6 @@ from tests.weights.test_hub_export_chat import model_folder, prepare, trained_on
 from wlb.cli import main
 from wlb.weights import import_folder, load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_a_text_is_continued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub = model_folder(tmp_path / "hub")

@@ -11,8 +11,6 @@ from tests.weights.case import SPEC, logits, model_of, some_tokens, write_hub
 from tests.weights.test_hub_export_chat import IM_END, model_folder, prepare, trained_on
 from wlb.weights import export, import_folder, load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
