@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
@@ -178,7 +178,6 @@ def test_sdpa_as_on_gpu(monkeypatch, case, dtype, deterministic):
 segment = st.tuples(st.integers(0, 40), st.integers(0, 60)).map(lambda n: (n[0], n[0] + n[1]))
 
 
-@settings(max_examples=min(40, settings().max_examples))
 @given(
     lengths=st.lists(segment, min_size=1, max_size=8).filter(lambda n: sum(q for q, _ in n) > 0),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),

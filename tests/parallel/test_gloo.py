@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tests.parallel import gloo_race
+from tests.sets import nightly
 from wlb.launch.local import run_local
 from wlb.parallel import mesh
 from wlb.parallel import world as worlds
@@ -96,10 +97,12 @@ def test_a_group_has_one_worker():
 
 
 @pytest.mark.full
-def test_a_minute_of_mixed_collectives_does_not_corrupt_the_heap():
-    workers, collectives = _race("one", 60.0)
+@pytest.mark.parametrize("seconds", [15.0, *nightly(120.0)])
+def test_mixed_collectives_do_not_corrupt_the_heap(seconds):
+    """With two workers a group, as torch has them, a minute ends in an abort."""
+    workers, collectives = _race("one", seconds)
     assert workers == 1
-    assert collectives > 10_000
+    assert collectives > 1_000
 
 
 def test_interfaces_of_the_environment_are_taken(monkeypatch):

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
@@ -56,6 +56,7 @@ def test_balanced_sharding_is_the_same(documents: list[tuple[int, int]], cp: int
     st.integers(0, 4),
     st.integers(0, 40),
 )
+@example([(0, 0, 4), (0, 0, 5), (0, 0, 5), (0, 5, 1), (5, 0, 1), *[(0, 0, 0)] * 2], 0, 1, 15)
 def test_the_least_loaded_bin_with_room_is_chosen_each_time(
     bins: list[tuple[int, int, int]], work: int, other: int, num: int
 ) -> None:

@@ -1,7 +1,8 @@
 """Tests that ranks of presets run under every system, and take the memory that was planned.
 
-The full set takes a preset of each size, the nightly one all; with all their layers every preset
-and system passed in experiments/rehearsals/results, which tests/experiments holds.
+The full set takes two presets of Table 1 and the largest, the nightly one all; with all their
+layers every preset and system passed in experiments/rehearsals/results, which tests/experiments
+holds.
 """
 
 from dataclasses import replace

@@ -48,21 +48,29 @@ def least_loaded(
         begin.append(np.array(other[0], np.int64))
         steps.append(other[1])
     free = np.minimum(np.array(room, np.int64), num)
-    counts = _entries(begin, steps, free, num)
-    if int(counts.sum()) < min(num, int(free.sum())):
-        counts = free  # bins without room left more to the others than an even share
-    bins = np.repeat(np.arange(len(free)), counts)
+    level = (sum(np.max(begin, axis=0).tolist()) + num * max(steps)) // len(free) + 1
+    bins, load = _by_load(begin, steps, _entries(begin, steps, free, level))
+    # Bins without room leave more to the others than an even share, which may pass the level.
+    if bins.size < min(num, int(free.sum())) or (load[:num] > level).any():
+        bins, _ = _by_load(begin, steps, free)
+    return bins[:num]
+
+
+def _by_load(
+    begin: list[IntArray], steps: list[int], counts: IntArray
+) -> tuple[IntArray, IntArray]:
+    """The bin of each document, of which bins take at most `counts`, and the load that the bin has
+    when it takes it, at the worse price; least loads first, both of shape [sum of counts]."""
+    bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    # The load that a bin has when it takes its n-th document, at the worse price.
     load = np.max([x[bins] + nth * step for x, step in zip(begin, steps, strict=True)], axis=0)
-    return bins[np.lexsort((nth, bins, load))[:num]]
+    order = np.lexsort((nth, bins, load))
+    return bins[order], load[order]
 
 
-def _entries(begin: list[IntArray], steps: list[int], free: IntArray, num: int) -> IntArray:
-    """Documents that each bin takes at most, shape [num_bins]: the least loaded bin is never above
-    the mean at the end, if all bins have room."""
-    most = np.max(begin, axis=0)
-    level = (sum(most.tolist()) + num * max(steps)) // len(most) + 1
+def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
+    """Documents that each bin takes at loads up to `level`, or more, shape [num_bins]. Where all
+    bins have room the least loaded one is never above the mean at the end, which is below it."""
     counts = free
     for load, step in zip(begin, steps, strict=True):
         if step:
