@@ -157,6 +157,8 @@ def test_the_toml_of_a_cluster_fits_its_nodes(tmp_path: Path) -> None:
     spec = load(str(EXAMPLES / "slurm.toml"))
     parallel = spec.parallel
     assert 16 % (parallel.tp * parallel.cp * parallel.pp) == 0
+    (script,) = re.findall(r"sbatch --nodes=2 (\S+)", (EXAMPLES / "slurm.toml").read_text("utf-8"))
+    assert "--gpus-per-node=8" in (ROOT / script).read_text("utf-8")
     toml = str(EXAMPLES / "slurm.toml")
     keys = [f"data.store={store}", "parallel.dp=1"]
     said = run(tmp_path, "wlb", "train", toml, "--dry-run", "--set", *keys, COLUMNS="200")
