@@ -62,7 +62,7 @@ class Experiment:
 
 # fmt: off
 REGISTRY = (
-    Experiment("overview", "overview", "", 0.3, "README's picture: a step of equal work"),
+    Experiment("overview", "overview", "", 0.5, "README's picture: a step of equal work"),
     Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
     Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
     Experiment("fig01", "fig01", "Figure 1", 1, "computing of 8,192 GPUs, simulated", "--quick"),

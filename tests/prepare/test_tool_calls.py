@@ -206,6 +206,56 @@ def test_what_would_be_lost_is_refused(source: str, record: object, message: str
         encoded(source, record)
 
 
+@pytest.mark.parametrize(
+    ("source", "answer", "calls"),
+    [
+        (CALLS, "<|im_end|>", "<|im_end|>"),
+        (BLOCKS, "<|im_end|>", "<|im_end|>"),
+        # Text after the end of a turn may be in a block; another token may end calls.
+        (BLOCKS.replace("<|im_end|>{% endg", "<|im_end|>\n{% endg"), "<|im_end|>", "<|im_end|>"),
+        (CALLS.replace("</call>{% endfor %}<|im_end|>", "{% endfor %}{{ '</call>' if "
+                       "m.tool_calls else '<|im_end|>' }}"), "<|im_end|>", "</call>"),
+    ],
+)  # fmt: skip
+def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
+    encoder = ChatEncoder(TOKENIZER, JinjaTemplate(source, name="test", variables={}))
+    asks = asked(call(city="A"))
+    plain = conversation_of({"prompt": "x", "completion": "y"})
+    assert encoder.end_of(plain) == (TOKENIZER.token_to_id(answer), answer)
+    del asks["tools"]
+    called = conversation_of({**asks, "messages": asks["messages"][:2]})
+    assert encoder.end_of(called)[1] == calls
+    endless = BLOCKS.replace("<|im_end|>{% endg", "{% endg").replace("{{ '\\n' }}", "<|im_end|>")
+    template = JinjaTemplate(endless, name="test", variables={})
+    with pytest.raises(ValueError, match="trains no special token after what an assistant says"):
+        ChatEncoder(TOKENIZER, template).end_of(plain)
+
+
+def test_templates_that_take_contents_as_parts() -> None:
+    source = CALLS.replace("{% if m.content %}{{ m.content }}{% endif %}",
+                           "{% for p in m.content %}{{ p['text'] }}{% endfor %}")  # fmt: skip
+    record = {"prompt": "How are you?", "completion": "Fine."}
+    assert encoded(source, record).tokens.tolist() == encoded(CALLS, record).tokens.tolist()
+
+
+def test_calls_before_the_content_need_blocks() -> None:
+    """What an assistant says would begin with calls, which were taken for the template's header."""
+    call_first = "<call>{{ c.function | tojson }}</call>{% endfor %}"
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls %}"
+        f"{call_first}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
+    )
+    record = {**asked(call(city="A"), content="Well"), "tools": None}
+    with pytest.raises(ValueError, match="writes tool calls of message 1 before its content"):
+        encoded(source, record)
+    blocks = BLOCKS.replace("{{ m.content }}{% for c in m", "{% for c in m", 1).replace(
+        "</call>{% endfor %}", "</call>{% endfor %}{{ m.content }}", 1
+    )
+    made = trained(TOKENIZER, encoded(blocks, record))
+    assert [len(span) for span in made] == [5, 2]
+    assert made[0][3:] == ["Well", "<|im_end|>"]
+
+
 def test_built_in_templates_have_no_form_for_calls() -> None:
     encoder = ChatEncoder(TOKENIZER, BUILT_IN["chatml"])
     with pytest.raises(ValueError, match="chatml has no form for tools and tool calls; use"):

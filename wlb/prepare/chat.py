@@ -132,17 +132,23 @@ class ChatEncoder:
         return _assemble(rendered, runs, ids)
 
     def end_of(self, conversation: Conversation) -> tuple[int, str]:
-        """Id and text of the token that ends its last turn, an assistant's; UserError for none."""
-        made = self.encode(conversation)
-        last = int(made.tokens[np.flatnonzero(made.is_trained)[-1]])
-        for name, number in self._ids_by_name.items():
-            if number == last:
-                return number, name
-        raise UserError(
-            f"chat template {self.template.name} trains no special token after what an assistant "
-            f"says, so the model could not learn to stop; put the token that ends its turn into "
-            f"the {{% generation %}} block"
-        )
+        """Id and text of the trained token that ends its last turn, an assistant's.
+
+        That is the first special token after an answer's content, and the last one after calls.
+        UserError for none.
+        """
+        rendered = self.template.render(conversation, self.turns)
+        contents = [i for i, part in enumerate(rendered.parts) if part.is_content]
+        runs = [run for run in self._runs(rendered) if run.part > contents[-1] and run.is_trained]
+        found = [run.token for run in runs if run.token is not None]
+        if not found:
+            raise UserError(
+                f"chat template {self.template.name} trains no special token after what an "
+                f"assistant says, so the model could not learn to stop; put the token that ends "
+                f"its turn into the {{% generation %}} block"
+            )
+        end = found[-1 if conversation.messages[-1].tool_calls else 0]
+        return end, next(name for name, number in self._ids_by_name.items() if number == end)
 
     def _ids(self, text: str) -> list[int]:
         # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no

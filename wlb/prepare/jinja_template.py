@@ -9,6 +9,7 @@ the conversation up to there ends, which must start the longer text.
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -227,10 +228,19 @@ class JinjaTemplate:
         for i, form in enumerate(forms):
             for changed in with_other_arguments(form.tool_calls) if form.tool_calls else ():
                 others = (*forms[:i], replace(form, tool_calls=changed), *forms[i + 1 :])
-                if self._text(others, markers, tools) == marked:
+                text = self._text(others, markers, tools)
+                if text == marked:
                     raise UserError(
                         f"chat template {self.name} leaves out tool calls of message {i}, which "
                         f"would be lost; use the template of a model that has a form for them"
+                    )
+                content = markers[i]
+                is_before = content and text.split(content)[0] != marked.split(content)[0]
+                if is_before and not self.has_generation:
+                    raise UserError(
+                        f"chat template {self.name} writes tool calls of message {i} before its "
+                        f"content, so where the assistant begins is not known; put what the "
+                        f"assistant generates into {{% generation %}} blocks"
                     )
 
     @cached_property
@@ -251,6 +261,16 @@ class JinjaTemplate:
                 return takes_text
         return False
 
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether contents must be lists of parts: a text is left out or refused."""
+        form, content = _Form(role=Role.USER, has_content=True), marker(0)
+        for takes_parts in (False, True):
+            with suppress(UserError):
+                if content in self._text([form], [content], "", takes_parts=takes_parts):
+                    return takes_parts
+        return False
+
     def _text(
         self,
         forms: Sequence[_Form],
@@ -259,12 +279,16 @@ class JinjaTemplate:
         *,
         is_prompt: bool = False,
         takes_text: bool | None = None,
+        takes_parts: bool | None = None,
     ) -> str:
         from jinja2 import TemplateError
 
+        is_parts = self._takes_parts if takes_parts is None else takes_parts
         messages: list[dict[str, Any]] = []
         for form, content in zip(forms, contents, strict=True):
-            message: dict[str, Any] = {"role": str(form.role), "content": content}
+            parts = [{"type": "text", "text": content}] if content else []
+            message: dict[str, Any] = {"role": str(form.role)}
+            message["content"] = parts if is_parts else content
             message |= {"name": form.name} if form.name else {}
             message |= {"tool_call_id": form.call_id} if form.call_id else {}
             if form.tool_calls:

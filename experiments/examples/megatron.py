@@ -1,0 +1,48 @@
+"""Megatron-Core's packed (THD) micro-batches from its own .bin and .idx, with equal work.
+
+`python -m experiments.examples.megatron STORE` shows the first steps of two data-parallel ranks. In
+a training loop `PackedSteps.next` takes the place of `wrap_data_iterator`, and `packed_seq_params`
+goes into the forward step.
+"""
+
+import argparse
+
+from wlb import Planner, TokenStore
+from wlb.adapters.megatron import PackedSteps, packed_seq_params
+from wlb.data.reader import StoreReader
+
+RANKS, MICRO_BATCHES, WINDOW = 2, 4, 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("store", help="prefix of the .bin and .idx")
+    parser.add_argument("--vocabulary", type=int, default=1 << 17)
+    parser.add_argument("--steps", type=int, default=3)
+    options = parser.parse_args()
+    store = TokenStore(options.store)
+    print(f"{options.store}: {store.summary}")
+    for rank in range(RANKS):
+        planner = Planner.for_lengths(
+            store.lengths,
+            context_window=WINDOW,
+            num_micro_batches=RANKS * MICRO_BATCHES,
+            dp=RANKS,
+            epochs=0,  # endless
+            shuffle=True,
+        )
+        reader = StoreReader(options.store, store.vocab_size or options.vocabulary)
+        steps = PackedSteps(planner, reader, dp_rank=rank)
+        for step in range(options.steps):
+            batches, _, tokens, _ = steps.next()
+            for micro_batch, batch in enumerate(batches):
+                starts = packed_seq_params(batch).cu_seqlens_q
+                assert starts is not None
+                print(
+                    f"step {step} of {tokens:,.0f} tokens, rank {rank} micro-batch {micro_batch}: "
+                    f"{batch['tokens'].shape[1]} tokens of {len(starts) - 1} documents"
+                )
+
+
+if __name__ == "__main__":
+    main()
