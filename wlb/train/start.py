@@ -200,12 +200,6 @@ def _job(
     filled, lowered = within(filled, budget)
     memory = lowered + hold_against(filled, budget)
     directory = directory_of(spec)
-    p = filled.parallel
-    title = (
-        f"{spec.run.name}: {filled.model.num_parameters / 1e6:.1f}M parameters, TP {p.tp} x "
-        f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {choice.kind}, {filled.num_micro_batches} "
-        f"micro-batches of about {filled.data.context_window} tokens"
-    )
     saved, passed_over, falls_back = _resumed(spec, asked)
     init_from = None
     if saved is None:
@@ -245,12 +239,21 @@ def _job(
         train_store=stores.train,
         heldout_store=stores.heldout,
         resume=saved,
-        title=title,
+        title=_title(filled, choice.kind),
         started_s=asked.started_s,
         ready_s=time.time(),
         calibrate=target,
         init_from=init_from,
         falls_back=falls_back,
+    )
+
+
+def _title(spec: RunSpec, device: str) -> str:
+    p = spec.parallel
+    return (
+        f"{spec.run.name}: {spec.model.num_parameters / 1e6:.1f}M parameters, TP {p.tp} x "
+        f"CP {p.cp} x PP {p.pp} x DP {p.dp} on {device}, {spec.num_micro_batches} "
+        f"micro-batches of about {spec.data.context_window} tokens"
     )
 
 
