@@ -65,7 +65,7 @@ def test_a_run_learns_and_leaves_metrics_and_a_checkpoint(
     assert [line["steps_done"] for line in run.steps] == [1, 2, 3, 4, 5, 6]
     # A table of ranks and a timeline come with the last step.
     kinds = ["start", "evaluation", *["step"] * 6, "ranks", "timeline", "evaluation"]
-    kinds.append("checkpoint")
+    kinds += ["checkpoint", "wall"]
     assert [line["kind"] for line in run.lines] == kinds
     assert run.lines[0]["resumed_from"] is None
     # An untrained model is about as good as a guess among the 301 tokens; then it learns.
@@ -315,8 +315,8 @@ def test_evaluations_and_checkpoints_come_at_their_intervals(
     saved = [line["step"] for line in run.lines if line["kind"] == "checkpoint"]
     assert saved == sorted({*range(interval, 5, interval), 5})
     kinds = "".join(line["kind"][0] for line in run.lines[1:] if line["kind"] != "checkpoint")
-    # Ranks and timeline: at the end.
-    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e"
+    # Ranks, timeline and where the wall time went: at the end.
+    assert kinds == "e" + "ss" + "e" + "ss" + "e" + "s" + "rt" + "e" + "w"
 
 
 @pytest.mark.full

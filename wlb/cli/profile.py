@@ -112,9 +112,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
-    given: Path | None = options.out
-    is_file = given is not None and not given.is_dir()
-    name = options.name or (given.stem if given and is_file else short_name(device_name))
+    file = options.out if options.out is not None and not options.out.is_dir() else None
+    name = options.name or (file.stem if file is not None else short_name(device_name))
     out = options.out or Path(f"{name}.json")
     if out.is_dir():
         out /= f"{name}.json"

@@ -1,4 +1,4 @@
-"""`wlb report`: write a page about a finished or current run; needs no torch."""
+"""`wlb report`: write a page about finished or current runs; needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -6,22 +6,28 @@ from typing import Any
 
 from wlb.cli import output, sources
 from wlb.cli.options import add_text
-from wlb.report import read_run, run_page
+from wlb.plan import UserError
+from wlb.report import read_run, run_page, runs_page
+
+SEVERAL = "runs.html"
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="one page of a run: loss, speed, balance, ranks, a step's timeline",
+        help="one page of a run, or of several: loss, speed, balance, ranks, a step's timeline",
         description="Read metrics.jsonl and write one HTML file that needs no network: loss, "
         "tokens/s, predicted and measured times, imbalance compared with Plain-4D, a heat map of "
         "ranks, the timeline of a step, delays, stragglers, configuration. Works during the run. "
+        "Several runs are compared on one page: loss by tokens, speed, balance, keys that differ. "
         "Needs matplotlib (extra [plot]), not torch.",
         epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "
         "telemetry.straggler_threshold in telemetry.straggler_records consecutive tables of ranks.",
     )
-    parser.add_argument("folder", metavar="RUN", help="folder of a run: run.output_dir/run.name")
-    add_text(parser, "--out", "FILE", "file of the page (default: RUN/report.html)")
+    text = "folder of a run: run.output_dir/run.name"
+    parser.add_argument("folders", metavar="RUN", nargs="+", help=text)
+    text = f"file of the page (default: RUN/report.html; of several runs {SEVERAL} here)"
+    add_text(parser, "--out", "FILE", text)
     text = (
         "step whose passes are drawn, as the table of the run counts: measured if recorded "
         "(telemetry.timeline_interval), otherwise simulated from its plan, which needs the run's "
@@ -32,12 +38,17 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    folder = Path(options.folder)
-    records = read_run(folder)
-    out = Path(options.out or folder / "report.html")
+    runs = [read_run(Path(folder)) for folder in options.folders]
+    is_one = len(runs) == 1
+    if options.step is not None and not is_one:
+        raise UserError("--step draws a step of one run; leave it out, or give one RUN")
+    out = Path(options.out or (runs[0].folder / "report.html" if is_one else SEVERAL))
     sources.check_outputs(str(out), needs_plots=True)
     command = output.command_of(options)
-    text = run_page(records, step=options.step, command=command)
+    if is_one:
+        text = run_page(runs[0], step=options.step, command=command)
+    else:
+        text = runs_page(runs, command=command)
     out.write_text(text, "utf-8")
     print(f"written: {out} ({len(text.encode()) / 1024:,.0f} KiB)")
     return 0

@@ -14,6 +14,7 @@ from wlb.report.plots import require_matplotlib as require_matplotlib
 from wlb.report.run.page import run_page as run_page
 from wlb.report.run.records import RunRecords as RunRecords
 from wlb.report.run.records import read_run as read_run
+from wlb.report.runs.page import runs_page as runs_page
 from wlb.report.simulation.page import simulated as simulated
 from wlb.report.simulation.page import simulation_page as simulation_page
 from wlb.report.simulation.tables import layout_text as layout_text

@@ -43,7 +43,7 @@ def test_a_run_writes_the_traces_it_is_asked_for_and_says_where_its_time_went(
     ]
     assert min(seconds[name] for name in ("start-up", "steps", "evaluation", "checkpoints")) > 0
     measured = sum(line["measured"]["step_time_s"] for line in run.steps)
-    assert seconds["steps"] == pytest.approx(measured, rel=0.5)
+    assert seconds["steps"] >= measured
     (line,) = re.findall(r"time +│ (.+?) +│", said)
     total, *phases = map(float, re.findall(r"\d+\.\d", line.partition(";")[0]))
     assert len(phases) == 6

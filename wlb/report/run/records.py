@@ -54,7 +54,8 @@ class RunRecords:
     starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
     events: lines of `EVENT_KINDS`. decisions: lines on prices (`cost.online`). since_start: numbers
     of the steps since the last start. num_replaced: steps that were trained again. num_unreadable:
-    lines that are not JSON, such as the last one of a run that was killed.
+    lines that are not JSON, such as the last one of a run that was killed. wall: seconds by
+    phase of the last start, empty before it ended.
     """
 
     folder: Path
@@ -69,6 +70,7 @@ class RunRecords:
     decisions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     num_replaced: int = 0
     num_unreadable: int = 0
+    wall: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def prices(self) -> PriceSchedule:
@@ -148,6 +150,7 @@ def read_run(folder: Path) -> RunRecords:
         decisions=found["prices"],
         num_replaced=read.num_replaced,
         num_unreadable=read.num_unreadable,
+        wall=read.wall,
     )
 
 
@@ -178,6 +181,7 @@ class _Reading:
     events: list[_Line] = field(default_factory=list[_Line])
     num_replaced: int = 0
     num_unreadable: int = 0
+    wall: dict[str, float] = field(default_factory=dict[str, float])
 
     def take(self, lines: Iterable[str]) -> None:
         for text in lines:
@@ -196,6 +200,7 @@ class _Reading:
                 self.by_step |= {"ranks": {}, "timeline": {}}
             self.starts.append(line)
             self.since_start.clear()
+            self.wall = {}
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
             number = line["steps_done" if kind == "evaluation" else "step"]
@@ -205,6 +210,8 @@ class _Reading:
                 self.since_start.add(number)
         elif kind in EVENT_KINDS:
             self.events.append(line)
+        elif kind == "wall":
+            self.wall = line["seconds"]
 
     def _roll_back(self, steps_done: int | None) -> None:
         if steps_done is None:

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
+from wlb.train.telemetry.wall import Phase
 
 FOLDER = "traces"
 
@@ -29,6 +30,11 @@ class TraceSteps(Hook):
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         if self._running is None:
             return
+        # Writing a trace may take longer than its step, and is no part of it.
+        with run.wall.phase(Phase.REST):
+            self._write(run)
+
+    def _write(self, run: RunContext) -> None:
         self._running.stop()
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{run.steps_done:08d}-rank-{self.rank}.json.gz"

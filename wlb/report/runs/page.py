@@ -1,0 +1,90 @@
+"""`wlb report RUN RUN ...`: several runs on one page, by tokens trained."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from wlb.plan import UserError
+from wlb.report.plots import svg
+from wlb.report.render import render
+from wlb.report.run.page import tally_of
+from wlb.report.run.records import RunRecords
+from wlb.report.runs.plots import losses_figure, rates_figure
+from wlb.spec import to_dict
+
+MOST_RUNS = 7
+"""Colours that can be told apart."""
+UNTOLD = ("run.name", "run.output_dir", "run.stop_file")
+"""Keys whose differences say nothing about a run."""
+
+
+def runs_page(runs: Sequence[RunRecords], *, command: str = "") -> str:
+    """The page as HTML; UserError for more runs than can be told apart. command: shown on it."""
+    if len(runs) > MOST_RUNS:
+        raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
+    names, figures = run_names(runs), [figures_of(run) for run in runs]
+    return render(
+        "runs",
+        title=f"{len(runs)} training runs",
+        names=names,
+        rows=[(name, [cells[name] for cells in figures]) for name in figures[0]],
+        differences=differences([to_dict(run.spec) for run in runs]),
+        figures={
+            "losses": svg(losses_figure(runs, names), "losses"),
+            "rates": svg(rates_figure(runs, names), "rates"),
+        },
+        command=command,
+    )
+
+
+def run_names(runs: Sequence[RunRecords]) -> list[str]:
+    """Names of the runs' folders, with those above them where names are alike."""
+    short = [run.folder.resolve().name for run in runs]
+    alike = {name for name, count in Counter(short).items() if count > 1}
+    return [
+        str(run.folder) if name in alike else name for run, name in zip(runs, short, strict=True)
+    ]
+
+
+def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Keys that differ between the runs, with the value of each."""
+    flat = [dict(_flat(spec)) for spec in specs]
+    names = [name for name in flat[0] if name not in UNTOLD]
+    values = {name: [repr(one.get(name)) for one in flat] for name in names}
+    return [(name, told) for name, told in values.items() if len(set(told)) > 1]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            out += _flat(cast("Mapping[str, Any]", value), f"{dotted}.")
+        else:
+            out.append((dotted, value))
+    return out
+
+
+def figures_of(run: RunRecords) -> dict[str, str]:
+    """Cells of a run by the name of their row."""
+    totals = tally_of(run)
+    last, work, measured = totals.losses[-5:], totals.telemetry.work, totals.telemetry
+    return {
+        "steps": f"{int(run.steps_done[-1]):,} of {run.spec.training.steps:,}",
+        "tokens": f"{totals.ours.tokens:,}",
+        "training loss, last 5 steps": f"{sum(last) / len(last):.3f}" if last else "-",
+        "held-out loss": f"{run.evaluations[-1][1]:.3f}" if run.evaluations else "-",
+        "tokens/s in steps": _ratio(totals.ours.tokens, totals.train_time_s, ",.0f"),
+        "MFU": "-" if work.mfu is None else f"{work.mfu:.1%}",
+        "imbalance, predicted": f"{totals.ours.weighted_imbalance:.3f}",
+        "imbalance, measured": _ratio(measured.slowest_ns, measured.mean_ns, ".3f"),
+        "Plain-4D's on the same documents": _ratio(
+            totals.plain.slowest_ns, totals.plain.mean_ns, ".3f"
+        ),
+        "token delay, mean and most": f"{totals.mean_delay:.2f}, {totals.max_delay}",
+        "wall time, last start (s)": f"{sum(run.wall.values()):,.1f}" if run.wall else "-",
+    }
+
+
+def _ratio(above: float, below: float, form: str) -> str:
+    return format(above / below, form) if below else "-"
