@@ -42,7 +42,7 @@ def test_the_path_has_every_step() -> None:
     assert "transformers" in written().splitlines()[-1]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.process
 @pytest.mark.dist
 def test_someones_own_jsonl_is_trained_resumed_exported_and_loaded(tmp_path: Path) -> None:
