@@ -345,13 +345,14 @@ def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     words = ["plan", "--synthetic", "wlb_paper", "--steps", "30"]
     out = run(capsys, *words)
     said = re.search(
-        r"with (.+) instead of the usual loader \((.+)\) you would save (\d+\.\d)% of GPU hours: "
-        r"F\+B time-w\. (\d\.\d{3}) against (\d\.\d{3}), predicted for 7b_128k \(6.74 billion",
+        r"with (.+) instead of the usual loader \((.+)\) you would save (\d+\.\d)% of GPU hours, "
+        r"whole steps simulated; by its slowest micro-batches alone (\d+\.\d)%: F\+B time-w\. "
+        r"(\d\.\d{3}) against (\d\.\d{3}); predicted for 7b_128k \(6.74 billion",
         out,
     )
     assert said is not None
     assert "that model is the default, give NAME for yours" in out
-    best, usual, share, ours, theirs = said.groups()
+    best, usual, simulated, share, ours, theirs = said.groups()
     (head,) = [line for line in out.splitlines() if "policy" in line and "F+B time-w." in line]
     at = [cell.strip() for cell in re.split("[┃│]", head)].index("F+B time-w.")
     column = {
@@ -362,6 +363,8 @@ def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     assert (column[best], column[usual]) == (ours, theirs)
     assert float(share) == pytest.approx(100 * (1 - float(ours) / float(theirs)), abs=0.1)
     assert usual == "original, long whole"
+    # A pipeline waits less than its slowest micro-batch times their number.
+    assert 0 < float(simulated) < float(share)
     own = tmp_path / "own.toml"
     out = run(capsys, *words[:1], "7b_128k", *words[1:], "--delay-budget", "0.5", "--out", str(own))
     assert "give NAME for yours" not in out
@@ -374,3 +377,15 @@ def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     ) == load("7b_128k")
     saving = json.loads(run(capsys, *words, "--json", "-"))["saving"]
     assert (saving["best"], f"{saving['share']:.1%}") == (best, f"{share}%")
+    assert f"{saving['simulated']:.1%}" == f"{simulated}%"
+
+
+@pytest.mark.parametrize("preset", ["sft_demo", "demo"])
+def test_a_run_with_a_grouping_method_or_too_few_steps_is_compared_too(
+    preset: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its method would contradict the other policies; a flush of few steps outweighs the gain."""
+    out = run(capsys, "plan", preset, "--synthetic", "wlb_paper", "--steps", "8")
+    assert (
+        re.search(r"you would save (\d+\.\d% of|no) GPU hours.*; by its slowest", out) is not None
+    )

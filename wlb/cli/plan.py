@@ -31,6 +31,7 @@ from wlb.planner import Planner
 from wlb.report import packing_page, packing_table, remarks, saving_line, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
+from wlb.simulate.forecast import batches_to_compare, simulated_share
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
@@ -67,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     source = sources.open_source(options, spec)
     cost = workload_for(spec, options.device)
     batches = sources.batches_of(options, spec, source)
-    variants = variants_of(spec)
-    own = variants[0].label
+    sections = {variant.label: variant.section for variant in variants_of(spec)}
+    own = next(iter(sections))
     # The status is shown only if stderr is a terminal.
     with console(stderr=True).status("packing"):
         runs = list(compare(spec, batches, cost))
@@ -82,13 +83,14 @@ def run(options: argparse.Namespace) -> int:
     notes += weight_remark(
         runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels
     )
-    sections = {variant.label: variant.section for variant in variants}
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
+    share: float | None = None
     if saving is not None:
+        share = _simulated(spec, cost, batches, sections, saving)
         model = settings.priced_model(options, spec, cost.profile.name)
-        notes.append(saving_line(saving, model=model))
+        notes.append(saving_line(saving, model=model, simulated=share))
         section = sections[saving.best.label]
         notes += _take_away(options, given, saving, section, notes[-1], masks_labels=masks_labels)
     elif options.out:
@@ -112,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
-        "saving": None if saving is None else saving.to_json(),
+        "saving": None if saving is None else {**saving.to_json(), "simulated": share},
         "rows": [r.summary.to_json() for r in runs],
     }
     if output.write_json(options, data):
@@ -127,6 +129,22 @@ def _check(options: argparse.Namespace) -> None:
     sources.check_outputs(
         options.json, options.html, needs_plots=bool(options.html), settings=options.out
     )
+
+
+def _simulated(
+    spec: RunSpec,
+    cost: ProfiledWorkload,
+    batches: list[GlobalBatch],
+    sections: dict[str, PackingSection],
+    saving: Saving,
+) -> float | None:
+    """Share of GPU hours that is saved in whole simulated steps; None where nothing is."""
+    if saving.best is saving.usual:
+        return None
+    usual, best = (sections[row.label] for row in (saving.usual, saving.best))
+    some = batches[: batches_to_compare(spec)]
+    with console(stderr=True).status("simulating"):
+        return simulated_share(spec, cost, some, usual=usual, best=best)
 
 
 def _take_away(

@@ -5,7 +5,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -14,6 +13,7 @@ from wlb.cli.options import add_flag, add_text, add_value
 from wlb.data import TokenStore, verify_store
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
+from wlb.report.tables import console, facts_table
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
@@ -160,7 +160,7 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     # Markup is off because names of files may have brackets.
-    screen = Console(highlight=False, markup=False)
+    screen = console(markup=False)
     if options.out is None:
         if not options.verify:
             raise UserError(
@@ -201,7 +201,7 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
         TextColumn("{task.fields[counts]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console(stderr=True)) as bar:
         task = bar.add_task("listing inputs", total=None, counts="")
 
         def show(status: Status) -> None:
@@ -250,9 +250,7 @@ def _table(made: StoreReport) -> Table:
         "input": f"{made.num_files:,} files, {megabytes:,.1f} MB",
         "time": f"{made.time_s:.1f} s{'; ' if made.reused else ', '}{work}",
     }
-    table = Table(title="Token store", title_justify="left", show_header=False, box=box.SQUARE)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = facts_table("Token store")
     for name, text in rows.items():
         if text:
             table.add_row(name, text)

@@ -12,12 +12,14 @@ from wlb.cost import ProfiledWorkload, rank_peak_tflops
 from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.prices import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
-from wlb.spec import FsdpSection, RunSpec
+from wlb.spec import FsdpSection, PackingSection, RunSpec
 
 CHECKPOINT_BYTES = 12
 """Of a parameter: float32 master weight and both AdamW moments."""
 SIMULATED_MICRO_BATCHES = 64
 """Approximate number of micro-batches that are simulated, in 2 to 8 steps."""
+COMPARED_MICRO_BATCHES = 2048
+"""Approximate number of micro-batches of which two packings are compared."""
 DAY_S = 86_400
 
 
@@ -67,6 +69,36 @@ class Forecast:
         return CHECKPOINT_BYTES * self.spec.model.num_parameters
 
 
+def simulated_share(
+    spec: RunSpec,
+    cost: ProfiledWorkload,
+    batches: Sequence[GlobalBatch],
+    *,
+    usual: PackingSection,
+    best: PackingSection,
+) -> float:
+    """Share of the GPU hours of `usual` that `best` saves on the same global batches, with whole
+    steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
+    # A method and packs of the run's own would contradict another policy.
+    sections = [replace(section, method="", packs="") for section in (usual, best)]
+    times = [
+        simulate_run(replace(_simulable(spec), packing=section), cost, batches).time_s
+        for section in sections
+    ]
+    return 1 - times[1] / times[0]
+
+
+def batches_to_compare(spec: RunSpec) -> int:
+    """Number of global batches that `simulated_share` takes seconds for."""
+    return max(8, COMPARED_MICRO_BATCHES // spec.num_micro_batches)
+
+
+def _simulable(spec: RunSpec) -> RunSpec:
+    """The spec as the simulator takes it, which knows parameters that are gathered once a step over
+    all of dp x cp only."""
+    return replace(spec, fsdp=FsdpSection(prefetch=spec.fsdp.prefetch))
+
+
 def steps_to_simulate(spec: RunSpec) -> int:
     """Number of global batches from which `forecast` predicts a run."""
     return min(8, max(2, SIMULATED_MICRO_BATCHES // spec.num_micro_batches))
@@ -83,8 +115,7 @@ def forecast(
     steps = tuple(sharded_steps(planner, dp=spec.parallel.dp))
     if not steps:
         raise UserError("the corpus gives no step; raise data.epochs or use a larger corpus")
-    # The simulator knows parameters that are gathered once a step over all of dp x cp only.
-    plain = replace(spec, fsdp=FsdpSection(prefetch=spec.fsdp.prefetch))
+    plain = _simulable(spec)
     left_out = ""
     if plain != spec:
         left_out = "gathers by fsdp.shard_size and fsdp.reshard_after_forward are not predicted"

@@ -1,9 +1,9 @@
-"""What a comparison of policies says about GPU hours, by one figure.
+"""Which policy a comparison recommends over the usual loader, by one figure.
 
-A step of packed micro-batches takes as long as its slowest one, forward and backward. A policy's
-time for the same work is therefore its time-weighted imbalance of both passes
-(`PackingSummary.step_time_weighted`), and what is saved is 1 - policy / usual loader. Sharding over
-CP ranks, the pipeline and communication are not in it (`wlb simulate`).
+If every micro-batch of a step took as long as its slowest one, forward and backward, a policy's
+time for the same work would be its time-weighted imbalance of both passes
+(`PackingSummary.step_time_weighted`). Real steps wait less, since micro-batches of a pipeline
+follow each other, and a flush counts: `wlb.simulate.forecast.simulated_share` simulates them.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Saving:
 
     @property
     def share(self) -> float:
-        """Share of the usual loader's GPU hours that the best policy saves, below 0 if it is
-        slower."""
+        """Share of the usual loader's time that the best policy saves by its slowest micro-batches;
+        below 0 if it is slower."""
         return 1 - self.best.step_time_weighted / self.usual.step_time_weighted
 
     def to_json(self) -> dict[str, Any]:

@@ -87,20 +87,23 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
     return out
 
 
-def saving_line(saving: Saving, *, model: str) -> str:
-    """One sentence on GPU hours, by the figures of the column `STEP`. model: what is priced."""
+def saving_line(saving: Saving, *, model: str, simulated: float | None) -> str:
+    """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
+    simulated: share that is saved of whole simulated steps; None if nothing is faster."""
     best, usual = saving.best, saving.usual
-    if best is usual:
-        said = f"no policy here is faster than the usual loader ({usual.label})"
+    figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
+    if simulated is None:
+        said = f"no policy here is faster than the usual loader ({usual.label}): {figures}"
     else:
-        said = (
-            f"with {best.label} instead of the usual loader ({usual.label}) you would save "
-            f"{saving.share:.1%} of GPU hours"
-        )
-    return (
-        f"{said}: {STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}, "
-        f"predicted for {model}; without CP sharding, pipeline and communication (`wlb simulate`)"
-    )
+        said = f"with {best.label} instead of the usual loader ({usual.label}) you would save "
+        if simulated > 0:
+            said += f"{simulated:.1%} of GPU hours, whole steps simulated"
+        else:
+            said += (
+                f"no GPU hours: whole simulated steps take {-simulated:.1%} longer, with the flush"
+            )
+        said += f"; by its slowest micro-batches alone {saving.share:.1%}: {figures}"
+    return f"{said}; predicted for {model}"
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:

@@ -1,0 +1,65 @@
+"""Tests what a run is predicted to take, and what another packing is predicted to save."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from wlb.cost import workload_for
+from wlb.data import GlobalBatches, lengths_of_family
+from wlb.plan import GlobalBatch
+from wlb.simulate.forecast import batches_to_compare, forecast, simulated_share, steps_to_simulate
+from wlb.spec import Policy, RunSpec, WindowCut, load
+
+
+@pytest.fixture(scope="module")
+def spec() -> RunSpec:
+    return load("7b_64k", ["model.vocab_size=32000", "training.steps=1000"])
+
+
+@pytest.fixture(scope="module")
+def batches(spec: RunSpec) -> list[GlobalBatch]:
+    window = spec.data.context_window
+    source = lengths_of_family("wlb_paper", window=window, num_documents=20_000, seed=0)
+    stream = GlobalBatches(source, tokens_per_batch=spec.tokens_per_step, seed=0)
+    return [batch for batch, _ in islice(stream.iterate(), 24)]
+
+
+def test_days_follow_from_tokens_a_second(spec: RunSpec, batches: list[GlobalBatch]) -> None:
+    made = forecast(spec, workload_for(spec, "cuda"), batches)
+    simulation = made.simulation
+    assert made.tokens_per_s == simulation.tokens.sum() / simulation.step_time_s.sum()
+    assert made.step_time_s == spec.tokens_per_step / made.tokens_per_s
+    assert made.days == pytest.approx(1000 * made.step_time_s / 86_400)
+    assert made.checkpoint_bytes == 12 * spec.model.num_parameters
+    assert made.mfu == simulation.mfu(peak_tflops=989.0)
+    assert made.first.plan.step == 0
+    assert made.left_out == ()
+    on_cpu = replace(made, is_cpu=True)
+    assert (on_cpu.peak_tflops, on_cpu.mfu) == (0.0, None)
+
+
+def test_what_is_not_simulated_is_said(spec: RunSpec, batches: list[GlobalBatch]) -> None:
+    sharded = replace(spec, fsdp=replace(spec.fsdp, reshard_after_forward=True))
+    cost = workload_for(spec, "cuda")
+    made, plain = (forecast(s, cost, batches[:4]) for s in (sharded, spec))
+    assert made.days == plain.days
+    (said,) = made.left_out
+    assert "fsdp.reshard_after_forward" in said
+
+
+def test_what_is_saved_is_of_the_same_documents(spec: RunSpec, batches: list[GlobalBatch]) -> None:
+    cost = workload_for(spec, "cuda")
+    usual = replace(spec.packing, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
+    best = replace(spec.packing, policy=Policy.BOUNDED)
+    share = simulated_share(spec, cost, batches, usual=usual, best=best)
+    assert 0 < share < 1
+    back = simulated_share(spec, cost, batches, usual=best, best=usual)
+    assert (1 - share) * (1 - back) == pytest.approx(1)
+    assert simulated_share(spec, cost, batches, usual=usual, best=usual) == 0
+
+
+def test_large_steps_are_predicted_from_fewer_of_them(spec: RunSpec) -> None:
+    counts = [replace(spec, data=replace(spec.data, num_windows=n)) for n in (4, 16, 2048)]
+    assert [steps_to_simulate(s) for s in counts] == [8, 4, 2]
+    assert [batches_to_compare(s) for s in counts] == [512, 128, 8]
