@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.data.shuffle import permute
+from wlb.data.shuffle import permute, unpermute
 
 
 def test_literal_orders_never_change():
@@ -45,6 +45,16 @@ def test_large_n_stays_inside_and_distinct(n, data):
     out = permute(index, n, 1, 2).tolist()
     assert all(0 <= i < n for i in out)
     assert len(set(out)) == len(index)
+
+
+@given(n=st.integers(1, 2**62), seed=st.integers(-(2**70), 2**70), data=st.data())
+def test_the_inverse_leads_back(n, seed, data):
+    index = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
+    epochs = data.draw(
+        st.lists(st.integers(0, 2**40), min_size=len(index), max_size=len(index)) | st.just([3])
+    )
+    epoch = epochs if len(epochs) == len(index) else epochs[0]
+    assert unpermute(permute(index, n, seed, epoch), n, seed, epoch).tolist() == index
 
 
 @given(n=st.integers(1, 300), epochs=st.lists(st.integers(0, 5), min_size=1, max_size=50))

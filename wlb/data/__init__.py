@@ -1,9 +1,12 @@
 """Data that training reads: token stores, blends, document lengths, global batches."""
 
+from wlb.data.batches import MOST_COUNT as MOST_COUNT
+from wlb.data.batches import AccountedStream as AccountedStream
 from wlb.data.batches import GlobalBatches as GlobalBatches
 from wlb.data.batches import ListedBatches as ListedBatches
 from wlb.data.batches import Source as Source
 from wlb.data.batches import SourceBatches as SourceBatches
+from wlb.data.batches import hold_given as hold_given
 from wlb.data.blend import BlendedBatches as BlendedBatches
 from wlb.data.blend import BlendedStore as BlendedStore
 from wlb.data.blend import StoreName as StoreName

@@ -15,9 +15,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.data.shuffle import permute
+from wlb.data.shuffle import permute, unpermute
 from wlb.plan import (
     UNCOUNTED,
+    BoolArray,
     DocumentIds,
     Documents,
     GlobalBatch,
@@ -36,6 +37,8 @@ State = dict[str, Any]
 BLOCK = 1 << 20
 """Most documents whose lengths are looked up in one call."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
+MOST_COUNT = 2**62
+"""Largest count of a state: sums of counts stay 64-bit integers."""
 
 
 class Source(Protocol):
@@ -91,6 +94,25 @@ class BatchStream(ABC):
             item = self.next(item[1])
 
 
+@runtime_checkable
+class AccountedStream(Protocol):
+    """A stream that knows from a state alone what it has given: what a planner state that is
+    loaded is held against. The three streams of wlb are such; one of your own may be."""
+
+    def num_batches(self, state: State) -> int:
+        """Global batches given before `state`."""
+        ...
+
+    def num_tokens(self, state: State) -> int:
+        """Tokens of all documents given before `state`."""
+        ...
+
+    def hold_pieces(self, state: State, pieces: Pieces) -> None:
+        """UserError for a piece of a document that is not the stream's, is shorter than the piece,
+        has other labels, or was not given before `state`."""
+        ...
+
+
 class SourceBatches(BatchStream):
     """Global batches of one source; `ids` tells a document's epoch and its row in the source."""
 
@@ -112,6 +134,17 @@ class SourceBatches(BatchStream):
             return pieces.num_targets
         rows = self.ids.row(pieces.document)
         return self._targets.count_targets(rows, pieces.start, pieces.stop)
+
+    def _rows_of(self, pieces: Pieces) -> IntArray:
+        """Rows of pieces in the source, shape [num_pieces]; UserError unless they can be its."""
+        rows = self.ids.row(pieces.document)
+        hold_documents(
+            pieces,
+            np.asarray(self.source.lengths)[rows],
+            source=np.full(len(pieces), self.source.source_id),
+            is_masked=np.full(len(pieces), self.has_targets),
+        )
+        return rows
 
     def _num_targets(self, lengths: IntArray) -> IntArray:
         """Labels of whole documents, UNCOUNTED if the source trains only some of their tokens."""
@@ -159,17 +192,7 @@ class GlobalBatches(SourceBatches):
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
-        check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
-        num_documents = self._lengths.size
-        for name in _COUNTS:
-            if not isinstance(state[name], int) or state[name] < 0:
-                raise UserError(f"corpus state: {name} = {state[name]!r} must be at least 0")
-        if state["position"] >= num_documents:
-            raise UserError(
-                f"corpus state: position = {state['position']} is past the corpus's "
-                f"{num_documents} documents"
-            )
-        first = state["epoch"] * num_documents + state["position"]
+        num_documents, first = self._lengths.size, self._first(state)
         missing = self.tokens_per_batch - state["surplus"]
         ids, lengths = self._take(first, missing)
         has_ended = bool(self.epochs) and first >= self.epochs * num_documents
@@ -185,6 +208,45 @@ class GlobalBatches(SourceBatches):
         read = {"epoch": epoch, "position": position}
         is_last = bool(self.epochs) and first + ids.size >= self.epochs * num_documents
         return batch_after(state, documents, read, missing, is_last=is_last)
+
+    def _first(self, state: State) -> int:
+        """Documents of the stream given before `state`; UserError for a state of another one."""
+        check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
+        for name in _COUNTS:
+            if type(state[name]) is not int or not 0 <= state[name] <= MOST_COUNT:
+                raise UserError(
+                    f"corpus state: {name} = {state[name]!r} must be a whole number of at least 0"
+                )
+        if state["position"] >= self._lengths.size:
+            raise UserError(
+                f"corpus state: position = {state['position']} is past the corpus's "
+                f"{self._lengths.size} documents"
+            )
+        first = state["epoch"] * self._lengths.size + state["position"]
+        if first > MOST_COUNT:
+            raise UserError(f"corpus state: epoch = {state['epoch']} is beyond 64-bit integers")
+        return first
+
+    def num_batches(self, state: State) -> int:
+        """Global batches given before `state`."""
+        self._first(state)
+        return state["batch"]
+
+    def num_tokens(self, state: State) -> int:
+        """Tokens of all documents given before `state`; 30 ns for each of the epoch's."""
+        first, size = self._first(state), self._lengths.size
+        whole = first - first % size
+        blocks = range(whole, first, BLOCK)
+        partial = sum(int(self._block(b, min(BLOCK, first - b))[1].sum()) for b in blocks)
+        return first // size * self._identity["num_tokens"] + partial
+
+    def hold_pieces(self, state: State, pieces: Pieces) -> None:
+        """As `AccountedStream.hold_pieces`."""
+        first, size = self._first(state), self._lengths.size
+        rows, epoch = self._rows_of(pieces), pieces.document // size
+        if self._identity["shuffle"]:
+            rows = unpermute(rows, size, self._identity["seed"], epoch)
+        hold_given(pieces, epoch * size + rows, np.full(len(pieces), first))
 
     def _take(self, first: int, missing: int) -> tuple[IntArray, IntArray]:
         """Ids and lengths of the documents from stream position `first` until `missing` tokens."""
@@ -278,6 +340,38 @@ def check_lengths(lengths: IntArray) -> None:
     if (i := first_true(lengths < 1)) is not None:
         raise UserError(
             f"document {i} of the corpus has {lengths[i]} tokens; every document needs at least 1"
+        )
+
+
+def hold_documents(
+    pieces: Pieces, lengths: IntArray, *, source: IntArray, is_masked: BoolArray
+) -> None:
+    """UserError for a piece that a document cannot have.
+
+    lengths, source, is_masked: tokens of each piece's document, the number of its corpus and
+    whether only some of its tokens are trained, shape [num_pieces] each.
+    """
+    counted = np.minimum(pieces.stop, lengths - 1) - pieces.start
+    labels = np.where(is_masked, UNCOUNTED, counted)
+    for wrong, what in (
+        (pieces.document < 0, "has a negative id"),
+        (pieces.source != source, "is of another corpus"),
+        (pieces.stop > lengths, "ends behind its document"),
+        (pieces.num_targets != labels, "has other labels than its tokens"),
+    ):
+        if (i := first_true(wrong)) is not None:
+            raise UserError(f"{pieces[i]} {what} of {lengths[i]} tokens")
+
+
+def hold_given(pieces: Pieces, at: IntArray, given: IntArray) -> None:
+    """UserError for a piece whose document comes later in its stream.
+
+    at: place of each piece's document in its stream. given: documents of that stream which were
+    read. Shape [num_pieces] each.
+    """
+    if (i := first_true(at >= given)) is not None:
+        raise UserError(
+            f"{pieces[i]} is document {at[i]} of its stream, of which only {given[i]} were read"
         )
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from wlb.data.batches import (
     BLOCK,
+    MOST_COUNT,
     BatchStream,
     GlobalBatches,
     Source,
@@ -25,8 +26,11 @@ from wlb.data.batches import (
     check_lengths,
     check_settings,
     check_state,
+    hold_documents,
+    hold_given,
     stream_rows,
 )
+from wlb.data.shuffle import unpermute
 from wlb.data.store import TokenArray, TokenStore, summary_of
 from wlb.plan import (
     UNCOUNTED,
@@ -186,13 +190,7 @@ class BlendedBatches(BatchStream):
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
-        names = {*_COUNTS, *_COLUMNS}
-        check_state(state, names, self._identity, what="a blend", keys="data.blend")
-        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
-        sizes = {len(state[name]) for name in _COLUMNS}
-        if sizes != {len(self.sources)} or not all(isinstance(n, int) and n >= 0 for n in counts):
-            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
-        read = [np.array(state[name], np.int64) for name in _COLUMNS]
+        read = self._read(state)
         missing = self.tokens_per_batch - state["surplus"]
         has_ended = not self._has_next(read[1])
         source, ids, lengths = self._take(read[0], read[1], missing)
@@ -207,6 +205,59 @@ class BlendedBatches(BatchStream):
         columns = {name: column.tolist() for name, column in zip(_COLUMNS, read, strict=True)}
         is_last = not self._has_next(read[1])
         return batch_after(state, documents, columns, missing, is_last=is_last)
+
+    def _read(self, state: State) -> list[IntArray]:
+        """Documents and tokens given of each source before `state`, shape [num_sources] each;
+        UserError for a state of another blend."""
+        names = {*_COUNTS, *_COLUMNS}
+        check_state(state, names, self._identity, what="a blend", keys="data.blend")
+        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
+        sizes = {len(state[name]) for name in _COLUMNS}
+        valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
+        if sizes != {len(self.sources)} or not valid:
+            raise UserError(f"the state of a blend has counts {counts}; it is damaged")
+        return [np.array(state[name], np.int64) for name in _COLUMNS]
+
+    def num_batches(self, state: State) -> int:
+        """Global batches given before `state`."""
+        self._read(state)
+        return state["batch"]
+
+    def num_tokens(self, state: State) -> int:
+        """Tokens of all documents given before `state`; UserError where its counts disagree."""
+        documents, tokens = self._read(state)
+        for number, read in enumerate(documents.tolist()):
+            size = self._lengths[number].size
+            whole = read - read % size
+            blocks = range(whole, read, BLOCK)
+            found = read // size * self._tokens[number] + sum(
+                int(self._block(number, b, min(BLOCK, read - b))[1].sum()) for b in blocks
+            )
+            if found != tokens[number]:
+                raise UserError(
+                    f"the first {read} documents of source {number} have {found} tokens, the "
+                    f"state of the blend says {tokens[number]}"
+                )
+        return int(tokens.sum())
+
+    def hold_pieces(self, state: State, pieces: Pieces) -> None:
+        """As `AccountedStream.hold_pieces`."""
+        documents, _ = self._read(state)
+        epoch, row = np.divmod(pieces.document, self.ids.num_documents)
+        number = np.searchsorted(self._first, row, side="right") - 1
+        hold_documents(
+            pieces,
+            np.concatenate(self._lengths)[row],
+            source=number,
+            is_masked=self._is_masked[number],
+        )
+        at = row - self._first[number]
+        for one, lengths in enumerate(self._lengths):
+            here = np.flatnonzero(number == one)
+            seed = self._seed + one * _SEED_STEP
+            at[here] = unpermute(at[here], lengths.size, seed, epoch[here])
+            at[here] += epoch[here] * lengths.size
+        hold_given(pieces, at, documents[number])
 
     @property
     def _end(self) -> float:

@@ -15,7 +15,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from wlb.data import Source, SourceBatches
+from wlb.data import MOST_COUNT, Source, SourceBatches, hold_given
 from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
 from wlb.plan import (
     Carry,
@@ -139,12 +139,7 @@ class PackedBatches(SourceBatches):
 
     def next(self, state: dict[str, Any]) -> tuple[GlobalBatch, dict[str, Any]] | None:
         """The batch of the step after `state`; UserError for a state of something else."""
-        if state.keys() != {"step", "packs"} or state["packs"] != self._identity["packs"]:
-            raise UserError(
-                "the state to resume from is not of these packs; resume with the checkpoint's own "
-                "packing.packs, or start a new run"
-            )
-        packs, at = self.packs, int(state["step"])
+        packs, at = self.packs, self.num_batches(state)
         epoch, step = divmod(at, packs.num_steps)
         if self.epochs and epoch >= self.epochs:
             return None
@@ -158,6 +153,37 @@ class PackedBatches(SourceBatches):
             source=np.full(rows.size, self.source.source_id, np.int64),
         )
         return GlobalBatch(index=at, documents=documents), {**state, "step": at + 1}
+
+    def num_batches(self, state: dict[str, Any]) -> int:
+        """Steps given before `state`; UserError for a state of something else."""
+        if state.keys() != self.start().keys() or state["packs"] != self._identity["packs"]:
+            raise UserError(
+                "the state to resume from is not of these packs; resume with the checkpoint's own "
+                "packing.packs, or start a new run"
+            )
+        if type(state["step"]) is not int or not 0 <= state["step"] <= MOST_COUNT:
+            raise UserError(f"the state of packs has step = {state['step']!r}; it is damaged")
+        return state["step"]
+
+    def num_tokens(self, state: dict[str, Any]) -> int:
+        """Tokens of all documents given before `state`."""
+        epoch, given = self._given(state)
+        lengths = self.source.lengths[self.packs.rows]
+        return epoch * int(lengths.sum()) + int(lengths[:given].sum())
+
+    def hold_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
+        """As `AccountedStream.hold_pieces`."""
+        epoch, given = self._given(state)
+        rows, size = self.packs.rows, self.packs.rows.size
+        place = np.zeros(size, np.int64)
+        place[rows] = np.arange(size)
+        at = place[self._rows_of(pieces)] + pieces.document // size * size
+        hold_given(pieces, at, np.full(len(pieces), epoch * size + given))
+
+    def _given(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Whole epochs, and documents of the next one, given before `state`."""
+        epoch, step = divmod(self.num_batches(state), self.packs.num_steps)
+        return epoch, int(self.packs.offsets[step * self.packs.num_micro_batches])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,3 +7,4 @@ from wlb.planner.compose import open_heldout_planner as open_heldout_planner
 from wlb.planner.compose import open_planner as open_planner
 from wlb.planner.compose import packs_of as packs_of
 from wlb.planner.deal import deal as deal
+from wlb.planner.resume import hold_state as hold_state

@@ -51,6 +51,7 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
+from wlb.planner.resume import hold_state
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
 
@@ -211,7 +212,12 @@ class Planner:
         )
 
     def steps(self, state: PlannerState | None = None) -> Iterator[StepPlan]:
-        """Plans from `state` (default: the start) to the end of data."""
+        """Plans from `state` (default: the start) to the end of data.
+
+        UserError for a state that contradicts itself or the data (`wlb.planner.resume`).
+        """
+        if state is not None:
+            hold_state(state, self.source)
         at = state or self.start()
         while (plan := self.next(at)) is not None:
             yield plan

@@ -19,8 +19,8 @@ from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import refuse_overlap
 from wlb.parallel.world import World
-from wlb.plan import PlannerState
-from wlb.planner import Planner, open_heldout_planner, open_planner
+from wlb.plan import PlannerState, UserError
+from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
 from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory import budget_of, hold_against
@@ -52,8 +52,21 @@ def refuse_early(
         hold_weights(spec.model, init_from, "checkpoint.init_from")
     if resume is not None:
         hold_weights(spec.model, resume, "--resume")
-        planner.next(resumed_state(resume, priced, device))
+        state = resumed_state(resume, priced, device)
+        _hold_resumed(state, resume, planner)
+        planner.next(state)
     return planner
+
+
+def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
+    """UserError unless a checkpoint's planner state agrees with itself, the data and the updates
+    that its weights had: at most one a step, since steps without labels update nothing."""
+    hold_state(state, planner.source)
+    if (updates := checkpoint.read_run(saved_in)["step"]) > state.next_step:
+        raise UserError(
+            f"{saved_in} has {updates} updates of its weights, its planner state only "
+            f"{state.next_step} steps; they are not of one save, so resume from another checkpoint"
+        )
 
 
 def resumed_state(saved_in: Path, priced: RunSpec, device: str) -> PlannerState:

@@ -21,7 +21,7 @@ from tests.words import lacks
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
-from wlb.plan import PlannerState
+from wlb.plan import PlannerState, UserError
 from wlb.spec import RunSpec
 from wlb.train import refuse
 from wlb.train.checkpoint import folder as checkpoint
@@ -260,6 +260,30 @@ def test_a_manifest_of_an_earlier_version_is_read(whole: Run, tmp_path: Path) ->
     folder = at(tmp_path, 6)
     (folder / "manifest.json").write_text(json.dumps({"files": of(folder)["files"]}))
     checkpoint.check_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "said"),
+    [
+        ("planner.json", "carry", "contradicts itself: the corpus gave"),
+        ("run.json", "step", "has 60 updates of its weights, its planner state only 6 steps"),
+    ],
+)
+def test_a_state_that_was_edited_and_signed_again_is_refused(
+    whole: Run, corpus: Path, tmp_path: Path, name: str, key: str, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    data = json.loads((at(tmp_path, 6) / name).read_text())
+    if key == "step":
+        data["step"] = 60
+    else:
+        for column in (data[key]["slot"], *data[key]["pieces"].values()):
+            column.pop()
+    (at(tmp_path, 6) / name).write_text(json.dumps(data))
+    (at(tmp_path, 6) / "manifest.json").unlink()
+    checkpoint.write_manifest(at(tmp_path, 6))
+    with pytest.raises(UserError, match=said):
+        train(spec, resume=True)
 
 
 @pytest.mark.parametrize("name", ["planner.json", "shard-00001-model-00001-of-00001.safetensors"])
