@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from wlb.data import GlobalBatches, LengthSource, ListedBatches, TokenStore, TokenStoreWriter
 from wlb.data.shuffle import permute
+from wlb.plan import UserError
 
 
 def source(*lengths, source_id=0):
@@ -197,8 +198,33 @@ def test_state_of_another_kind_is_refused():
     batches = GlobalBatches(source(1, 2), tokens_per_batch=2, seed=7)
     with pytest.raises(ValueError, match=r"the state of a corpus has .*this one"):
         batches.next({"step": 1})
-    with pytest.raises(ValueError, match="position = -1 must be at least 0"):
+    with pytest.raises(ValueError, match="position = -1 must be a whole number"):
         batches.next({**batches.start(), "position": -1})
+
+
+class Identified(LengthSource):
+    """Is a source that says which tokens it has."""
+
+    tokens = "abc"
+
+    @property
+    def identity(self):
+        return {"tokens": self.tokens, "eos_id": 0}
+
+
+def test_a_state_of_other_tokens_of_the_same_lengths_is_refused():
+    first, other = (Identified(name="given", lengths=[1, 2, 3]) for _ in range(2))
+    object.__setattr__(other, "tokens", "xyz")
+    batches = GlobalBatches(first, tokens_per_batch=2, seed=7)
+    _, state = batches.next(batches.start())
+    assert state["store"] == {"tokens": "abc", "eos_id": 0}
+    assert batches.next(state) is not None
+    with pytest.raises(UserError, match=r"other tokens .*\(tokens abc and xyz\)"):
+        GlobalBatches(other, tokens_per_batch=2, seed=7).next(state)
+    # A checkpoint of a version that did not know identities goes on, and has one from then on.
+    old = {name: value for name, value in state.items() if name != "store"}
+    _, after = batches.next(old)
+    assert after["store"] == state["store"]
 
 
 class Raw:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.prepare.documents_case import ListedDocuments
-from wlb.data import TokenStore
+from wlb.data import TokenStore, verify_store
 from wlb.prepare import folder_documents, load_tokenizer, prepare
 from wlb.prepare.encode import END_OF_TEXT, text_pieces
 from wlb.prepare.parts import heldout_rows
@@ -35,7 +35,7 @@ def all_texts(prepared):
     sides = []
     for prefix in (prepared.prefix, prepared.heldout):
         store = TokenStore(prefix)
-        store.verify()
+        verify_store(store.prefix)
         ids = [store.read(i) for i in range(store.num_documents)]
         assert all(document[-1] == eos_id for document in ids)
         assert all(eos_id not in document[:-1] for document in ids)
@@ -223,7 +223,7 @@ def test_processes_at_the_same_time_do_it_once(tmp_path):
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert [line[0] for line in lines] == ["False", "True", "True"]
     assert len({line[1] for line in lines}) == 1
-    TokenStore(tmp_path / "tiny-train").verify()
+    verify_store(str(tmp_path / "tiny-train"))
 
 
 @pytest.mark.process

@@ -43,6 +43,7 @@ KEYS = [
     "data.prefetch",
     "data.row_multiple",
     "data.store",
+    "data.verify",
     "eval.interval",
     "eval.interval_tokens",
     "eval.steps",

@@ -96,6 +96,7 @@ def test_events_of_a_run_that_rolls_back_once(
         "RecordSteps",
         "ConnectRanks",
         "RecordRanks",
+        "VerifyStores",
         "RecordLedger",
         "EvaluateHeldOut",
         "SaveCheckpoints",

@@ -3,10 +3,10 @@
 from wlb.data.batches import MOST_COUNT as MOST_COUNT
 from wlb.data.batches import AccountedStream as AccountedStream
 from wlb.data.batches import GlobalBatches as GlobalBatches
+from wlb.data.batches import IdentifiedSource as IdentifiedSource
 from wlb.data.batches import ListedBatches as ListedBatches
 from wlb.data.batches import Source as Source
 from wlb.data.batches import SourceBatches as SourceBatches
-from wlb.data.batches import hold_given as hold_given
 from wlb.data.blend import BlendedBatches as BlendedBatches
 from wlb.data.blend import BlendedStore as BlendedStore
 from wlb.data.blend import StoreName as StoreName
@@ -20,4 +20,6 @@ from wlb.data.lengths import lengths_of_family as lengths_of_family
 from wlb.data.reader import StoreReader as StoreReader
 from wlb.data.store import TokenStore as TokenStore
 from wlb.data.store import TokenStoreWriter as TokenStoreWriter
-from wlb.data.store import verify_store as verify_store
+from wlb.data.verify import check_store as check_store
+from wlb.data.verify import stamps_of as stamps_of
+from wlb.data.verify import verify_store as verify_store

@@ -11,7 +11,7 @@ Cost: 2 ms for a batch of 50,000 documents.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -36,6 +36,8 @@ State = dict[str, Any]
 
 BLOCK = 1 << 20
 """Most documents whose lengths are looked up in one call."""
+IDENTITY = "store"
+"""Key of a state's record of which tokens it is of."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
 MOST_COUNT = 2**62
 """Largest count of a state: sums of counts stay 64-bit integers."""
@@ -73,6 +75,20 @@ class TargetSource(Source, Protocol):
     def num_targets(self) -> IntArray: ...
 
     def count_targets(self, document: IntLike, start: IntLike, stop: IntLike) -> IntArray: ...
+
+
+@runtime_checkable
+class IdentifiedSource(Protocol):
+    """A source that knows which tokens it has, such as `TokenStore`: a state of one identity is
+    refused by a stream of another. identity: plain values by their names; None = not known."""
+
+    @property
+    def identity(self) -> dict[str, Any]: ...
+
+
+def identity_of(source: Source) -> dict[str, Any] | None:
+    """Which tokens a source has; None for one that does not say."""
+    return dict(source.identity) if isinstance(source, IdentifiedSource) else None
 
 
 class BatchStream(ABC):
@@ -185,6 +201,8 @@ class GlobalBatches(SourceBatches):
         }
         if self._targets is not None:
             self._identity["targets"] = digest(self._targets.num_targets)
+        if (identity := identity_of(source)) is not None:
+            self._identity[IDENTITY] = identity
 
     def start(self) -> State:
         """The state before the first document."""
@@ -207,7 +225,8 @@ class GlobalBatches(SourceBatches):
         epoch, position = divmod(first + ids.size, num_documents)
         read = {"epoch": epoch, "position": position}
         is_last = bool(self.epochs) and first + ids.size >= self.epochs * num_documents
-        return batch_after(state, documents, read, missing, is_last=is_last)
+        identity = self._identity
+        return batch_after(state, documents, read, missing, identity=identity, is_last=is_last)
 
     def _first(self, state: State) -> int:
         """Documents of the stream given before `state`; UserError for a state of another one."""
@@ -241,7 +260,7 @@ class GlobalBatches(SourceBatches):
         return first // size * self._identity["num_tokens"] + partial
 
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
-        """As `AccountedStream.hold_pieces`."""
+        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
         first, size = self._first(state), self._lengths.size
         rows, epoch = self._rows_of(pieces), pieces.document // size
         if self._identity["shuffle"]:
@@ -303,31 +322,58 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     what, keys: owner of the state and the keys that select the data, for the message.
     """
     expected = counts | identity.keys()
-    if state.keys() != expected:
+    if state.keys() | ({IDENTITY} & expected) != expected:
         raise UserError(
             f"the state of {what} has {sorted(expected)}, this one {sorted(state)}; resume with "
             f"the {keys} of the checkpoint, or start a new run"
         )
     for name, value in identity.items():
-        if state[name] != value:
+        # A state of an earlier version has no identity of its stores.
+        if name == IDENTITY and name in state and state[name] != value:
+            raise UserError(
+                f"the state to resume from was made with other tokens or another tokenizer than "
+                f"this run's ({_difference(state[name], value)}); resume with the {keys} of the "
+                f"checkpoint, or start a new run"
+            )
+        if name != IDENTITY and state[name] != value:
             raise UserError(
                 f"the state to resume from has {name} = {state[name]}, this run has {value}; "
                 f"resume with the {keys} and seed of the checkpoint, or start a new run"
             )
 
 
+def _difference(theirs: Any, ours: Any) -> str:
+    """The first value in which two identities differ, of a store or of the stores of a blend."""
+    before, now = _values_of(theirs), _values_of(ours)
+    for name in [*now, *before]:
+        if before.get(name) != now.get(name):
+            return f"{name} {before.get(name, 'none')[:16]} and {now.get(name, 'none')[:16]}"
+    return "other stores"
+
+
+def _values_of(identity: Any) -> dict[str, str]:
+    stores = cast("list[Any]", identity) if isinstance(identity, list) else [identity]
+    numbered = len(stores) > 1
+    return {
+        f"store {i}: {name}" if numbered else name: str(value)
+        for i, store in enumerate(stores)
+        if isinstance(store, dict)
+        for name, value in cast("dict[str, Any]", store).items()
+    }
+
+
 def batch_after(
-    state: State, documents: Documents, read: State, missing: int, *, is_last: bool
+    state: State, documents: Documents, read: State, missing: int, *, identity: State, is_last: bool
 ) -> tuple[GlobalBatch, State]:
     """The batch of these documents and the state after it.
 
     read: documents that its sources gave. missing: tokens that the batch needed to be complete.
-    is_last: whether no batch follows.
+    identity: of the stream. is_last: whether no batch follows.
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
     batch = GlobalBatch(index=state["batch"], documents=documents, is_last=is_last)
-    return batch, {**state, **after}
+    return batch, {**state, **identity, **after}
 
 
 def check_lengths(lengths: IntArray) -> None:

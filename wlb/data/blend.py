@@ -10,12 +10,14 @@ Guarantees: as `batches.py`; the state has two counts a store. Cost: also 16 byt
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from wlb.data.batches import (
     BLOCK,
+    IDENTITY,
     MOST_COUNT,
     BatchStream,
     GlobalBatches,
@@ -28,6 +30,7 @@ from wlb.data.batches import (
     check_state,
     hold_documents,
     hold_given,
+    identity_of,
     stream_rows,
 )
 from wlb.data.shuffle import unpermute
@@ -89,6 +92,11 @@ class BlendedStore:
     def lengths(self) -> IntArray:
         """Tokens of each document, shape [num_documents]; made anew each time."""
         return np.concatenate([store.lengths for store in self.stores])
+
+    @property
+    def identity(self) -> list[dict[str, Any]]:
+        """Which tokens these are, one record a store."""
+        return [store.identity for store in self.stores]
 
     @property
     def vocab_size(self) -> int | None:
@@ -169,6 +177,10 @@ class BlendedBatches(BatchStream):
                 None if t is None else digest(t.num_targets) for t in self._targets
             ]
 
+        identities = [identity_of(source) for source in self.sources]
+        if any(identities):
+            self._identity[IDENTITY] = identities
+
     @property
     def has_targets(self) -> bool:
         return bool(self._is_masked.any())
@@ -204,7 +216,8 @@ class BlendedBatches(BatchStream):
         )
         columns = {name: column.tolist() for name, column in zip(_COLUMNS, read, strict=True)}
         is_last = not self._has_next(read[1])
-        return batch_after(state, documents, columns, missing, is_last=is_last)
+        identity = self._identity
+        return batch_after(state, documents, columns, missing, identity=identity, is_last=is_last)
 
     def _read(self, state: State) -> list[IntArray]:
         """Documents and tokens given of each source before `state`, shape [num_sources] each;
@@ -241,7 +254,7 @@ class BlendedBatches(BatchStream):
         return int(tokens.sum())
 
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
-        """As `AccountedStream.hold_pieces`."""
+        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
         documents, _ = self._read(state)
         epoch, row = np.divmod(pieces.document, self.ids.num_documents)
         number = np.searchsorted(self._first, row, side="right") - 1

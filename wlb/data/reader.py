@@ -1,5 +1,7 @@
 """Tokens and labels of documents by the ids that plans use."""
 
+from typing import Any
+
 import numpy as np
 
 from wlb.data.blend import StoreName, open_store
@@ -18,6 +20,11 @@ class StoreReader:
         self._vocab_size = vocab_size
         self._lengths = self._store.lengths
         self._ids = DocumentIds(num_documents=self._store.num_documents)
+
+    @property
+    def identity(self) -> Any:
+        """Which tokens these are, as `TokenStore.identity`, or a list of such."""
+        return self._store.identity
 
     def length(self, document: int) -> int:
         return int(self._lengths[self._ids.row(document)])

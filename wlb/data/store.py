@@ -25,12 +25,10 @@ import numpy.typing as npt
 from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
-from wlb.plan.arrays import first_true
 
 TokenArray = npt.NDArray[Any]
 
 _LONGEST = 2**31 - 1
-_BLOCK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,8 @@ class StoreInfo:
             info = cls(**{f.name: data[f.name] for f in fields(cls)})
             if not all(type(n) is int for n in (info.vocab_size, info.num_tokens)):
                 raise TypeError("vocab_size and num_tokens must be integers")
+            if info.eos_id is not None and not 0 <= info.eos_id < info.vocab_size:
+                raise ValueError(f"eos_id {info.eos_id} is not in [0, {info.vocab_size})")
             return info
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
@@ -268,8 +268,17 @@ class TokenStore:
                 f"{index.num_tokens}; prepare the store again, or remove the .json if it belongs "
                 f"to another store"
             )
-        largest = np.iinfo(self.dtype).max if self.dtype.kind in "iu" else None
-        if self.info and largest is not None and self.info.vocab_size > largest + 1:
+        if self.dtype.kind not in "iu":
+            raise UserError(f"{bin_path} holds {self.dtype}, tokens are integers; prepare it again")
+        whole = index.length.size + index.num_empty
+        if self.info and self.info.num_documents != whole:
+            raise UserError(
+                f"{self.prefix}.json describes {self.info.num_documents} documents, {index_path} "
+                f"has {whole}; prepare the store again, or remove the .json if it belongs to "
+                f"another store"
+            )
+        largest = np.iinfo(self.dtype).max
+        if self.info and self.info.vocab_size > largest + 1:
             raise UserError(
                 f"{self.prefix}.json says {self.info.vocab_size} tokens of vocabulary, {bin_path} "
                 f"holds {self.dtype} up to {largest}: larger ids were cut; prepare the store again"
@@ -295,6 +304,19 @@ class TokenStore:
         if self.info is None or expected is None:
             return None
         return Targets(path, first=self._start, length=self.lengths, checksum=self.info.checksum)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Which tokens these are, by the store's description: two stores with equal identities
+        train the same. Values are None where it has no description."""
+        info = self.info
+        return {
+            "tokens": info and info.checksum,
+            "targets": info and info.targets,
+            "vocab_size": info and info.vocab_size,
+            "eos_id": info and info.eos_id,
+            "tokenizer": info and info.preparation.get("tokenizer_checksum"),
+        }
 
     @property
     def num_documents(self) -> int:
@@ -365,23 +387,6 @@ class TokenStore:
         last = np.minimum(np.asarray(stop, np.int64), self.lengths[rows] - 1)
         return last - np.asarray(start, np.int64)
 
-    def verify(self) -> None:
-        """UserError unless the files have the checksums of the sidecar; reads them whole."""
-        path = store_path(self.prefix, ".bin")
-        if self.info is None:
-            raise UserError(f"{path} has no checksum: {self.prefix}.json is missing")
-        expected = [(path, self.info.checksum, "tokens")]
-        if self.info.targets is not None:
-            targets = store_path(self.prefix, ".targets")
-            expected.append((targets, self.info.targets, "trained tokens"))
-        for path, checksum, what in expected:
-            found = file_checksum(path)
-            if found != checksum:
-                raise UserError(
-                    f"{path} has checksum {found[:16]}..., {self.prefix}.json says "
-                    f"{checksum[:16]}...; the {what} changed, so prepare the store again"
-                )
-
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(TokenStore, source_id=self.source_id), (self.prefix,)
 
@@ -400,24 +405,3 @@ def file_checksum(path: Path) -> str:
     """blake2b of a file, 32 bytes in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-
-
-def verify_store(prefix: str) -> None:
-    """UserError unless the store has its checksum and only tokens of its vocabulary.
-
-    It reads the tokens twice, a block at a time.
-    """
-    store = TokenStore(prefix)
-    store.verify()
-    size = store.vocab_size
-    if size is None or not store.num_tokens:
-        return
-    path = store_path(prefix, ".bin")
-    tokens = np.memmap(path, store.dtype, mode="r")
-    for start in range(0, tokens.size, _BLOCK_TOKENS):
-        block = tokens[start : start + _BLOCK_TOKENS]
-        if (at := first_true((block < 0) | (block >= size))) is not None:
-            raise UserError(
-                f"{path}: token {start + at} is {block[at]}, outside the vocabulary [0, {size}) of "
-                f"{prefix}.json; prepare the store again"
-            )

@@ -15,7 +15,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from wlb.data import MOST_COUNT, Source, SourceBatches, hold_given
+from wlb.data import MOST_COUNT, Source, SourceBatches
+from wlb.data.batches import IDENTITY, check_state, hold_given, identity_of
 from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
 from wlb.plan import (
     Carry,
@@ -132,7 +133,9 @@ class PackedBatches(SourceBatches):
     def __init__(self, packs: Packs, source: Source, *, epochs: int = 0) -> None:
         super().__init__(source)
         self.packs, self.epochs = packs, epochs
-        self._identity = {"packs": digest(packs.rows, packs.offsets)}
+        self._identity: dict[str, Any] = {"packs": digest(packs.rows, packs.offsets)}
+        if (identity := identity_of(source)) is not None:
+            self._identity[IDENTITY] = identity
 
     def start(self) -> dict[str, Any]:
         return {"step": 0, **self._identity}
@@ -152,15 +155,12 @@ class PackedBatches(SourceBatches):
             num_targets=self._num_targets(length),
             source=np.full(rows.size, self.source.source_id, np.int64),
         )
-        return GlobalBatch(index=at, documents=documents), {**state, "step": at + 1}
+        return GlobalBatch(index=at, documents=documents), {**self._identity, "step": at + 1}
 
     def num_batches(self, state: dict[str, Any]) -> int:
         """Steps given before `state`; UserError for a state of something else."""
-        if state.keys() != self.start().keys() or state["packs"] != self._identity["packs"]:
-            raise UserError(
-                "the state to resume from is not of these packs; resume with the checkpoint's own "
-                "packing.packs, or start a new run"
-            )
+        keys = "packing.packs and data.store"
+        check_state(state, {"step"}, self._identity, what="packs", keys=keys)
         if type(state["step"]) is not int or not 0 <= state["step"] <= MOST_COUNT:
             raise UserError(f"the state of packs has step = {state['step']!r}; it is damaged")
         return state["step"]
@@ -172,7 +172,7 @@ class PackedBatches(SourceBatches):
         return epoch * int(lengths.sum()) + int(lengths[:given].sum())
 
     def hold_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
-        """As `AccountedStream.hold_pieces`."""
+        """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
         epoch, given = self._given(state)
         rows, size = self.packs.rows, self.packs.rows.size
         place = np.zeros(size, np.int64)

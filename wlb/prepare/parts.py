@@ -20,6 +20,7 @@ import numpy as np
 
 from wlb.data.store import TokenStore, TokenStoreWriter
 from wlb.data.targets import spans_of
+from wlb.data.verify import check_store
 from wlb.plan import BoolArray, UserError
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
@@ -183,9 +184,9 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
         summary = PartSummary.read(job.summary_path(shard))
         for side in range(2):
             store = TokenStore(job.prefix(shard, side))
-            store.verify()
-            if store.num_documents != summary.num_documents[side]:
+            if store.info is None or store.num_documents != summary.num_documents[side]:
                 return None
+            check_store(store)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return summary

@@ -36,6 +36,7 @@ from wlb.spec.run import Recompute as Recompute
 from wlb.spec.run import RunSpec as RunSpec
 from wlb.spec.run import Schedule as Schedule
 from wlb.spec.run import TrainingSection as TrainingSection
+from wlb.spec.run import VerifyData as VerifyData
 from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
 from wlb.spec.sharding import Remainder as Remainder
 from wlb.spec.sharding import Strategy as Strategy

@@ -29,6 +29,14 @@ class Schedule(StrEnum):
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
 
 
+class VerifyData(StrEnum):
+    """When a run's stores are read whole and held against their checksums."""
+
+    BACKGROUND = "background"
+    START = "start"
+    OFF = "off"
+
+
 class LongDocuments(StrEnum):
     SPLIT = "split"
     REFUSE = "refuse"
@@ -240,6 +248,11 @@ class DataSection:
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
         "training.steps take",
+    )
+    verify: VerifyData = key(
+        VerifyData.BACKGROUND,
+        "when the stores' files are read whole and held against their checksums and vocabulary: "
+        "beside the first steps, before training starts, or never",
     )
     row_multiple: int = key(
         1, "rows of a rank are padded to a multiple of this (use 128 on GPUs)", unit="tokens"

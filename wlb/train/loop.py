@@ -54,12 +54,12 @@ class Trainer:
     ) -> None:
         spec = job.spec
         self.job, self.spec, self.world, self.mesh = job, spec, world, mesh
-        self.priced, profile = agree_on_kernel(spec, world, mesh)
+        self.reader = StoreReader(job.train_store, spec.model.vocab_size)
+        self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device) if spec.telemetry.enabled else None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
-        self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         self.reducer = StepReducer(mesh, tuple(STRATEGIES))
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run.stop_file, rank=mesh.rank)

@@ -98,9 +98,11 @@ def with_backend(spec: RunSpec, device: str) -> RunSpec:
     return replace(spec, kernels=replace(spec.kernels, attention=kernel))
 
 
-def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, str]:
+def agree_on_kernel(
+    spec: RunSpec, world: World, mesh: Mesh, *, stores: object = None
+) -> tuple[RunSpec, str]:
     """The spec with the attention kernel that all ranks compute and price plans with, and the name
-    of the kernel profile. A collective call.
+    of the kernel profile. A collective call. stores: identity of this rank's, which must be equal.
 
     ValueError on all ranks if theirs differ, or if one cannot compute or lacks memory: devices and
     installed packages may differ between nodes.
@@ -117,7 +119,7 @@ def agree_on_kernel(spec: RunSpec, world: World, mesh: Mesh) -> tuple[RunSpec, s
         problem = error
     group = host_group() if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
-    declared |= {"fused kernels": fused}
+    declared |= {"fused kernels": fused, "token stores": stores}
     agree(declared, problem, group=group)
     return priced, profile
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.filesize import decimal
 
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
@@ -24,12 +25,13 @@ from wlb.parallel.mesh import build_mesh, limit_collectives
 from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
-from wlb.spec import Recompute, RunSpec, apply, resolve_dp
+from wlb.spec import Recompute, RunSpec, VerifyData, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
+from wlb.train.faults.verify import RECORD, StoreCheck, uses_of
 from wlb.train.faults.watched import watched
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
@@ -187,7 +189,21 @@ def _claimed_job(
     job = _job(spec, stores, world_size, choice, asked)
     asked.signals.check()
     claim_directory(job, asked.console, lock)
+    if spec.data.verify == VerifyData.START:
+        _verify(job, asked)
     return job
+
+
+def _verify(job: Job, asked: _Request) -> None:
+    """Read the job's stores whole. UserError for a wrong one, StoppedEarly if a signal came."""
+    check = StoreCheck(
+        uses_of(job.train_store, job.heldout_store), job.directory / RECORD, asked.signals.check
+    )
+    size = decimal(check.total_bytes)
+    with asked.console.status(f"data.verify: reading {size} of token stores"):
+        check.run()
+    read = f"{size} read" if check.stores else f"unchanged since they were read ({RECORD})"
+    asked.console.print(f"data.verify: the token stores hold what their descriptions say; {read}")
 
 
 def _job(

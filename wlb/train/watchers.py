@@ -2,10 +2,11 @@
 
 from wlb.parallel.mesh import Mesh
 from wlb.plan import Place
-from wlb.spec import RunSpec
+from wlb.spec import RunSpec, VerifyData
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import EvaluateHeldOut, Evaluator
 from wlb.train.faults.stop import StopRequest
+from wlb.train.faults.verify import VerifyStores
 from wlb.train.hooks import Hook
 from wlb.train.job import Job
 from wlb.train.telemetry.calibrate import Calibration, WriteProfile
@@ -32,7 +33,7 @@ def hooks_of(
     saves: SaveCheckpoints,
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
-    """The same order on all ranks; rank 0 alone has a RecordLedger, which does not communicate.
+    """The same order on all ranks; rank 0 alone has hooks that do not communicate.
     priced: the spec with the kernel that computes. clock: None without telemetry."""
     spec = job.spec
     measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
@@ -47,6 +48,7 @@ def hooks_of(
         learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     traces = spec.telemetry.trace_steps and mesh.rank in spec.telemetry.trace_ranks
+    verifies = spec.data.verify == VerifyData.BACKGROUND and mesh.rank == 0
     hooks = (
         # This hook is first, because the others record its measurements.
         measure,
@@ -56,6 +58,8 @@ def hooks_of(
         ConnectRanks(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
+        # Before checkpoints, so that none is saved of a store that was found wrong.
+        VerifyStores(job.train_store, job.heldout_store) if verifies else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,
