@@ -24,6 +24,8 @@ from wlb.spec import RunSpec, system_overrides
 
 STEPS, QUICK_STEPS = 160, 20
 SEED = 1
+BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
+"""CP ranks send each other the keys that are read, beside attention over those that they hold."""
 GIB = 2**30
 MEMORY_GIB = 80.0
 PLANNED_GIB = 76.0

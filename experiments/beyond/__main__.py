@@ -19,12 +19,27 @@ import numpy as np
 from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import GIB, Case, Outcome, arguments, mean, outcomes, steps_of, system
+from experiments.evaluation import (
+    BY_NEED,
+    GIB,
+    Case,
+    Outcome,
+    arguments,
+    mean,
+    outcomes,
+    steps_of,
+    system,
+)
 from experiments.results import Against, How, Picture, Table, show, write_results
 
 ZERO_BUBBLE = "pp.schedule=interleaved_zero_bubble"
 LATE = "pp.weight_delay=2"
-BOUNDED = ("packing.policy=bounded", "packing.s_max=2.0", "packing.step_tokens=1.5")
+BOUNDED = (
+    "packing.policy=bounded",
+    "packing.s_max=2.0",
+    "packing.step_tokens=1.5",
+    "packing.price_range=[0.7,1.6]",
+)
 MEMORY = "packing.memory_gib=76"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")
 HYBRID, BALANCED = "sharding.strategy=hybrid", "sharding.strategy=balanced"
@@ -52,6 +67,7 @@ def variants(config: str) -> dict[str, tuple[str, ...]]:
         "bounded": (*ours, PLAIN[2]),
         "bounded + hybrid": (*ours, HYBRID),
         "bounded + balanced": (*ours, BALANCED),
+        "+ keys by need": (*ours, BALANCED, *BY_NEED),
         "+ zero-bubble": (*ours, BALANCED, ZERO_BUBBLE),
         "+ late weights": (*ours, BALANCED, ZERO_BUBBLE, LATE),
         CHUNKS: (*ours, BALANCED, ZERO_BUBBLE, LATE, chunks(config)),

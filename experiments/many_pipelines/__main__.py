@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import constants
 from experiments.evaluation import (
+    BY_NEED,
     GIB,
     MEMORY_GIB,
     Case,
@@ -39,6 +40,8 @@ PIPELINES = (1, 2, 4, 8, 16, 32, 64)
 SCALES = {"1K": (8, 4, 8, 4), "4K": (8, 8, 16, 4), "16K": (8, 16, 16, 8)}
 """Each number of GPUs has this (TP, CP, PP, DP)."""
 SYSTEMS = {"Plain-4D": "plain_4d", "WLB-LLM": "paper", "ours": "wlb"}
+NEED = "ours, keys by need"
+"""Name of ours with CP's keys exchanged by need and overlapped, simulated on many GPUs."""
 TARGET = 0.98
 """Least part of the bound of perfect balance that ours must reach in runs of STEPS."""
 FEW_STEPS = (10, 20, 40, 80, 160)
@@ -55,9 +58,16 @@ class Layout:
     overrides: tuple[str, ...]
     recompute: str = ""
 
+    @property
+    def systems(self) -> dict[str, str]:
+        """Returns the systems that are simulated here by their labels in tables."""
+        return SYSTEMS | ({NEED: NEED} if self.config == "70b_128k" else {})
+
     def cases(self, name: str, *, steps: int, seed: int) -> list[Case]:
         """Returns a system's alternatives here."""
-        found = system(name, self.config, *self.overrides, steps=steps, seed=seed)
+        more = BY_NEED if name == NEED else ()
+        known = "wlb" if name == NEED else name
+        found = system(known, self.config, *self.overrides, *more, steps=steps, seed=seed)
         if not self.recompute:
             return found
         chosen = f"training.recompute={self.recompute}"
@@ -165,12 +175,14 @@ def table_of(name: str, title: str, found: dict[str, dict[str, PipelinesOutcome]
     """Returns speed-ups over Plain-4D, ours beside both bounds, and what ours loses by cause."""
     rows: list[list[Any]] = []
     for layout, outcomes in found.items():
-        plain, paper, ours = (outcomes[one] for one in SYSTEMS)
+        plain, paper, ours = (outcomes[label] for label in SYSTEMS)
         if len({one.tokens for one in outcomes.values()}) > 1:
             raise ValueError(f"the systems trained other tokens in {layout}")
-        speeds = [plain.time_s / one for one in (paper.time_s, ours.time_s, ours.losses.bound_s)]
+        by_need = [outcomes[NEED].time_s] if NEED in outcomes else []
+        times = (paper.time_s, ours.time_s, *by_need, ours.losses.bound_s)
+        speeds = [plain.time_s / one for one in times]
         lost = ours.losses
-        times = [ours.bubble, ours.mean_delay, ours.memory_bytes / GIB]
+        also = [ours.bubble, ours.mean_delay, ours.memory_bytes / GIB]
         rows.append(
             [
                 layout,
@@ -182,13 +194,15 @@ def table_of(name: str, title: str, found: dict[str, dict[str, PipelinesOutcome]
                 *lost.shares().values(),
                 lost.start_s / lost.time_s,
                 lost.end_s / lost.time_s,
-                *times,
+                *also,
             ]
         )
     causes = ["CP ranks", "micro-batches", "pipelines", "steps", "start", "end"]
-    columns = ["", "Plain-4D s/step", "WLB-LLM", "ours", "perfect balance", "WLB-LLM of bound"]
-    columns += ["of bound", "of equal steps", *causes, "bubble", "delay", "GiB"]
-    formats = dict.fromkeys(columns[1:5], ".3f") | dict.fromkeys(columns[5:8], ".4f")
+    need = [NEED] if any(NEED in outcomes for outcomes in found.values()) else []
+    speeds = ["Plain-4D s/step", "WLB-LLM", "ours", *need, "perfect balance"]
+    shares = ["WLB-LLM of bound", "of bound", "of equal steps"]
+    columns = ["", *speeds, *shares, *causes, "bubble", "delay", "GiB"]
+    formats = dict.fromkeys(speeds, ".3f") | dict.fromkeys(shares, ".4f")
     formats |= dict.fromkeys(causes, ".2%")
     formats |= {"bubble": ".1%", "delay": ".2f", "GiB": ".1f"}
     return Table(name=name, title=title, columns=columns, rows=rows, formats=formats)
@@ -229,14 +243,15 @@ def main(arguments_: Sequence[str] | None = None) -> None:
     every = layouts()
     if options.quick:
         every = {name: every[name] for name in ("DP 1", "DP 4")}
-    jobs = [(one, name, steps, seed, True) for one in every.values() for name in SYSTEMS.values()]
+    jobs = [(one, n, steps, seed, True) for one in every.values() for n in one.systems.values()]
+    num_runs = len(jobs)
     four = [one for one in every.values() if "parallel.dp=4" in one.overrides]
     few = [s for s in FEW_STEPS if s <= steps]
     jobs += [(one, "wlb", s, seed, known) for one in four for s in few for known in (True, False)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         results = iter(list(pool.map(_fastest, jobs)))
-    found = {one: {label: next(results) for label in SYSTEMS} for one in every}
-    at_end = {(job[0].name, job[2], job[4]): next(results) for job in jobs[3 * len(every) :]}
+    found = {name: {label: next(results) for label in one.systems} for name, one in every.items()}
+    at_end = {(job[0].name, job[2], job[4]): next(results) for job in jobs[num_runs:]}
     small = {name: one for name, one in found.items() if every[name].config == "7b_128k"}
     tables = [table_of("dp", "7B-128K by number of pipelines", small)]
     if large := {name: one for name, one in found.items() if name not in small}:
