@@ -12,7 +12,7 @@ from experiments.many_pipelines.losses import losses
 from tests.sets import full
 
 QUICK = ("DP 1",)
-FULL = ("DP 2", "DP 4", "DP 8")
+FULL = ("DP 2", "DP 4")
 NIGHTLY = tuple(name for name in layouts() if name not in (*QUICK, *FULL))
 SETS = [*QUICK, *full(*FULL), *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 

@@ -15,7 +15,7 @@ from tests.parity import test_fsdp, test_layouts, test_tp_overlap
 from tests.parity.case import Case, spec_of
 from tests.rehearse.case import ON_ALL_AXES, SMALL
 from wlb.cli.system import with_system
-from wlb.plan import UserError
+from wlb.plan import KeyExchange, UserError
 from wlb.rehearse.run import rehearse_each
 from wlb.rehearse.show import verdict
 from wlb.spec import SYSTEMS, Dtype, RunSpec, TrainingSection, load
@@ -43,17 +43,20 @@ def rehearsed_spec(case: Case) -> RunSpec:
 LARGE = [case for case in LAYOUTS if case.world > 4]
 APART = [case for case in LAYOUTS if case.stage_layers or case.weight_delay > 1]
 FEW = [*test_layouts.QUICK, *APART]
-"""Every axis alone on four ranks, and options of stages that no large layout has. The other small
-layouts are combined in large ones, so they are nightly."""
+"""Every axis alone on four ranks, and options of stages that no large layout has."""
+COMBINED = [case for case in LARGE if case.exchange == KeyExchange.NEEDED]
+"""Three axes together, with what a large layout may have besides. All others are nightly."""
 SMALL_ONES = [case for case in LAYOUTS if case not in LARGE and case not in FEW]
+LARGE_ONES = [case for case in LARGE if case not in COMBINED]
 
 
 @pytest.mark.parametrize(
     "cases",
     [
         pytest.param(FEW, id="axes-and-stages"),
-        pytest.param(LARGE, id="large"),
-        pytest.param(OTHERS, id="fsdp-and-overlap"),
+        pytest.param(COMBINED, id="three-axes"),
+        pytest.param(LARGE_ONES, id="large", marks=pytest.mark.nightly),
+        pytest.param(OTHERS, id="fsdp-and-overlap", marks=pytest.mark.nightly),
         pytest.param(SMALL_ONES, id="small", marks=pytest.mark.nightly),
     ],
 )
@@ -69,6 +72,7 @@ def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: Sequence[Case]) 
             assert [wait.what for wait in step.host_waits] == ["tolist()"], case
 
 
+@pytest.mark.nightly
 def test_systems_differ_in_the_sizes_of_messages_not_in_their_order() -> None:
     """So the experiment's rehearsals of all ranks take one system. Recompute (wlb:2) gathers again;
     it and the first are proven here over all ranks."""

@@ -1,6 +1,6 @@
 """Tests that ranks of presets run under every system, and take the memory that was planned.
 
-The full set takes two presets of Table 1 and the largest, the nightly one all; with all their
+The full set takes the paper's first preset and the largest, the nightly one all; with all their
 layers every preset and system passed in experiments/rehearsals/results, which tests/experiments
 holds.
 """
@@ -43,9 +43,8 @@ def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
         assert least * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
 
 
-PRESETS = ("7b_128k", "70b_128k")
-"""In the full set: the paper's first model, and the largest of Table 1, whose layout and heads
-differ most from it. `experiments/rehearsals/results` has all presets with all layers."""
+PRESETS = ("7b_128k",)
+"""In the full set; `experiments/rehearsals/results` has all presets with all layers."""
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *nightly(*(p for p in TABLE_1 if p not in PRESETS))])
@@ -78,7 +77,8 @@ def test_other_alternatives_of_systems_run() -> None:
         expect_planned_memory(found)
 
 
-@pytest.mark.parametrize("preset", ["7b_128k", *nightly("70b_128k")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["7b_128k", "70b_128k"])
 def test_keys_by_need_run_at_each_pipeline_position(preset: str) -> None:
     spec = spec_of(preset, "wlb", layers=1)
     specs = [
@@ -89,6 +89,7 @@ def test_keys_by_need_run_at_each_pipeline_position(preset: str) -> None:
         expect_planned_memory(found)
 
 
+@pytest.mark.nightly
 def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> None:
     specs = [spec_of("550m_64k", name, layers=0) for name in SYSTEMS]
     for found in passed(specs, ranks="0,12"):  # the first and the last position
