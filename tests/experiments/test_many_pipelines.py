@@ -3,11 +3,13 @@
 Times are simulated, so they do not depend on the clock: whole runs of 160 global batches.
 """
 
+import csv
+
 import pytest
 
 from experiments import constants
 from experiments.evaluation import STEPS, batches_of, simulate, spec_of
-from experiments.many_pipelines.__main__ import TARGET, fastest, layouts
+from experiments.many_pipelines.__main__ import RESULTS, TARGET, fastest, layouts
 from experiments.many_pipelines.losses import losses
 from tests.sets import full
 
@@ -29,6 +31,18 @@ def test_ours_is_within_two_percent_of_perfect_balance(name: str) -> None:
     spec = spec_of(layout.cases("wlb", steps=STEPS, seed=1)[0])
     batches = batches_of(spec, family=constants.FAMILY, steps=STEPS, seed=1)
     assert found.tokens == sum(batch.documents.num_tokens for batch in batches)
+
+
+def test_the_committed_runs_are_near_perfect_balance() -> None:
+    rows: list[dict[str, str]] = []
+    for name in ("dp", "scale"):
+        with (RESULTS / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+            rows += csv.DictReader(file)
+    assert [row[""] for row in rows] == list(layouts())
+    for row in rows:
+        assert TARGET <= float(row["of bound"]) <= 1, row
+        assert TARGET <= float(row["of equal steps"]) <= 1, row
+        assert float(row["ours"]) > float(row["WLB-LLM"]), row
 
 
 def test_few_steps_lose_no_more_where_the_end_is_known() -> None:
