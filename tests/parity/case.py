@@ -67,6 +67,8 @@ class Case:
     overlap: bool = False
     own_first: bool = False
     exchange: KeyExchange = KeyExchange.GATHER
+    parts: tuple[str, ...] = ()
+    """Keys of the model that are set to true."""
 
     @property
     def world(self) -> int:
@@ -84,6 +86,7 @@ class Case:
         name += "-overlap" if self.overlap else ""
         name += "-own_first" if self.own_first else ""
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
+        name += "".join(f"-{part}" for part in self.parts)
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -100,6 +103,7 @@ def spec_of(case: Case) -> RunSpec:
         init_std=0.2,
         rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
     )
+    model = replace(model, **dict.fromkeys(case.parts, True))
     return check(
         replace(
             spec,

@@ -1,5 +1,7 @@
 """Tests that every layout computes what one process computes (fp32, CPU, Gloo)."""
 
+from typing import Any
+
 import pytest
 
 from tests.parity.body import expect_parity, parity
@@ -7,7 +9,7 @@ from tests.parity.case import Case
 from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
-from wlb.spec import Schedule
+from wlb.spec import Recompute, Schedule
 
 pytestmark = pytest.mark.dist
 
@@ -15,6 +17,14 @@ F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 NEEDED = KeyExchange.NEEDED
+
+QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
+
+
+def of_families(**layout: Any) -> list[Case]:
+    """Returns a layout with each family's parts; norms of heads of four channels round too much."""
+    return [Case(**layout, head_dim=8, parts=parts) for parts in (QWEN2, QWEN3)]
+
 
 # One axis each, on four ranks.
 QUICK = [
@@ -24,6 +34,7 @@ QUICK = [
     Case(cp=4, exchange=NEEDED, own_first=True),
     Case(dp=4, num_micro_batches=8),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
+    Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
 ]
 CASES = [
     # One axis alone.
@@ -49,6 +60,15 @@ CASES = [
     Case(cp=3, own_first=True, row_multiple=4),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
     Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
+    # Biases, norms of heads, tied embeddings.
+    *of_families(tp=4),
+    *of_families(cp=2, exchange=NEEDED),
+    *of_families(dp=2, num_micro_batches=8),
+    *of_families(pp=4, v=2, layers=8, num_micro_batches=6),
+    *of_families(pp=2, v=2, schedule=IZB),
+    *of_families(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
+    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
+    Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
     # Two axes.
     Case(tp=2, cp=2, strategy="per_sequence"),
     Case(tp=2, dp=2, num_micro_batches=8),

@@ -47,8 +47,7 @@ def logits(model: Llama, tokens_T: Tensor) -> Tensor:
         sin=sin,
         attend=LocalAttend(lambda q, k, v: attend(q, k, v, segments, backend="reference")),
     )
-    assert model.lm_head is not None
-    return (model.model(tokens_T, rows) @ model.lm_head.weight.T)[:, : model.spec.vocab_size]
+    return (model.model(tokens_T, rows) @ model.head.weight.T)[:, : model.spec.vocab_size]
 
 
 def model_of(folder: Path) -> Llama:

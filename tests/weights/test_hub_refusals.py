@@ -15,14 +15,30 @@ from wlb.weights import export, hub_export, import_folder
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model_type": (
-        {"model_type": "qwen2"},
-        r"model_type = 'qwen2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
+        {"model_type": "gemma2"},
+        r"model_type = 'gemma2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
     ),
     "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
     "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
     "another head": (
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not known",
+    ),
+    "windows": (
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
+        "use_sliding_window = True needs windows",
+    ),
+    "a layer with a window": (
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        "layer_types = .* has others than full_attention",
+    ),
+    "a qwen that does not say": (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": ...},
+        r"num_key_value_heads = \(missing\) must be an integer",
     ),
     "attention bias": ({"attention_bias": True}, "attention_bias = True"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias = True"),

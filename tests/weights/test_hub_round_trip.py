@@ -63,14 +63,17 @@ def test_rows_after_the_vocabulary_are_zero_and_stay_here(tmp_path: Path) -> Non
     assert found["lm_head.weight"].shape == (301, 32)
 
 
-def test_a_tied_head_becomes_a_tensor_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_head_stays_the_embedding(tmp_path: Path) -> None:
     tensors = hub_tensors(SPEC)
     head = tensors.pop("lm_head.weight")
     hub = write_hub(tmp_path / "hub", tensors=tensors, tie_word_embeddings=True)
-    held = dict(model_of(import_folder(hub, tmp_path / "a").checkpoint).named_parameters())
+    model = model_of(import_folder(hub, tmp_path / "a").checkpoint)
     embedding = tensors["model.embed_tokens.weight"]
-    assert torch.equal(held["lm_head.weight"][:301], embedding)
-    assert held["lm_head.weight"] is not held["model.embed_tokens.weight"]
+    assert model.lm_head is None
+    assert torch.equal(model.head.weight[:301], embedding)
+    export(tmp_path / "a", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["tie_word_embeddings"]
+    assert load_file(tmp_path / "back" / "model.safetensors").keys() == tensors.keys()
     # A head that is there too may only say the same.
     both = write_hub(
         tmp_path / "both",

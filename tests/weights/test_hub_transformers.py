@@ -76,8 +76,38 @@ def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: P
     # At these sizes the comparison sees a rotation that is wrong by little.
     ours.spec = replace(ours.spec, rope_theta=ours.spec.rope_theta * 1.01)
     assert (logits(ours, tokens) - want).abs().max() > 1e-3
-    assert made.model.is_tied == (name == "llama3-tied")
+    assert made.model.spec.tied_embeddings == (name == "llama3-tied")
     assert made.model.eos_ids == (3,)
+
+
+QWEN = {"qwen2": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 12}}
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("name", QWEN)
+def test_a_qwen_is_the_same_there_and_back(name: str, is_tied: bool, tmp_path: Path) -> None:
+    """Biases and norms of heads are drawn at random, as they start as zeros and ones."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        name, **COMMON | QWEN[name], tie_word_embeddings=is_tied, attn_implementation="eager"
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    spec = made.model.spec
+    assert (spec.qkv_bias, spec.qk_norm) == (name == "qwen2", name == "qwen3")
+    tokens = some_tokens(200, 301)
+    want = their_logits(theirs, tokens)
+    ours = model_of(made.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def run_import(options: argparse.Namespace) -> int:
         f"{made.checkpoint}: {spec.num_parameters:,} parameters in {', '.join(made.dtypes)}; "
         f"{made.num_padding_rows} rows of zeros after the vocabulary's {spec.vocab_size:,}"
     )
-    if made.model.is_tied:
-        print("its head was tied to the embedding; they are now two tensors, trained separately")
+    if spec.tied_embeddings:
+        print("its head is its embedding, and stays so (model.tied_embeddings)")
     print(f"prepare data with its tokenizer: wlb prepare ... --tokenizer {options.source}")
     print(f"train from it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
     print(made.toml, end="")

@@ -91,20 +91,30 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
 
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """Values that one token reads and writes in element-wise operators: (forward, backward) by
-    name (`wlb.cost.Elementwise`), both norms and both residual additions of a layer together.
+    name (`wlb.cost.Elementwise`), all norms and all additions of a layer together.
 
     Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
     1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
+    `qk_norm` has norms of Q's and K's values; adding biases (`qkv_bias`) reads and writes Q, K and
+    V, and reads their gradients: residuals.
     """
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     rotated = model.q_dim + model.kv_dim
+    normed = 2 * hidden + rotated * model.qk_norm
+    biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     return {
-        "norm": (4 * hidden, 6 * hidden),
-        "residual": (6 * hidden, 6 * hidden),
+        "norm": (2 * normed, 3 * normed),
+        "residual": (6 * hidden + 2 * biased, 6 * hidden + biased),
         "rotary": (2 * rotated, 2 * rotated),
         "swiglu": (3 * ffn, 5 * ffn),
         "embedding": (2 * hidden, 3 * hidden),
     }
+
+
+def elementwise_calls(model: ModelSpec) -> dict[str, int]:
+    """Calls of each operator of `elementwise_values` a layer and pass."""
+    norms, residuals = 2 + 2 * model.qk_norm, 2 + 3 * model.qkv_bias
+    return {"norm": norms, "residual": residuals, "rotary": 2, "swiglu": 1}
 
 
 def layer_linear_flops(model: ModelSpec) -> int:

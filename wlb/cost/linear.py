@@ -6,11 +6,17 @@ head belong to single stages and are apart, as are forward and backward. With `t
 backward includes the recomputed part (`RECOMPUTED_WORK`) at forward's price.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.cost.flops import LINEAR_BACKWARD_FACTOR, elementwise_values, head_flops, layer_matrices
+from wlb.cost.flops import (
+    LINEAR_BACKWARD_FACTOR,
+    elementwise_calls,
+    elementwise_values,
+    head_flops,
+    layer_matrices,
+)
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
 from wlb.plan import BoolArray, FloatArray, IntArray, check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
@@ -18,8 +24,6 @@ from wlb.spec import ModelSpec, ParallelSpec, Recompute
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
 """All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
 again and the gradients of both outputs."""
-ELEMENTWISE_CALLS = {"norm": 2, "residual": 2, "rotary": 2, "swiglu": 1}
-"""Calls of each operator a layer and pass."""
 GRADIENT_BYTES = 4
 """The head's gradient is float32, and so are dK and dV unless `cp.gradient_dtype` is bfloat16."""
 
@@ -96,7 +100,12 @@ class LinearCost:
 
     @property
     def again(self) -> RecomputedWork:
-        return RECOMPUTED_WORK[self.recompute]
+        work = RECOMPUTED_WORK[self.recompute]
+        if self.recompute != Recompute.FULL:
+            return work
+        # All but the last addition runs again, a model's own parts included.
+        calls = elementwise_calls(self.model)
+        return replace(work, calls=calls | {"residual": calls["residual"] - 1})
 
     @property
     def kv_gathers_again(self) -> bool:
@@ -150,7 +159,7 @@ class LinearCost:
         # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
         # proportion to its matrix products.
         backward += forward * len(again.matrices) / len(layer_matrices(self.model))
-        for op, calls in ELEMENTWISE_CALLS.items():
+        for op, calls in elementwise_calls(self.model).items():
             cost = profile.elementwise_of(Elementwise(op))
             forward += calls * cost.forward_call_ns
             backward += calls * cost.backward_call_ns
@@ -283,6 +292,7 @@ class LinearCost:
     def _elementwise_ns(self) -> Work:
         """Element-wise operators of one token in one layer."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        calls = elementwise_calls(self.model)
         forward = backward = again = 0.0
         for op, values in elementwise_values(self.model).items():
             if op != Elementwise.EMBEDDING:
@@ -290,7 +300,7 @@ class LinearCost:
                 once = values[0] * size / cost.forward_bytes_per_s * 1e9
                 forward += once
                 backward += values[1] * size / cost.backward_bytes_per_s * 1e9
-                again += once * self.again.calls.get(op, 0) / ELEMENTWISE_CALLS[op]
+                again += once * self.again.calls.get(op, 0) / calls[op]
         return forward, backward, again
 
     def _kv_wire_ns(self, values: float) -> Work:

@@ -193,9 +193,14 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     if spec.training.recompute == Recompute.FULL:
         return local * model.hidden_size * size // tp
     values = 3 * model.hidden_size + 2 * model.q_dim
+    if model.qk_norm:
+        # Q and K before their norms; K and Q after them are kept for attention.
+        values += model.q_dim + model.kv_dim
     if spec.training.recompute == Recompute.NONE:
         values += model.hidden_size + 3 * model.ffn_hidden_size
-    per_token = size * values + FLOAT32_BYTES * model.num_heads
+    # A log-sum-exp a head, and with norms of heads a root mean square each.
+    float32_values = model.num_heads + model.qk_norm * (model.num_heads + model.num_kv_heads)
+    per_token = size * values + FLOAT32_BYTES * float32_values
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
 
@@ -460,20 +465,22 @@ def _compute_bytes(spec: RunSpec) -> int:
 
 def layer_parameters(spec: RunSpec) -> int:
     """Parameters of a decoder layer on one TP rank."""
-    norms = 2 * spec.model.hidden_size
+    norms = spec.model.num_layer_norm_parameters
     return (spec.model.num_layer_parameters - norms) // spec.parallel.tp + norms
 
 
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     """Parameters of a stage on one TP rank: its layers / tp (norms whole), embedding on the first
-    stage, head and last norm on the last."""
+    stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
+    stage has both."""
     model, tp = spec.model, spec.parallel.tp
     count = spec.stage_layers[stage] * layer_parameters(spec)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary
     if stage == spec.num_stages - 1:
-        count += vocabulary + model.hidden_size
+        has_head = not model.tied_embeddings or spec.num_stages > 1
+        count += vocabulary * has_head + model.hidden_size
     return count
 
 

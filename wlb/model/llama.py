@@ -1,8 +1,9 @@
-"""A LLaMA decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
+"""A decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
 
 x is [T, C]: T rows, C width. Inputs that depend on the micro-batch (rotary tables, attention,
-labels) are in a `Rows` record. Layers with weights, which tensor parallelism changes, go through an
-`Ops` object; `Ops` itself just calls the modules.
+labels) are in a `Rows` record. It is LLaMA's; fields of `ModelSpec` add parts of Qwen2 and Qwen3.
+Layers with weights, which tensor parallelism changes, go through an `Ops` object; `Ops` itself just
+calls the modules.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ from wlb.model.rope import rotate
 from wlb.model.swiglu import swiglu
 from wlb.plan import digest
 from wlb.spec import ModelSpec
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Names of the parameters at both ends of a model."""
 
 
 class Attend(Protocol):
@@ -79,6 +83,7 @@ class Ops:
         return embedding(tokens_T)
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
+        """RMSNorm of the last axis: of rows, or of heads [T, H, D]."""
         # The module itself is called where possible, because it may have hooks (of torch's
         # parallelize_module).
         return normalise(norm, x_TC, norm.weight, fused=True) if self.fused else norm(x_TC)
@@ -91,7 +96,7 @@ class Ops:
         """Apply the linear layer that ends a residual branch (row-parallel under TP)."""
         return linear(x_TC)
 
-    def weight(self, module: nn.Linear) -> Tensor:
+    def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
         """This process's part of a weight, as a plain tensor."""
         return module.weight
 
@@ -100,10 +105,12 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Ops) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
-        self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=False)
+        self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
 
     def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
@@ -114,14 +121,17 @@ class Attention(nn.Module):
     def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
-        k_TGD = self._rotated(next(projected), rows)
+        k_TGD = self._rotated(next(projected), rows, self.k_norm)
         v_TGD = self._heads(next(projected))
         begun = rows.attend.begin(k_TGD, v_TGD)
-        q_THD = self._rotated(next(projected), rows)
+        q_THD = self._rotated(next(projected), rows, self.q_norm)
         return q_THD, k_TGD, v_TGD, begun
 
-    def _rotated(self, x_TF: Tensor, rows: Rows) -> Tensor:
-        return rotate(self._heads(x_TF), rows.cos, rows.sin, fused=self.ops.fused)
+    def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:
+        x_THD = self._heads(x_TF)
+        if norm is not None:
+            x_THD = self.ops.norm(norm, x_THD)
+        return rotate(x_THD, rows.cos, rows.sin, fused=self.ops.fused)
 
     def _heads(self, x_TF: Tensor) -> Tensor:
         return x_TF.unflatten(-1, (-1, self.head_size))
@@ -184,8 +194,9 @@ class Llama(nn.Module):
     """A whole model, or one pipeline stage of it with the same parameter names.
 
     layers: the stage's, possibly none; None = all. is_first: it has the embedding. is_last: it has
-    norm, head and loss. forward takes tokens [T] on the first stage, else rows [T, C], and returns
-    rows, or on the last stage the summed loss times rows.loss_scale.
+    norm, head and loss; a tied head is the embedding where the stage has both, else a parameter of
+    its own, of equal value (`wlb.parallel.tied`). forward takes tokens [T] on the first stage, else
+    rows [T, C], and returns rows, or on the last stage the summed loss times rows.loss_scale.
     """
 
     def __init__(
@@ -203,18 +214,26 @@ class Llama(nn.Module):
         self.ops = ops or Ops()
         held = range(spec.num_layers) if layers is None else layers
         self.model = Decoder(spec, held, self.ops, is_first=is_first, is_last=is_last)
-        self.lm_head = None
-        if is_last:
+        self.is_last, self.lm_head = is_last, None
+        if is_last and not (spec.tied_embeddings and is_first):
             self.lm_head = nn.Linear(spec.hidden_size, spec.padded_vocab_size, bias=False)
+
+    @property
+    def head(self) -> nn.Linear | nn.Embedding:
+        """The module whose weight gives the logits, on the last stage."""
+        assert self.is_last
+        found = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert found is not None
+        return found
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         x = self.model(x, rows)
-        if self.lm_head is None:
+        if not self.is_last:
             return x
         assert rows.labels is not None
         loss = head_loss(
             x,
-            self.ops.weight(self.lm_head),
+            self.ops.weight(self.head),
             rows.labels,
             vocab_size=self.spec.vocab_size,
             chunk=self.loss_chunk,
@@ -228,10 +247,12 @@ def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) 
 
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
-    if they end a residual branch (GPT-2); norms are one.
+    if they end a residual branch (GPT-2); norms are one, biases zero, a tied head the embedding.
     """
     if len(shape) == 1:
-        return torch.ones(shape)
+        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+    if spec.tied_embeddings and name == HEAD:
+        name = EMBEDDING
     ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
     scale = (2 * spec.num_layers) ** -0.5 if ends_branch else 1.0
     generator = torch.Generator().manual_seed(digest(name, seed))

@@ -137,4 +137,5 @@ class DeferringOps(Ops):
             self.queue.push([parameter], lambda _: [grad_TF.t() @ x_TC])
             return grad_TF @ weight_FC, None
 
-        return product(x_TC, parameter, multiply=plain_product, differentiate=differentiate)
+        out = product(x_TC, parameter, multiply=plain_product, differentiate=differentiate)
+        return out if linear.bias is None else out + linear.bias

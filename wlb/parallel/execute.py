@@ -19,6 +19,7 @@ from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.rows import TokenReader, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.tied import add_tied_gradients, without_copy
 from wlb.plan import PipelinePlan
 from wlb.spec import Recompute, RunSpec
 
@@ -87,6 +88,10 @@ class Executor:
         """This rank's parameters under their names in the whole model."""
         return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
 
+    def counted_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """`named_parameters` without a tied head that is a copy of another rank's embedding."""
+        return without_copy(self.named_parameters(), self.spec.model)
+
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
         """Read this rank's part of a step. Runs no collective, so any thread may call it."""
         made = StepInputs(tokens=None if self.mesh.at.pp else [], rows=[], tensors=[])
@@ -111,6 +116,7 @@ class Executor:
         with self._watchers.step():
             losses = self._run(plan, made, train=True)
         finish_gradients(self.named_parameters(), self.mesh)
+        add_tied_gradients(self.named_parameters(), self.spec.model, self.mesh)
         return self._sum(losses)
 
     @torch.no_grad()

@@ -103,7 +103,7 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
             layers[0].register_forward_pre_hook(enter)
         else:
             decoder.register_forward_hook(lambda module, _, out_TC: enter(module, (out_TC,)))
-    if stage.lm_head is not None:
+    if stage.is_last:
 
         def leave(_: nn.Module, __: tuple[Any, ...], out_TC: Tensor) -> None:
             clock.switch(Part.HEAD)

@@ -293,6 +293,13 @@ class TensorParallelOps(Ops):
         return normalise(norm, x_TC, weight, fused=self.fused)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
+        # A rank has all rows of its columns, so a bias's gradient is complete without a sum.
+        outputs = self._fan_products(x_TC, *linears)
+        for linear, out_TF in zip(linears, outputs, strict=True):
+            yield out_TF if linear.bias is None else out_TF + local_tensor(linear.bias)
+
+    def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
+        """`fan_out` without biases."""
         parameters = [linear.weight for linear in linears]
         weights = [local_tensor(parameter) for parameter in parameters]
         if self.products.overlaps:
@@ -365,7 +372,7 @@ class TensorParallelOps(Ops):
         begin = partial(start_all_gather, rows, self.group)
         self.queue.push(parameters, weight_gradients, begin=begin)
 
-    def weight(self, module: nn.Linear) -> Tensor:
+    def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
         return local_tensor(module.weight)
 
 

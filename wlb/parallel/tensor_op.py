@@ -175,7 +175,7 @@ product_scatter.register_autograd(_differentiate_scattered, setup_context=_keep_
 class TracedTensorParallelOps(TensorParallelOps):
     """`TensorParallelOps` that torch.compile can trace into one graph per layer."""
 
-    def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
+    def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
         weights = [local_tensor(linear.weight) for linear in linears]
         *where, overlaps = self.products
         if overlaps:

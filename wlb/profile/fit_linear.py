@@ -22,8 +22,8 @@ from wlb.cost import (
     Surface,
     limit_growth,
 )
-from wlb.cost.flops import FloatArray, elementwise_values
-from wlb.cost.linear import ELEMENTWISE_CALLS, GRADIENT_BYTES
+from wlb.cost.flops import FloatArray, elementwise_calls, elementwise_values
+from wlb.cost.linear import GRADIENT_BYTES
 from wlb.plan import UserError
 from wlb.profile.linear import rank_matrices, rank_model
 from wlb.profile.tasks import Record, measured
@@ -169,7 +169,7 @@ def sum_of_operators(
     values = elementwise_values(rank_model(model, tp))
     for cost in elementwise:
         if cost.op != Elementwise.EMBEDDING:
-            count = ELEMENTWISE_CALLS[cost.op]
+            count = elementwise_calls(model)[cost.op]
             rates = np.array([cost.forward_bytes_per_s, cost.backward_bytes_per_s])
             work += np.array(values[cost.op]) * tokens * value_bytes / rates * 1e9
             calls += [count * cost.forward_call_ns, count * cost.backward_call_ns]

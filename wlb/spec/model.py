@@ -1,4 +1,4 @@
-"""The [model] section: shapes of a LLaMA decoder."""
+"""The [model] section: shapes and parts of a decoder of the LLaMA and Qwen families."""
 
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention, untied head."""
+    """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention; keys add parts of others."""
 
     vocab_size: int = key(0, "vocabulary size; 0 = that of the token store", unit="tokens")
     hidden_size: int = key(512, "width of the residual stream")
@@ -38,6 +38,11 @@ class ModelSpec:
     num_kv_heads: int = key(8, "key/value heads; must divide num_heads")
     head_dim: int = key(0, "size of an attention head; 0 = hidden_size / num_heads")
     ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP")
+    qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
+    qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    tied_embeddings: bool = key(
+        False, "the head is the embedding; with pipeline stages both ends add their gradients"
+    )
     norm_eps: float = key(1e-5, "epsilon of RMSNorm")
     init_std: float = key(0.02, "standard deviation of the initial weights")
     rope_theta: float = key(10000.0, "base of the rotary frequencies")
@@ -63,11 +68,19 @@ class ModelSpec:
     @property
     def num_layer_parameters(self) -> int:
         attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
-        return attention + 3 * self.hidden_size * self.ffn_hidden_size + 2 * self.hidden_size
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+        matrices = attention + 3 * self.hidden_size * self.ffn_hidden_size
+        return matrices + biases + self.num_layer_norm_parameters
+
+    @property
+    def num_layer_norm_parameters(self) -> int:
+        """Of a layer's norms, which tensor parallelism does not divide."""
+        return 2 * self.hidden_size + 2 * self.qk_norm * self.head_size
 
     @property
     def num_parameters(self) -> int:
-        ends = 2 * self.padded_vocab_size * self.hidden_size + self.hidden_size
+        ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
+        ends += self.hidden_size
         return self.num_layers * self.num_layer_parameters + ends
 
     def check(self) -> None:

@@ -165,7 +165,7 @@ class Trainer:
             self._load_ahead()
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
-            square = gradient_square(self.executor.named_parameters(), self.mesh)
+            square = gradient_square(self.executor.counted_parameters(), self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
             run.feed.peek(2),

@@ -15,6 +15,9 @@ _SHAPES = (
     "num_kv_heads",
     "head_size",
     "ffn_hidden_size",
+    "qkv_bias",
+    "qk_norm",
+    "tied_embeddings",
 )
 
 

@@ -19,7 +19,8 @@ class ConnectRanks(Hook):
         run.position.enter("connecting communicators", is_slow=True)
         done = warm(
             run.mesh,
-            wraps=run.spec.pp.virtual_stages > 1,
+            # With tied embeddings the ends of a pipeline exchange their gradients.
+            wraps=run.spec.pp.virtual_stages > 1 or run.spec.model.tied_embeddings,
             all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER,
         )
         run.report.write("connected", **done._asdict())

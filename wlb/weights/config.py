@@ -13,8 +13,15 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.spec import ModelSpec, RopeScaling
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 """Architectures by model_type. Mistral without a sliding window computes the same as Llama."""
+_QWEN3_HEAD = 128
+"""Default of transformers for a Qwen3 whose config.json has no head_dim."""
 
 _MISTRAL_WINDOW = 4096
 """Default of transformers for a Mistral whose config.json has no sliding_window."""
@@ -22,11 +29,10 @@ _MISTRAL_WINDOW = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """Contents of a config.json. is_tied: the head is the embedding. max_positions: longest text in
-    training. bos_id, eos_ids: None and empty if unknown."""
+    """Contents of a config.json. max_positions: longest text in training. bos_id, eos_ids: None and
+    empty if unknown."""
 
     spec: ModelSpec
-    is_tied: bool
     max_positions: int
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -63,21 +69,26 @@ def read_config(path: Path) -> HubModel:
     values = read_json(path)
     keys = _Keys(values, str(path))
     model_type = _architecture(keys)
-    _refuse_other_maths(keys, is_mistral=model_type == "mistral")
+    _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
-    max_positions = keys.whole("max_position_embeddings", 2048)
+    is_qwen = model_type.startswith("qwen")
+    max_positions = keys.whole("max_position_embeddings", 32768 if is_qwen else 2048)
     theta, scaling = _rope(keys, max_positions)
-    # Mistral's default is 8, independent of num_attention_heads, so the key is required.
-    needs_kv = model_type == "mistral" and "num_key_value_heads" not in values
+    # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
+    needs_kv = model_type != "llama" and "num_key_value_heads" not in values
+    head_dim = _QWEN3_HEAD if model_type == "qwen3" else 0
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
         hidden_size=keys.whole("hidden_size"),
         num_layers=keys.whole("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=keys.whole("num_key_value_heads", None if needs_kv else num_heads),
-        head_dim=keys.whole("head_dim", 0) if values.get("head_dim") else 0,
+        head_dim=keys.whole("head_dim") if values.get("head_dim") else head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -88,7 +99,6 @@ def read_config(path: Path) -> HubModel:
         raise UserError(f"{path}: {error}") from None
     return HubModel(
         spec=spec,
-        is_tied=bool(values.get("tie_word_embeddings", False)),
         max_positions=max_positions,
         bos_id=next(iter(_token_ids(keys, "bos_token_id")), None),
         eos_ids=_token_ids(keys, "eos_token_id"),
@@ -120,6 +130,7 @@ def config_json(
     spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
 ) -> dict[str, Any]:
     """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
+    model_type = _type_of(spec)
     scaling = spec.rope_scaling
     llama3 = {
         "rope_type": "llama3",
@@ -130,8 +141,8 @@ def config_json(
     }
     rope = None if scaling.factor == 1.0 else llama3
     return {
-        "architectures": [ARCHITECTURES["llama"]],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_hidden_size,
@@ -146,16 +157,40 @@ def config_json(
         "rope_theta": spec.rope_theta,
         "rope_scaling": rope,
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
+        **_FIXED[model_type],
+        "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
         "use_cache": True,
     }
+
+
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    "qwen2": {"use_sliding_window": False, "sliding_window": None},
+    "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+}
+"""Keys of a config.json by model_type whose values wlb's parts decide."""
+
+
+def _type_of(spec: ModelSpec) -> str:
+    """The model_type whose parts are a model's; UserError if transformers has none."""
+    if spec.qkv_bias and spec.qk_norm:
+        raise UserError(
+            "model.qkv_bias = true and model.qk_norm = true: no model of transformers has biases "
+            "of Q, K and V alone together with norms of heads; export a model with one of them"
+        )
+    if spec.qkv_bias:
+        if spec.head_dim not in (0, spec.hidden_size // spec.num_heads):
+            raise UserError(
+                f"model.head_dim = {spec.head_dim}: heads of Qwen2, which has qkv_bias, are "
+                f"hidden_size / num_heads = {spec.hidden_size // spec.num_heads} wide"
+            )
+        return "qwen2"
+    return "qwen3" if spec.qk_norm else "llama"
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -186,7 +221,7 @@ def _architecture(keys: _Keys) -> str:
     return model_type
 
 
-def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
+def _refuse_other_maths(keys: _Keys, model_type: str) -> None:
     values = keys.values
     if values.get("quantization_config"):
         raise keys.error("quantization_config", "means quantised weights; import the original ones")
@@ -194,9 +229,15 @@ def _refuse_other_maths(keys: _Keys, *, is_mistral: bool) -> None:
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
-            raise keys.error(name, "requires biases, which wlb's linear layers do not have")
+            raise keys.error(name, "requires biases that wlb's linear layers do not have")
+    if model_type.startswith("qwen"):
+        layers: Any = values.get("layer_types") or []
+        if values.get("use_sliding_window"):
+            raise keys.error("use_sliding_window", "needs windows, which wlb's attention lacks")
+        if any(kind != "full_attention" for kind in layers):
+            raise keys.error("layer_types", "has others than full_attention, which wlb lacks")
     window = values.get("sliding_window", _MISTRAL_WINDOW)
-    if is_mistral and window is not None:
+    if model_type == "mistral" and window is not None:
         raise UserError(
             f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
             f"Mistral with sliding_window = null computes the same as a Llama"

@@ -6,7 +6,7 @@ Only headers are read until a tensor is requested. Pickled weights are never ope
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from wlb.model.llama import EMBEDDING, HEAD
 from wlb.plan import UserError
 from wlb.weights.config import read_json
-from wlb.weights.names import EMBEDDING, HEAD, NOT_WEIGHTS, Parameter
+from wlb.weights.names import NOT_WEIGHTS, Parameter
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,13 +38,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """Tensors by name, from the files' headers. is_tied: the head is the embedding."""
+    """Tensors by name, from the files' headers."""
 
     tensors: dict[str, StoredTensor] = field(repr=False)
-    is_tied: bool
 
     def stored(self, name: str) -> StoredTensor:
-        return self.tensors[EMBEDDING if self.is_tied and name == HEAD else name]
+        return self.tensors[name]
 
     def read(self, name: str) -> Tensor:
         """Read one tensor; UserError naming a file that cannot be read."""
@@ -57,7 +57,8 @@ def open_tensors(
 ) -> HubTensors:
     """Open the tensors of `folder`, which must be exactly those of a model, in the right shapes.
 
-    config: the model's config.json, for messages.
+    is_tied: the head is the embedding, which a folder may hold by both names. config: the model's
+    config.json, for messages.
     """
     expected = {p.name: p for p in parameters}
     tensors: dict[str, StoredTensor] = {}
@@ -70,8 +71,9 @@ def open_tensors(
             )
         tensors |= header if listed is None else {name: header[name] for name in listed}
     tensors = {n: t for n, t in tensors.items() if not n.endswith(NOT_WEIGHTS)}
-    needed = expected.keys() - ({HEAD} if is_tied else set())
-    if missing := [name for name in expected if name in needed and name not in tensors]:
+    if is_tied and HEAD in tensors:
+        _hold_tied(tensors, config)
+    if missing := [name for name in expected if name not in tensors]:
         hint = ""
         if missing == [HEAD]:
             hint = "; if the head is the embedding, set tie_word_embeddings = true in config.json"
@@ -87,14 +89,18 @@ def open_tensors(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
                 f"wants {list(expected[name].unpadded)}"
             )
-    found = HubTensors(tensors=tensors, is_tied=False)
-    is_both = is_tied and HEAD in tensors
-    if is_both and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
+    return HubTensors(tensors=tensors)
+
+
+def _hold_tied(tensors: dict[str, StoredTensor], config: Path) -> None:
+    """Leave out a head that equals the embedding; UserError if it does not."""
+    found = HubTensors(tensors=tensors)
+    if EMBEDDING in tensors and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
         raise UserError(
             f"{config}: tie_word_embeddings = true, but {HEAD} in {tensors[HEAD].file} is not "
             f"equal to {EMBEDDING}; set it to false if the head was trained separately"
         )
-    return replace(found, is_tied=is_tied)
+    del tensors[HEAD]
 
 
 def _files(folder: Path) -> Mapping[Path, set[str] | None]:

@@ -40,7 +40,7 @@ class Imported:
 
 
 def import_folder(source: Path, out: Path) -> Imported:
-    """Import the Llama in `source` as the new checkpoint `out`."""
+    """Import the model in `source` as the new checkpoint `out`."""
     refuse_existing(out)
     config = source / "config.json"
     if not config.is_file():
@@ -50,7 +50,9 @@ def import_folder(source: Path, out: Path) -> Imported:
         )
     model = read_config(config)
     parameters = parameters_of(model.spec)
-    tensors = open_tensors(source, parameters.values(), is_tied=model.is_tied, config=config)
+    tensors = open_tensors(
+        source, parameters.values(), is_tied=model.spec.tied_embeddings, config=config
+    )
     spec = RunSpec(model=model.spec)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
     comments = [

@@ -163,8 +163,8 @@ class LoadedModel:
 
     @torch.no_grad()
     def _head(self, x_TC: Tensor) -> Tensor:
-        assert self.module.lm_head is not None
-        return self.module.lm_head(x_TC)[:, : self.module.spec.vocab_size].float()
+        logits_TV = x_TC @ self.module.head.weight.t()
+        return logits_TV[:, : self.module.spec.vocab_size].float()
 
 
 def load(

@@ -1,4 +1,4 @@
-"""Map parameters of a model to the tensors of Hugging Face's Llama.
+"""Map parameters of a model to the tensors of Hugging Face's Llama, Mistral, Qwen2 and Qwen3.
 
 `wlb.model` uses Hugging Face's names, fuses nothing and rotates the same pairs of channels (i, i +
 D / 2), so tensors are equal except for the vocabulary, which wlb pads to a multiple of 256 rows.
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from wlb.model import Llama
+from wlb.model.llama import EMBEDDING, HEAD
 from wlb.spec import ModelSpec
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 CHECKPOINT_ROOT = "model"
 """Key of the parameters in a checkpoint's state dict."""

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
+from wlb.model.llama import EMBEDDING, HEAD
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
@@ -115,7 +116,8 @@ class CheckpointSaver:
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
-        tensors = _tensors(self.stages, self.optimizers) | _rng(self.mesh.rank)
+        tensors = _without_copies(self.stages, _tensors(self.stages, self.optimizers))
+        tensors |= _rng(self.mesh.rank)
         copies = {name: _copy(tensor) for name, tensor in tensors.items()}
         task = _Task(
             step=step,
@@ -263,7 +265,8 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     known = reader.read_metadata().state_dict_metadata
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
-    state_dict_loader.load(tensors | rng, storage_reader=reader, process_group=host_group())
+    in_files = _by_file_names(stages, tensors) | rng
+    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
@@ -309,7 +312,8 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
         _verify(saved_in, mesh)
     tensors = _weights(stages)
     reader = _Reader(str(saved_in))
-    state_dict_loader.load(tensors, storage_reader=reader, process_group=host_group())
+    in_files = _by_file_names(stages, tensors)
+    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
     _set_weights(stages, tensors)
 
 
@@ -354,6 +358,23 @@ def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
         )
         out |= {f"optimizer.{n}": t for n, t in state.items() if n.startswith(_STATE)}
     return out
+
+
+def _has_copy(stages: Stages) -> bool:
+    """Whether the head here is a copy of another rank's embedding (`wlb.parallel.tied`)."""
+    return any(s.spec.tied_embeddings and s.lm_head is not None for s in stages.values())
+
+
+def _without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors to save: a tied head is saved once, as the embedding."""
+    return {n: t for n, t in tensors.items() if not (_has_copy(stages) and HEAD in n)}
+
+
+def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors by the names that they have in files: a tied head's is the embedding's."""
+    if not _has_copy(stages):
+        return tensors
+    return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
 
 
 def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
