@@ -1,4 +1,4 @@
-"""Tests the presets of the paper: layouts, and how many parameters our dimensions make.
+"""Tests the presets: layouts, and how many parameters our dimensions make.
 
 They are Table 1's eight, and the 405B job that its Figures 1 and 4 trace.
 """
@@ -19,10 +19,13 @@ TABLE_1 = {
     "70b_64k": ((16, 4, 4, 1), 256, 70.3, 70_318_825_472),
     "70b_128k": ((16, 4, 4, 1), 256, 70.3, 70_318_825_472),
 }
+FAMILIES = {"qwen3_8b_128k": (64, 8_191_783_936), "llama32_1b_64k": (16, 1_235_814_400)}
+"""GPUs, and parameters as published, with the vocabulary's padding to a multiple of 256."""
 
 
 def test_the_presets_are_the_demos_table_1_and_the_405b_job() -> None:
-    assert presets() == sorted(["demo", "demo_single", "sft_demo", *TABLE_1, "405b_128k"])
+    demos = ["demo", "demo_single", "sft_demo", "qwen3_demo"]
+    assert presets() == sorted([*demos, *TABLE_1, "405b_128k", *FAMILIES])
 
 
 @pytest.mark.parametrize("name", TABLE_1)
@@ -66,6 +69,16 @@ def test_the_405b_job_has_llama_3s_dimensions_on_8192_gpus() -> None:
     assert model.num_parameters == pytest.approx(405.85e9, rel=1e-4)
     assert (model.num_layers, spec.stage_layers) == (126, (1, *[2] * 62, 1))
     assert model.head_size == 128
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_have_their_published_parameters(name: str) -> None:
+    spec = load(name)
+    num_gpus, num_parameters = FAMILIES[name]
+    assert spec.parallel.world_size == num_gpus
+    assert spec.model.num_parameters == num_parameters
+    assert check(spec) is spec
+    assert memory_estimate(spec).total_bytes < 70 * 2**30
 
 
 def test_the_405b_job_fits_80_gib_with_mlps_recomputed() -> None:
