@@ -6,7 +6,12 @@ import pytest
 
 from tests.models import LLAMA2_7B
 from wlb.cost import in_flight, key_bytes, memory_estimate, memory_of_rank, token_caps
-from wlb.cost.memory import layer_activation_bytes, workspaces_bytes
+from wlb.cost.memory import (
+    layer_activation_bytes,
+    layer_parameters,
+    stage_parameters,
+    workspaces_bytes,
+)
 from wlb.plan import KeyExchange
 from wlb.sharding import per_document
 from wlb.spec import (
@@ -63,6 +68,30 @@ def test_layer_activations_literal():
     assert layer_activation_bytes(two, micro_batch_tokens=100) == 50 * (84 + 4 + 8) * 4 // 2
     kept = tiny(cp=2, keep_gathered_kv=True)
     assert layer_activation_bytes(kept, micro_batch_tokens=100) == (50 * 88 + 100 * 8) * 4 // 2
+
+
+def test_parts_of_other_families_are_counted():
+    """Norms of heads keep Q and K before them (8 and 4 values) and two numbers a head; a rank has
+    half of the biases and whole norms; a head that is a copy counts, and one that is none does not.
+    """
+    one = tiny(cp=1)
+    normed = replace(one, model=replace(one.model, qk_norm=True))
+    more = layer_activation_bytes(normed, micro_batch_tokens=100)
+    heads = one.model.num_heads + one.model.num_kv_heads
+    widths = one.model.q_dim + one.model.kv_dim
+    plain = layer_activation_bytes(one, micro_batch_tokens=100)
+    assert more - plain == 100 * (widths + heads) * 4 // 2
+    assert layer_parameters(normed) - layer_parameters(one) == 2 * one.model.head_size
+    biased = replace(one, model=replace(one.model, qkv_bias=True))
+    biases = one.model.q_dim + 2 * one.model.kv_dim
+    assert layer_parameters(biased) - layer_parameters(one) == biases // 2
+    tied = replace(one, model=replace(one.model, tied_embeddings=True))
+    last = one.num_stages - 1
+    assert stage_parameters(tied, stage=last) == stage_parameters(one, stage=last)
+    alone = replace(one, parallel=replace(one.parallel, pp=1), pp=replace(one.pp, virtual_stages=1))
+    tied = replace(alone, model=replace(one.model, tied_embeddings=True))
+    vocabulary = one.model.padded_vocab_size * one.model.hidden_size // 2
+    assert stage_parameters(alone, stage=0) - stage_parameters(tied, stage=0) == vocabulary
 
 
 def tensors_of(spec: RunSpec) -> int:

@@ -22,6 +22,7 @@ from wlb.model import (
     inverse_frequencies,
     rope_tables,
 )
+from wlb.model.llama import EMBEDDING, HEAD
 from wlb.plan import IGNORE
 from wlb.spec import ModelSpec
 
@@ -96,12 +97,36 @@ def test_shapes() -> None:
     }
 
 
+def test_parts_of_other_families_have_hugging_face_s_names() -> None:
+    def names(**parts: bool) -> set[str]:
+        spec = replace(SPEC, num_layers=1, **parts)
+        return {name for name, _ in Llama(spec).named_parameters()}
+
+    layer = "model.layers.0.self_attn."
+    plain = names()
+    assert names(qkv_bias=True) - plain == {f"{layer}{n}_proj.bias" for n in "qkv"}
+    assert names(qk_norm=True) - plain == {f"{layer}{n}_norm.weight" for n in "qk"}
+    assert plain - names(tied_embeddings=True) == {"lm_head.weight"}
+
+
+def test_biases_start_at_zero_and_a_copy_of_the_embedding_equals_it() -> None:
+    spec = replace(SPEC, tied_embeddings=True)
+    size = torch.Size([256, 24])
+    embedding, head = (initial_weight(name, size, spec, seed=3) for name in (EMBEDDING, HEAD))
+    assert torch.equal(embedding, head)
+    assert not torch.equal(embedding, initial_weight(HEAD, size, SPEC, seed=3))
+    bias = initial_weight("model.layers.0.self_attn.q_proj.bias", torch.Size([8]), spec, seed=3)
+    assert not bias.any()
+
+
 @pytest.mark.parametrize(
     "spec",
     [
         SPEC,
         replace(SPEC, vocab_size=257, num_layers=1, num_kv_heads=4),
         replace(SPEC, head_dim=0, num_kv_heads=1, ffn_hidden_size=7, vocab_size=256),
+        replace(SPEC, qkv_bias=True, tied_embeddings=True),
+        replace(SPEC, qk_norm=True),
     ],
 )
 def test_the_number_of_parameters_is_the_spec_s(spec: ModelSpec) -> None:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from wlb.cost import Elementwise, Provenance, ProvenanceKind
-from wlb.cost.flops import elementwise_values
-from wlb.cost.linear import ELEMENTWISE_CALLS
+from wlb.cost.flops import elementwise_calls, elementwise_values
 from wlb.profile.fit_linear import (
     call_and_rate,
     fit_elementwise,
@@ -126,7 +125,7 @@ def test_operators_add_up_to_a_layer_literally():
         forward, backward = (v / share * 512 * 4 for v in values[op])
         expected += [forward / rate * 1e9, backward / rate * 2e9]
     assert work == pytest.approx(expected, rel=1e-2)
-    assert sum(ELEMENTWISE_CALLS.values()) == 7
+    assert sum(elementwise_calls(MODEL).values()) == 7
 
 
 def layers(kind: str, tokens, disturbed=()) -> list[Record]:

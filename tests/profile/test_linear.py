@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,6 +194,12 @@ def test_counted_bytes_are_the_cost_model_s():
     expected = elementwise_values(MODEL)
     del expected["embedding"]
     assert counted == expected
+    # Norms of heads are norms of Q's and K's values; biases are added to Q, K and V.
+    more = elementwise_values(replace(MODEL, qk_norm=True, qkv_bias=True))
+    normed, biased = MODEL.q_dim + MODEL.kv_dim, MODEL.q_dim + 2 * MODEL.kv_dim
+    assert more["norm"] == (expected["norm"][0] + 2 * normed, expected["norm"][1] + 3 * normed)
+    plain = expected["residual"]
+    assert more["residual"] == (plain[0] + 2 * biased, plain[1] + biased)
     numbers = _task(OnceTimer(), "elementwise", op="swiglu", tokens=8, width=48).run()
     assert numbers["forward_bytes"] == 3 * 8 * 48 * 4
     assert numbers["backward_bytes"] == 5 * 8 * 48 * 4

@@ -71,6 +71,18 @@ def test_the_largest_preset_runs_under_each_system() -> None:
         expect_planned_memory(found)
 
 
+@pytest.mark.nightly
+def test_presets_of_other_families_run() -> None:
+    """All ranks of a model whose ends exchange gradients, with biases, so that every part of them
+    is rehearsed with all layers."""
+    for name, ranks in (("llama32_1b_64k", "all"), ("qwen3_8b_128k", ONE_PER_STAGE)):
+        spec = spec_of(name, "wlb", layers=0)
+        spec = replace(spec, model=replace(spec.model, qkv_bias=ranks == "all"))
+        for found in passed([spec], ranks=ranks):
+            expect_planned_memory(found, least=LEAST)
+            assert ranks != "all" or found.proof.num_communicators == found.proof.num_seen
+
+
 @pytest.mark.nightly  # a small model's are in test_run_layouts.py
 def test_other_alternatives_of_systems_run() -> None:
     for found in passed([spec_of("7b_128k", name, layers=1) for name in FORCED], ranks="0,48"):
