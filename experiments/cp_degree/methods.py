@@ -59,6 +59,7 @@ def methods(dev: megatron.DevSchedulers | None, *, has_hybrid: bool) -> list[Met
         Method(name=BASELINE, make=_fixed, **ring),
         Method(name=FIXED, make=_fixed, strategy="balanced", exchange=Exchange.NEEDED),
         Method(name=FIXED, make=_fixed, **balanced),
+        Method(name=FIXED, make=_fixed, strategy="balanced", exchange=Exchange.STAGED),
         Method(name="all ranks pooled", make=_pooled, **balanced),
         Method(name="dynamic, equal counts", make=_mixed, **balanced),
         Method(name="dynamic", make=_planned, strategy="balanced", exchange=Exchange.NEEDED),

@@ -20,7 +20,7 @@ from wlb.cost import (
     load_profile,
     waits_ns,
 )
-from wlb.plan import FloatArray, IntArray, ShardingPlan
+from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, rows_moved
 from wlb.sharding import shard
 from wlb.spec import ExchangeChoice, ParallelSpec
 
@@ -34,13 +34,15 @@ class Exchange(StrEnum):
     """How ranks of a sub-group get keys, and what hides that.
 
     GATHER: an all-gather, behind the products that run meanwhile. NEEDED: by need or an all-gather,
-    whichever is cheaper, likewise; OVERLAP: the same, own keys' attention first. RING: from
+    whichever is cheaper, likewise; OVERLAP: the same, own keys' attention first; STAGED: in as many
+    stages as ranks, behind the attention of all stages but one, which wlb has not. RING: from
     neighbour to neighbour while attention over the chunk before runs.
     """
 
     GATHER = "gather"
     NEEDED = "needed"
     OVERLAP = "needed, overlap"
+    STAGED = "needed, staged"
     RING = "ring"
 
 
@@ -111,12 +113,19 @@ class Prices:
         return self._found[key]
 
     def _priced(self, lengths: IntArray, degree: int, strategy: str, exchange: Exchange) -> Priced:
-        cost = self.cost(degree, overlaps=exchange == Exchange.OVERLAP)
-        is_needed = exchange in (Exchange.NEEDED, Exchange.OVERLAP)
-        choice = ExchangeChoice.AUTO if is_needed else ExchangeChoice.GATHER
+        overlaps = exchange in (Exchange.OVERLAP, Exchange.STAGED)
+        cost = self.cost(degree, overlaps=overlaps)
+        is_whole = exchange in (Exchange.GATHER, Exchange.RING)
+        choice = ExchangeChoice.GATHER if is_whole else ExchangeChoice.AUTO
         plan = shard(lengths, cp=degree, strategy=strategy, cost=cost, exchange=choice)
         kernels = [passes[0] for passes in kernels_ns([plan], cost, cp=degree)]
-        waits = ring_waits_ns(plan, cost) if exchange == Exchange.RING else waits_ns(plan, cost)
+        match exchange:
+            case Exchange.RING:
+                waits = ring_waits_ns(plan, cost)
+            case Exchange.STAGED:
+                waits = staged_waits_ns(plan, cost)
+            case _:
+                waits = waits_ns(plan, cost)
         rows = int(plan.tokens.max())
         slowest = [float((k + w).max()) for k, w in zip(kernels, waits, strict=True)]
         waited = sum(slowest) - sum(float(k.max()) for k in kernels)
@@ -132,3 +141,21 @@ def ring_waits_ns(plan: ShardingPlan, cost: ProfiledWorkload) -> tuple[float, fl
     forward, backward = (float(passes[0].min()) for passes in kernels_ns([plan], cost, cp=plan.cp))
     hides = (plan.cp - 1) / plan.cp
     return max(0.0, there - hides * forward), max(0.0, again + back - hides * backward)
+
+
+def staged_waits_ns(plan: ShardingPlan, cost: ProfiledWorkload) -> tuple[FloatArray, FloatArray]:
+    """Returns what each rank waits for its plan's exchange in stages, forward and backward, shape
+    [cp] each: behind the products that run meanwhile, and the attention of all stages but one."""
+    if plan.cp == 1:
+        return np.zeros(1), np.zeros(1)
+    moved = None if plan.exchange == KeyExchange.GATHER else rows_moved(plan)
+    there, again, back = cost.transfers_ns(moved, plan.num_tokens, cp=plan.cp)
+    hidden = cost.products_ns(plan.num_tokens)
+    forward, backward = (
+        (plan.cp - 1) / plan.cp * passes[0] for passes in kernels_ns([plan], cost, cp=plan.cp)
+    )
+    products = hidden.again + hidden.back
+    return (
+        np.maximum(0.0, there - hidden.there - forward),
+        np.maximum(0.0, again + back - products - backward),
+    )

@@ -157,6 +157,15 @@ def test_a_ring_is_hidden_by_attention_of_all_chunks_but_one(prices: Prices) -> 
     assert sum(long) < 0.7 * sum(short)
 
 
+def test_stages_hide_more_than_own_keys(prices: Prices) -> None:
+    lengths = np.array([90_000, 20_000, 10_000, 3000])
+    waits = [
+        prices.of(lengths, 4, strategy="balanced", exchange=exchange).waits
+        for exchange in (Exchange.STAGED, Exchange.OVERLAP, Exchange.NEEDED)
+    ]
+    assert 0 <= waits[0] < waits[1] < waits[2]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_megatron_hybrid_has_every_sample_once(step: Step, prices: Prices, own: bool) -> None:
     pytest.importorskip("megatron.core")
@@ -200,8 +209,8 @@ def test_tables_of_one_small_cell() -> None:
     (found,) = gains(rows).rows
     assert found[:4] == ["fitted distribution (wlb_paper)", 8, 4, 2]
     assert found[4] == lines["fixed degree", "needed, overlap"][6]
-    assert found[8:10] == [None, None], "Megatron's schedulers were not asked"
-    assert found[-1] == pytest.approx(found[4] / min(found[4:8]) - 1)
+    assert found[9:11] == [None, None], "Megatron's schedulers were not asked"
+    assert found[-1] == pytest.approx(found[4] / min(found[4], *found[6:9]) - 1)
 
 
 def test_layouts_are_of_whole_replicas() -> None:
