@@ -13,6 +13,7 @@ from experiments.cp_degree import megatron, planner, steps
 from experiments.cp_degree.groups import Call, Schedule, SubGroup, check, finished_ns
 from experiments.cp_degree.prices import Exchange, Priced, Prices
 from experiments.cp_degree.steps import Layout, Step
+from wlb.plan import UserError
 
 Make = Callable[[Step, Layout, Prices, Callable[[Call, int], float]], Schedule]
 """A schedule of a step; the last argument is the predicted time of a call on so many ranks."""
@@ -64,6 +65,7 @@ def methods(dev: megatron.DevSchedulers | None, *, has_hybrid: bool) -> list[Met
         Method(name="dynamic, equal counts", make=_mixed, **balanced),
         Method(name="dynamic", make=_planned, strategy="balanced", exchange=Exchange.NEEDED),
         Method(name="dynamic", make=_planned, **balanced),
+        Method(name="dynamic", make=_planned, strategy="balanced", exchange=Exchange.STAGED),
     ]
     if dev is not None:
         found.append(Method(name="Megatron, in order", make=_in_order(dev), **ring))
@@ -133,7 +135,11 @@ def _pooled(step: Step, layout: Layout, *_: object) -> Schedule:
 
 
 def _mixed(step: Step, layout: Layout, prices: Prices, price: Callable[..., float]) -> Schedule:
-    return steps.mixed(step, layout, prices.work_ns(step.lengths), price)
+    try:
+        return steps.mixed(step, layout, prices.work_ns(step.lengths), price)
+    except UserError:
+        # It widens no micro-batch to occupy ranks, so a step of few samples has no place in it.
+        return steps.fixed(step, layout, degree=layout.cp)
 
 
 def _planned(step: Step, layout: Layout, prices: Prices, price: Callable[..., float]) -> Schedule:

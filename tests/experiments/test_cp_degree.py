@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from experiments.cp_degree.__main__ import LAYOUTS, gains, rows_of, table
 from experiments.cp_degree.groups import Call, SubGroup, check, finished_ns, sub_groups
 from experiments.cp_degree.megatron import DevSchedulers, Failed, hybrid
-from experiments.cp_degree.methods import methods, outcome
+from experiments.cp_degree.methods import Outcome, methods, outcome
 from experiments.cp_degree.planner import planned
 from experiments.cp_degree.prices import Exchange, Prices, ring_waits_ns
 from experiments.cp_degree.steps import Layout, Step, fixed, mixed
 from experiments.step_balance.sources import Missing, Sources
+from wlb.plan import UserError
 from wlb.sharding import per_document
 
 LAYOUT = Layout(tp=8, num_ranks=4, cp=2, per_replica=2)
@@ -133,6 +134,19 @@ def test_equal_counts_have_every_sample_once(step: Step, prices: Prices) -> None
     assert all(sum(len(sub.ranks) for sub in group) == 4 for group in made)
 
 
+def test_steps_without_equal_counts_keep_the_fixed_degree(
+    monkeypatch: pytest.MonkeyPatch, step: Step, prices: Prices
+) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise UserError("12 samples cannot fill 13 micro-batches of 8 ranks")
+
+    (method,) = [m for m in methods(None, has_hybrid=False) if m.name.endswith("equal counts")]
+    monkeypatch.setattr("experiments.cp_degree.steps.balance_step", refuses)
+    found = outcome(method, [step], LAYOUT, prices)
+    assert isinstance(found, Outcome)
+    assert (found.degree, found.calls) == (LAYOUT.cp, LAYOUT.per_replica)
+
+
 def test_prices_of_one_rank_have_no_waits(prices: Prices) -> None:
     lengths = np.array([3000, 128])
     found = [
@@ -209,8 +223,10 @@ def test_tables_of_one_small_cell() -> None:
     (found,) = gains(rows).rows
     assert found[:4] == ["fitted distribution (wlb_paper)", 8, 4, 2]
     assert found[4] == lines["fixed degree", "needed, overlap"][6]
-    assert found[9:11] == [None, None], "Megatron's schedulers were not asked"
-    assert found[-1] == pytest.approx(found[4] / min(found[4], *found[6:9]) - 1)
+    assert found[-2:] == [None, None], "Megatron's schedulers were not asked"
+    assert found[8] == pytest.approx(found[4] / min(found[4:8]) - 1)
+    assert found[9] == lines["fixed degree", "needed, staged"][6]
+    assert found[10] == lines["dynamic", "needed, staged"][6]
 
 
 def test_layouts_are_of_whole_replicas() -> None:
