@@ -195,8 +195,8 @@ def main() -> None:
 TEXT = f"""
 Every schedule trains the same pieces of a step: what `bounded` packs of the stream into four
 micro-batches a replica. A rank holds at most {S_MAX:g} windows over the configured CP degree,
-whoever schedules. One layer of the 7B model, forward and backward: matrix products
-at the throughput of a call's rows, {TP_OVERLAP:.0%} of TP's collectives hidden, the slowest rank's
+whoever schedules. One layer of the 7B model, forward and backward: matrix products at the
+throughput of a call's rows, {TP_OVERLAP:.0%} of TP's collectives hidden, the slowest rank's
 attention, and what is waited for keys. All are priced by the same functions.
 
 - **fixed degree**: replicas of CP ranks run their micro-batches; **pooled**: all ranks are one CP

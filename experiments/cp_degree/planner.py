@@ -16,8 +16,9 @@ from wlb.plan import FloatArray, IntArray
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Work of a sample's part, at most, over a rank's mean work of the step."""
-WIDER = (1.0, 1.5, 2.0, 3.0)
-"""Ranks of a sample that one rank cannot hold, over those that hold it."""
+WIDER = (1, 4 / 3, 3 / 2, 2, 8 / 3, 3)
+"""Ranks of a sample that one rank cannot hold, over those that hold it; with a limit of 1.5 windows
+a whole window is held by two thirds of the CP degree, so 4 / 3 makes that degree."""
 
 
 def planned(
