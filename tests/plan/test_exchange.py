@@ -1,11 +1,22 @@
 """Tests which key rows ranks read of each other: literal values, and sets of tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.plan import ShardingPlan, least_rows_received, rows_gathered, rows_moved, rows_read
+from wlb.plan import (
+    KeyExchange,
+    KeyRows,
+    ShardingPlan,
+    key_rows,
+    least_rows_received,
+    rows_gathered,
+    rows_moved,
+    rows_read,
+)
 from wlb.sharding import NAMES, per_document, per_sequence, shard
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
@@ -24,6 +35,20 @@ def test_a_rank_reads_the_first_rows_of_others_spans() -> None:
     assert rows_moved(plan).tolist() == [[0, 2], [3, 0]]
     assert least_rows_received(plan).tolist() == [2, 3]
     assert rows_gathered(plan, local_tokens=4) == 4
+
+
+def test_key_rows_of_micro_batches_by_either_exchange() -> None:
+    """By need the busier rank of the plan above receives 3 rows, by an all-gather of 4 padded rows
+    a rank 4; one rank exchanges nothing, whatever its plan says."""
+    gather = per_document([5, 3], cp=2)
+    needed = replace(gather, exchange=KeyExchange.NEEDED)
+    both = key_rows([gather, needed], [4, 4])
+    assert both == KeyRows(num_by_need=1, received=4 + 3, gathered=4 + 4)
+    assert both.share == 7 / 8
+    alone = replace(per_document([5], cp=1), exchange=KeyExchange.NEEDED)
+    assert key_rows([alone], [5]) == KeyRows()
+    assert both + KeyRows() == both
+    assert KeyRows().share == 1.0
 
 
 def test_a_long_document_is_read_whole_by_one_rank() -> None:

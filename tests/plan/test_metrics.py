@@ -10,6 +10,7 @@ import pytest
 from tests.plan.case import plan
 from tests.plan.test_telemetry import record
 from wlb.plan import (
+    KeyRows,
     MeasuredStep,
     PackingPlan,
     StepMetrics,
@@ -40,6 +41,15 @@ def test_old_lines_are_read_and_written_with_the_same_keys_and_values() -> None:
         assert through_json(MeasuredStep.from_json(line["measured"])) == line["measured"]
         for name in ("predicted", "plain_4d"):
             assert through_json(StepMetrics.from_json(line[name])) == line[name]
+
+
+def test_key_rows_are_written_where_there_are_any() -> None:
+    old = MeasuredStep.from_json(old_lines()[0]["measured"])
+    assert old.key_rows is None
+    rows = KeyRows(num_by_need=3, received=200, gathered=800)
+    line = through_json(replace(old, key_rows=rows))
+    assert line["key_rows"] == {"num_by_need": 3, "received": 200, "gathered": 800}
+    assert MeasuredStep.from_json(line).key_rows == rows
 
 
 def test_values_of_old_lines() -> None:

@@ -15,7 +15,16 @@ from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.parallel.mesh import Coordinates, build_mesh
 from wlb.parallel.world import World
-from wlb.plan import DIGEST_BITS, FloatArray, PipelinePlan, StepPlan, int_array
+from wlb.plan import (
+    DIGEST_BITS,
+    FloatArray,
+    KeyExchange,
+    KeyRows,
+    PipelinePlan,
+    StepPlan,
+    int_array,
+    key_rows,
+)
 from wlb.sharding import STRATEGIES as SHARDINGS
 from wlb.spec import ParallelSpec
 from wlb.train.reduce import PlanMismatch, StepReducer
@@ -117,7 +126,7 @@ def test_data_that_ends_on_one_rank_alone_stops_every_rank() -> None:
     assert "(step none (this rank's data ended);" in results[1]
 
 
-def sums(world: World) -> tuple[float, float, dict[str, int]]:
+def sums(world: World) -> tuple[float, float, dict[str, int], KeyRows | None]:
     mesh = build_mesh(ParallelSpec(tp=2, cp=1, dp=2), torch.device("cpu"))
     plan, mine = step_one(mesh.at.dp)
     got = StepReducer(mesh, STRATEGIES).reduce(
@@ -126,7 +135,7 @@ def sums(world: World) -> tuple[float, float, dict[str, int]]:
         gradient_square=torch.tensor(float(world.rank + 1), dtype=torch.float64),
         done=mine,
     )
-    return got.loss, got.gradient_norm, got.shardings
+    return got.loss, got.gradient_norm, got.shardings, got.key_rows
 
 
 @pytest.mark.full
@@ -136,8 +145,24 @@ def test_sums_count_every_pipeline_once() -> None:
     chosen = [s.strategy for d in range(2) for s in step_one(d)[1].shardings]
     expected = {name: chosen.count(name) for name in STRATEGIES}
     assert sum(expected.values()) == 4
+    pipelines = [step_one(d)[1] for d in range(2)]
+    rows = [key_rows(mine.shardings, mine.local_tokens) for mine in pipelines]
     for got in run_local(sums, 4, start_group=True, timeout_s=600):
-        assert got == (1.5 + 2.5, 10.0**0.5, expected)
+        assert got == (1.5 + 2.5, 10.0**0.5, expected, rows[0] + rows[1])
+
+
+def test_one_rank_of_a_pipeline_counts_what_its_cp_ranks_exchange() -> None:
+    _, mine = step_one(0)
+    needed = replace(mine.shardings[0], exchange=KeyExchange.NEEDED)
+    mine = replace(mine, shardings=(needed, *mine.shardings[1:]))
+    for tp, counted in ((0, True), (1, False)):
+        mesh: Any = SimpleNamespace(
+            parallel=ParallelSpec(), world_size=1, at=Coordinates(tp=tp, cp=0, pp=0, dp=0)
+        )
+        reducer = StepReducer(mesh, STRATEGIES)
+        rows = key_rows(mine.shardings, mine.local_tokens) if counted else KeyRows()
+        assert rows.num_by_need == counted
+        assert reducer._counts(mine)[2:5] == [rows.num_by_need, rows.received, rows.gathered]
 
 
 def simulated(digests: list[int], pipeline_digest: int = 5) -> bool:

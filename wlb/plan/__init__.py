@@ -21,6 +21,8 @@ from wlb.plan.documents import Pieces as Pieces
 from wlb.plan.documents import cut_at as cut_at
 from wlb.plan.documents import split_long as split_long
 from wlb.plan.errors import UserError as UserError
+from wlb.plan.exchange import KeyRows as KeyRows
+from wlb.plan.exchange import key_rows as key_rows
 from wlb.plan.exchange import least_rows_received as least_rows_received
 from wlb.plan.exchange import rows_gathered as rows_gathered
 from wlb.plan.exchange import rows_moved as rows_moved

@@ -6,10 +6,50 @@ exchange by need moves these rows and no others; an all-gather moves all rows. C
 [num_spans, cp], without a loop over tokens.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from wlb.plan.arrays import IntArray
-from wlb.plan.sharding import ShardingPlan
+from wlb.plan.sharding import KeyExchange, ShardingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRows:
+    """Key rows that micro-batches exchange, each counted at the CP rank that receives most.
+
+    num_by_need: micro-batches whose ranks receive only rows that they read. received: rows of all
+    micro-batches; gathered: the same if all were by all-gathers.
+    """
+
+    num_by_need: int = 0
+    received: int = 0
+    gathered: int = 0
+
+    def __add__(self, other: "KeyRows") -> "KeyRows":
+        return KeyRows(
+            num_by_need=self.num_by_need + other.num_by_need,
+            received=self.received + other.received,
+            gathered=self.gathered + other.gathered,
+        )
+
+    @property
+    def share(self) -> float:
+        """Rows received over an all-gather's."""
+        return self.received / self.gathered if self.gathered else 1.0
+
+
+def key_rows(shardings: Sequence[ShardingPlan], local_tokens: Sequence[int]) -> KeyRows:
+    """Key rows of micro-batches with these rows on every CP rank, padding included."""
+    by_need = received = gathered = 0
+    for sharding, rows in zip(shardings, local_tokens, strict=True):
+        all_rows = rows_gathered(sharding, local_tokens=rows)
+        gathered += all_rows
+        is_needed = sharding.exchange == KeyExchange.NEEDED and sharding.cp > 1
+        by_need += is_needed
+        received += int(rows_moved(sharding).sum(axis=1).max()) if is_needed else all_rows
+    return KeyRows(num_by_need=by_need, received=received, gathered=gathered)
 
 
 def rows_read(sharding: ShardingPlan) -> IntArray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray
 from wlb.plan.errors import UserError
+from wlb.plan.exchange import KeyRows
 from wlb.plan.packing import PackingPlan
 from wlb.plan.telemetry import Telemetry
 
@@ -28,8 +29,9 @@ class StepCounts:
     it. num_overdue: pieces later than the policy's maximum delay. mean_delay, max_delay: iterations
     from the step that was next when a token's global batch came to the one that trains it, per
     token; 0 where a policy that packs several batches trains it early. cp_imbalance: predicted
-    attention time of the slowest over the mean CP rank; sharding_counts: micro-batches by strategy.
-    Both are known once micro-batches are sharded, not from packing alone.
+    attention time of the slowest over the mean CP rank; sharding_counts: micro-batches by strategy;
+    key_rows: what CP ranks exchange, None for one rank and in files of earlier versions. These are
+    known once micro-batches are sharded, not from packing alone.
     """
 
     origin: ClassVar[str]
@@ -44,6 +46,7 @@ class StepCounts:
     max_delay: int = 0
     cp_imbalance: float = 1.0
     sharding_counts: tuple[tuple[str, int], ...] = ()
+    key_rows: KeyRows | None = None
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary with the keys of metrics.jsonl; `from_json` reads it again."""
@@ -51,6 +54,8 @@ class StepCounts:
         data["origin"] = self.origin
         data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
         data["sharding_counts"] = dict(self.sharding_counts)
+        if self.key_rows is None:
+            del data["key_rows"]
         return data
 
     @classmethod
@@ -69,6 +74,8 @@ class StepCounts:
         if _PADDING_IN_FILES in data:
             values["num_padding_tokens"] = data[_PADDING_IN_FILES]
         values["sharding_counts"] = tuple(data["sharding_counts"].items())
+        if values.get("key_rows") is not None:
+            values["key_rows"] = KeyRows(**values["key_rows"])
         if "degrees" in names:
             values["degrees"] = tuple(data.get("degrees", ()))
         elif values.get("telemetry") is not None:

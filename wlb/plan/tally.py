@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from wlb.plan.exchange import KeyRows
 from wlb.plan.metrics import MeasuredStep, StepMetrics, degrees_of
 from wlb.plan.ranks import RankTable, Straggler
 from wlb.plan.telemetry import Moments, Spread, Telemetry, Work
@@ -145,6 +146,7 @@ class Tally:
     losses: list[float] = field(default_factory=list[float])
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     shardings: dict[str, int] = field(default_factory=dict[str, int])
+    key_rows: KeyRows = KeyRows()
     token_delays: float = 0.0
     max_delay: int = 0
     overdue: int = 0
@@ -168,6 +170,7 @@ class Tally:
             self.losses.append(measured.loss)
         for name, count in measured.sharding_counts:
             self.shardings[name] = self.shardings.get(name, 0) + count
+        self.key_rows += measured.key_rows or KeyRows()
         self.token_delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
         self.overdue += predicted.num_overdue

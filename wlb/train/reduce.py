@@ -15,11 +15,13 @@ from torch import Tensor
 
 from wlb.kernels.segments import copy_to_device
 from wlb.parallel.mesh import Mesh
-from wlb.plan import FloatArray, PipelinePlan, StepPlan
+from wlb.plan import FloatArray, KeyRows, PipelinePlan, StepPlan, key_rows
 from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
 _STOPS = (Stop.FILE, Stop.SIGNAL)
+_BEFORE_STRATEGIES = 5
+"""Counts of a pipeline before those of its strategies."""
 
 Plans = list[tuple[StepPlan, PipelinePlan]]
 
@@ -32,12 +34,14 @@ class PlanMismatch(RuntimeError):
 class StepSums:
     """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
     cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
-    micro-batches. shardings: micro-batches by strategy. stop: the strongest request to stop."""
+    micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
+    without any. stop: the strongest request to stop."""
 
     loss: float
     gradient_norm: float
     cp_imbalance: float
     shardings: dict[str, int]
+    key_rows: KeyRows | None = None
     stop: Stop = Stop.NO
 
 
@@ -77,27 +81,35 @@ class StepReducer:
         total = vector.tolist()
         num_values = 2 + len(counts)
         self._check(total[num_values:], ahead)
-        slowest, mean, *rest = total[2:num_values]
+        slowest, mean, by_need, received, gathered, *rest = total[2:num_values]
         counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
             gradient_norm=math.sqrt(total[1]),
             cp_imbalance=slowest / mean if mean else 1.0,
             shardings={n: int(c) for n, c in zip(self.strategies, counts, strict=True)},
+            key_rows=KeyRows(
+                num_by_need=int(by_need), received=int(received), gathered=int(gathered)
+            )
+            if gathered
+            else None,
             stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:
-        """Slowest and mean CP rank's predicted ns, and how often each strategy was chosen."""
-        out = [0.0] * (2 + len(self.strategies))
+        """Slowest and mean CP rank's predicted ns, key rows, and how often each strategy was
+        chosen."""
+        out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
             # One rank of each pipeline contributes its counts.
             return out
+        rows = key_rows(done.shardings, done.local_tokens)
+        out[2:_BEFORE_STRATEGIES] = [rows.num_by_need, rows.received, rows.gathered]
         for sharding in done.shardings:
             out[0] += float(sharding.latency_ns.max())
             out[1] += float(sharding.latency_ns.mean())
-            out[2 + self.strategies.index(sharding.strategy)] += 1
+            out[_BEFORE_STRATEGIES + self.strategies.index(sharding.strategy)] += 1
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:

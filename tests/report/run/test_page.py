@@ -239,6 +239,21 @@ def test_the_page_warns_of_documents_later_than_the_maximum_delay(tmp_path: Path
     assert "5 pieces of documents were trained later than packing.max_delay, up to 13" in late
 
 
+def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
+    lines = [step(done) for done in (1, 2)]
+    text = text_of(run_page(read_run(write(tmp_path / "old", [start(), *lines]))))
+    assert "keys exchanged" not in text
+    for line in lines:
+        line["measured"] |= {
+            "sharding_counts": {"balanced": 4},
+            "key_rows": {"num_by_need": 3, "received": 250, "gathered": 1000},
+        }
+    text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
+    assert "keys exchanged 25.0%" in text
+    assert "by need in 6 of 8 micro-batches" in text
+    assert "sharding.exchange = gather, cp.overlap = false" in text
+
+
 def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> None:
     line = step(1)
     line["measured"]["telemetry"]["work"]["peak_flops"] = 0.0

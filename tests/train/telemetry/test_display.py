@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.plan.test_telemetry import record
 from tests.words import lacks
-from wlb.plan import MeasuredStep, RankTable, StepMetrics, Straggler, Work
+from wlb.plan import KeyRows, MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.plan.tally import Tally
 from wlb.report import tables
 from wlb.train.telemetry.display import HEADINGS, Display, StepFigures, TimeLeft, fitting, summary
@@ -172,6 +172,21 @@ def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     tally.stragglers.add(replace(empty, stragglers=(STRAGGLER,)))
     assert "rank 3 on gpu[007] (node 1; tp 1, cp 1" in said(tally)
     assert "named in 1 of 2 tables" in said(tally)
+
+
+def test_the_summary_says_how_keys_were_exchanged_where_ranks_did() -> None:
+    def said(rows: KeyRows | None) -> str:
+        tally, console = Tally(), Console(file=StringIO(), width=250)
+        for step in range(2):
+            tally.add(replace(metrics(step), key_rows=rows), PREDICTED, None)
+        summary(console, tally, files={}, wall="1.0 s")
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue()
+
+    assert "keys exchanged" not in said(None)
+    text = said(KeyRows(num_by_need=1, received=300, gathered=800))
+    assert "by need in 2 of 4 micro-batches" in text
+    assert "37.5% of an all-gather's rows" in text
 
 
 def test_the_summary_has_mfu_where_the_peak_is_known() -> None:

@@ -213,6 +213,13 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
+    if tally.key_rows.gathered:
+        table.add_row(
+            "keys exchanged",
+            f"by need in {tally.key_rows.num_by_need} of {sum(tally.shardings.values())} "
+            f"micro-batches; the CP rank that received most: {tally.key_rows.share:.1%} of an "
+            f"all-gather's rows",
+        )
     tokens = tally.ours.tokens - tally.skipped_tokens
     rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(

@@ -25,6 +25,7 @@ class RecordSteps(Hook):
             plan.predicted,
             cp_imbalance=sums.cp_imbalance,
             sharding_counts=tuple(sums.shardings.items()),
+            key_rows=sums.key_rows,
         )
         measured = MeasuredStep.of(
             predicted,

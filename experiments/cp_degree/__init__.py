@@ -1,0 +1,1 @@
+"""Compares fixed CP degrees, Megatron's schedulers of dynamic CP, and what dynamic degrees add."""
