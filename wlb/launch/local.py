@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -26,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from wlb.launch.told import in_words
 from wlb.parallel import world as worlds
 from wlb.plan import UserError, check_at_least
 
@@ -372,9 +372,7 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            # The first line leaves notes out.
-            summary = traceback.format_exception_only(error)[0].strip()
-            details = "".join(traceback.format_exception(error))
+            summary, details = in_words(error)
             failure = _Failure(
                 rank=job.world.rank, error=summary, details=details, at_s=time.monotonic()
             )

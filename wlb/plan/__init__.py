@@ -20,6 +20,7 @@ from wlb.plan.documents import Piece as Piece
 from wlb.plan.documents import Pieces as Pieces
 from wlb.plan.documents import cut_at as cut_at
 from wlb.plan.documents import split_long as split_long
+from wlb.plan.errors import RunError as RunError
 from wlb.plan.errors import UserError as UserError
 from wlb.plan.exchange import least_rows_received as least_rows_received
 from wlb.plan.exchange import rows_gathered as rows_gathered
