@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +33,7 @@ from multiprocessing.connection import (
 from pathlib import Path
 from typing import Any
 
+from wlb.data.leftovers import made_and_held, own_name, sweep
 from wlb.plan import (
     NO_CHANGES,
     PipelinePlan,
@@ -80,11 +80,8 @@ class Address:
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
             return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
-        name = f"wlb-planner-{token[:16]}-{node}"
-        # A socket's path has at most 107 bytes; a batch job's TMPDIR can be longer.
-        roots = (tempfile.gettempdir(), "/tmp")
-        path = min((f"{root}/{name}/socket" for root in roots), key=lambda p: len(p) > _LONGEST)
-        return cls(path=path, key=token.encode())
+        own = own_name(f"planner.{token[:16]}.{node}")
+        return cls(path=str(own / "socket"), key=token.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +125,8 @@ class PlannerProcess:
     ) -> None:
         self.address = address or Address.new()
         self._folder = self.address.folder
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep()
+        self._held = made_and_held(self._folder)
         job = PlanningJob(
             make=make,
             args=args,
@@ -148,7 +146,7 @@ class PlannerProcess:
         self._process.stdin.write(pickle.dumps(job))
         self._process.stdin.close()
         if self._process.stdout.readline() != b"listening\n":
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             raise PlanningError(
                 f"the planner process ended with {self._process.wait()} at its start"
             )
@@ -158,7 +156,13 @@ class PlannerProcess:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
 
 
 class PlannerLost(PlanningError, RunError):
