@@ -124,8 +124,8 @@ def test_nothing_is_left_of_a_killed_run_after_the_next(
         time.sleep(0.05)
     assert semaphores(process.pid) or list(place.iterdir())  # what a kill leaves
     following = start(script, 0)
-    following.communicate()
-    assert following.returncode == 0
+    _, said = following.communicate()
+    assert (following.returncode, said) == (0, "")
     assert [path for path in place.iterdir() if path.name.startswith("wlb.")] == []
     assert list(place.glob("pymp-*")) == []
     assert semaphores(process.pid) == semaphores(following.pid) == []

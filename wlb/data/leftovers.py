@@ -5,7 +5,6 @@ an unlocked one is nobody's. Named semaphores of multiprocessing carry their own
 and its namespace; the resource tracker removes them unless it is killed as well.
 """
 
-import atexit
 import contextlib
 import functools
 import os
@@ -14,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing import process
+from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,11 @@ def process_folder(pid: int) -> Path:
     descriptor = made_and_held(folder)
 
     def remove() -> None:
-        # A fork of this process has this function as well.
-        if os.getpid() == pid:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(descriptor)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
-    atexit.register(remove)
+    # After multiprocessing's own folder in it (-100), which it cannot miss. Forks do not call this.
+    util.Finalize(None, remove, exitpriority=-200)
     return folder
 
 
