@@ -208,7 +208,7 @@ def test_ranks_end_with_the_launcher(tmp_path, sent):
     assert code != 0
     _assert_gone(pids)
     if sent != signal.SIGKILL:
-        assert list(tmp_path.glob("wlb-ranks-*")) == []
+        assert list(tmp_path.glob("wlb.*")) == []
 
 
 def _reported_before_it_dies(world: worlds.World, note: Path) -> None:

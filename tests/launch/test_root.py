@@ -1,17 +1,23 @@
 """Tests the watch of several nodes whose ranks, aggregators or whole nodes are lost."""
 
+import asyncio
 import contextlib
 import re
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.nodes import WatchedNodes
+from tests.launch.nodes import BOUND_S, WatchedNodes
+from tests.launch.ports import socket_count
 from tests.sets import full
-from wlb.launch.wire import pack
+from wlb.launch import root as roots
+from wlb.launch.failure import RankStatus
+from wlb.launch.root import RootAggregator, WatchLimits
+from wlb.launch.wire import Member, Strangers, pack
 
 pytestmark = pytest.mark.process
 
@@ -165,3 +171,62 @@ def test_a_stranger_does_not_stop_a_run(tmp_path: Path, said: bytes) -> None:
             rank.goodbye()
         assert nodes.end() == [0, 0]
         assert nodes.told.empty()
+
+
+def test_many_strangers_do_not_stop_a_run(tmp_path: Path) -> None:
+    """150 that say nothing to each of the root's ports: all but the newest few are closed."""
+    with nodes_of(tmp_path, 1) as nodes, contextlib.ExitStack() as opened:
+        (process,), spare = nodes.processes, 16
+        before = socket_count(process.pid)
+        for port in (nodes.layout.leaders[0].port, nodes.layout.roots[0][1]):
+            strangers = [
+                opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+                for _ in range(150)
+            ]
+            # The root's port waits for ranks of a lost aggregator too: here two.
+            for stranger in strangers[: -(spare + 2)]:
+                stranger.settimeout(BOUND_S)
+                assert stranger.recv(1) == b""
+        assert socket_count(process.pid) <= before + 2 * spare + 2 + 1  # one is being accepted
+        for rank in nodes.ranks:
+            rank.goodbye()
+        assert nodes.end() == [0]
+        assert nodes.told.empty()
+
+
+class DyingMember(Member):
+    """A rank's connection; when the rank is asked to report, it and another one are gone."""
+
+    def __init__(self, root: RootAggregator, rank: int) -> None:
+        super().__init__("", root, Strangers(1))
+        self.ranks, self.heard_s = {rank: "here"}, float("inf")
+        self.root, self.others = root, list[Member]()
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, dict):
+            for member in self.others:
+                self.root.lost(member)
+
+    def close(self) -> None:
+        pass
+
+
+def test_ranks_that_die_while_one_is_asked_to_report_break_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SETTLE_S", "STACKS_S"):
+        monkeypatch.setattr(roots, name, 0.0)
+
+    async def run() -> dict[int, RankStatus]:
+        limits = WatchLimits(world_size=3, silence_s=600.0, stuck_s=600.0, logs=tmp_path)
+        root = RootAggregator(limits)
+        members = [DyingMember(root, rank) for rank in range(3)]
+        for member in members:
+            root.joined(member)
+        members[0].others = members[:2]
+        root.lost(members[2])
+        await asyncio.wait_for(root.run(), BOUND_S)
+        return root._seen
+
+    seen = asyncio.run(run())
+    assert [seen[rank].is_dead for rank in range(3)] == [True] * 3

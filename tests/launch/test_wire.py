@@ -18,6 +18,8 @@ from wlb.launch.wire import (
     FrameError,
     Line,
     Member,
+    Strangers,
+    admit,
     introduction,
     pack,
 )
@@ -81,12 +83,78 @@ class Transport(asyncio.Transport):
         self.is_ended = True
 
 
+TOO_MANY = 150
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", pack("x" * 200)[:-1], struct.pack(">I", 2**31), b"GET / HTTP/1.1\r\n\r\n", b"\0" * 4096],
+    ids=["nothing", "half a token", "a length", "http", "zeros"],
+)
+def test_many_strangers_leave_room_and_no_bytes(said: bytes) -> None:
+    """Oldest first: what remains is bounded, and a peer of the job still gets in."""
+
+    async def run() -> None:
+        listener, strangers = Heard(), Strangers(2)
+        listening = socket.create_server(("127.0.0.1", 0), backlog=TOO_MANY)
+        address = listening.getsockname()
+        door = asyncio.ensure_future(admit(listening, "the token", listener, strangers))
+        try:
+            ends = []
+            for _ in range(TOO_MANY):
+                reader, writer = await asyncio.open_connection(*address)
+                writer.write(said)
+                ends.append((reader, writer))
+            most = 2 + 16
+            gone = ends[:-most]
+            assert all(await asyncio.gather(*(is_closed(reader) for reader, _ in gone)))
+            assert len(strangers) <= most
+            assert strangers.num_kept <= most * (4 + MOST_TOKEN_BYTES)
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(introduction("the token", {0: "here"}, name="") + pack({0: {}}))
+            while len(listener.said) < 2:
+                await asyncio.sleep(0)
+            assert listener.said == [("joined", {0: "here"}, ""), ("heard", {"0": {}})]
+            assert strangers.num_known == 1
+            for _, each in [*ends, (reader, writer)]:
+                each.close()
+            while strangers.num_known or len(strangers):
+                await asyncio.sleep(0)
+            assert listener.said[-1] == "lost"
+        finally:
+            door.cancel()
+
+    asyncio.run(asyncio.wait_for(run(), 600))
+
+
+def test_a_connection_that_is_gone_is_forgotten() -> None:
+    """A timer that still ran would keep all that it holds for half a minute."""
+
+    async def connect() -> None:
+        strangers = Strangers(1)
+        member = Member("token", Heard(), strangers)
+        member.connection_made(Transport())
+        assert len(strangers) == 1
+        member.connection_lost(None)
+        assert member._end.cancelled()
+        assert len(strangers) == 0
+
+    asyncio.run(connect())
+
+
 def heard_of(data: bytes, *, cut: int) -> tuple[list[Any], bool]:
     """Returns what an aggregator heard of a connection, and whether it ended it."""
 
     async def connect() -> tuple[list[Any], bool]:
         listener, transport = Heard(), Transport()
-        member = Member("token of the run", listener)
+        member = Member("token of the run", listener, Strangers(1))
         member.connection_made(transport)
         for part in (data[:cut], data[cut:]):
             if not transport.is_ended:

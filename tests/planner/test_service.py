@@ -1,6 +1,8 @@
 """Tests the planner process: order, clients, resuming, the end, failures, and no torch in it."""
 
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +21,8 @@ from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import PackerOptions, VarLenPacker
 from wlb.plan import PlannerState, UserError
-from wlb.planner import Planner
-from wlb.planner.service import Address, PlanClient, PlannerProcess
+from wlb.planner import Planner, service
+from wlb.planner.service import Address, PlanClient, PlannerProcess, PlanningError, SignsOfLife
 
 pytestmark = pytest.mark.process
 
@@ -210,6 +212,83 @@ def test_a_dead_planner_is_named() -> None:
         with pytest.raises(RuntimeError, match="planner process of this node has died"):
             list(iter(client.next, "never"))
         client.close()
+
+
+def test_a_stopped_planner_is_named() -> None:
+    with process() as made:
+        client = PlanClient(made.address, 0, silence_s=1.0)
+        assert client.next() is not None
+        os.kill(made._process.pid, signal.SIGSTOP)
+        said = rf"process {made._process.pid} on .*, state T\) gave no sign of life for 1 s"
+        with pytest.raises(PlanningError, match=said):
+            list(iter(client.next, "never"))
+        client.close()
+
+
+def test_a_planner_that_is_stopped_before_a_rank_connects_is_named() -> None:
+    with process() as made:
+        os.kill(made._process.pid, signal.SIGSTOP)
+        with pytest.raises(PlanningError, match="gave no sign of life for 1 s"):
+            PlanClient(made.address, 0, silence_s=1.0)
+
+
+class Clock:
+    """Stands in for the module time."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SignsOfLife, Clock]:
+    """Returns what watches a planner process of which there is no sign, and its clock."""
+    clock = Clock()
+    monkeypatch.setattr(service, "time", clock)
+    address = Address(path=str(tmp_path / "socket"), key=b"")
+    address.alive.write_text("nobody")
+    signs = SignsOfLife(address, 60.0)
+    signs.begin()
+    signs.look()
+    return signs, clock
+
+
+def looks(signs: SignsOfLife, clock: Clock, *, until_s: float) -> None:
+    while clock.now_s < until_s:
+        clock.now_s += 1.0
+        signs.look()
+
+
+def test_a_planner_that_takes_long_is_waited_for(
+    watched: tuple[SignsOfLife, Clock], tmp_path: Path
+) -> None:
+    signs, clock = watched
+    looks(signs, clock, until_s=60.0)
+    os.utime(tmp_path / "alive", ns=(1, 1))  # its thread did
+    looks(signs, clock, until_s=120.0)
+    with pytest.raises(PlanningError, match="gave no sign of life for 60 s"):
+        looks(signs, clock, until_s=122.0)
+
+
+def test_a_planner_whose_thread_is_held_up_by_a_solver_is_waited_for(
+    watched: tuple[SignsOfLife, Clock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signs, clock = watched
+    fields = ["R"] + ["0"] * 20
+    monkeypatch.setattr(service, "_process_status", lambda _: fields)
+    looks(signs, clock, until_s=60.0)
+    fields[11] = "1"
+    looks(signs, clock, until_s=120.0)
+    with pytest.raises(PlanningError, match="state R"):
+        looks(signs, clock, until_s=122.0)
+
+
+def test_who_was_suspended_too_blames_nobody(watched: tuple[SignsOfLife, Clock]) -> None:
+    signs, clock = watched
+    clock.now_s = 1000.0
+    signs.look()
+    looks(signs, clock, until_s=1060.0)
 
 
 def test_the_socket_is_private_and_removed() -> None:

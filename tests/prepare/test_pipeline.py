@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from wlb.prepare import (
     PrepareOptions,
     folder_documents,
     load_tokenizer,
+    pipeline,
     prepare,
     prepare_store,
 )
@@ -150,6 +153,59 @@ def test_an_interruption_anywhere_changes_nothing(corpus, tmp_path):
         assert again.num_kept == min(max(0, at - 1), made.num_shards)
         assert contents(out) == contents(reference)
         assert not out.with_suffix(".parts").exists()
+
+
+def test_an_interrupted_overwrite_goes_on_with_the_same_command(corpus, tmp_path):
+    """The store that is replaced stays until its parts are merged."""
+    asked = {"shard_bytes": 9000, "seed": 4}
+    calls = []
+    made = prepare_store(options(corpus, tmp_path / "ref", **asked), progress=calls.append)
+    for at in range(1, len(calls) + 1):
+        out = tmp_path / f"at{at}" / "x"
+        prepare_store(options(corpus, out))
+        before, again = contents(out), options(corpus, out, overwrite=True, **asked)
+        with pytest.raises(Interrupt):
+            prepare_store(again, progress=interrupted_at(at))
+        assert contents(out) == before
+        assert prepare_store(again).num_kept == min(max(0, at - 1), made.num_shards)
+        assert contents(out) == contents(tmp_path / "ref")
+        assert prepare_store(again).reused
+        assert not out.with_suffix(".parts").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_parts_whose_manifest_is_lost_are_made_again(corpus, tmp_path, overwrite):
+    """They may be of other arguments."""
+    with pytest.raises(Interrupt):
+        prepare_store(options(corpus, tmp_path / "x"), progress=interrupted_at(5))
+    (tmp_path / "x.parts" / "manifest.json").unlink()
+    made = prepare_store(options(corpus, tmp_path / "x", seed=4, overwrite=overwrite))
+    assert made.num_kept == 0
+    prepare_store(options(corpus, tmp_path / "ref", seed=4))
+    assert contents(tmp_path / "x") == contents(tmp_path / "ref")
+
+
+def test_a_second_preparation_waits_although_the_lock_file_is_gone(corpus, tmp_path, monkeypatch):
+    out, second, waits = tmp_path / "x", [], threading.Event()
+    lock_folder = pipeline.locked_folder
+
+    def noted(path):
+        if threading.current_thread() is not threading.main_thread():
+            waits.set()
+        return lock_folder(path)
+
+    def start_second(status):
+        if not second:
+            out.with_suffix(".lock").unlink()
+            pool = ThreadPoolExecutor(1)
+            second.append(pool.submit(prepare_store, options(corpus, out, processes=1)))
+            assert waits.wait(600)
+
+    monkeypatch.setattr(pipeline, "locked_folder", noted)
+    first = prepare_store(options(corpus, out), progress=start_second)
+    assert not first.reused
+    assert second[0].result(600).reused
+    assert not out.with_suffix(".parts").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "summary"])

@@ -8,11 +8,12 @@ from typing import Any
 from wlb.cli.options import add_flag, add_overrides, add_text
 from wlb.cli.output import needs_train_extra
 from wlb.cli.system import with_system
-from wlb.plan import UserError
+from wlb.plan import RunError, UserError
 from wlb.planner.service import PlanningError
 from wlb.report.tables import console
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
 from wlb.train import dry_run
+from wlb.train.faults.full import full_disk
 from wlb.train.faults.stop import Signals
 
 _DESCRIPTION = """\
@@ -92,7 +93,6 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
     with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
-        from wlb.train.checkpoint.saver import CheckpointError
     screen = console()
     try:
         start.train(
@@ -103,7 +103,12 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
             signals=signals,
             started_s=started_s,
         )
-    except (RankFailure, FloatingPointError, CheckpointError, PlanningError) as failure:
+    except (RankFailure, FloatingPointError, RunError, PlanningError) as failure:
+        print(f"wlb train: {failure}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if (failure := full_disk(error)) is None:
+            raise
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:

@@ -203,10 +203,10 @@ class TokenStoreWriter:
             preparation=self.preparation,
             **self._origin,
         )
-        _sync_and_close(self._file)
         index_path, targets_path = (store_path(self.prefix, end) for end in (".idx", ".targets"))
         index, targets = temporary_name(index_path), temporary_name(targets_path)
         try:
+            _sync_and_close(self._file)
             with open(index, "wb") as file:
                 write_index(file, self._lengths, self._dtype)
                 _sync_and_close(file)

@@ -20,7 +20,7 @@ from typing import Any
 from wlb.launch.failure import AggregatorLoss
 from wlb.launch.node import NodeAggregator
 from wlb.launch.root import RootAggregator, WatchLimits
-from wlb.launch.wire import Listener, Member
+from wlb.launch.wire import Listener, Strangers, admit
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Launchers send these signals to all processes of a job; the ranks decide how to react."""
@@ -30,8 +30,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 class AggregatorJob:
     """token: of the run. ranks: of this node. roots: addresses of the root and its standby.
     root_name, root_ranks: of the root's node. is_root, is_standby: this process is that.
-    listener, root_listener: file descriptors; the second is -1 on other nodes. Others: see
-    `WatchLimits`."""
+    listener, root_listener: file descriptors; the second is -1 on other nodes. num_nodes: of the
+    run. Others: see `WatchLimits`."""
 
     token: str
     ranks: list[int]
@@ -42,6 +42,7 @@ class AggregatorJob:
     is_standby: bool
     listener: int
     root_listener: int
+    num_nodes: int
     world_size: int
     silence_s: float
     stuck_s: float
@@ -103,10 +104,11 @@ async def serve(job: AggregatorJob) -> None:
         name=process_name(os.getpid()),
         on_root_lost=root_lost,
     )
-    await _listen(job.token, job.listener, node)
-    watching = None
+    watching, doors = None, [_door(job, job.listener, node, num_expected=len(job.ranks))]
     if root is not None:
-        await _listen(job.token, job.root_listener, root)
+        # Ranks of this node come as well where its aggregator is lost.
+        num = job.num_nodes + len(job.ranks)
+        doors.append(_door(job, job.root_listener, root, num_expected=num))
         watching = asyncio.ensure_future(root.run())
     await loop.connect_read_pipe(lambda: _Parent(node), sys.stdin)
     await node.run()
@@ -114,12 +116,16 @@ async def serve(job: AggregatorJob) -> None:
         while not (await asyncio.wait([watching], timeout=limits.check_s))[0]:
             if not root.is_active or (node.is_parent_gone and not root.members):
                 watching.cancel()
+    for door in doors:
+        door.cancel()
 
 
-async def _listen(token: str, descriptor: int, listener: Listener) -> None:
-    await asyncio.get_running_loop().create_server(
-        lambda: Member(token, listener), sock=socket.socket(fileno=descriptor), backlog=4096
-    )
+def _door(
+    job: AggregatorJob, descriptor: int, listener: Listener, *, num_expected: int
+) -> "asyncio.Task[None]":
+    listening = socket.socket(fileno=descriptor)
+    strangers = Strangers(num_expected)
+    return asyncio.ensure_future(admit(listening, job.token, listener, strangers))
 
 
 class _Parent(asyncio.Protocol):

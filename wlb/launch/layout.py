@@ -78,6 +78,7 @@ class WatchLayout:
             is_standby=node == 1,
             listener=local.fileno(),
             root_listener=root.fileno() if node < 2 else -1,
+            num_nodes=len(self.nodes),
             world_size=limits.world_size,
             silence_s=limits.silence_s,
             stuck_s=limits.stuck_s,

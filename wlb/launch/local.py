@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -26,6 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from wlb.data.leftovers import process_folder, temporary_folder
+from wlb.launch.told import in_words
 from wlb.parallel import world as worlds
 from wlb.plan import UserError, check_at_least
 
@@ -109,7 +110,7 @@ def run_local(
     check_at_least("world_size", world_size, 1)
     task = _pickled_task(fn, args)
     environment = worlds.environment(OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size)))
-    with tempfile.TemporaryDirectory(prefix="wlb-ranks-") as folder, _signals_exit():
+    with _signals_exit(), temporary_folder("ranks") as folder:
         ranks = _LocalRanks(
             _RankJob(
                 world=worlds.World(
@@ -187,6 +188,20 @@ def _ignoring_interrupts() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
+@contextlib.contextmanager
+def _own_temporary_files() -> Iterator[None]:
+    """Let multiprocessing make its folder, which the server's socket is in, in one that the next
+    start of wlb removes if this process is killed."""
+    before = tempfile.tempdir
+    config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore
+    if config.get("tempdir") is None:
+        tempfile.tempdir = str(process_folder(os.getpid()))
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
 class _LocalRanks:
     """Processes of a run in rank order, and the pipes that carry their results."""
 
@@ -200,7 +215,11 @@ class _LocalRanks:
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
-        with worlds.temporary_environment(OMP_NUM_THREADS="1"), _ignoring_interrupts():
+        with (
+            worlds.temporary_environment(OMP_NUM_THREADS="1"),
+            _ignoring_interrupts(),
+            _own_temporary_files(),
+        ):
             forkserver.ensure_running()
         for job in self.jobs:
             receiver, sender = context.Pipe(duplex=False)
@@ -372,9 +391,7 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            # The first line leaves notes out.
-            summary = traceback.format_exception_only(error)[0].strip()
-            details = "".join(traceback.format_exception(error))
+            summary, details = in_words(error)
             failure = _Failure(
                 rank=job.world.rank, error=summary, details=details, at_s=time.monotonic()
             )

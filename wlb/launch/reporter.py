@@ -11,6 +11,7 @@ from typing import Any
 from wlb.launch.failure import LAST_LINES, AggregatorLoss, FailureReport, RankStatus, report_alone
 from wlb.launch.position import Position
 from wlb.launch.root import REGROUP_S, SETTLE_S, STACKS_S, WatchLimits
+from wlb.launch.told import in_words
 from wlb.launch.wire import END, OK, STACK, Line, introduction
 
 _MOST_CHARACTERS = 4000
@@ -75,14 +76,14 @@ class Reporter:
 
     def raised(self, error: BaseException) -> None:
         """Report this rank's failure and wait to be ended; return if nobody does."""
-        lines = traceback.format_exception(error)
-        cause = error
+        line, trace = in_words(error)
         # torch's schedules wrap exceptions of a stage.
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
+        while trace and error.__cause__ is not None:
+            error = error.__cause__
+            line = in_words(error)[0]
         self._failure = {
-            "error": _short(traceback.format_exception_only(cause)[0].strip()),
-            "lines": [_short(line) for line in "".join(lines).splitlines()[-LAST_LINES:]],
+            "error": _short(line),
+            "lines": [_short(line) for line in trace.splitlines()[-LAST_LINES:]],
         }
         self._line.wake()
         self._thread.join(

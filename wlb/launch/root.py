@@ -207,7 +207,9 @@ class RootAggregator:
         )
         for seen in self._living():
             message = {"report": [report.rank, report.error, report.text], "of": seen.rank}
-            self._member_of[seen.rank].send(message)
+            if (member := self._member_of.get(seen.rank)) is None:
+                continue  # It was lost while others were asked.
+            member.send(message)
             if await self._is_written_by(seen):
                 break
         self._send_all(END)

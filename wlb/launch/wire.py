@@ -1,8 +1,9 @@
 """Messages of the watch on TCP: frames of a length and compact JSON, and both kinds of their ends.
 
 `Line` is a rank's blocking end, `Member` an aggregator's end of whoever reports to it. A connection
-begins with the run's token; one without it is closed, and cannot make its peer keep more than
-`MOST_TOKEN_BYTES`.
+begins with the run's token. One that has not shown it is a stranger: it is closed when it says
+anything else, after 30 s, or when too many come (`Strangers`), and cannot make its peer keep more
+than `MOST_TOKEN_BYTES`.
 """
 
 import asyncio
@@ -22,6 +23,9 @@ MOST_TOKEN_BYTES = 256
 _LENGTH = struct.Struct(">I")
 _RECEIVED_BYTES = 1 << 16
 _TOKEN_WAIT_S = 30.0
+_SPARE = 16
+"""Connections beyond those of the job that a listening socket may have."""
+_ACCEPT_PAUSE_S = 0.1
 
 OK, WELCOME, STACK, END = "ok", "welcome", "stack", "end"
 """Messages of an aggregator: message received; the root knows this member; send your stack; end."""
@@ -60,9 +64,14 @@ class FrameDecoder:
             del self._bytes[:end]
             try:
                 message = json.loads(body)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise FrameError("a message that is not JSON") from None
             yield message
+
+    @property
+    def num_kept(self) -> int:
+        """Bytes of a message that is not complete."""
+        return len(self._bytes)
 
 
 def introduction(token: str, places: Mapping[int, str], *, name: str) -> bytes:
@@ -146,6 +155,60 @@ class Listener(Protocol):
     def lost(self, member: "Member") -> None: ...
 
 
+class Strangers:
+    """The connections to a listening socket that have not shown the token, oldest first.
+
+    A peer of the job shows it with its first bytes, so that the oldest leave where a socket has
+    more connections than peers it waits for (num_expected) and a few spare ones.
+    """
+
+    def __init__(self, num_expected: int) -> None:
+        self.num_expected, self.num_known = num_expected, 0
+        self._waiting: dict[Member, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_kept(self) -> int:
+        """Bytes kept of them."""
+        return sum(member.num_kept for member in self._waiting)
+
+    def came(self, member: "Member") -> None:
+        self._waiting[member] = None
+        most = max(0, self.num_expected - self.num_known) + _SPARE
+        while len(self._waiting) > most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.refuse()
+
+    def known(self, member: "Member") -> None:
+        """It has shown the token."""
+        self._waiting.pop(member, None)
+        self.num_known += 1
+
+    def left(self, member: "Member", *, was_known: bool) -> None:
+        self._waiting.pop(member, None)
+        self.num_known -= was_known
+
+
+async def admit(
+    listening: socket.socket, token: str, listener: Listener, strangers: Strangers
+) -> None:
+    """Accept connections to a socket until this is cancelled, one after the other: asyncio's own
+    server accepts as many as there are at once, with a traceback for each beyond the open files."""
+    loop = asyncio.get_running_loop()
+    with listening:
+        listening.setblocking(False)
+        while True:
+            try:
+                peer, _ = await loop.sock_accept(listening)
+            except OSError:  # The peer left, or no file can be opened until others do.
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            await loop.connect_accepted_socket(lambda: Member(token, listener, strangers), peer)
+
+
 class Member(asyncio.Protocol):
     """A connection that an aggregator accepted, of a rank or of another aggregator.
 
@@ -153,29 +216,42 @@ class Member(asyncio.Protocol):
     heard_s: time of its last message by the monotonic clock.
     """
 
-    def __init__(self, token: str, listener: Listener) -> None:
+    def __init__(self, token: str, listener: Listener, strangers: Strangers) -> None:
         self.ranks: dict[int, str] = {}
         self.name = ""
         self.heard_s = 0.0
         self.is_open = False
-        self._token, self._listener = token, listener
+        self._token, self._listener, self._strangers = token, listener, strangers
         self._is_known = False
         self._decoder = FrameDecoder(MOST_TOKEN_BYTES)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_open = transport, True
-        asyncio.get_running_loop().call_later(_TOKEN_WAIT_S, self._leave_strangers)
+        self._end = asyncio.get_running_loop().call_later(_TOKEN_WAIT_S, self.refuse)
+        self._strangers.came(self)
+
+    @property
+    def num_kept(self) -> int:
+        """Bytes kept of a message that is not complete."""
+        return self._decoder.num_kept
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self._decoder.feed(data):
                 self._take(message)
         except FrameError:
-            self._transport.abort()
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
+        # Until it fires, a timer would keep this object.
+        self._end.cancel()
+        self._strangers.left(self, was_known=self._is_known)
         if self.ranks:
             self._listener.lost(self)
 
@@ -193,6 +269,8 @@ class Member(asyncio.Protocol):
             if not hmac.compare_digest(json.dumps(message), json.dumps(self._token)):
                 raise FrameError("a token of another run")
             self._is_known, self._decoder.most_bytes = True, MOST_BYTES
+            self._end.cancel()
+            self._strangers.known(self)
             return
         self.heard_s = time.monotonic()
         if self.ranks:
@@ -201,7 +279,3 @@ class Member(asyncio.Protocol):
             self.ranks = {int(rank): place for rank, place in message["ranks"].items()}
             self.name = message["name"]
             self._listener.joined(self)
-
-    def _leave_strangers(self) -> None:
-        if not self._is_known:
-            self._transport.abort()

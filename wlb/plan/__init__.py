@@ -20,6 +20,7 @@ from wlb.plan.documents import Piece as Piece
 from wlb.plan.documents import Pieces as Pieces
 from wlb.plan.documents import cut_at as cut_at
 from wlb.plan.documents import split_long as split_long
+from wlb.plan.errors import RunError as RunError
 from wlb.plan.errors import UserError as UserError
 from wlb.plan.exchange import KeyRows as KeyRows
 from wlb.plan.exchange import key_rows as key_rows

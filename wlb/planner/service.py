@@ -13,24 +13,41 @@ import pickle
 import secrets
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import (
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
 from pathlib import Path
 from typing import Any
 
-from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PriceSchedule, StepPlan, UserError
+from wlb.data.leftovers import made_and_held, own_name, sweep
+from wlb.plan import (
+    NO_CHANGES,
+    PipelinePlan,
+    PlannerState,
+    PriceSchedule,
+    RunError,
+    StepPlan,
+    UserError,
+)
 from wlb.planner.compose import Planner
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_WATCH_S = 1.0
+_BEAT_S = 0.25
+"""Seconds between a planner process's signs of life."""
 _LONGEST = 100
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
 """Beginning of the last line of a UserError's traceback."""
@@ -44,6 +61,16 @@ class Address:
     path: str
     key: bytes
 
+    @property
+    def folder(self) -> Path:
+        """Of the socket; nobody else can read it."""
+        return Path(self.path).parent
+
+    @property
+    def alive(self) -> Path:
+        """A file that has the number of the process, which touches it as long as it runs."""
+        return self.folder / "alive"
+
     @classmethod
     def new(cls, token: str = "", node: int = 0, folder: str = "") -> "Address":
         """The address for a node of the run that drew `token` (empty = draw one here).
@@ -53,11 +80,8 @@ class Address:
         token = token or secrets.token_hex(16)
         if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
             return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
-        name = f"wlb-planner-{token[:16]}-{node}"
-        # A socket's path has at most 107 bytes; a batch job's TMPDIR can be longer.
-        roots = (tempfile.gettempdir(), "/tmp")
-        path = min((f"{root}/{name}/socket" for root in roots), key=lambda p: len(p) > _LONGEST)
-        return cls(path=path, key=token.encode())
+        own = own_name(f"planner.{token[:16]}.{node}")
+        return cls(path=str(own / "socket"), key=token.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +124,9 @@ class PlannerProcess:
         address: Address | None = None,
     ) -> None:
         self.address = address or Address.new()
-        self._folder = Path(self.address.path).parent
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = self.address.folder
+        sweep()
+        self._held = made_and_held(self._folder)
         job = PlanningJob(
             make=make,
             args=args,
@@ -121,7 +146,7 @@ class PlannerProcess:
         self._process.stdin.write(pickle.dumps(job))
         self._process.stdin.close()
         if self._process.stdout.readline() != b"listening\n":
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove_folder()
             raise PlanningError(
                 f"the planner process ended with {self._process.wait()} at its start"
             )
@@ -131,7 +156,103 @@ class PlannerProcess:
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
+
+
+class PlannerLost(PlanningError, RunError):
+    """The process that plans has died or is stopped."""
+
+
+class SignsOfLife:
+    """Tells a planner process that computes for long from one that is stopped.
+
+    Its thread touches a file; code outside of Python may hold that thread up, but takes processor
+    time. silence_s: without a sign for so long it counts as stopped; 0 = never.
+    """
+
+    def __init__(self, address: Address, silence_s: float) -> None:
+        self._file, self.silence_s = address.alive, silence_s
+        self._last: tuple[int, int] | None = None
+        self._sign_s = self._looked_s = 0.0
+
+    @property
+    def look_s(self) -> float | None:
+        """Seconds between two looks of one who waits; None = no look."""
+        return min(1.0, self.silence_s / 10) if self.silence_s else None
+
+    def begin(self) -> None:
+        """Begin to wait for an answer."""
+        self._sign_s = self._looked_s = time.monotonic()
+        self._last = None
+
+    def look(self) -> None:
+        """PlannerLost if there was no sign for `silence_s`."""
+        now_s, sign = time.monotonic(), self._sign()
+        # A late look means that this process was suspended itself.
+        if sign != self._last or now_s - self._looked_s > self.silence_s / 2:
+            self._sign_s, self._last = now_s, sign
+        self._looked_s = now_s
+        if now_s - self._sign_s > self.silence_s:
+            raise self.lost()
+
+    def lost(self) -> PlannerLost:
+        """The error of a planner process that is stopped."""
+        pid, state = self._pid(), ""
+        with contextlib.suppress(OSError, IndexError):
+            state = f", state {_process_status(pid)[0]}"
+        return PlannerLost(
+            f"the planner process of this node (process {pid} on {socket.gethostname()}{state}) "
+            f"gave no sign of life for {self.silence_s:g} s: it is stopped; go on from the last "
+            f"checkpoint with --resume"
+        )
+
+    def _sign(self) -> tuple[int, int]:
+        """When the file was touched, and the processor time so far; 0 where it cannot be told."""
+        touched_ns = ticks = 0
+        with contextlib.suppress(OSError):
+            touched_ns = self._file.stat().st_mtime_ns
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            ticks = sum(map(int, _process_status(self._pid())[11:13]))
+        return touched_ns, ticks
+
+    def _pid(self) -> str:
+        try:
+            return self._file.read_text() or "?"
+        except OSError:
+            return "?"
+
+
+def _process_status(pid: str) -> list[str]:
+    """Fields of Linux's /proc/PID/stat from the state (one letter) on: 11 and 12 are user and
+    system time."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
+    """As multiprocessing's Client, but no read waits longer than `signs.silence_s`."""
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.connect(address.path)
+        if signs.silence_s:
+            whole_s, part_s = divmod(signs.silence_s, 1)
+            limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection: Connection[Any, Any] = Connection(opened.detach())
+    try:
+        answer_challenge(connection, address.key)
+        deliver_challenge(connection, address.key)
+    except BlockingIOError:
+        connection.close()
+        raise signs.lost() from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class PlanClient:
@@ -139,11 +260,14 @@ class PlanClient:
 
     A step is asked for when it is about to be received, never earlier: the single server then never
     blocks on a rank that is not reading. It plans ahead by itself. needs_state: whether plans come
-    with the planner's state, which holds every waiting document.
+    with the planner's state, which holds every waiting document. silence_s: see `SignsOfLife`.
     """
 
-    def __init__(self, address: Address, pipeline: int, *, needs_state: bool = True) -> None:
-        self._connection: Connection[Any, Any] = Client(address.path, authkey=address.key)
+    def __init__(
+        self, address: Address, pipeline: int, *, needs_state: bool = True, silence_s: float = 0.0
+    ) -> None:
+        self._signs = SignsOfLife(address, silence_s)
+        self._connection = _connected(address, self._signs)
         self._received: list[tuple[StepPlan, PipelinePlan]] = []
         self._ended = False
         self._error: PlanningError | None = None
@@ -173,24 +297,33 @@ class PlanClient:
         try:
             self._connection.send(prices)
         except ConnectionError:
-            raise PlanningError(_DIED) from None
+            raise PlannerLost(_DIED) from None
 
     def close(self) -> None:
         self._connection.close()
 
     def _fill(self, count: int) -> None:
         while len(self._received) < count and not self._ended:
-            try:
-                self._connection.send("next")
-                item = self._connection.recv()
-            except (EOFError, ConnectionError):
-                raise PlanningError(_DIED) from None
+            item = self._ask()
             if isinstance(item, str):
                 self._error = PlanningError.of(item)
             if item is None or isinstance(item, str):
                 self._ended = True
             else:
                 self._received.append(item)
+
+    def _ask(self) -> Any:
+        """The next answer; PlannerLost if the process has died or is stopped."""
+        self._signs.begin()
+        try:
+            self._connection.send("next")
+            while not self._connection.poll(self._signs.look_s):
+                self._signs.look()
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise PlannerLost(_DIED) from None
+        except BlockingIOError:  # It was stopped within an answer.
+            raise self._signs.lost() from None
 
 
 class PlanServer:
@@ -317,21 +450,24 @@ def _main() -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     job: PlanningJob = pickle.load(sys.stdin.buffer)
-    watch = threading.Thread(target=_end_with, args=(os.getppid(), job.address), daemon=True)
+    job.address.alive.write_text(str(os.getpid()))
+    watch = threading.Thread(target=_live_with, args=(os.getppid(), job.address), daemon=True)
     watch.start()
     with Listener(job.address.path, authkey=job.address.key) as listener:
         sys.stdout.write("listening\n")
         sys.stdout.flush()
         PlanServer(job, listener).serve()
-    shutil.rmtree(Path(job.address.path).parent, ignore_errors=True)
+    shutil.rmtree(job.address.folder, ignore_errors=True)
 
 
-def _end_with(parent: int, address: Address) -> None:
-    """End this process when the rank that started it is gone, because no other rank may connect
-    then."""
+def _live_with(parent: int, address: Address) -> None:
+    """Give signs of life, and end this process when the rank that started it is gone, because no
+    other rank may connect then."""
     while os.getppid() == parent:
-        time.sleep(_WATCH_S)
-    shutil.rmtree(Path(address.path).parent, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.utime(address.alive)
+        time.sleep(_BEAT_S)
+    shutil.rmtree(address.folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -16,6 +16,7 @@ from wlb.prepare.records import InputFile
 
 Manifest = dict[str, Any]
 
+MANIFEST = "manifest.json"
 _FORMAT = 1
 _MOST_NAMED = 5
 
@@ -58,26 +59,54 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     return found + changed
 
 
-def open_manifest(path: Path, manifest: Manifest) -> bool:
-    """Writes the manifest, or finds it (True); UserError where a different one exists."""
+def is_manifest(path: Path, manifest: Manifest) -> bool:
+    """Whether `path` is this manifest."""
+    try:
+        return json.loads(path.read_bytes()) == manifest
+    except (OSError, ValueError):
+        return False
+
+
+def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) -> bool:
+    """Whether `path` is this manifest already; else its folder is emptied and gets it.
+
+    UserError where a different one exists, unless overwrite is set.
+    """
     try:
         old: Any = json.loads(path.read_bytes())
         found = differences(old, manifest)
     except FileNotFoundError:
-        write_text(path, json.dumps(manifest))
-        return False
+        problem = ""
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
+        problem = (
             f"{path} is not the manifest of a preparation ({error!r}); remove its folder, or use "
             f"--overwrite"
-        ) from None
-    if found:
-        raise UserError(
+        )
+    else:
+        if not found:
+            return True
+        problem = (
             f"an interrupted preparation in {path.parent} has other arguments or inputs: "
             f"{'; '.join(found)}. Use the same arguments to continue it, or start anew with "
             f"--overwrite"
         )
-    return True
+    if problem and not overwrite:
+        raise UserError(problem)
+    # Parts of other arguments may be left even where their manifest is not.
+    remove_parts(path.parent)
+    write_text(path, json.dumps(manifest))
+    return False
+
+
+def remove_parts(folder: Path, *, with_manifest: bool = False) -> None:
+    """Empties a folder of parts. The manifest stays, or goes last: while there are parts, it says
+    of which arguments they are, also where this is interrupted."""
+    for entry in folder.iterdir():
+        if entry.name != MANIFEST:
+            entry.unlink()
+    if with_manifest:
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:

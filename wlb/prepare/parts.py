@@ -9,6 +9,7 @@ the record nearest to the limit changes sides.
 import hashlib
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -193,10 +194,14 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
 
 
 def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
-    """Removes temporary files of names that start with `prefix`, left by killed processes."""
+    """Removes temporary files and folders of names that start with `prefix`, left by killed
+    processes."""
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
-            os.unlink(entry.path)
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
 
 
 def draw(seed: int, name: str) -> float:

@@ -6,7 +6,6 @@ on training records, into `<out>.parts` (`tokenizer.py`). 3. Encode every shard 
 Cost: memory of one document a process; on disk the tokens twice until parts are removed.
 """
 
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,13 +18,16 @@ import numpy as np
 from wlb.data.store import TokenStore, store_path
 from wlb.plan import UserError
 from wlb.prepare.encode import BPE, EncoderChoice, TextChoice
-from wlb.prepare.files import locked, write_text
+from wlb.prepare.files import locked, locked_folder, write_text
 from wlb.prepare.manifest import (
+    MANIFEST,
     Manifest,
     check_unchanged,
+    is_manifest,
     manifest_digest,
     manifest_of,
     open_manifest,
+    remove_parts,
 )
 from wlb.prepare.parts import (
     PartJob,
@@ -102,11 +104,10 @@ def prepare_store(
         found = preparation.finished()
         if found is None:
             preparation.check_heldout()
-            num_shards, num_kept = preparation.make()
-            found = preparation.finished()
-            if found is None:
-                raise RuntimeError(f"{options.out} was replaced while it was prepared")
-            found = replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
+        if found is None or preparation.parts.exists():
+            # Parts are locked too: the lock file of a process that makes them may be gone.
+            with locked_folder(preparation.parts):
+                found = preparation.finished_or_made()
     return replace(found, time_s=time.perf_counter() - began)
 
 
@@ -186,15 +187,33 @@ class _Preparation:
         size = sum(file.size for file in self.files)
         return report_of(*stores, num_files=len(self.files), num_bytes=size)
 
+    @property
+    def parts(self) -> Path:
+        """The folder of the parts."""
+        return store_path(self.options.out, ".parts")
+
+    def finished_or_made(self) -> StoreReport:
+        """The report of a store that another process made meanwhile, or that this one makes."""
+        if (found := self.finished()) is not None:
+            self.tidy()
+            return found
+        num_shards, num_kept = self.make()
+        if (found := self.finished()) is None:
+            raise RuntimeError(f"{self.options.out} was replaced while it was prepared")
+        return replace(found, num_shards=num_shards, num_kept=num_kept, reused=False)
+
+    def tidy(self) -> None:
+        """Removes parts of a finished store, which a call that was killed at its end has left."""
+        folder = self.parts
+        if is_manifest(folder / MANIFEST, self.manifest) or not any(folder.iterdir()):
+            remove_parts(folder, with_manifest=True)
+
     def make(self) -> tuple[int, int]:
         """Makes parts, then stores; returns the numbers of shards and of parts that existed."""
-        options, folder = self.options, store_path(self.options.out, ".parts")
-        if options.overwrite and folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        is_begun = open_manifest(folder / "manifest.json", self.manifest)
+        options, folder = self.options, self.parts
+        is_begun = open_manifest(folder / MANIFEST, self.manifest, overwrite=options.overwrite)
         remove_unfinished(folder)
-        for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout."):
+        for suffix in (".bin.", ".idx.", ".targets.", ".json.", "-heldout.", "-tokenizer."):
             remove_unfinished(folder.parent, prefix=f"{Path(options.out).name}{suffix}")
         size = sum(file.size for file in self.files)
         shard_bytes = options.shard_bytes or int(np.clip(size // _NUM_SHARDS, *_SHARD_BYTES))
@@ -207,7 +226,7 @@ class _Preparation:
             about = self.choice.about(tokenizer.path, tokenizer.vocabulary)
         except UserError:
             if not is_begun:  # no part exists that would be lost
-                shutil.rmtree(folder)
+                remove_parts(folder, with_manifest=True)
             raise
         job = PartJob(
             folder=str(folder),
@@ -224,7 +243,7 @@ class _Preparation:
         about |= {"tokenizer_config": tokenizer.config} if tokenizer.config else {}
         about["tokenizer_checksum"] = tokenizer.checksum
         self._publish(job, [summary for summary, _ in made], about)
-        shutil.rmtree(folder)
+        remove_parts(folder, with_manifest=True)
         return len(shards), sum(existed for _, existed in made)
 
     def _publish(

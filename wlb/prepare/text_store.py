@@ -19,7 +19,7 @@ from wlb.data.store import TokenStore, file_checksum, store_path
 from wlb.plan import IntArray, UserError, check_at_least, check_between
 from wlb.prepare.encode import END_OF_TEXT, TextChoice, Vocabulary
 from wlb.prepare.files import found_or_made, write_text
-from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, totals
+from wlb.prepare.parts import PartJob, heldout_rows, merge_parts, remove_unfinished, totals
 from wlb.prepare.pipeline import encode_parts
 from wlb.prepare.records import OnError, document_shards
 from wlb.prepare.request import Status, StoreReport, report_of
@@ -61,6 +61,8 @@ def prepare(
     fingerprint = hashlib.blake2b(inputs.encode(), digest_size=16).hexdigest()
 
     def make() -> None:
+        for side in ("-train.", "-heldout.", "-tokenizer."):
+            remove_unfinished(Path(prefix).parent, prefix=f"{Path(prefix).name}{side}")
         texts = _sample(documents, heldout_fraction, seed, sample_bytes)
         tokenizer = train_bpe(texts, vocab_size)
         path = _paths(prefix)[2]
@@ -69,7 +71,9 @@ def prepare(
         assert eos_id is not None
         size = tokenizer.get_vocab_size()
         choice = TextChoice(in_pieces=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        ) as folder:
             job = PartJob(
                 folder=folder,
                 choice=choice,

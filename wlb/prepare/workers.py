@@ -19,6 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
 
+from wlb.data.leftovers import name_semaphores
 from wlb.plan import UserError
 from wlb.prepare.encode import RecordEncoder
 from wlb.prepare.parts import PartJob, PartSummary, encode_shard
@@ -74,6 +75,7 @@ def _open_pool(
             return encode_shard(job, encoder, number, shard, is_stopped=stop.is_set)
 
         return ThreadPoolExecutor(num_workers), stop, encode
+    name_semaphores()
     context = get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(

@@ -3,11 +3,11 @@
 import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from wlb.data.leftovers import temporary_folder
 from wlb.plan import UserError
 from wlb.rehearse import shim
 from wlb.rehearse.prove import Proof, prove
@@ -90,10 +90,10 @@ def rehearse_each(
     """`rehearse` for several runs, one after the other, which saves the start of torch for each. A
     run that would be refused has the error as its result. ranks: of all runs, or of each."""
     wanted = [ranks] * len(specs) if isinstance(ranks, str) else ranks
-    with tempfile.TemporaryDirectory(prefix="wlb-rehearse-") as name:
+    with temporary_folder("rehearse") as name:
         requests: list[Request] = []
         for i, (spec, text) in enumerate(zip(specs, wanted, strict=True)):
-            folder = Path(name) / str(i)
+            folder = name / str(i)
             folder.mkdir()
             spec = resolve_dp(spec, spec.parallel.world_size)
             request = Request(
@@ -107,7 +107,7 @@ def rehearse_each(
                 folder=folder,
             )
             requests.append(request)
-        _work(requests, Path(name), tell)
+        _work(requests, name, tell)
         return [_found(request) for request in requests]
 
 

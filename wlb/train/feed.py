@@ -45,7 +45,9 @@ class PlanFeed:
             )
         dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.
-        self._client = PlanClient(address, mesh.at.dp, needs_state=world.rank == 0)
+        self._client = PlanClient(
+            address, mesh.at.dp, needs_state=world.rank == 0, silence_s=spec.training.heartbeat_s
+        )
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:

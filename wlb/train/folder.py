@@ -12,6 +12,7 @@ from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.faults.lock import NAME as LOCK
 from wlb.train.faults.lock import RunLock
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
@@ -24,8 +25,8 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
     UserError where nothing can be written, or another process trains that run."""
     with claiming(job.spec):
         lock.take()
-        _move_older_aside(job, console)
-        job.directory.mkdir(parents=True, exist_ok=True)
+        if _move_older_aside(job, console):
+            lock.take_next()
         with tempfile.TemporaryFile(dir=job.directory) as file:
             file.write(bytes(_TRIED_BYTES))
 
@@ -55,17 +56,20 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
             )
 
 
-def _move_older_aside(job: Job, console: Console) -> None:
-    """On resume only checkpoints later than the one that is gone on from are."""
+def _move_older_aside(job: Job, console: Console) -> bool:
+    """Whether the folder was moved; on resume only checkpoints later than the one that is gone on
+    from are."""
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")
         for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
             console.print(f"a later checkpoint is now {path}")
-    elif directory.exists() and any(directory.iterdir()):
+    elif any(path.name != LOCK for path in directory.iterdir()):
         names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
         aside = directory.rename(next(path for path in names if not path.exists()))
         console.print(f"an older run of this name is now {aside}")
+        return True
+    return False
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:

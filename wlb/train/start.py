@@ -5,7 +5,6 @@ the layout needs (a single rank runs in this one). A run that cannot work is ref
 computes.
 """
 
-import tempfile
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
+from wlb.data.leftovers import temporary_folder
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
 from wlb.packing import with_s_max
@@ -110,8 +110,8 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
             request = StopRequest(checked.run.stop_file, rank=0, signals=asked.signals)
             _started_rank(World(), job, choice.kind, request)
             return
-        with tempfile.TemporaryDirectory(prefix="wlb-stop-") as folder:
-            told = Path(folder) / "told"
+        with temporary_folder("stop") as folder:
+            told = folder / "told"
             asked.signals.pass_on(told)
             run_local(
                 local_rank,

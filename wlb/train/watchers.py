@@ -5,6 +5,7 @@ from wlb.plan import Place
 from wlb.spec import RunSpec, VerifyData
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import EvaluateHeldOut, Evaluator
+from wlb.train.faults.kept import KeepFolder
 from wlb.train.faults.stop import StopRequest
 from wlb.train.faults.verify import VerifyStores
 from wlb.train.hooks import Hook
@@ -61,6 +62,8 @@ def hooks_of(
         # Before checkpoints, so that none is saved of a store that was found wrong.
         VerifyStores(job.train_store, job.heldout_store) if verifies else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
+        # Before hooks that take long or save.
+        KeepFolder(job.directory) if mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,
         TellStop(stop_request),

@@ -111,6 +111,7 @@ def test_training_goes_on_while_a_copy_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, job = one_rank(spec_of(tmp_path, corpus))
+    job.directory.mkdir(parents=True)
     may_write, write = threading.Event(), saver.state_dict_saver.save
 
     def later(*arguments: Any, **named: Any) -> Any:
@@ -457,6 +458,9 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
     assert "the checkpoint after step 2 could not be written" in done.stdout
     assert "the last checkpoint, after step 3, could not be written" in done.stderr
     assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    (told,) = [line for line in done.stderr.splitlines() if "could not be written" in line]
+    assert "make room or correct run.output_dir, and go on with --resume" in told
     assert not list((tmp_path / "runs" / "small" / "checkpoints").iterdir())
     assert len(Run(spec).steps) == 3
 

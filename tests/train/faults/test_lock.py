@@ -4,7 +4,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
+import stat
 import subprocess
 import sys
 from io import StringIO
@@ -66,22 +68,98 @@ def test_a_process_that_is_killed_lets_go(tmp_path: Path) -> None:
     taken.close()
 
 
+FLOCK = fcntl.flock
+
+
+def lock_files_only(descriptor: int, how: int) -> None:
+    """Locks as NFS does, which wants a descriptor that can be written."""
+    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    FLOCK(descriptor, how)
+
+
 def test_a_machine_that_is_gone_is_waited_for_and_may_be_overruled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "OTHER_MACHINE_S", 0.3)
-    gone, second = said_by(tmp_path / "mine")[0], said_by(tmp_path / "mine")
-    gone.take()
-    assert gone._file is not None
-    gone.path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
-    remedy = rf"process 7 on n12 since 2026-11-01; .*its machine is gone, remove {gone.path}\)"
+    monkeypatch.setattr(fcntl, "flock", lock_files_only)
+    gone, second = said_by(tmp_path / "mine"), said_by(tmp_path / "mine")
+    gone[0].take()
+    said = f"is on a file system that locks files, not folders, such as NFS .* leave {gone[0].path}"
+    assert re.search(said, gone[1].getvalue())
+    gone[0].path.write_text('{"pid": 7, "host": "n12", "since": "2026-11-01"}')
+    remedy = rf"process 7 on n12 since 2026-11-01; .*its machine is gone, remove {gone[0].path}\)"
     with pytest.raises(ValueError, match=remedy):
         second[0].take()
     assert second[1].getvalue().count("waiting for") == 1
-    gone.path.unlink()
+    gone[0].path.unlink()
     second[0].take()
     second[0].close()
-    gone._file.close()
+    gone[0].close()
+
+
+@pytest.mark.parametrize("how", ["link to the folder", "lock removed", "lock replaced"])
+def test_a_folder_is_locked_whatever_leads_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(lock, "SAME_MACHINE_S", 0.1)
+    monkeypatch.setattr(lock, "OTHER_MACHINE_S", 0.1)
+    first = said_by(tmp_path / "mine")[0]
+    first.take()
+    name = tmp_path / "mine"
+    if how == "link to the folder":
+        name = tmp_path / "other" / "theirs"
+        name.parent.mkdir()
+        name.symlink_to(tmp_path / "mine")
+    else:
+        first.path.unlink()
+    if how == "lock replaced":
+        first.path.touch()
+    second = said_by(name)[0]
+    with pytest.raises(ValueError, match="is being trained by process"):
+        second.take()
+    first.close()
+    second.take()
+    second.close()
+    assert not any((tmp_path / "mine").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "fifo", "folder"])
+def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path: Path, kind: str) -> None:
+    theirs = tmp_path / "thesis.txt"
+    theirs.write_text("years of work")
+    taken = said_by(tmp_path / "mine")[0]
+    taken.path.parent.mkdir()
+    make = {
+        "symlink": lambda: taken.path.symlink_to(theirs),
+        "hard link": lambda: taken.path.hardlink_to(theirs),
+        "fifo": lambda: os.mkfifo(taken.path),
+        "folder": lambda: taken.path.mkdir(),
+    }
+    make[kind]()
+    with pytest.raises(ValueError, match=rf"{taken.path} is a lock, but a link or no regular file"):
+        taken.take()
+    assert theirs.read_text() == "years of work"
+    taken.path.rmdir() if kind == "folder" else taken.path.unlink()
+    taken.take()
+    taken.close()
+
+
+def test_a_new_folder_of_the_name_is_locked_when_the_old_one_was_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SAME_MACHINE_S", 0.1)
+    first, second = said_by(tmp_path / "mine")[0], said_by(tmp_path / "mine")[0]
+    first.take()
+    aside = first.directory.rename(tmp_path / "mine.1")
+    first.take_next()
+    with pytest.raises(ValueError, match="is being trained by process"):
+        second.take()
+    moved = said_by(aside)[0]
+    moved.take()
+    for each in (moved, first):
+        each.close()
+        assert not any(each.directory.iterdir())
 
 
 def test_a_file_system_without_locks_is_said_once(

@@ -50,13 +50,22 @@ def hang() -> None:
     time.sleep(1000)
 
 
-def kill_watch() -> None:
-    """Kills the aggregator that this rank started, then waits."""
+def child(name: bytes) -> int:
+    """Returns the process with `name` in its command that this rank started."""
     children = Path(f"/proc/{os.getpid()}").glob("task/*/children")
     pids = [pid for each in children for pid in each.read_text().split()]
-    (watch,) = [pid for pid in pids if b"aggregator" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(watch), signal.SIGKILL)
+    (found,) = [pid for pid in pids if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(found)
+
+
+def kill_watch() -> None:
+    """Kills the aggregator that this rank started, then waits."""
+    os.kill(child(b"aggregator"), signal.SIGKILL)
     hang()
+
+
+def stop_planner() -> None:
+    os.kill(child(b"wlb.planner.service"), signal.SIGSTOP)
 
 
 class HeardReporter(Reporter):
@@ -168,6 +177,15 @@ def test_a_watch_that_is_killed(tmp_path: Path, corpus: Path) -> None:
     assert re.match(r"the watch of rank 0, 1, 2, 3 \(.*\) died; rank \d reports it", str(failure))
     (written,) = (tmp_path / "runs" / "small").glob("failure.txt")
     assert written.read_text().count("the watch of rank 0, 1, 2, 3") == 1
+
+
+@pytest.mark.full
+def test_a_planner_that_is_stopped_is_named(tmp_path: Path, corpus: Path) -> None:
+    """Ranks wait for it, and none of them is to blame."""
+    failure = broken_run(tmp_path, corpus, (0,), stop_planner)
+    said = r"planner process of this node \(process \d+ on .*, state T\) gave no sign of life for"
+    assert re.search(rf"{said} {HEARTBEAT_S:g} s", failure.error)
+    assert len(re.findall(said, str(failure))) <= 2  # first line, and the end of its traceback
 
 
 @pytest.mark.full

@@ -16,15 +16,14 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from wlb.data.leftovers import temporary_folder
 from wlb.plan import UserError
 
 _PRINTED = 0.0005
@@ -144,8 +143,8 @@ def _run_cbc(problem: Any, limits: SolverLimits) -> Outcome:
     bundled = getattr(pulp, "PULP_CBC_CMD", None)
     # A seed of 0 means the time of day to CBC.
     seed = 1 + limits.seed % (2**31 - 1)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "cbc.log"
+    with temporary_folder("solver") as folder:
+        log = folder / "cbc.log"
         api = pulp.COIN_CMD(
             path=bundled.pulp_cbc_path if bundled else None,
             msg=False,

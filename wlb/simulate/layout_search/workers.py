@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TypeVar
 
+from wlb.data.leftovers import name_semaphores
 from wlb.plan import check_at_least
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         if self.jobs > 1:
+            name_semaphores()
             self.pool = ProcessPoolExecutor(
                 self.jobs,
                 mp_context=get_context("spawn"),

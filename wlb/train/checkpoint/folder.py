@@ -51,14 +51,31 @@ def list_complete(directory: Path) -> list[Path]:
 
 
 def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False) -> ToResume:
-    """Return the checkpoint that `--resume` names; UserError if there is none.
+    """Return the checkpoint that `--resume` names; UserError if there is none. One that a crash
+    left between its old and its new name is put back first.
 
     asked: None = no --resume, "" = the newest, "auto" = the newest if any, else a step or a folder.
     fallback: "auto" passes over newest ones that `check_files` refuses, if there is another.
     """
+    if asked is not None:
+        put_back(directory)
     if asked == AUTO:
         return _newest_sound(directory, fallback=fallback)
     return ToResume(None if asked is None else _asked_for(directory, asked))
+
+
+def replaced_of(directory: Path, step: int) -> Path:
+    """The name of a checkpoint while another one of its step takes its place."""
+    return directory / f"partial-replaced-{step:08d}"
+
+
+def put_back(directory: Path) -> None:
+    """Give checkpoints their names back whose successor never got it."""
+    for replaced in directory.glob("partial-replaced-*"):
+        final = folder_of(directory, int(replaced.name.rpartition("-")[2]))
+        # One whose successor is there may be half removed.
+        if not final.exists():
+            replaced.rename(final)
 
 
 def _newest_sound(directory: Path, *, fallback: bool) -> ToResume:

@@ -31,7 +31,7 @@ from wlb.model.llama import EMBEDDING, HEAD
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
-from wlb.plan import PlannerState, UserError
+from wlb.plan import PlannerState, RunError, UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.host_memory import give_back_freed
@@ -45,7 +45,7 @@ _TIMEOUT = timedelta(hours=2)
 Stages = dict[int, Llama]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written; older ones are untouched."""
 
 
@@ -200,7 +200,9 @@ class CheckpointSaver:
     def _make_room(self, partial: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        # Without parents: a run's folder that was removed or renamed does not come back.
+        self.directory.mkdir(exist_ok=True)
+        partial.mkdir()
 
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
         """Manifest entries of all ranks; CheckpointError on all if one cannot read its files."""
@@ -233,15 +235,25 @@ class CheckpointSaver:
             )
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
-        final = checkpoint.folder_of(self.directory, task.step)
-        replaced = self.directory / f"partial-replaced-{task.step:08d}"
-        if final.exists():
-            final.rename(replaced)
-        partial.rename(final)
-        _sync_folder(self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._publish(partial, task.step)
         for old in checkpoint.list_complete(self.directory)[: -self.spec.checkpoint.keep]:
             _remove(old)
+
+    def _publish(self, partial: Path, step: int) -> None:
+        """Give a whole checkpoint its name; one that has it stays until then."""
+        final = checkpoint.folder_of(self.directory, step)
+        replaced = checkpoint.replaced_of(self.directory, step)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        _sync_folder(self.directory)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 class _Reader(hf_storage.HuggingFaceStorageReader):

@@ -1,31 +1,45 @@
 """Lock of a run's folder: two trainings at a time would mix their checkpoints.
 
-The launching process, or rank 0 of ranks started by others, holds `.NAME.lock` beside the folder by
-flock, which ends with the process; the file names the owner. An owner on another machine may be
-gone with it: a file server then keeps the lock for a while, which a requeued job waits for.
+The launching process, or rank 0 of ranks started by others, holds flocks of the folder itself,
+whatever names lead to it, and of the file `.lock` in it, which names the owner; they end with the
+process. NFS locks the file alone. An owner on another machine may be gone with it: a file server
+then keeps the lock for a while, which a requeued job waits for.
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import socket
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from wlb.data.lock import NoLocks, is_named, lock, make_folder, open_lock_file
 from wlb.plan import UserError
 
+NAME = ".lock"
 SAME_MACHINE_S = 2.0
 """Time to wait for an owner on this machine, which may be ending."""
 OTHER_MACHINE_S = 120.0
 """Time to wait for an owner elsewhere: NFSv4 servers keep locks of a lost client for 90 s by
 default."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class _Held(NamedTuple):
+    """Descriptors of a folder and of the lock file in it."""
+
+    folder: int
+    file: int
+
+    def release(self) -> None:
+        """Remove the file, and let go of both."""
+        with contextlib.suppress(OSError):
+            os.unlink(NAME, dir_fd=self.folder)
+        os.close(self.file)
+        os.close(self.folder)
 
 
 class RunLock:
@@ -33,13 +47,16 @@ class RunLock:
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
-        self.path = directory.with_name(f".{directory.name}.lock")
-        self._file: IO[str] | None = None
+        self.path = directory / NAME
+        self._held: _Held | None = None
+        self._said: set[str] = set()
+        self._remedy = ""
 
     def take(self) -> None:
-        """Wait for an owner that may be ending; UserError names the process that trains the run."""
-        begin, is_said = time.monotonic(), False
-        while self._file is None:
+        """Make the folder if it is absent and lock it. Waits for an owner that may be ending;
+        UserError names the process that trains the run."""
+        begin = time.monotonic()
+        while self._held is None:
             if self._attempt():
                 return
             owner = self._owner()
@@ -47,52 +64,89 @@ class RunLock:
             words = f"process {owner.get('pid', '?')} on {owner.get('host', 'another machine')}"
             if time.monotonic() - begin > (SAME_MACHINE_S if is_here else OTHER_MACHINE_S):
                 raise UserError(
-                    f"{self.directory} is being trained by {words} since {owner.get('since')}; end "
-                    f"that process or set run.name (if its machine is gone, remove {self.path})"
+                    f"{self.directory} is being trained by {words} since "
+                    f"{owner.get('since', 'an unknown time')}; end that process or set run.name "
+                    f"(if its machine is gone, {self._remedy})"
                 )
-            if not (is_here or is_said):
-                self.console.print(f"waiting for {self.path}, held by {words}")
-                is_said = True
+            if not is_here:
+                self._say(f"waiting for {self.path}, held by {words}")
             time.sleep(0.1)
 
+    def take_next(self) -> None:
+        """Take the folder that has this name now, after the one that is held was moved aside."""
+        moved, self._held = self._held, None
+        try:
+            self.take()
+        finally:
+            if moved is not None:
+                moved.release()
+
+    def close(self) -> None:
+        """Remove the file and release the lock."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
+
     def _attempt(self) -> bool:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
-            file = opened.enter_context(self.path.open("a+", encoding="utf-8"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The file may have been removed between opening and locking it.
-                if os.fstat(file.fileno()).st_ino != self.path.stat().st_ino:
-                    return False
-            except (BlockingIOError, FileNotFoundError):
+                folder = make_folder(self.directory)
+                opened.callback(os.close, folder)
+                file = open_lock_file(self.path, folder)
+                opened.callback(os.close, file)
+            except FileNotFoundError:
+                # The folder was moved aside or removed in between.
                 return False
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                self.console.print(
-                    f"{self.path.parent} is on a file system without locks ({error.strerror}): "
-                    f"make sure that no second process trains {self.directory.name} at the same "
-                    f"time"
-                )
+            if not self._is_locked(folder, file):
+                return False
+            if not (is_named(folder, self.directory) and is_named(file, self.path, folder)):
+                return False
+            since = datetime.now().isoformat(timespec="seconds")
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(owner).encode(), 0)
             opened.pop_all()
-        file.truncate(0)
-        since = datetime.now().isoformat(timespec="seconds")
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
-        file.flush()
-        self._file = file
+        self._held = _Held(folder, file)
         return True
+
+    def _is_locked(self, folder: int, file: int) -> bool:
+        """Whether both are locked, as far as the file system has locks; it says where not."""
+        problem = ""
+        try:
+            self._remedy = "train a copy of the folder, which has no lock"
+            if not lock(folder):
+                return False
+        except NoLocks as error:
+            self._remedy = f"remove {self.path}"
+            problem = (
+                f"{self.directory} is on a file system that locks files, not folders, such as NFS "
+                f"({error.strerror}): leave {self.path} there while the run trains"
+            )
+        try:
+            if not lock(file):
+                return False
+        except NoLocks as error:
+            problem = (
+                f"{self.directory} is on a file system without locks ({error.strerror}): make sure "
+                f"that no second process trains {self.directory.name} at the same time"
+            )
+        if problem:
+            self._say(problem)
+        return True
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.console.print(text)
 
     def _owner(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_text("utf-8"))
+            with open(self.path, encoding="utf-8", opener=_open_no_link) as file:
+                found = json.load(file)
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def close(self) -> None:
-        """Remove the file and release the lock."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-            self._file.close()
-            self._file = None
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)

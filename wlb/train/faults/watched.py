@@ -17,6 +17,7 @@ from wlb.launch.watch import Watch, WatchOptions
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.spec import RunSpec
+from wlb.train.faults.full import full_disk
 from wlb.train.telemetry.appended import AppendedFile
 
 LOGS = "logs"
@@ -50,11 +51,14 @@ def watched(
             watch = Watch(world, position, options, lambda report: _end(report, directory))
         try:
             yield
-        except Exception as error:
+        except Exception as raised:
+            error = full_disk(raised) or raised
             if watch is not None:
                 watch.raised(error)
             error.add_note(f"in {position.now().describe()}")
-            raise
+            if error is raised:
+                raise
+            raise error from raised
         if watch is not None:
             watch.close()
 

@@ -1,0 +1,86 @@
+"""Tests that saving survives a failure or a kill at each change of its files."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from tests.faults import BROKEN, FULL, NAMING, Action, changes, is_short_of_memory
+from tests.sets import full, nightly
+from tests.train.case import write_corpus
+from tests.train.checkpoint.test_saver import one_rank, spec_of
+from wlb.parallel import world as worlds
+from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.loop import Trainer
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    corpus = write_corpus(tmp_path / "texts")
+    saved = {"asynchronous": False, "keep": 1}
+    made, job = one_rank(spec_of(tmp_path, corpus, checkpoint=saved))
+    job.directory.mkdir(parents=True)
+    try:
+        yield made
+    finally:
+        made.context.inputs.close()
+        made.context.feed.close()
+        made.saves.saver.close()
+        worlds.shutdown()
+
+
+ALL = ()
+
+
+@pytest.mark.parametrize(
+    ("action", "again", "every", "kinds"),
+    [
+        (FULL, False, 7, ALL),
+        *full((FULL, True, 1, NAMING), (BROKEN, False, 11, ALL)),
+        *nightly((FULL, True, 1, ALL), (FULL, False, 1, ALL), (BROKEN, False, 1, ALL)),
+        *nightly((BROKEN, True, 1, ALL), (is_short_of_memory, False, 1, ALL)),
+    ],
+)
+def test_any_change_of_a_save_may_fail(
+    trainer: Trainer, action: Action, again: bool, every: int, kinds: tuple[str, ...]
+) -> None:
+    """The checkpoint before it stays, and the next save works. again: the step was saved before."""
+    saver, folder = trainer.saves.saver, trainer.job.checkpoints
+    item = trainer.context.feed.peek(1)
+    state = item[0][0].state
+    saver.save(1, state)
+    for at in count(1, every):
+        before = checkpoint.list_complete(folder)[-1]
+        step = 1 if again else 1 + at
+        with changes(folder, at=at, action=action, kinds=kinds) as seen:
+            (saved,) = saver.save(step, state)
+        found = checkpoint.list_complete(folder)
+        for each in found:
+            checkpoint.check_files(each)
+            checkpoint.check_share(each, index=0, num=1)
+        made = checkpoint.folder_of(folder, step)
+        assert found[-1] in ((before, made) if saved.error else (made,)), seen.seen[at - 1]
+        if len(seen.seen) < at:
+            assert not saved.error
+            assert at > (4 if kinds else 20)
+            return
+
+
+@pytest.mark.parametrize(
+    ("kinds", "again"),
+    [*full(("naming", False), ("naming", True)), *nightly(("all", False), ("all", True))],
+)
+def test_a_kill_at_any_change_of_a_save_is_survived(
+    tmp_path: Path, kinds: str, again: bool
+) -> None:
+    command = [sys.executable, "-m", "tests.train.checkpoint.killed"]
+    command += [str(tmp_path), kinds, str(int(again))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["kills"] >= 4
