@@ -15,6 +15,8 @@ from tests.launch.ports import descendants
 from wlb.data import leftovers
 from wlb.data.leftovers import made_and_held, own_name, sweep, temporary_folder
 
+PLANNER = "planner.0123456789abcdef.0"
+
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
@@ -29,21 +31,23 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 def test_a_folder_is_swept_once_its_owner_is_gone(place: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs").touch()
-    (place / "wlb.link").symlink_to(tmp_path)
-    (place / "other.x").mkdir()
+    (place / "wlb.ranks.0a1b2c3d").symlink_to(tmp_path)
+    theirs = ["other.x", "wlb.backup", "wlb.ranks.mine", "wlb.ranks.0a1b2c3d"]
+    for name in theirs[:-1]:
+        (place / name).mkdir()
     with temporary_folder("ranks") as folder:
         (folder / "file").touch()
-        held = made_and_held(own_name("planner"))
-        (place / "wlb.left" / "deep").mkdir(parents=True)
+        held = made_and_held(own_name(PLANNER))
+        (place / "wlb.ranks.01234567" / "deep").mkdir(parents=True)
         sweep()
         assert sorted(path.name for path in place.iterdir()) == sorted(
-            [folder.name, "wlb.planner", "wlb.link", "other.x"]
+            [folder.name, f"wlb.{PLANNER}", *theirs]
         )
         assert (folder / "file").exists()
         os.close(held)
         sweep()
-        assert not (place / "wlb.planner").exists()
-    assert sorted(path.name for path in place.iterdir()) == ["other.x", "wlb.link"]
+        assert not (place / f"wlb.{PLANNER}").exists()
+    assert sorted(path.name for path in place.iterdir()) == sorted(theirs)
     assert (tmp_path / "theirs").exists()
 
 

@@ -98,6 +98,7 @@ def test_events_of_a_run_that_rolls_back_once(
         "RecordRanks",
         "VerifyStores",
         "RecordLedger",
+        "KeepFolder",
         "EvaluateHeldOut",
         "SaveCheckpoints",
         "TellStop",

@@ -8,6 +8,7 @@ and its namespace; the resource tracker removes them unless it is killed as well
 import contextlib
 import functools
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ _PREFIX = "wlb."
 _SHARED_MEMORY = Path("/dev/shm")
 _SEMAPHORE = "sem."
 _LONGEST = 60
+_NAME = re.compile(r"wlb\.[a-z]+\.[0-9a-f]{8,16}(\.\d+)?")
+"""Names that this module gives: a folder that somebody else called wlb.something stays."""
 
 
 @contextmanager
@@ -92,7 +95,8 @@ def sweep() -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+    is_ours = _NAME.fullmatch(folder.name) and not folder.is_symlink()
+    if not is_ours or folder.stat().st_uid != os.getuid():
         return
     descriptor = open_folder(folder)
     try:

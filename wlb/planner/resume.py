@@ -70,7 +70,7 @@ def _hold_metrics(metrics: StepMetrics) -> None:
         numbers = value if field.name == "degrees" else (value,)
         if field.name == "sharding_counts":
             numbers = [count for _, count in value]
-        if field.name == "step_time_s" and value is None:
+        if value is None and field.default is None:
             continue
         for number in numbers:
             valid = type(number) in (int, float) and math.isfinite(number) and number >= 0
