@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.plan import UserError
+from wlb.plan.read_file import malformed, read_object
 from wlb.prepare.files import write_text
 from wlb.prepare.records import InputFile
 
@@ -61,16 +62,12 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
 def open_manifest(path: Path, manifest: Manifest) -> bool:
     """Writes the manifest, or finds it (True); UserError where a different one exists."""
     try:
-        old: Any = json.loads(path.read_bytes())
-        found = differences(old, manifest)
+        what = f"{path} is not the manifest of a preparation"
+        with malformed(what, "remove its folder, or use --overwrite"):
+            found = differences(read_object(path), manifest)
     except FileNotFoundError:
         write_text(path, json.dumps(manifest))
         return False
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not the manifest of a preparation ({error!r}); remove its folder, or use "
-            f"--overwrite"
-        ) from None
     if found:
         raise UserError(
             f"an interrupted preparation in {path.parent} has other arguments or inputs: "
