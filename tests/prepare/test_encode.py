@@ -118,7 +118,7 @@ def test_which_token_ends_a_document(tmp_path):
     with pytest.raises(ValueError, match=r"no token '<end>' for --eos; its special tokens are"):
         read_vocabulary(path, eos="<end>")
     config.write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
         read_vocabulary(path)
 
 

@@ -465,7 +465,11 @@ def test_verify_finds_changed_tokens_and_foreign_ones(corpus, tmp_path):
         verify_store(made.prefix)
     path.write_bytes(good)
     sidecar = tmp_path / "x.json"
-    sidecar.write_text(sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 257'))
+    text = sidecar.read_text().replace('"vocab_size": 258', '"vocab_size": 257')
+    sidecar.write_text(text)
+    with pytest.raises(ValueError, match=r"eos_id = 257 must be at most 256"):
+        verify_store(made.prefix)
+    sidecar.write_text(text.replace('"eos_id": 257', '"eos_id": null'))
     with pytest.raises(ValueError, match=r"is 257, outside the vocabulary \[0, 257\)"):
         verify_store(made.prefix)
 

@@ -148,7 +148,7 @@ def test_folders_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing is neither a checkpoint \(a folder with"):
         export(tmp_path / "nothing", tmp_path / "out")
     (hub / "config.json").write_text("{", "utf-8")
-    _refused(hub, r"config.json: not valid JSON")
+    _refused(hub, r"config.json is not JSON")
     (hub / "config.json").write_text("[]", "utf-8")
     _refused(hub, r"config.json: must be a JSON object, got list")
 
@@ -227,7 +227,7 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     broken(r"gate_proj.weight in shape \[48, 32\], .* wants \[64, 32\]")
     (copy() / "run.json").write_text("{}", "utf-8")
     rewritten()
-    broken(r"run.json does not describe its model \(KeyError\('spec'\)\)")
+    broken(r"run.json does not describe its model: lacks the key 'spec'")
     (copy() / "manifest.json").unlink()
     broken(r"manifest.json cannot be read .*there is no checkpoint before it")
     next(copy().glob("*.safetensors")).unlink()

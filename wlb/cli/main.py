@@ -25,6 +25,7 @@ from wlb.cli import (
     weights,
 )
 from wlb.plan import UserError
+from wlb.plan.errors import shortened
 from wlb.spec import RenamedKeyWarning, did_you_mean
 
 _EPILOG = """\
@@ -70,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         with _one_line_warnings(options.command):
             return options.run(options)
     except (UserError, OSError) as error:
-        print(f"wlb {options.command}: {error}", file=sys.stderr)
+        print(f"wlb {options.command}: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"wlb {options.command}: interrupted", file=sys.stderr)

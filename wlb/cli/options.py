@@ -1,7 +1,30 @@
 """Declare options in one call each: flags, texts, values whose type is that of their default."""
 
+import argparse
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
+
+from wlb.plan.errors import shortened
+
+MOST = 10**9
+"""Largest number that an option takes, unless it names another."""
+MOST_PROCESSES = 4096
+
+
+def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str], Any]:
+    """The type of an option for numbers up to `most`, beyond which a command would not end."""
+
+    def parsed(text: str) -> Any:
+        value = kind(text)
+        # Infinity means "no limit" where an option permits it.
+        if abs(value) > most and abs(value) != float("inf"):
+            raise argparse.ArgumentTypeError(f"{shortened(text, 40)} must be at most {most}")
+        return value
+
+    # argparse names the type in messages by it.
+    parsed.__name__ = kind.__name__
+    return parsed
 
 
 def add_flag(parser: Any, name: str, text: str) -> None:
@@ -14,10 +37,12 @@ def add_text(parser: Any, name: str, metavar: str, text: str, **more: Any) -> No
     parser.add_argument(name, metavar=metavar, help=text, **more)
 
 
-def add_value(parser: Any, name: str, usual: Any, text: str, **more: Any) -> None:
+def add_value(
+    parser: Any, name: str, usual: Any, text: str, *, most: float = MOST, **more: Any
+) -> None:
     """Add an option with a default, which is shown and decides the type. usual: the default; an
-    enumeration member offers all members, a tuple takes several values. more: keywords of
-    `add_argument`, which override these.
+    enumeration member offers all members, a tuple takes several values. most: largest number. more:
+    keywords of `add_argument`, which override these.
     """
     kind: Any = type(usual)
     shown, settings = usual, {"default": usual}
@@ -26,6 +51,7 @@ def add_value(parser: Any, name: str, usual: Any, text: str, **more: Any) -> Non
     elif isinstance(usual, tuple):
         kind, shown = type(usual[0]), " ".join(f"{value:g}" for value in usual)
         settings = {"default": list(usual), "nargs": "+"}
+    kind = number(kind, most) if kind in (int, float) else kind
     settings |= {"type": kind, "help": f"{text} (default: {shown})", **more}
     parser.add_argument(name, **settings)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from wlb import __version__
 from wlb.cli import output, settings, sources
-from wlb.cli.options import add_flag, add_json, add_text, add_value
+from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
@@ -52,7 +52,9 @@ def add_parser(commands: Any) -> None:
     sources.add_arguments(parser, steps=160)
     text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
     add_flag(parser, "--ilp", text)
-    parser.add_argument("--ilp-seconds", type=float, default=5.0, help="time limit a window")
+    parser.add_argument(
+        "--ilp-seconds", type=number(float), default=5.0, help="time limit a window"
+    )
     add_json(parser, "rows")
     add_text(parser, "--html", "FILE", "a page with tables and plots")
     add_text(parser, "--out", "FILE", "write the best policy's settings as TOML for wlb train")

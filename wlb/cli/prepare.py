@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wlb.cli.options import add_flag, add_text, add_value
+from wlb.cli.options import MOST_PROCESSES, add_flag, add_text, add_value, number
 from wlb.data import TokenStore, verify_store
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     _add_documents(parser.add_argument_group("documents"))
     _add_chat(parser.add_argument_group("conversations"))
     text = "worker processes; the store is the same for any number"
-    add_value(parser, "--processes", DEFAULTS.processes, text)
+    add_value(parser, "--processes", DEFAULTS.processes, text, most=MOST_PROCESSES)
     text = "replace a store and parts of a preparation that had other inputs or arguments"
     add_flag(parser, "--overwrite", text)
     parser.set_defaults(run=run)
@@ -71,8 +71,9 @@ def _add_tokenizer(group: Any) -> None:
     )
     add_text(group, "--tokenizer", "FILE|bytes|bpe", text)
     text = "most tokens of the trained BPE, those of --chat included"
-    add_value(group, "--vocab-size", DEFAULTS.vocab_size, text)
-    add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, "text the BPE is trained on")
+    add_value(group, "--vocab-size", DEFAULTS.vocab_size, text, most=10**6)
+    text = "text the BPE is trained on"
+    add_value(group, "--sample-bytes", DEFAULTS.sample_bytes, text, most=2**40)
     text = "eos_bos: BOS before and EOS after each document; separator: EOS after; none: only text"
     add_value(group, "--documents", DEFAULTS.policy, text, dest="policy")
     for name in ("bos", "eos"):
@@ -96,7 +97,8 @@ def _add_documents(group: Any) -> None:
     add_value(group, "--on-error", DEFAULTS.on_error, text)
     text = "share of documents that go to PREFIX-heldout, by a hash of seed and name"
     add_value(group, "--heldout-fraction", DEFAULTS.heldout_fraction, text)
-    add_value(group, "--seed", DEFAULTS.seed, "seed of the held-out choice and the BPE's sample")
+    text = "seed of the held-out choice and the BPE's sample"
+    add_value(group, "--seed", DEFAULTS.seed, text, most=2**64 - 1)
 
 
 def _add_chat(group: Any) -> None:
@@ -114,7 +116,7 @@ def _add_chat(group: Any) -> None:
     ):
         add_value(group, option, getattr(CHAT_DEFAULTS, CHAT_OPTIONS[option]), text, default=None)
     text = "most tokens of a document (default: any)"
-    add_text(group, "--limit", "TOKENS", text, type=int)
+    add_text(group, "--limit", "TOKENS", text, type=number(int))
     group.add_argument(
         "--add-tokens",
         action="store_true",

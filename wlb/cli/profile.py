@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cli.options import add_flag, add_text
+from wlb.cli.options import add_flag, add_text, number
 from wlb.cli.output import command_of, needs_train_extra
 from wlb.cost.machine import program_version, short_name
 from wlb.plan import UserError, check_at_least
@@ -53,7 +53,7 @@ def add_parser(commands: Any) -> None:
         "GPUs per node of the cluster, which decides the prices of collectives (default: the GPUs "
         "visible here if there are several, otherwise 8)"
     )
-    add_text(parser, "--ranks-per-node", "N", text, type=int)
+    add_text(parser, "--ranks-per-node", "N", text, type=number(int))
     add_flag(parser, "--quick", "coarse sweep of less than a minute")
     add_flag(parser, "--no-page", "write no page of plots")
     parser.set_defaults(run=run)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.cli import output
-from wlb.cli.options import add_json, add_overrides, add_text, add_value
+from wlb.cli.options import MOST_PROCESSES, add_json, add_overrides, add_text, add_value
 from wlb.cli.system import with_system
 from wlb.plan import UserError, check_at_least
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
@@ -45,7 +45,8 @@ def add_parser(commands: Any) -> None:
     text = f"{ALL}, {ONE_PER_STAGE} (of each pipeline position), or numbers as in 0,63"
     add_value(parser, "--ranks", ONE_PER_STAGE, text)
     add_value(parser, "--steps", 3, "steps to rehearse")
-    add_value(parser, "--jobs", 1, "ranks that are rehearsed at a time, a process each")
+    text = "ranks that are rehearsed at a time, a process each"
+    add_value(parser, "--jobs", 1, text, most=MOST_PROCESSES)
     add_text(parser, "--trace", "FILE", "write kernels and transfers for Perfetto")
     add_json(parser, "figures")
     parser.set_defaults(run=run)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.cli import output, sources
-from wlb.cli.options import add_text
+from wlb.cli.options import add_text, number
 from wlb.plan import UserError
 from wlb.report import read_run, run_page, runs_page
 
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         "(telemetry.timeline_interval), otherwise simulated from its plan, which needs the run's "
         "store (default: the last recorded step)"
     )
-    add_text(parser, "--step", "N", text, type=int)
+    add_text(parser, "--step", "N", text, type=number(int))
     parser.set_defaults(run=run)
 
 

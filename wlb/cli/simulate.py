@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from wlb.cli import output, recorded, sources
-from wlb.cli.options import add_flag, add_json, add_text
+from wlb.cli.options import add_flag, add_json, add_text, number
 from wlb.cost import planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch, UserError, check_at_least
@@ -68,7 +68,7 @@ def add_parser(commands: Any) -> None:
     known = list(SYSTEMS)
     add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=["plain_4d"], choices=known)
     text = "step that is drawn and explained (default: the step of median time)"
-    parser.add_argument("--step", type=int, help=text)
+    parser.add_argument("--step", type=number(int), help=text)
     add_text(parser, "--trace", "FILE", "write that step for Perfetto, chrome://tracing")
     add_text(parser, "--timeline", "FILE", "draw that step as .png, .svg or .pdf")
     add_text(parser, "--html", "FILE", "a page with tables and plots")
@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
         "also replay the first N steps (default: 4) of each system as timed waits on cp x pp x dp "
         "real processes with the real pipeline executor, and compare; needs torch"
     )
-    add_text(parser, "--replay", "N", text, nargs="?", type=int, const=4)
+    add_text(parser, "--replay", "N", text, nargs="?", type=number(int), const=4)
     parser.set_defaults(run=run, defaults=parser.parse_args([]))
 
 

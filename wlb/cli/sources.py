@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cli.options import add_flag, add_overrides, add_text
+from wlb.cli.options import add_flag, add_overrides, add_text, number
 from wlb.cost import planned_gib
 from wlb.data import (
     FAMILIES,
@@ -73,7 +73,7 @@ def add_arguments(
     add_text(source, "--synthetic", "FAMILY", f"random lengths: {', '.join(FAMILIES)}")
     add_overrides(parser, metavar="KEY=VALUE")
     text = f"global batches packed (default: {steps_default or steps})"
-    parser.add_argument("--steps", type=int, default=steps, help=text)
+    parser.add_argument("--steps", type=number(int), default=steps, help=text)
     add_flag(parser, "--in-order", "keep the order of the documents, no shuffling")
     parser.add_argument(
         "--device",

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from wlb import __version__
 from wlb.cli import output, settings, sources, tune_layout
-from wlb.cli.options import add_json, add_text, add_value
+from wlb.cli.options import add_json, add_text, add_value, number
 from wlb.cost import workload_for
 from wlb.packing.study.tune import (
     PRICES,
@@ -56,8 +56,8 @@ def add_parser(commands: Any) -> None:
         ("--step-tokens", STEP_TOKENS, "candidates for T, in global batches; 0 = no cap"),
         ("--prices", PRICES, "candidates for bounded's delay price, times its default"),
     ):
-        add_value(packing, name, default, text, type=float)
-    add_value(packing, "--max-queues", 2, "most outlier queues")
+        add_value(packing, name, default, text, type=number(float))
+    add_value(packing, "--max-queues", 2, "most outlier queues", most=16)
     add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
     add_value(packing, "--rows", 20, "rows of the front that are printed")
     add_json(packing, "points")

@@ -11,7 +11,7 @@ from typing import Any
 
 from wlb import __version__
 from wlb.cli import output, sources
-from wlb.cli.options import add_json, add_text, add_value
+from wlb.cli.options import MOST_PROCESSES, add_json, add_text, add_value, number
 from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
@@ -52,9 +52,11 @@ def add_parser(what: Any) -> None:
     most, fewest = STEPS
     text = f"{most}, fewer where steps have many micro-batches, at least {fewest}"
     sources.add_arguments(parser, steps=None, steps_default=text)
-    parser.add_argument("--gpus", type=int, required=True, help="devices of the whole run")
+    parser.add_argument(
+        "--gpus", type=number(int, 2**20), required=True, help="devices of the whole run"
+    )
     text = "tokens of a step, a multiple of the window (default: NAME's)"
-    add_text(parser, "--global-batch-tokens", "TOKENS", text, type=int)
+    add_text(parser, "--global-batch-tokens", "TOKENS", text, type=number(int, 2**40))
     text = "most steps that a token waits on average"
     add_value(parser, "--max-delay-mean", 0.5, text, metavar="STEPS")
     _add_restrictions(parser)
@@ -63,7 +65,7 @@ def add_parser(what: Any) -> None:
     add_text(parser, "--html", "FILE", "a page with tables and plots")
     add_json(parser, "results")
     text = "processes (default: as many as there are cores)"
-    parser.add_argument("--jobs", type=int, default=0, help=text)
+    parser.add_argument("--jobs", type=number(int, MOST_PROCESSES), default=0, help=text)
     parser.set_defaults(run=run)
 
 
@@ -71,9 +73,13 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
     """Add the options that narrow or widen the search."""
     for axis in ("tp", "cp", "pp", "dp"):
         parser.add_argument(
-            f"--{axis}", nargs="+", type=int, default=[], help=f"only these degrees of {axis}"
+            f"--{axis}",
+            nargs="+",
+            type=number(int),
+            default=[],
+            help=f"only these degrees of {axis}",
         )
-    parser.add_argument("--virtual-stages", nargs="+", type=int, default=[], metavar="V")
+    parser.add_argument("--virtual-stages", nargs="+", type=number(int), default=[], metavar="V")
     for name, values, default in (
         ("--schedules", Schedule, Schedule),
         ("--recompute", Recompute, Recompute),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wlb.cost.flops import FloatArray
 from wlb.cost.machine import is_same
@@ -27,6 +27,7 @@ from wlb.cost.profile import (
 )
 from wlb.cost.surface import Curve, Surface
 from wlb.plan import UserError
+from wlb.plan.read_file import malformed, read_json, read_object
 
 SCHEMA_VERSION = 2
 
@@ -52,8 +53,8 @@ def matching_profile(device: str, machine: str, backend: str | None = None) -> K
 def _device_of(name: str) -> str:
     """The device of a shipped profile of any schema version."""
     try:
-        return str(json.loads(_path_of(name).read_text("utf-8"))["device"])
-    except (ValueError, KeyError, TypeError):
+        return str(read_object(_path_of(name))["device"])
+    except (UserError, KeyError):
         return ""
 
 
@@ -80,12 +81,9 @@ def load_profile(name_or_path: str) -> KernelProfile:
             f"no kernel profile {name_or_path!r}; shipped: {', '.join(profile_names()) or 'none'}; "
             f"or give the path of a .json file"
         )
-    try:
-        return profile_from_json(json.loads(path.read_text("utf-8")))
-    except KeyError as error:
-        raise UserError(f"kernel profile {name_or_path!r} lacks the key {error}") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"kernel profile {name_or_path!r}: {error}") from None
+    where = f"kernel profile {name_or_path!r}"
+    with malformed(where, "measure it with `wlb profile`, or choose another"):
+        return profile_from_json(read_json(path))
 
 
 def _path_of(name: str) -> Path:
@@ -117,6 +115,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
             f"schema_version is {version!r}, this program reads {SCHEMA_VERSION}; measure the "
             f"profile again or use a matching release"
         )
+    _check_magnitudes(data, "")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     gemm = data["gemm"]
     return KernelProfile(
@@ -151,6 +150,33 @@ def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
         "head": _cost_json(profile.head),
         "collectives": [_cost_json(c) for c in profile.collectives],
     }
+
+
+_MAGNITUDES = {
+    "tflops": (1e-9, 1e9),
+    "bytes_per_s": (1.0, 1e18),
+    "_ns": (1e-3, 1e12),
+    "_factor": (1e-6, 1e6),
+    "_efficiency": (1e-6, 1e6),
+    "": (1e-18, 1e18),
+}
+"""Smallest and largest value above 0 by the end of a key: no device is further off."""
+
+
+def _check_magnitudes(value: Any, name: str) -> None:
+    """UserError for a number with which predicted times would leave 64 bits, such as 1e300."""
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            # Provenance describes, and no price follows from it.
+            if key != "provenance":
+                _check_magnitudes(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            _check_magnitudes(inner, name)
+    elif isinstance(value, int | float):
+        low, high = next(m for end, m in _MAGNITUDES.items() if name.endswith(end))
+        if value > high or 0 < value < low:
+            raise UserError(f"{name} = {value} must be in [{low:g}, {high:g}]; measure it again")
 
 
 _PROFILE_FIELDS = ("name", "device", "dtype", "ranks_per_node")

@@ -7,17 +7,15 @@ or the first that has a name of `NAMES`. Errors name the line of the file, which
 
 import csv
 import io
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from wlb.data.lengths import LengthSource, checked_lengths
 from wlb.plan import UserError
+from wlb.plan.read_file import WRONG_SHAPE, load_arrays, parse_json, told
 
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "tokens", "seq_len", "len")
 """Names of columns that hold lengths, the preferred ones first."""
@@ -63,7 +61,7 @@ def _read(name: str, data: bytes, suffix: str) -> _Found:
     form = next((form for magic, form in _MAGIC.items() if data.startswith(magic)), suffix)
     match form:
         case ".npy":
-            return _Found(_load_numpy(name, data), "length {}".format)
+            return _npy(name, data)
         case ".npz":
             return _npz(name, data)
         case ".parquet":
@@ -72,26 +70,19 @@ def _read(name: str, data: bytes, suffix: str) -> _Found:
             return _text(name, data, form)
 
 
-def _load_numpy(name: str, data: bytes) -> Any:
-    try:
-        return np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise UserError(
-            f"{name} is not a .npy array of integers ({error}); save lengths with numpy.save"
-        ) from error
+def _npy(name: str, data: bytes) -> _Found:
+    remedy = "save lengths with numpy.save"
+    where = f"{name} is not a .npy array of integers"
+    return _Found(load_arrays(data, where, remedy=remedy)[""], "length {}".format)
 
 
 def _npz(name: str, data: bytes) -> _Found:
-    arrays = _load_numpy(name, data)
-    if isinstance(arrays, np.ndarray):
-        return _Found(arrays, "length {}".format)
-    files = list(arrays.files)
+    arrays = load_arrays(data, name, remedy="save lengths with numpy.savez")
+    if not data.startswith(b"PK"):  # an .npy file of another name
+        return _Found(arrays[""], "length {}".format)
+    files = list(arrays)
     chosen = _column(name, files, files if len(files) == 1 else (), what="array")
-    try:
-        values = arrays[chosen]
-    except ValueError as error:
-        raise UserError(f"{name}: array {chosen!r} cannot be read ({error})") from error
-    return _Found(values, f"entry {{}} of array {chosen!r}".format)
+    return _Found(arrays[chosen], f"entry {{}} of array {chosen!r}".format)
 
 
 def _parquet(name: str, data: bytes) -> _Found:
@@ -109,8 +100,12 @@ def _parquet(name: str, data: bytes) -> _Found:
         numeric = [f.name for f in schema if arrow.types.is_integer(f.type)]
         chosen = _column(name, schema.names, numeric, what="column")
         values = file.read(columns=[chosen]).column(0).to_pylist()
-    except (arrow.ArrowException, OSError) as error:
-        raise UserError(f"{name} is not a Parquet file or is corrupt ({error})") from None
+    except (arrow.ArrowException, *WRONG_SHAPE, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{name} is not a Parquet file or is corrupt ({told(error)}); write it again"
+        ) from None
     return _Found(values, f"row {{}} of column {chosen!r}".format)
 
 
@@ -151,10 +146,7 @@ def _lines(numbers: Sequence[int], values: list[Any]) -> _Found:
 
 
 def _json(name: str, text: str) -> _Found:
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{name} is not JSON ({error}); it must hold a list of lengths") from error
+    values = parse_json(text, name, remedy="it must hold a list of lengths", wide=True)
     if not isinstance(values, list):
         raise UserError(f"{name} holds a {type(values).__name__}; it must hold a list of lengths")
     return _Found(cast("list[Any]", values), "length {}".format)
@@ -168,10 +160,8 @@ def _jsonl(name: str, text: str) -> _Found:
     for i, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{name}: line {i} is not JSON ({error})") from None
+        remedy = "correct or leave out the line"
+        value = parse_json(line, f"{name}: line {i}", remedy=remedy, wide=True)
         if isinstance(value, dict):
             record = cast("dict[str, Any]", value)
             if not chosen:
@@ -187,7 +177,12 @@ def _jsonl(name: str, text: str) -> _Found:
 
 def _csv(name: str, text: str, separator: str) -> _Found:
     reader = csv.reader(io.StringIO(text), delimiter=separator)
-    rows = [(reader.line_num, [c.strip() for c in row]) for row in reader if any(row)]
+    try:
+        rows = [(reader.line_num, [c.strip() for c in row]) for row in reader if any(row)]
+    except csv.Error as error:
+        raise UserError(
+            f"{name}: line {reader.line_num} is no row of a table ({error}); correct it"
+        ) from None
     if not rows:
         return _lines([], [])
     head = rows[0][1]
@@ -203,13 +198,17 @@ def _csv(name: str, text: str, separator: str) -> _Found:
     return _lines([line for line, _ in body], [_number(row[at]) for _, row in body])
 
 
-def _column(name: str, columns: Sequence[str], numeric: Iterable[str], *, what: str) -> str:
+def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str) -> str:
     """The column that holds lengths; UserError where that is not clear."""
     numeric = list(numeric)
     for known in NAMES:
+        if columns.count(known) > 1:
+            raise UserError(f"{name} has two {what}s {known!r}; rename the one of no lengths")
         if known in columns:
             return known
     if len(numeric) == 1:
+        if columns.count(numeric[0]) > 1:
+            raise UserError(f"{name} has two {what}s {numeric[0]!r}; rename the one of no lengths")
         return numeric[0]
     raise UserError(
         f"{name} has the {what}s {', '.join(columns)}, of which "

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from array import array
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
+from wlb.plan.read_file import Fields, malformed, read_object
 
 TokenArray = npt.NDArray[Any]
 
@@ -53,24 +54,34 @@ class StoreInfo:
     @classmethod
     def read(cls, path: Path) -> "StoreInfo | None":
         """The sidecar at `path`; None if there is none, UserError if it cannot be used."""
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError:
+        if not path.exists():
             return None
-        try:
-            data = json.loads(text)
-            data.setdefault("targets", None)
-            info = cls(**{f.name: data[f.name] for f in fields(cls)})
-            if not all(type(n) is int for n in (info.vocab_size, info.num_tokens)):
-                raise TypeError("vocab_size and num_tokens must be integers")
-            if info.eos_id is not None and not 0 <= info.eos_id < info.vocab_size:
-                raise ValueError(f"eos_id {info.eos_id} is not in [0, {info.vocab_size})")
-            return info
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{path} is not the description of a token store ({error!r}); prepare the store "
-                f"again, or remove this file and set model.vocab_size"
-            ) from error
+        remedy = "prepare the store again, or remove this file and set model.vocab_size"
+        where = f"{path} is not the description of a token store"
+        with malformed(where, remedy):
+            data = read_object(path, remedy=remedy)
+        of = Fields(data, where, remedy=remedy)
+        about, targets = data.get("preparation", {}), data.get("targets")
+        for name, value, kind in (("preparation", about, dict), ("targets", targets or "", str)):
+            if not isinstance(value, kind):
+                raise of.error(name, f"must be {kind.__name__}")
+        tokenizer = of.text("tokenizer", "") or None
+        if tokenizer and Path(tokenizer).name != tokenizer:
+            raise of.error("tokenizer", "must be the name of a file beside the store")
+        size = of.whole("vocab_size", at_most=1 << 31)
+        if data.get("eos_id") is not None:
+            of.whole("eos_id", at_least=0, at_most=size - 1)
+        return cls(
+            vocab_size=size,
+            num_documents=of.whole("num_documents", at_least=0),
+            num_tokens=of.whole("num_tokens", at_least=0),
+            checksum=of.text("checksum"),
+            eos_id=data.get("eos_id"),
+            tokenizer=tokenizer,
+            source=of.text("source", ""),
+            preparation=about,
+            targets=targets,
+        )
 
     def write(self, path: Path) -> None:
         temporary = temporary_name(path)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -27,9 +26,13 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
+    check_minimum,
     digest,
+    int_array,
     offsets_of,
 )
+from wlb.plan.arrays import first_true
+from wlb.plan.read_file import load_arrays, malformed
 
 _FORMAT = 1
 
@@ -47,6 +50,28 @@ class Packs:
     layout: Layout
     made_by: str
     lengths: int
+
+    def __post_init__(self) -> None:
+        """Refuse packs that would train a document twice, or not at all."""
+        check_minimum("rows", self.rows, 0)
+        if (i := first_true(np.diff(np.sort(self.rows)) == 0)) is not None:
+            raise UserError(f"row {np.sort(self.rows)[i]} is packed twice; make the packs again")
+        num, offsets = self.num_micro_batches, self.offsets
+        if num < 1 or offsets.size < 2 or (offsets.size - 1) % num:
+            raise UserError(
+                f"{offsets.size} offsets are no steps of num_micro_batches = {num}; make the packs "
+                f"again"
+            )
+        if (i := first_true(np.diff(offsets) < 0)) is not None:
+            raise UserError(
+                f"offsets[{i + 1}] = {offsets[i + 1]} is below offsets[{i}] = {offsets[i]}; make "
+                f"the packs again"
+            )
+        if offsets[0] != 0 or offsets[-1] != self.rows.size:
+            raise UserError(
+                f"offsets go from {offsets[0]} to {offsets[-1]}, must go from 0 to the "
+                f"{self.rows.size} rows; make the packs again"
+            )
 
     @property
     def num_steps(self) -> int:
@@ -88,25 +113,24 @@ class Packs:
 
     @classmethod
     def load(cls, path: str | Path) -> "Packs":
-        """UserError for a file that holds no packs."""
+        """UserError for a file that holds no packs, or packs that contradict themselves."""
+        where, remedy = f"packing.packs: {path} holds no packs", "make them with `wlb pack`"
         try:
-            with np.load(path, allow_pickle=False) as file:
-                data: dict[str, Any] = {name: file[name] for name in file.files}
+            data = load_arrays(path, where, remedy=remedy)
+        except OSError as error:
+            raise UserError(f"{where} ({error}); {remedy}") from error
+        with malformed(where, remedy):
             if int(data["format"]) != _FORMAT:
-                raise ValueError(f"format {int(data['format'])}, only {_FORMAT} is known")
+                raise UserError(f"format {int(data['format'])}, only {_FORMAT} is known; {remedy}")
             return cls(
-                rows=data["rows"],
-                offsets=data["offsets"],
+                rows=int_array("rows", data["rows"]),
+                offsets=int_array("offsets", data["offsets"]),
                 num_micro_batches=int(data["num_micro_batches"]),
                 context_window=int(data["context_window"]),
                 layout=Layout(str(data["layout"])),
                 made_by=str(data["made_by"]),
                 lengths=int(data["lengths"]),
             )
-        except (OSError, KeyError, ValueError, TypeError, EOFError, BadZipFile) as error:
-            raise UserError(
-                f"packing.packs: {path} holds no packs ({error}); make them with `wlb pack`"
-            ) from error
 
     def check(self, source: Source, options: PackerOptions) -> None:
         """UserError unless they are of this store, and of as many micro-batches a step."""
@@ -114,6 +138,12 @@ class Packs:
             raise UserError(
                 "packing.packs were made of another store (its documents' lengths differ); make "
                 "them again with `wlb pack`"
+            )
+        num = source.num_documents
+        if self.rows.size != num or (num and int(self.rows.max()) >= num):
+            raise UserError(
+                f"packing.packs have {self.rows.size} documents up to row {self.rows.max()}, the "
+                f"store has {num}; make them again with `wlb pack`"
             )
         for name, ours, theirs in (
             ("micro-batches a step", options.num_micro_batches, self.num_micro_batches),

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
 from wlb.plan.documents import Pieces
-from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord, parsing
+from wlb.plan.read_file import load_arrays, malformed
 
 
 class Layout(StrEnum):
@@ -257,14 +256,13 @@ class Carry(PlainRecord):
     @classmethod
     def load(cls, path: str | Path) -> "Carry":
         """Read what `save` wrote; UserError with the file's name for anything else."""
-        try:
-            with np.load(path, allow_pickle=False) as data:
-                arrays = {name: data[name] for name in data.files}
+        what = f"{path} is not a carry that `Carry.save` wrote"
+        remedy = "give the file that it wrote"
+        arrays = load_arrays(path, what, remedy=remedy)
+        with malformed(what, remedy):
             return cls(
                 policy=str(arrays.pop("policy")),
                 next_step=int(arrays.pop("next_step")),
                 slot=arrays.pop("slot"),
                 pieces=Pieces.from_file_columns(arrays),
             )
-        except (ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
-            raise UserError(f"{path} is not a carry that `Carry.save` wrote: {error}") from error

@@ -16,6 +16,7 @@ import numpy as np
 
 from wlb.data.store import TokenArray
 from wlb.plan import IntArray, UserError
+from wlb.plan.read_file import read_object
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 
@@ -243,8 +244,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    # tokenizers raises plain Exception.
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    # tokenizers raises plain Exception, and where its own checks fail a BaseException.
+    except BaseException as error:
         raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -344,11 +347,8 @@ def token_text(value: Any) -> str | None:
 def tokenizer_config(path: Path) -> dict[str, Any]:
     """The object of a tokenizer_config.json; empty where there is none."""
     try:
-        data: Any = json.loads(path.read_text("utf-8"))
+        return read_object(path, remedy="repair or remove it")
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError) as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read ({error}); repair or remove it") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path} is not a JSON object; repair or remove it")
-    return cast("dict[str, Any]", data)

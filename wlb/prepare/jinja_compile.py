@@ -6,10 +6,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from wlb.plan import UserError
+from wlb.plan.errors import shortened
+from wlb.plan.read_file import WRONG_SHAPE
+from wlb.prepare.jinja_limits import Spent, limited_environment, with_steps
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+MOST_SOURCE = 1 << 20
+"""Most characters of a template; models' have some thousand."""
 MARK = "\U000f5eed"
 """A private-use character that marks contents; conversations that contain it are refused."""
 BEGIN, END = f"{MARK}[", f"{MARK}]"
@@ -22,12 +27,17 @@ def marker(message: int) -> str:
     return f"{MARK}{message}{MARK}"
 
 
-def compile_template(source: str, name: str) -> tuple["Template", bool, set[str]]:
-    """The template, whether it has generation blocks, and the variables it uses."""
+def compile_template(source: str, name: str, spent: Spent) -> tuple["Template", bool, set[str]]:
+    """The template, whether it has generation blocks, and the variables it uses. spent: counts what
+    a rendering uses."""
+    if len(source) > MOST_SOURCE:
+        raise UserError(
+            f"{name} is not a Jinja template: it has {len(source)} characters, must have at most "
+            f"{MOST_SOURCE}; give the template of a model"
+        )
     from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     blocks: list[int] = []
 
@@ -43,16 +53,21 @@ def compile_template(source: str, name: str) -> tuple["Template", bool, set[str]
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    environment = limited_environment(
+        spent,
+        filters={"tojson": partial(json.dumps, ensure_ascii=False)},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, loopcontrols],
     )
     # jinja2 does not type the environment's dictionaries.
     open_environment: Any = environment
-    open_environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     open_environment.globals["raise_exception"] = refuse
     try:
-        wanted = meta.find_undeclared_variables(environment.parse(source))
-        blocks.clear()
-        return environment.from_string(source), bool(blocks), wanted
-    except TemplateError as error:
-        raise UserError(f"{name} is not a Jinja template: {error}") from error
+        parsed = environment.parse(source)
+        wanted = meta.find_undeclared_variables(parsed)
+        return environment.from_string(with_steps(parsed)), bool(blocks), wanted
+    # Python's compiler refuses blocks that are nested too deeply.
+    except (TemplateError, SyntaxError, *WRONG_SHAPE) as error:
+        reason = shortened(str(error) or type(error).__name__, 400)
+        raise UserError(f"{name} is not a Jinja template: {reason}") from error

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.plan.errors import shortened
+from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object
 from wlb.prepare.chat_template import (
     BUILT_IN,
     ChatTemplate,
@@ -28,6 +30,7 @@ from wlb.prepare.chat_template import (
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import token_text
 from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, marker
+from wlb.prepare.jinja_limits import Spent
 from wlb.prepare.jinja_pieces import (
     TemplatePiece,
     TurnPlaces,
@@ -81,7 +84,8 @@ class JinjaTemplate:
     def __init__(self, source: str, *, name: str, variables: Mapping[str, Any]) -> None:
         self.name, self.source = name, source
         self.variables = dict(variables)
-        self._template, self.has_generation, wanted = compile_template(source, name)
+        self._spent = Spent()
+        self._template, self.has_generation, wanted = compile_template(source, name, self._spent)
         self.used = frozenset(wanted)
         missing = sorted(w for w in wanted - self.variables.keys() if w.endswith("_token"))
         if missing:
@@ -299,10 +303,13 @@ class JinjaTemplate:
         given = {"messages": messages, "add_generation_prompt": is_prompt}
         # transformers gives tools and documents to every template.
         given |= {"tools": json.loads(tools) if tools else None, "documents": None}
+        self._spent.start()
         try:
             return self._template.render({**self.variables, **given})
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"chat template {self.name} refuses it: {error}") from error
+        # What a template computes may fail in any way that its expressions can.
+        except (TemplateError, *WRONG_SHAPE) as error:
+            reason = shortened(str(error) or type(error).__name__, 400)
+            raise UserError(f"chat template {self.name} refuses it: {reason}") from error
 
 
 def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
@@ -319,12 +326,10 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
             raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
-    try:
-        has_config = config_path.is_file()
-        config: dict[str, Any] = json.loads(config_path.read_bytes()) if has_config else {}
-    except ValueError as error:
-        raise UserError(f"{config_path} is not JSON: {error}") from error
-    source = _source_of(config, path) if path.suffix == ".json" else path.read_text("utf-8")
+    config = read_object(config_path) if config_path.is_file() else {}
+    with malformed(path, "give the chat template of a model"):
+        is_config = path.suffix == ".json"
+        source = _source_of(config, path) if is_config else path.read_bytes().decode("utf-8")
     tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
     return JinjaTemplate(source, name=str(name), variables={**known, **given})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.plan import UserError
+from wlb.plan.read_file import malformed, read_object
 from wlb.prepare.files import write_text
 from wlb.prepare.records import InputFile
 
@@ -73,15 +74,13 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
     UserError where a different one exists, unless overwrite is set.
     """
     try:
-        old: Any = json.loads(path.read_bytes())
-        found = differences(old, manifest)
+        what = f"{path} is not the manifest of a preparation"
+        with malformed(what, "remove its folder, or use --overwrite"):
+            found = differences(read_object(path), manifest)
     except FileNotFoundError:
         problem = ""
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = (
-            f"{path} is not the manifest of a preparation ({error!r}); remove its folder, or use "
-            f"--overwrite"
-        )
+    except UserError as error:
+        problem = str(error)
     else:
         if not found:
             return True

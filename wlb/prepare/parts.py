@@ -23,6 +23,7 @@ from wlb.data.store import TokenStore, TokenStoreWriter
 from wlb.data.targets import spans_of
 from wlb.data.verify import check_store
 from wlb.plan import BoolArray, UserError
+from wlb.plan.read_file import malformed, read_object
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
 from wlb.prepare.records import AnyShard, BadRecord, OnError, RecordPosition, read_shard
@@ -91,8 +92,9 @@ class PartSummary:
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
-        data = json.loads(path.read_bytes())
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+        with malformed(path, "prepare again with --overwrite"):
+            data = read_object(path)
+            return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({f.name: getattr(self, f.name) for f in fields(self)}))

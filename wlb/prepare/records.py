@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from wlb.plan import UserError
+from wlb.plan.read_file import check_depth
 from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
 from wlb.prepare.text import Skip, TextDocuments, folder_documents
 
@@ -29,6 +30,8 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 _UNREAD_SUFFIXES = (".zst", ".zip", ".tar", ".tgz", ".7z", ".lz4")
 _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _MOST_FILES = 4096
+_MOST_BYTES = 1 << 28
+"""Longest text or line; a compressed file of megabytes may hold gigabytes."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -284,7 +287,9 @@ def _open(path: str) -> IO[bytes]:
 def _text_record(file: InputFile, text_key: str) -> Record | BadRecord:
     try:
         with _open(file.path) as source:
-            data = source.read()
+            data = source.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            return BadRecord(Skip.UNREADABLE, f"more than {_MOST_BYTES} bytes; divide it")
     except _CORRUPT as error:
         return BadRecord(Skip.UNREADABLE, f"cannot be read to its end ({error})")
     return _text(data.removeprefix(_BOM), text_key)
@@ -312,7 +317,12 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
             if start:
                 file.seek(start - 1)
                 offset += len(file.readline()) - 1
-            while offset < stop and (line := file.readline()):
+            while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
+                if len(line) > _MOST_BYTES:
+                    raise UserError(
+                        f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
+                        f"divide it into documents"
+                    )
                 text = line if offset else line.removeprefix(_BOM)
                 yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
                 offset += len(line)
@@ -333,6 +343,10 @@ def _json_record(line: bytes) -> Record | BadRecord:
     # The JSON is nested too deeply, or has a number of too many digits.
     except (RecursionError, ValueError) as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
+    try:
+        check_depth(value, "it", remedy="flatten it")
+    except UserError as error:
+        return BadRecord(Skip.NOT_JSON, str(error))
     if not isinstance(value, dict):
         return BadRecord(Skip.NOT_AN_OBJECT, f"not a JSON object but {type(value).__name__}")
     return cast("Record", value)

@@ -11,6 +11,9 @@ from wlb.plan import UserError, check_at_least, check_between
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
+MOST_VOCABULARY = 10**6
+"""Most tokens of a BPE that is trained here, as for data.bpe_vocab_size."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareOptions:
@@ -45,6 +48,10 @@ class PrepareOptions:
         if self.tokenizer == BPE and self.vocab_size <= 256:
             raise UserError(
                 f"--vocab-size = {self.vocab_size} must be above 256: 256 bytes and {END_OF_TEXT}"
+            )
+        if self.vocab_size > MOST_VOCABULARY:
+            raise UserError(
+                f"--vocab-size = {self.vocab_size} must be at most {MOST_VOCABULARY}; lower it"
             )
         check_between("--heldout-fraction", self.heldout_fraction, 0, 1)
         if self.tokenizer == BYTES and (self.bos or self.eos):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.plan.read_file import parse_json
 
 
 def calls_text(value: object, name: str) -> str:
@@ -87,10 +88,7 @@ def _parsed(value: object, what: str) -> object:
     """The value of JSON text, or a value without keys that are null."""
     if not isinstance(value, str):
         return _without_nulls(value)
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise UserError(f"{what} is text that is not JSON ({error})") from None
+    return parse_json(value, f"{what} is text that", remedy="give its JSON", wide=True)
 
 
 def _without_nulls(value: object) -> object:

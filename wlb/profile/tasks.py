@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from wlb.plan import UserError
+from wlb.plan.read_file import parse_json
 
 Numbers = dict[str, float]
 
@@ -133,8 +134,8 @@ def _key(kind: str, point: Mapping[str, Any]) -> str:
 def _loaded(line: str) -> dict[str, Any]:
     """The JSON object of a line; {} where there is none."""
     try:
-        data = json.loads(line)
-    except ValueError:
+        data = parse_json(line, "a line")
+    except UserError:
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -6,15 +6,15 @@ types with the value and the nearest known key.
 """
 
 import difflib
+import math
 import types
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
-from functools import reduce
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from wlb.plan import UserError
+from wlb.plan import UserError, check_at_least, check_between
 from wlb.plan.plain import plain
 
 T = TypeVar("T")
@@ -27,9 +27,77 @@ class RenamedKeyWarning(FutureWarning):
     """A user's settings hold an old name of a key; the command line prints it as one line."""
 
 
-def key(default: Any, doc: str, *, unit: str = "") -> Any:
-    """A configuration field with its help text and unit."""
-    return field(default=default, metadata={"doc": doc, "unit": unit})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The numbers that a key takes; a list of numbers has them for each entry."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there is a lower and an upper bound."""
+        low, high = (self.at_least, self.above), (self.at_most, self.below)
+        return low != (None, None) and high != (None, None)
+
+    def check(self, name: str, value: float, unit: str = "") -> None:
+        """UserError for a number that is not finite or out of bounds."""
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} = {value} must be a finite number")
+        if self.at_least is not None and self.below is not None:
+            check_between(name, value, self.at_least, self.below)
+        if self.at_least == 0 and self.at_most == 1:
+            check_between(name, value, 0, 1, closed=True)
+        if self.at_least is not None:
+            check_at_least(name, value, self.at_least)
+        if self.above is not None and value <= self.above:
+            raise UserError(f"{name} = {value} must be above {self.above}")
+        if self.at_most is not None and value > self.at_most:
+            unit = f" {unit}" if unit else ""
+            raise UserError(f"{name} = {value} must be at most {self.at_most}{unit}; lower it")
+
+
+_LARGEST = 1e300
+MOST_CHARACTERS = 4096
+"""Most characters of a key that takes text."""
+MOST_ENTRIES = 100_000
+"""Most entries of a key that takes a list."""
+
+
+def key(default: Any, doc: str, *, unit: str = "", **bounds: float) -> Any:
+    """A configuration field with its help text and unit.
+
+    bounds: keywords of `Bounds`, a lower and an upper one for every key that takes numbers.
+    """
+    limits = Bounds(**bounds)
+    return field(default=default, metadata={"doc": doc, "unit": unit, "bounds": limits})
+
+
+def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> None:
+    """UserError for the first number below `section` that is out of the bounds of its declaration.
+
+    entries: check entries of lists instead, for which `check` has more specific messages.
+    """
+    for f in fields(section):
+        value, name = getattr(section, f.name), f"{prefix}{f.name}"
+        if is_dataclass(value):
+            check_declared(value, entries=entries, prefix=f"{name}.")
+            continue
+        limits, unit = cast(Bounds, f.metadata["bounds"]), cast(str, f.metadata["unit"])
+        if isinstance(value, tuple):
+            listed = cast("tuple[Any, ...]", value)
+            if len(listed) > MOST_ENTRIES:
+                raise UserError(
+                    f"{name} has {len(listed)} entries, must have at most {MOST_ENTRIES}; leave "
+                    f"some out"
+                )
+            if entries and limits.are_given:
+                for i, entry in enumerate(listed):
+                    limits.check(f"{name}[{i}]", entry, unit)
+        elif limits.are_given and not entries:
+            limits.check(name, value, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +120,10 @@ def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
         if is_dataclass(hints[f.name]):
             out += list_keys(hints[f.name], f"{name}.")
         else:
-            texts = cast("dict[str, str]", f.metadata)
-            out.append(KeyHelp(name, _type_name(hints[f.name]), _show(f.default), **texts))
+            unit, doc = f.metadata["unit"], f.metadata["doc"]
+            out.append(
+                KeyHelp(name, _type_name(hints[f.name]), _show(f.default), unit=unit, doc=doc)
+            )
     return out
 
 
@@ -119,23 +189,6 @@ def to_dict(spec: Any) -> dict[str, Any]:
     return asdict(spec, dict_factory=lambda pairs: {name: plain(value) for name, value in pairs})
 
 
-def check_bounds(
-    section: Any,
-    names: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    prefix: str = "",
-) -> None:
-    """UserError for the first of `names` (dotted, separated by spaces) that is out of bounds."""
-    for name in names.split():
-        value = reduce(getattr, name.split("."), section)
-        if at_least is not None and not value >= at_least:
-            raise UserError(f"{prefix}{name} = {value} must be at least {at_least}")
-        if above is not None and not value > above:
-            raise UserError(f"{prefix}{name} = {value} must be above {above}")
-
-
 def _convert(value: Any, kind: Any, where: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
@@ -150,10 +203,27 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             choices = ", ".join(repr(str(c)) for c in kind)
             raise UserError(f"{where} = {value!r}: choose one of {choices}") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _LARGEST:
+            raise UserError(f"{where} = {value} must be at most {_LARGEST:g}; lower it")
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise UserError(f"{where} must be {_type_name(kind)}, got {value!r}")
+    if isinstance(value, str):
+        _check_text(value, where)
     return value
+
+
+def _check_text(value: str, where: str) -> None:
+    """UserError for text that can be no path: paths end at a zero, and files hold UTF-8."""
+    if "\0" in value or len(value) > MOST_CHARACTERS:
+        raise UserError(
+            f"{where} = {value!r} must be text of at most {MOST_CHARACTERS} characters without "
+            f"zeros; shorten or correct it"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where} = {value!r} must be UTF-8; rename what it names") from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -1,15 +1,18 @@
 """Load a preset or a TOML file, with `--set` overrides, as a checked RunSpec."""
 
-import tomllib
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.plan.errors import shortened
+from wlb.plan.read_file import parse_toml
 from wlb.spec.check import check
 from wlb.spec.keys import apply, did_you_mean, list_keys, nest
 from wlb.spec.methods import keys_of
 from wlb.spec.run import RunSpec
+
+_MOST_DOTS = 8
 
 
 def presets() -> list[str]:
@@ -25,14 +28,24 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
     UserError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
     """
-    spec = apply(RunSpec(), _expanded(_read(name)), source=name)
+    given = _read(name)
+    if not given and not overrides:
+        raise UserError(
+            f"{name} sets no key, so it is no run; `wlb init demo > {name}` writes all keys"
+        )
+    spec = apply(RunSpec(), _expanded(given), source=name)
     types = {key.name: key.type for key in list_keys(RunSpec)}
     for item in overrides or []:
         dotted, sign, text = item.partition("=")
         if not sign:
             raise UserError(f"--set {item!r}: write section.key=value, as in training.steps=100")
-        value = _value(text.strip(), is_text=types.get(dotted.strip()) == "str")
-        spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=f"--set {item}")
+        source = f"--set {shortened(item, 200)}"
+        if dotted.count(".") > _MOST_DOTS:
+            raise UserError(
+                f"{source}: the key has {dotted.count('.') + 1} parts; write section.key=value"
+            )
+        value = _value(text.strip(), source, is_text=types.get(dotted.strip()) == "str")
+        spec = apply(spec, _expanded(nest(dotted.strip(), value)), source=source)
     return check(spec)
 
 
@@ -60,16 +73,19 @@ def _read(name: str) -> dict[str, Any]:
                 f"{did_you_mean(name, [*presets(), *beside])}"
             )
         data = path.read_bytes()
-    try:
-        return tomllib.loads(data.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{name}: not valid TOML: {error}") from None
+    return parse_toml(data, name)
 
 
-def _value(text: str, *, is_text: bool) -> Any:
+def _value(text: str, source: str, *, is_text: bool) -> Any:
     """Parse a TOML value; keep bare text that is no TOML value, or whose key takes text."""
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        values = parse_toml(f"v = {text}", source)
+    except UserError:
         return text
+    if values.keys() != {"v"}:
+        raise UserError(
+            f"{source}: the value goes on with further keys or sections; give each key its own "
+            f"section.key=value"
+        )
+    value = values["v"]
     return value if isinstance(value, str) or not is_text else text

@@ -14,6 +14,8 @@ class FsdpSection:
         "ranks that share one copy of parameters, gradients and optimiser state, taken from the"
         " innermost ranks of dp x cp; other groups hold replicas (HSDP); 0 = all of dp x cp",
         unit="ranks",
+        at_least=0,
+        at_most=2**20,
     )
     reshard_after_forward: bool = key(
         False,
@@ -24,6 +26,8 @@ class FsdpSection:
         1,
         "layers whose parameters are gathered ahead of the current one; 0 = torch's default order",
         unit="layers",
+        at_least=0,
+        at_most=10_000,
     )
 
 
@@ -33,13 +37,19 @@ class ClusterSection:
     GPUs."""
 
     memory_gib: float = key(
-        80.0, "device memory, which simulate, tune and --dry-run check layouts against", unit="GiB"
+        80.0,
+        "device memory, which simulate, tune and --dry-run check layouts against",
+        unit="GiB",
+        above=0,
+        at_most=1e6,
     )
     context_gib: float = key(
         1.0,
         "GPU memory that the CUDA context, loaded kernels and cuBLAS hold; set aside from plans, "
         "also in a run",
         unit="GiB",
+        at_least=0,
+        at_most=1e6,
     )
     communicator_gib: float = key(
         0.5625,
@@ -47,24 +57,36 @@ class ClusterSection:
         "a run; by default two connections (ring; tree or NVLink SHARP) of 24 channels of 12 MiB: "
         "4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB",
         unit="GiB",
+        at_least=0,
+        at_most=1e6,
     )
     allocator_gaps: float = key(
         0.06,
         "share of the memory left for tensors that stays unused between them, in torch's caching "
         "allocator with expandable segments; set aside from plans, also in a run",
+        at_least=0,
+        below=1,
     )
     peak_tflops: float = key(
-        989.0, "dense peak of a device in training.dtype, for MFU", unit="TFLOP/s"
+        989.0,
+        "dense peak of a device in training.dtype, for MFU",
+        unit="TFLOP/s",
+        above=0,
+        at_most=1e9,
     )
     overhead: float = key(
         0.0,
         "time that a simulated step takes beside its passes (host, input, jitter), as a share "
         "of the mean rank's time in passes",
+        at_least=0,
+        at_most=1000,
     )
     tp_overlap: float = key(
         0.0,
         "share of TP's collectives that is hidden behind matrix products, for pricing; wlb's "
         "own executor overlaps some in backward",
+        at_least=0,
+        at_most=1,
     )
 
 

@@ -3,23 +3,30 @@
 from dataclasses import dataclass, field
 
 from wlb.plan import UserError
-from wlb.spec.keys import check_bounds, key
+from wlb.spec.keys import check_declared, key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """Llama-3's frequency scaling; off while factor is 1."""
 
-    factor: float = key(1.0, "context length relative to the length in pre-training; 1 = off")
-    low_freq_factor: float = key(
-        1.0, "wavelengths above original_context / this are scaled by the whole factor"
+    factor: float = key(
+        1.0, "context length relative to the length in pre-training; 1 = off", above=0, at_most=1e6
     )
-    high_freq_factor: float = key(4.0, "wavelengths below original_context / this are not scaled")
-    original_context: int = key(8192, "context length in pre-training", unit="tokens")
+    low_freq_factor: float = key(
+        1.0,
+        "wavelengths above original_context / this are scaled by the whole factor",
+        at_least=0,
+        at_most=1e9,
+    )
+    high_freq_factor: float = key(
+        4.0, "wavelengths below original_context / this are not scaled", at_least=0, at_most=1e9
+    )
+    original_context: int = key(
+        8192, "context length in pre-training", unit="tokens", at_least=1, at_most=2**40
+    )
 
     def check(self) -> None:
-        check_bounds(self, "factor", above=0, prefix="model.rope_scaling.")
-        check_bounds(self, "original_context", at_least=1, prefix="model.rope_scaling.")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UserError(
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
@@ -31,21 +38,27 @@ class RopeScaling:
 class ModelSpec:
     """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention; keys add parts of others."""
 
-    vocab_size: int = key(0, "vocabulary size; 0 = that of the token store", unit="tokens")
-    hidden_size: int = key(512, "width of the residual stream")
-    num_layers: int = key(8, "decoder layers")
-    num_heads: int = key(8, "query heads")
-    num_kv_heads: int = key(8, "key/value heads; must divide num_heads")
-    head_dim: int = key(0, "size of an attention head; 0 = hidden_size / num_heads")
-    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP")
+    vocab_size: int = key(
+        0, "vocabulary size; 0 = that of the token store", unit="tokens", at_least=0, at_most=2**27
+    )
+    hidden_size: int = key(512, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = key(8, "decoder layers", at_least=1, at_most=10_000)
+    num_heads: int = key(8, "query heads", at_least=1, at_most=65_536)
+    num_kv_heads: int = key(8, "key/value heads; must divide num_heads", at_least=1, at_most=65_536)
+    head_dim: int = key(
+        0, "size of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
+    )
+    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP", at_least=1, at_most=2**24)
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
     tied_embeddings: bool = key(
         False, "the head is the embedding; with pipeline stages both ends add their gradients"
     )
-    norm_eps: float = key(1e-5, "epsilon of RMSNorm")
-    init_std: float = key(0.02, "standard deviation of the initial weights")
-    rope_theta: float = key(10000.0, "base of the rotary frequencies")
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", above=0, at_most=1)
+    init_std: float = key(
+        0.02, "standard deviation of the initial weights", at_least=0, at_most=1000
+    )
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
@@ -84,10 +97,7 @@ class ModelSpec:
         return self.num_layers * self.num_layer_parameters + ends
 
     def check(self) -> None:
-        sizes = "hidden_size num_layers num_heads num_kv_heads ffn_hidden_size"
-        check_bounds(self, sizes, at_least=1, prefix="model.")
-        check_bounds(self, "head_dim init_std", at_least=0, prefix="model.")
-        check_bounds(self, "norm_eps rope_theta", above=0, prefix="model.")
+        check_declared(self, prefix="model.")
         self.rope_scaling.check()
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from wlb.plan import Layout, UserError
-from wlb.spec.keys import check_bounds, key
+from wlb.spec.keys import check_declared, key
 from wlb.spec.methods import keys_of
 
 
@@ -79,29 +79,39 @@ class PackingSection:
         0,
         "M: micro-batches per global batch (var_len, bounded); more of them shorten pipeline "
         "bubbles, until the longest document takes too long; 0 = N",
+        at_least=0,
+        at_most=2**17,
     )
     s_max: float = key(
         1.5,
         "S_max: longest micro-batch (var_len, bounded); 0 = the longest that fits the device "
         "memory, at most 2 windows, with step_tokens lowered to fit",
         unit="context windows",
+        at_least=0,
+        at_most=1000,
     )
     step_tokens: float = key(
         0.0,
         "T: most tokens per step (var_len, bounded); 0 = only S_max limits it; where steps vary"
         " much in tokens (1.5 or 0), training.loss_normalizer = constant weighs labels equally",
         unit="global batches",
+        at_least=0,
+        at_most=1000,
     )
     memory_gib: float = key(
         0.0,
         "GPU memory: s_max and step_tokens are lowered until the memory estimate fits it "
         "(var_len, bounded); 0 = use them as given",
         unit="GiB",
+        at_least=0,
+        at_most=1e6,
     )
     queue_thresholds: tuple[float, ...] = key(
         (0.2, 0.63),
         "L_i: shortest document of each outlier queue (var_len)",
         unit="context windows",
+        above=0,
+        at_most=1,
     )
     literal: bool = key(False, "follow Algorithm 1 line by line, with its pitfalls (var_len)")
     hold: int = key(
@@ -109,26 +119,38 @@ class PackingSection:
         "every outlier document waits exactly this many steps, to study what delay does to "
         "training (var_len); 0 = a queue is released when it holds M documents",
         unit="steps",
+        at_least=0,
+        at_most=10**6,
     )
     max_delay: int = key(
         10,
         "D: most steps that a document is delayed, as far as step_tokens permits (bounded)",
         unit="steps",
+        at_least=1,
+        at_most=10**6,
     )
     delay_price: float = key(
         0.0,
         "price of delaying a global batch by one step (bounded); 0 = 0.15 / sqrt(N), "
         "0.1 / sqrt(N) with a price_range",
         unit="micro-batch times",
+        at_least=0,
+        at_most=1e9,
     )
     price_range: tuple[float, ...] = key(
         (1.0, 1.0),
         "balance holds if attention costs between these factors times its price, as in forward "
         "passes and where the kernel profile is wrong, say 0.7 1.6; a wider range holds documents "
         "back for longer, 1.0 1.0 = at the price only (bounded, var_len)",
+        above=0,
+        at_most=1e6,
     )
     window_batches: int = key(
-        1, "W: batches packed together (fixed, capacity)", unit="global batches"
+        1,
+        "W: batches packed together (fixed, capacity)",
+        unit="global batches",
+        at_least=1,
+        at_most=10_000,
     )
     grouping: StepGrouping = key(
         StepGrouping.BY_LOAD,
@@ -140,11 +162,17 @@ class PackingSection:
         "any document; short = only short ones",
     )
     bin_method: BinMethod = key(BinMethod.BEST_FIT_DECREASING, "how bins are filled (capacity)")
-    open_bins: int = key(32, "bins open at a time with best_fit (capacity)")
-    bin_windows: int = key(
-        1, "size of a bin; bs in the paper's flat micro-batches (capacity)", unit="windows"
+    open_bins: int = key(
+        32, "bins open at a time with best_fit (capacity)", at_least=1, at_most=10**6
     )
-    examples: int = key(4, "documents per micro-batch (examples)")
+    bin_windows: int = key(
+        1,
+        "size of a bin; bs in the paper's flat micro-batches (capacity)",
+        unit="windows",
+        at_least=1,
+        at_most=10_000,
+    )
+    examples: int = key(4, "documents per micro-batch (examples)", at_least=1, at_most=10**6)
     by_length: bool = key(
         False, "group documents of similar length, within 50 steps at a time (examples)"
     )
@@ -162,15 +190,13 @@ class PackingSection:
 
     def check(self, window: int) -> None:
         """UserError for settings that no packer can use; window: context window in tokens."""
+        check_declared(self, prefix="packing.")
         self._check_method()
         if not (self.s_max >= 1.0 or self.takes_s_max_from_memory):
             raise UserError(
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
                 f"of {window} tokens could never be placed (or 0 = what fits the memory)"
             )
-        check_bounds(self, "memory_gib delay_price", at_least=0, prefix="packing.")
-        counts = "max_delay window_batches open_bins bin_windows examples"
-        check_bounds(self, counts, at_least=1, prefix="packing.")
         if self.hold < 0 or (self.hold and (self.literal or not self.queue_thresholds)):
             raise UserError(
                 f"packing.hold = {self.hold} must be at least 0, and must be 0 with "

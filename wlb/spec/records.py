@@ -8,21 +8,37 @@ from wlb.spec.keys import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
     interval: int = key(
-        0, "steps between evaluations; 0 = only at the start and the end", unit="steps"
+        0,
+        "steps between evaluations; 0 = only at the start and the end",
+        unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     interval_tokens: int = key(
         0,
         "document tokens trained between evaluations, instead of interval: compares packing "
         "policies at equal tokens where their steps differ in tokens; 0 = by steps",
         unit="tokens",
+        at_least=0,
+        at_most=2**62,
     )
-    steps: int = key(4, "held-out global batches per evaluation; 0 = no evaluation", unit="steps")
+    steps: int = key(
+        4,
+        "held-out global batches per evaluation; 0 = no evaluation",
+        unit="steps",
+        at_least=0,
+        at_most=10**6,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    interval: int = key(0, "steps between checkpoints; 0 = only at the end", unit="steps")
-    keep: int = key(2, "number of checkpoints that are kept; older ones are removed")
+    interval: int = key(
+        0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
+    )
+    keep: int = key(
+        2, "number of checkpoints that are kept; older ones are removed", at_least=1, at_most=10**6
+    )
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"
     )
@@ -52,47 +68,70 @@ class TelemetrySection:
     interval: int = key(
         1,
         "steps between all-reduces of what ranks measured; raise it for short steps on many ranks",
+        at_least=1,
+        at_most=10**9,
     )
     peak_tflops: float = key(
         0.0,
         "dense peak of a rank's device in training.dtype, for MFU; 0 = of known GPUs in "
         "bfloat16; others report no MFU",
         unit="TFLOP/s",
+        at_least=0,
+        at_most=1e9,
     )
     warmup_steps: int = key(
-        3, "first steps after a start, which the summary and --calibrate leave out", unit="steps"
+        3,
+        "first steps after a start, which the summary and --calibrate leave out",
+        unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     drift_threshold: float = key(
         0.15,
         "--calibrate calls a term drifted if its measured / predicted ratio, over the median "
         "ratio of the other terms, is further from 1 than this",
+        above=0,
+        at_most=1000,
     )
     ranks_interval: int = key(
         10,
         "steps between tables of every rank's times, used by the heat map and to find "
         "stragglers; 0 = none",
         unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     straggler_threshold: float = key(
         0.15,
         "a rank is a straggler if its measured / predicted time exceeds the median rank's by "
         "this fraction",
+        above=0,
+        at_most=1000,
     )
     straggler_records: int = key(
-        3, "number of consecutive tables of ranks in which a straggler must be slow"
+        3,
+        "number of consecutive tables of ranks in which a straggler must be slow",
+        at_least=1,
+        at_most=10**6,
     )
     timeline_interval: int = key(
         100,
         "steps between recorded timelines of the passes of up to 64 ranks; the last step is "
         "recorded as well; 0 = none",
         unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     trace_steps: tuple[int, ...] = key(
         (),
         "steps, as the run's table counts them, that torch.profiler traces: traces/ in the run's "
         "folder gets a file for Perfetto of every operator and kernel; traced steps are slower",
+        at_least=1,
+        at_most=10**9,
     )
-    trace_ranks: tuple[int, ...] = key((0,), "ranks of which traces are written")
+    trace_ranks: tuple[int, ...] = key(
+        (0,), "ranks of which traces are written", at_least=0, at_most=2**20
+    )
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"
     )

@@ -14,6 +14,7 @@ from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
 from wlb.spec.sharding import ShardingSection
+from wlb.spec.training import Dtype, TrainingSection
 
 
 class Schedule(StrEnum):
@@ -40,27 +41,6 @@ class VerifyData(StrEnum):
 class LongDocuments(StrEnum):
     SPLIT = "split"
     REFUSE = "refuse"
-
-
-class Dtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class OnNonfinite(StrEnum):
-    """Reaction to a loss or gradient that is not finite."""
-
-    STOP = "stop"
-    SKIP = "skip"
-    ROLLBACK = "rollback"
-
-
-class Recompute(StrEnum):
-    """Part of a decoder layer that backward recomputes instead of keeping its activations."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
 
 
 class Device(StrEnum):
@@ -93,36 +73,6 @@ class FusedKernels(StrEnum):
     OFF = "off"
 
 
-class LossNormalizer(StrEnum):
-    VALID_TOKENS = "valid_tokens"
-    CONSTANT = "constant"
-
-
-class RateSchedule(StrEnum):
-    """Learning rate after warm-up; wsd = warm-up, stable, decay."""
-
-    COSINE = "cosine"
-    WSD = "wsd"
-    LINEAR = "linear"
-    CONSTANT = "constant"
-
-
-class DecayShape(StrEnum):
-    """Shape of the decay of wsd; sqrt = 1 - sqrt(progress)."""
-
-    LINEAR = "linear"
-    SQRT = "sqrt"
-    COSINE = "cosine"
-
-
-class DecayedWeights(StrEnum):
-    """matrices: all except norms. linear: also without embedding and output head."""
-
-    MATRICES = "matrices"
-    LINEAR = "linear"
-    ALL = "all"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
@@ -132,7 +82,12 @@ class RunSection:
         "the run stops when this file exists: it finishes its step, saves and exits with status"
         " 0, as on Ctrl-C, SIGTERM or SIGUSR1; empty = none",
     )
-    seed: int = key(0, "seed of the weights, the document order and the order inside a micro-batch")
+    seed: int = key(
+        0,
+        "seed of the weights, the document order and the order inside a micro-batch",
+        at_least=0,
+        at_most=2**64 - 1,
+    )
     device: Device = key(
         Device.AUTO, "device of the ranks; auto = CUDA if every rank has a GPU, otherwise the CPU"
     )
@@ -141,6 +96,8 @@ class RunSection:
         "device memory of a rank, which the memory estimate is checked against; 0 = memory of "
         "the smallest GPU, unlimited on the CPU",
         unit="GiB",
+        at_least=0,
+        at_most=1e6,
     )
     over_memory: OverMemory = key(
         OverMemory.REFUSE,
@@ -153,10 +110,22 @@ class RunSection:
 class ParallelSpec:
     """Degrees of the four axes; ranks are numbered TP, CP, PP, DP from the inside out."""
 
-    tp: int = key(1, "tensor-parallel degree (with sequence parallelism)", unit="ranks")
-    cp: int = key(1, "context-parallel degree", unit="ranks")
-    pp: int = key(1, "pipeline-parallel degree", unit="ranks")
-    dp: int = key(0, "data-parallel degree; 0 = number of ranks / (tp * cp * pp)", unit="ranks")
+    tp: int = key(
+        1,
+        "tensor-parallel degree (with sequence parallelism)",
+        unit="ranks",
+        at_least=1,
+        at_most=1024,
+    )
+    cp: int = key(1, "context-parallel degree", unit="ranks", at_least=1, at_most=65_536)
+    pp: int = key(1, "pipeline-parallel degree", unit="ranks", at_least=1, at_most=4096)
+    dp: int = key(
+        0,
+        "data-parallel degree; 0 = number of ranks / (tp * cp * pp)",
+        unit="ranks",
+        at_least=0,
+        at_most=2**20,
+    )
 
     @property
     def model_ranks(self) -> int:
@@ -180,16 +149,22 @@ class PipelineSection:
         1,
         "virtual stages (model chunks) per pipeline rank; more than 1 needs an interleaved "
         "schedule",
+        at_least=1,
+        at_most=1000,
     )
     stage_layers: tuple[int, ...] = key(
         (),
         "decoder layers of each stage, first to last, such as fewer beside the output head; "
         "only the first and the last stage may have 0; empty = equally many",
+        at_least=0,
+        at_most=10_000,
     )
     weight_delay: int = key(
         1,
         "interleaved_zero_bubble: weight gradients wait this many passes times the pipeline "
         "rank; 1 = torch's ZB1P order, more may help where attention is long",
+        at_least=1,
+        at_most=1000,
     )
 
 
@@ -225,29 +200,45 @@ class DataSection:
         "(conversations about them) or a folder of UTF-8 files",
     )
     cache_dir: str = key("runs/stores", "folder for token stores built from data.corpus")
-    bpe_vocab_size: int = key(4096, "vocabulary size of the byte-level BPE trained on data.corpus")
-    heldout_fraction: float = key(0.03, "share of documents held out for evaluation")
+    bpe_vocab_size: int = key(
+        4096,
+        "vocabulary size of the byte-level BPE trained on data.corpus",
+        at_least=300,
+        at_most=10**6,
+    )
+    heldout_fraction: float = key(
+        0.03, "share of documents held out for evaluation", at_least=0, below=0.5
+    )
     context_window: int = key(
         4096,
         "C: length of a context window and of the longest piece of a document; a global batch "
         "has N x C tokens",
         unit="tokens",
+        at_least=2,
+        at_most=2**30,
     )
     num_windows: int = key(
         0,
         "N: context windows per global batch; also micro-batches per step over all pipelines, "
         "unless packing.num_micro_batches is set; 0 = pp * dp",
+        at_least=0,
+        at_most=2**17,
     )
     long_documents: LongDocuments = key(
         LongDocuments.SPLIT, "what is done with documents longer than the context window"
     )
     prefetch: int = key(
-        1, "steps whose inputs a thread loads ahead; 0 = load them when they are needed"
+        1,
+        "steps whose inputs a thread loads ahead; 0 = load them when they are needed",
+        at_least=0,
+        at_most=1000,
     )
     epochs: int = key(
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
         "training.steps take",
+        at_least=0,
+        at_most=10**6,
     )
     verify: VerifyData = key(
         VerifyData.BACKGROUND,
@@ -255,13 +246,23 @@ class DataSection:
         "beside the first steps, before training starts, or never",
     )
     row_multiple: int = key(
-        1, "rows of a rank are padded to a multiple of this (use 128 on GPUs)", unit="tokens"
+        1,
+        "rows of a rank are padded to a multiple of this (use 128 on GPUs)",
+        unit="tokens",
+        at_least=1,
+        at_most=65_536,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    ahead: int = key(3, "steps planned ahead of the requested one; at least 2", unit="steps")
+    ahead: int = key(
+        3,
+        "steps planned ahead of the requested one; at least 2",
+        unit="steps",
+        at_least=2,
+        at_most=1000,
+    )
     baseline: bool = key(True, "also predict Plain-4D on the same documents")
 
 
@@ -274,17 +275,25 @@ class CostSection:
         "the passes that ranks measure, and plan later steps with them; needs telemetry",
     )
     online_interval: int = key(
-        5, "online: measured steps between decisions on prices, after the warm-up", unit="steps"
+        5,
+        "online: measured steps between decisions on prices, after the warm-up",
+        unit="steps",
+        at_least=1,
+        at_most=10**9,
     )
     online_threshold: float = key(
         0.03,
         "online: prices stay as they are unless one of them, relative to linear layers forward, is "
         "wrong by more than this fraction",
+        above=0,
+        at_most=1000,
     )
     online_max_change: float = key(
         0.5,
         "online: largest change of a relative price at a time; 0.5 = to at most 1.5 times and at "
         "least 1 / 1.5 of what it was",
+        above=0,
+        at_most=1000,
     )
 
 
@@ -304,81 +313,6 @@ class KernelSection:
         FusedKernels.AUTO,
         "Triton kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients: one "
         "pass over memory instead of up to 11; auto = on GPUs that have Triton; off = plain torch",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSection:
-    steps: int = key(1000, "optimiser steps", unit="steps")
-    learning_rate: float = key(3e-4, "peak learning rate of AdamW")
-    min_learning_rate: float = key(
-        3e-5, "learning rate at training.steps; not used by schedule = constant"
-    )
-    warmup_steps: int = key(100, "linear warm-up of the learning rate", unit="steps")
-    schedule: RateSchedule = key(
-        RateSchedule.COSINE,
-        "learning rate after warm-up: cosine or linear = decay to min_learning_rate at "
-        "training.steps; wsd = stable, then decay over the last decay_steps; constant",
-    )
-    decay_steps: int = key(
-        0, "wsd: length of the final decay; 10% to 20% of training.steps is usual", unit="steps"
-    )
-    decay_shape: DecayShape = key(
-        DecayShape.LINEAR, "wsd: shape of the final decay; sqrt = 1 - sqrt(progress)"
-    )
-    beta1: float = key(0.9, "AdamW beta1")
-    beta2: float = key(0.95, "AdamW beta2")
-    adam_eps: float = key(1e-8, "AdamW epsilon")
-    weight_decay: float = key(0.1, "AdamW weight decay of the weights that training.decay selects")
-    decay: DecayedWeights = key(
-        DecayedWeights.MATRICES,
-        "weights that decay: matrices = all except norms; linear = also without embedding and "
-        "output head; all = norms too",
-    )
-    clip_norm: float = key(1.0, "gradients are clipped to this norm; 0 = off")
-    dtype: Dtype = key(
-        Dtype.FLOAT32,
-        "compute dtype of parameters; gradients are reduced in float32, except those of norms "
-        "over TP, which use this dtype where a pipeline has one micro-batch",
-    )
-    loss_normalizer: LossNormalizer = key(
-        LossNormalizer.VALID_TOKENS,
-        "divisor of the loss: valid_tokens = number of labels in the step; constant = always N "
-        "* context_window, which weighs labels equally where steps differ in tokens",
-    )
-    recompute: Recompute = key(
-        Recompute.NONE,
-        "activations that backward recomputes to save memory: selective = the second norm and "
-        "the MLP of a layer, except the last product; full = the whole layer with attention and"
-        " its collectives",
-    )
-    compile: bool = key(
-        False,
-        "compile decoder layers with torch.compile: one graph for all lengths; takes about a "
-        "minute at the start, and pays where norms, RoPE and SiLU are a large part of a layer",
-    )
-    compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
-    on_nonfinite: OnNonfinite = key(
-        OnNonfinite.STOP,
-        "on a loss or gradient that is not finite: stop; skip the update of the step; or "
-        "rollback = train again from the last checkpoint, and skip the step if it fails again",
-    )
-    max_nonfinite: int = key(
-        10, "most consecutive updates that are skipped before the run stops", unit="steps"
-    )
-    loss_chunk: int = key(8192, "rows of logits in memory at a time", unit="tokens")
-    timeout_s: float = key(600.0, "a collective that takes longer stops the run", unit="s")
-    gc_interval: int = key(
-        50,
-        "steps between Python's garbage collections, which all ranks then make at the same time; "
-        "0 = whenever Python decides, in the middle of steps",
-        unit="steps",
-    )
-    heartbeat_s: float = key(
-        60.0,
-        "a rank that gives no sign of life for this long (stopped process, lost node) ends the "
-        "run with a report of all ranks; 0 = ranks do not watch each other",
-        unit="s",
     )
 
 

@@ -4,13 +4,12 @@ Reads the keys of transformers 4 and 5 with transformers' defaults for missing k
 forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeScaling
 
 ARCHITECTURES = {
@@ -23,6 +22,37 @@ ARCHITECTURES = {
 _QWEN3_HEAD = 128
 """Default of transformers for a Qwen3 whose config.json has no head_dim."""
 
+_READ = """
+    architectures attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size
+    initializer_range intermediate_size layer_types max_position_embeddings mlp_bias model_type
+    num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor pretraining_tp
+    quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
+    tie_word_embeddings vocab_size
+"""
+# Names, versions, how transformers runs the model; other tokens; dropout, which is off where logits
+# are computed; settings of generation, which older versions wrote here too.
+_HARMLESS = """
+    _name_or_path name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
+    torchscript return_dict output_hidden_states output_attentions attn_implementation
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled tf_legacy_loss
+    chunk_size_feed_forward tokenizer_class finetuning_task task_specific_params problem_type
+    id2label label2id unsloth_version unsloth_fixed max_sequence_length max_window_layers
+    use_sliding_window is_llama_config is_decoder gradient_checkpointing
+    pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens prefix
+"""
+_ROPE = """
+    rope_type type rope_theta factor low_freq_factor high_freq_factor partial_rotary_factor
+    original_max_position_embeddings
+"""
+_KNOWN = frozenset(f"{_READ} {_HARMLESS}".split())
+"""Keys of config.json that are read here, or by which no logit changes whatever their value."""
+
+_FULL = "full_attention"
 _MISTRAL_WINDOW = 4096
 """Default of transformers for a Mistral whose config.json has no sliding_window."""
 
@@ -38,36 +68,10 @@ class HubModel:
     eos_ids: tuple[int, ...] = ()
 
 
-class _Keys:
-    """Typed look-ups in a JSON object; UserError with the file, the key and its value."""
-
-    def __init__(self, values: Mapping[str, Any], where: str) -> None:
-        self.values, self.where = values, where
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise self.error(name, "must be an integer of at least 1")
-        return value
-
-    def real(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, "must be a number")
-        return float(value)
-
-    def error(self, name: str, why: str) -> UserError:
-        said = repr(self.values[name]) if name in self.values else "(missing)"
-        return UserError(f"{self.where}: {name} = {said} {why}")
-
-
 def read_config(path: Path) -> HubModel:
     """Read the model of a config.json; UserError for a model that `wlb.model` cannot compute."""
-    values = read_json(path)
-    keys = _Keys(values, str(path))
+    values = read_object(path)
+    keys = Fields(values, str(path))
     model_type = _architecture(keys)
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
@@ -88,7 +92,7 @@ def read_config(path: Path) -> HubModel:
         norm_eps=keys.real("rms_norm_eps", 1e-6),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
-        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tied_embeddings=_flag(keys, "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -118,11 +122,11 @@ def read_generation(path: Path) -> HubGeneration:
     """Read a generation_config.json; empty where there is none."""
     if not path.is_file():
         return HubGeneration(settings={}, eos_ids=())
-    values = read_json(path)
+    values = read_object(path)
     left_out = ("transformers_version", "bos_token_id", "eos_token_id", "_from_model_config")
     return HubGeneration(
         settings={key: value for key, value in values.items() if key not in left_out},
-        eos_ids=_token_ids(_Keys(values, str(path)), "eos_token_id"),
+        eos_ids=_token_ids(Fields(values, str(path)), "eos_token_id"),
     )
 
 
@@ -198,18 +202,7 @@ def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; UserError naming the file for anything else."""
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: must be a JSON object, got {type(values).__name__}")
-    return cast("dict[str, Any]", values)
-
-
-def _architecture(keys: _Keys) -> str:
+def _architecture(keys: Fields) -> str:
     """Return model_type; UserError if it or `architectures` is not supported."""
     why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
@@ -221,30 +214,52 @@ def _architecture(keys: _Keys) -> str:
     return model_type
 
 
-def _refuse_other_maths(keys: _Keys, model_type: str) -> None:
+def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     values = keys.values
     if values.get("quantization_config"):
         raise keys.error("quantization_config", "means quantised weights; import the original ones")
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
+        if _flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
-    if model_type.startswith("qwen"):
-        layers: Any = values.get("layer_types") or []
-        if values.get("use_sliding_window"):
-            raise keys.error("use_sliding_window", "needs windows, which wlb's attention lacks")
-        if any(kind != "full_attention" for kind in layers):
-            raise keys.error("layer_types", "has others than full_attention, which wlb lacks")
+    if keys.whole("pretraining_tp", 1) != 1:
+        raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
+    layers: Any = values.get("layer_types") or []
+    if not isinstance(layers, list) or set(map(str, cast("list[Any]", layers))) - {_FULL}:
+        raise keys.error("layer_types", "has others than full_attention, the only one of wlb")
+    for name, value in values.items():
+        if name not in _KNOWN and value not in (None, False, {}, []):
+            raise keys.error(
+                name, "is not known here and may change what the model computes; remove it if not"
+            )
+    _refuse_window(keys, is_mistral=model_type == "mistral")
+
+
+def _flag(keys: Fields, name: str) -> bool:
+    value = keys.values.get(name)
+    if value not in (None, False, True):
+        raise keys.error(name, "must be true or false")
+    return bool(value)
+
+
+def _refuse_window(keys: Fields, *, is_mistral: bool) -> None:
+    values = keys.values
+    if _flag(keys, "use_sliding_window"):
+        raise keys.error("use_sliding_window", "needs windows, which wlb's attention lacks")
+    if not is_mistral and values.get("sliding_window") is not None:
+        if values.get("use_sliding_window") is not False:
+            raise keys.error("sliding_window", "is in use: wlb's attention has no window; set null")
+        return
     window = values.get("sliding_window", _MISTRAL_WINDOW)
-    if model_type == "mistral" and window is not None:
+    if is_mistral and window is not None:
         raise UserError(
             f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
             f"Mistral with sliding_window = null computes the same as a Llama"
         )
 
 
-def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
+def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
     """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
@@ -252,7 +267,7 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
         if not isinstance(values[name], dict):
             raise keys.error(name, "must be a JSON object")
     read = [
-        _one_rope(keys, _Keys(values[name], f"{keys.where}: {name}"), max_positions)
+        _one_rope(keys, Fields(values[name], f"{keys.where}: {name}"), max_positions)
         for name in given
     ] or [(keys.real("rope_theta", 10000.0), RopeScaling())]
     if read[0] != read[-1]:
@@ -264,10 +279,12 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
     return read[0]
 
 
-def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, RopeScaling]:
+def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, RopeScaling]:
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise rope.error(name, "differs between layers: wlb uses the same RoPE in all layers")
+        if name not in _ROPE.split() and value not in (None, False):
+            raise rope.error(name, "is not known here and may change RoPE; remove it if not")
     theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
@@ -291,7 +308,7 @@ def _one_rope(keys: _Keys, rope: _Keys, max_positions: int) -> tuple[float, Rope
             )
 
 
-def _token_ids(keys: _Keys, name: str) -> tuple[int, ...]:
+def _token_ids(keys: Fields, name: str) -> tuple[int, ...]:
     value = keys.values.get(name)
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.plan import UserError
-from wlb.weights.config import read_json
+from wlb.plan.read_file import read_object
 from wlb.weights.names import NOT_WEIGHTS, Parameter
 
 SINGLE = "model.safetensors"
@@ -123,7 +123,7 @@ def _files(folder: Path) -> Mapping[Path, set[str] | None]:
 
 def _indexed(folder: Path) -> Mapping[Path, set[str]]:
     index = folder / INDEX
-    where = read_json(index).get("weight_map")
+    where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index}: weight_map must say which tensor is in which file")
     files: defaultdict[Path, set[str]] = defaultdict(set)

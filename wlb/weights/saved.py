@@ -3,7 +3,6 @@
 Reading verifies checksums first, then reads only the requested tensors.
 """
 
-import json
 import warnings
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from wlb.plan import UserError
+from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object
 from wlb.spec import ModelSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
@@ -57,16 +57,15 @@ def open_saved(folder: Path) -> SavedModel:
     file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
-    try:
-        run = json.loads(file.read_text("utf-8"))
+    with malformed(f"{file} does not describe its model", "use another checkpoint"):
+        run = read_object(file)
         spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} does not describe its model ({error!r})") from None
+        spec.check()
     parameters = parameters_of(spec)
     try:
         reader = HuggingFaceStorageReader(str(folder))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *WRONG_SHAPE) as error:
         raise UserError(
             f"{folder} is not a whole checkpoint ({error!r}); use another one"
         ) from None

@@ -4,7 +4,6 @@ A resumed run appends to the same file. Lines of steps after the checkpoint that
 dropped, so that each step counts once, as it was trained last.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,10 +28,13 @@ from wlb.plan import (
     UserError,
     places_from_json,
 )
+from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
 """Kinds of lines that say what happened besides steps."""
+_REMEDY = "remove the line, which no run wrote"
+_MOST_STEPS = 10**9
 
 
 class StepRecord(NamedTuple):
@@ -132,26 +134,27 @@ def read_run(folder: Path) -> RunRecords:
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run that trained")
     read = _Reading()
-    with path.open(encoding="utf-8") as file:
-        read.take(file)
+    with path.open("rb") as file:
+        read.take(file, path)
     if not read.by_step["step"]:
         raise UserError(f"{path} has no step yet; wait until the run has trained one")
     found = {kind: [lines[i] for i in sorted(lines)] for kind, lines in read.by_step.items()}
-    return RunRecords(
-        folder=folder,
-        spec=_spec(folder, read.starts),
-        starts=read.starts,
-        steps=[_step(line) for line in found["step"]],
-        evaluations=[(line["steps_done"], line["heldout_loss"]) for line in found["evaluation"]],
-        tables=[RankTable.from_json(line) for line in found["ranks"]],
-        timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
-        events=read.events,
-        since_start=frozenset(read.since_start),
-        decisions=found["prices"],
-        num_replaced=read.num_replaced,
-        num_unreadable=read.num_unreadable,
-        wall=read.wall,
-    )
+    with malformed(path, _REMEDY):
+        return RunRecords(
+            folder=folder,
+            spec=_spec(folder, read.starts),
+            starts=read.starts,
+            steps=[_step(line) for line in found["step"]],
+            evaluations=[_evaluation(line) for line in found["evaluation"]],
+            tables=[RankTable.from_json(line) for line in found["ranks"]],
+            timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
+            events=read.events,
+            since_start=frozenset(read.since_start),
+            decisions=found["prices"],
+            num_replaced=read.num_replaced,
+            num_unreadable=read.num_unreadable,
+            wall=read.wall,
+        )
 
 
 def resumed_at(start: dict[str, Any]) -> int | None:
@@ -183,17 +186,20 @@ class _Reading:
     num_unreadable: int = 0
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
-    def take(self, lines: Iterable[str]) -> None:
-        for text in lines:
+    def take(self, lines: Iterable[bytes], path: Path) -> None:
+        for number, text in enumerate(lines, 1):
             try:
-                line = json.loads(text)
-            except ValueError:  # a run that was killed leaves an incomplete line
+                line = parse_json(text, path)
+            except UserError:  # a run that was killed leaves an incomplete line
                 self.num_unreadable += bool(text.strip())
                 continue
-            self._add(line)
+            where = f"{path}, line {number}"
+            with malformed(where, _REMEDY):
+                self._add(Fields(object_of(line, where), where))
 
-    def _add(self, line: dict[str, Any]) -> None:
-        kind = line["kind"]  # a later version may write others than these
+    def _add(self, of: Fields) -> None:
+        line = dict(of.values)
+        kind = of.text("kind")  # a later version may write others than these
         if kind == "start":
             if self.starts and _layout(line) != _layout(self.starts[-1]):
                 # Ranks of different layouts do not fit in the same table.
@@ -203,7 +209,10 @@ class _Reading:
             self.wall = {}
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
-            number = line["steps_done" if kind == "evaluation" else "step"]
+            done = of.whole("steps_done", at_least=0, at_most=_MOST_STEPS)
+            number = (
+                done if kind == "evaluation" else of.whole("step", at_least=0, at_most=_MOST_STEPS)
+            )
             self.num_replaced += kind == "step" and number in self.by_step[kind]
             self.by_step[kind][number] = line
             if kind == "step":
@@ -211,7 +220,8 @@ class _Reading:
         elif kind in EVENT_KINDS:
             self.events.append(line)
         elif kind == "wall":
-            self.wall = line["seconds"]
+            seconds = Fields(object_of(line["seconds"], of.where), of.where)
+            self.wall = {name: seconds.real(name) for name in seconds.values}
 
     def _roll_back(self, steps_done: int | None) -> None:
         if steps_done is None:
@@ -221,6 +231,11 @@ class _Reading:
             self.num_replaced += len(late) if kind == "step" else 0
             for number in late:
                 del lines[number]
+
+
+def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
+    # A loss may be NaN, where training went wrong.
+    return line["steps_done"], float(line["heldout_loss"])
 
 
 def _layout(start: dict[str, Any]) -> Any:
@@ -249,5 +264,5 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
                 f"neither {source} nor a checkpoint in {folder / 'checkpoints'} says how the run "
                 f"was configured"
             )
-        source, stored = saved[-1], json.loads(saved[-1].read_text("utf-8"))["spec"]
+        source, stored = saved[-1], read_object(saved[-1])["spec"]
     return apply(RunSpec(), stored, source=str(source), is_stored=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from wlb.plan import PlannerState, UserError
+from wlb.plan.read_file import Fields, malformed, read_json, read_object
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
@@ -150,14 +151,20 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 
 def planner_state(checkpoint: Path) -> PlannerState:
     """Return the state from which planning continues; an exhausted data source is read again."""
-    text = (checkpoint / PLANNER).read_text("utf-8")
-    return PlannerState.from_json(json.loads(text)).reopened()
+    path = checkpoint / PLANNER
+    with malformed(path, "use another checkpoint"):
+        return PlannerState.from_json(read_object(path, remedy="use another checkpoint")).reopened()
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
     """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile) and,
     for a model imported from Hugging Face, "imported"."""
-    return json.loads((checkpoint / RUN).read_text("utf-8"))
+    path = checkpoint / RUN
+    of = Fields(read_object(path, remedy="use another checkpoint"), str(path))
+    of.whole("step", at_least=0)
+    if not isinstance(of.values.get("spec"), dict):
+        raise of.error("spec", "must be the configuration of a run; use another checkpoint")
+    return dict(of.values)
 
 
 def file_digest(path: Path) -> str:
@@ -194,10 +201,10 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     whole checkpoint."""
     path = checkpoint / MANIFEST
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = read_json(path)
         files: dict[str, dict[str, Any]] = found["files"]
         is_sound = all(_is_entry(name, about) for name, about in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse(path, f"cannot be read ({error})")
     if not is_sound:
         _refuse(path, 'has an entry that is not "NAME": {"bytes": N, "sha256": 64 digits}')

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from wlb.plan import IntArray, Pieces, PlannerState, StepPlan, UserError
+from wlb.plan.read_file import Fields, object_of, parse_json
 from wlb.planner import Planner
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
@@ -113,29 +114,31 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
     num_begun = num_undone = 0
     has_lost = False
     for data in _lines(path):
+        of = Fields(data, str(path))
         if "lost" in data:
             has_lost = True
         elif "begin" in data:
             num_begun += 1
-            gone = [step for step in steps if step >= data["begin"]]
+            begin = of.whole("begin", at_least=0)
+            gone = [step for step in steps if step >= begin]
             num_undone += len(gone)
             for step in gone:
                 del steps[step]
-        elif data["step"] != len(steps) and not has_lost:
-            raise UserError(f"{path}: step {data['step']} follows {len(steps)} steps")
+        elif (step := of.whole("step", at_least=0)) != len(steps) and not has_lost:
+            raise UserError(f"{path}: step {step} follows {len(steps)} steps")
         else:
-            steps[data["step"]] = data
+            steps[step] = data
     return steps, num_begun, num_undone
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     torn = ""
-    for line in path.read_text("utf-8").splitlines():
+    for line in path.read_text("utf-8", errors="replace").splitlines():
         if not line:
             continue  # A start begins with a line end, in case the line before it lacks one.
         try:
-            data = json.loads(line)
-        except json.JSONDecodeError:
+            data = object_of(parse_json(line, path), path)
+        except UserError:
             torn = line
             continue
         if torn and not {"begin", "lost"} & data.keys():
