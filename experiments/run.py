@@ -84,7 +84,7 @@ REGISTRY = (
     Experiment("many_pipelines", "many_pipelines", "", 20, "where many pipelines lose", "--quick"),
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
     Experiment("cp_traffic", "cp_traffic", "", 3, "bytes that CP ranks need of each other", BOTH),
-    Experiment("sharding_solver", "sharding_solver", "", 6, "balanced by need beside a solver", "--quick"),  # noqa: E501
+    Experiment("sharding_solver", "sharding_solver", "", 5, "balanced by need beside a solver", "--quick"),  # noqa: E501
     Experiment("cp_degree", "cp_degree", "", 6, "CP degrees, fixed and dynamic, predicted", BOTH),
     Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
     Experiment("system_defaults", "system_defaults", "", 25, "defaults of system wlb", "--quick"),
