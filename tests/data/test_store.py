@@ -257,8 +257,8 @@ def test_sidecar_of_another_store_is_refused(tmp_path):
     ("key", "value", "said"),
     [
         ("num_documents", 2, "describes 2 documents, .* has 1"),
-        ("eos_id", 300, "eos_id 300 is not in"),
-        ("eos_id", -1, "eos_id -1 is not in"),
+        ("eos_id", 300, "eos_id = 300 must be"),
+        ("eos_id", -1, "eos_id = -1 must be"),
     ],
 )
 def test_a_description_that_is_wrong_is_refused(tmp_path, key, value, said):
