@@ -60,7 +60,7 @@ class DecayedWeights(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection:
     steps: int = key(1000, "optimiser steps", unit="steps", at_least=1, at_most=10**9)
-    learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1000)
+    learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1e30)
     min_learning_rate: float = key(
         3e-5,
         "learning rate at training.steps; not used by schedule = constant",
