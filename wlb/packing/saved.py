@@ -142,8 +142,8 @@ class Packs:
         num = source.num_documents
         if self.rows.size != num or (num and int(self.rows.max()) >= num):
             raise UserError(
-                f"packing.packs have {self.rows.size} documents up to row {self.rows.max()}, the "
-                f"store has {num}; make them again with `wlb pack`"
+                f"packing.packs have {self.rows.size} documents up to row "
+                f"{self.rows.max(initial=-1)}, the store has {num}; make them again with `wlb pack`"
             )
         for name, ours, theirs in (
             ("micro-batches a step", options.num_micro_batches, self.num_micro_batches),

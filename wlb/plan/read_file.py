@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 import struct
+import tokenize
 import tomllib
 import zipfile
 import zlib
@@ -47,6 +48,8 @@ WRONG_SHAPE = (
     EOFError,
     NotImplementedError,
     RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
     struct.error,
     zlib.error,
     lzma.LZMAError,
@@ -183,8 +186,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> None:
     """UserError for lists and objects nested more than `MOST_DEPTH` deep, and, with `bits`, for an
     integer that has more."""
-    level: list[Any] = [value]
-    for _ in range(MOST_DEPTH + 1):
+    level: list[Any] = [[value]]
+    for _ in range(MOST_DEPTH + 2):
         inner = [part for one in level for part in _parts(one)]
         if bits and (wide := [v for v in inner if type(v) is int and v.bit_length() > bits]):
             raise UserError(

@@ -6,6 +6,7 @@ process for BPE, and some 100 bytes a token of the longest piece of text.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,7 @@ import numpy as np
 
 from wlb.data.store import TokenArray
 from wlb.plan import IntArray, UserError
-from wlb.plan.read_file import read_object
+from wlb.plan.read_file import malformed, read_object
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 
@@ -226,6 +227,10 @@ def text_of(record: Record, key: str) -> str:
     return value
 
 
+_MOST_ID = 1 << 24
+_LARGE_ID = re.compile(rb":\s*([0-9]{8,19})")
+
+
 def byte_ids(text: str) -> TokenArray:
     """The UTF-8 bytes of `text` as tokens 0 to 255."""
     return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64)
@@ -242,17 +247,35 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         raise UserError(
             "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
         ) from None
+    _check_ids(Path(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except KeyboardInterrupt:
-        raise
-    # tokenizers raises plain Exception, and where its own checks fail a BaseException.
+    # tokenizers raises plain Exception, and where it panics an exception that is none.
     except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"{path} is not a tokenizer.json ({error})") from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _check_ids(path: Path) -> None:
+    """UserError for a vocabulary with an id so large that the tokenizers library, which counts up
+    to it, would not end."""
+    data = path.read_bytes() if path.is_file() else b""
+    if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
+        return
+    with malformed(path, "give a tokenizer.json"):
+        vocabulary: Any = read_object(path)["model"].get("vocab")
+        if isinstance(vocabulary, dict):
+            for name, index in cast("dict[str, Any]", vocabulary).items():
+                if isinstance(index, int) and index > _MOST_ID:
+                    raise UserError(
+                        f"{path}: token {name!r} has the id {index}, must be at most {_MOST_ID}; "
+                        f"give the tokenizer of a model"
+                    )
 
 
 def _whole(tokenizer: "Tokenizer", text: str) -> TokenArray:

@@ -68,6 +68,6 @@ def compile_template(source: str, name: str, spent: Spent) -> tuple["Template", 
         wanted = meta.find_undeclared_variables(parsed)
         return environment.from_string(with_steps(parsed)), bool(blocks), wanted
     # Python's compiler refuses blocks that are nested too deeply.
-    except (TemplateError, SyntaxError, *WRONG_SHAPE) as error:
+    except (TemplateError, *WRONG_SHAPE) as error:
         reason = shortened(str(error) or type(error).__name__, 400)
         raise UserError(f"{name} is not a Jinja template: {reason}") from error

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, cast
 
+from wlb.plan import UserError
+
 if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,7 +23,9 @@ MOST_STEPS = 300_000
 ten thousands."""
 MOST_CPU_S = 3.0
 MOST_CHARACTERS = 1 << 26
-"""Most characters of a rendering, and of any text or list on the way."""
+"""Most characters of a rendering, and of any text on the way."""
+MOST_ITEMS = 1 << 20
+"""Most entries of a list on the way."""
 _MOST_ARGUMENT = 100_000
 _MOST_BITS = 100_000
 _STEPS_PER_LOOK = 64
@@ -43,7 +47,7 @@ class Spent(threading.local):
         self.end_s = time.thread_time() + MOST_CPU_S
 
     def step(self) -> str:
-        """Count an iteration or a call; TemplateError beyond the limits."""
+        """Count an iteration or a call; TemplateLimit beyond the limits."""
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise _error(f"takes more than {MOST_STEPS} steps")
@@ -60,30 +64,35 @@ class Spent(threading.local):
         return text
 
 
-def _error(what: str) -> Exception:
-    from jinja2 import TemplateRuntimeError
+class TemplateLimit(UserError):
+    """A template takes more than a rendering may."""
 
-    return TemplateRuntimeError(f"it {what}; use a template that writes each message once")
+
+def _error(what: str) -> TemplateLimit:
+    return TemplateLimit(f"it {what}; use a template that writes each message once")
 
 
 def _size(value: Any) -> int:
     return len(cast(Any, value)) if isinstance(value, str | bytes | list | tuple | dict) else 1
 
 
-def _check_size(size: int) -> None:
-    if size > MOST_CHARACTERS:
-        raise _error(f"makes a text or list of {size}, more than {MOST_CHARACTERS}")
+def _check_size(size: int, made: Any = "") -> None:
+    """TemplateLimit for a text or list of `size`. made: of its kind."""
+    most = MOST_ITEMS if isinstance(made, list | tuple) else MOST_CHARACTERS
+    if size > most:
+        raise _error(f"makes a text or list of {size}, more than {most}")
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """TemplateError for an operation whose result would be too large."""
+    """TemplateLimit for an operation whose result would be too large."""
     is_numbers = isinstance(left, int | float) and isinstance(right, int | float)
     match operator:
         case "+" if not is_numbers:
-            _check_size(_size(left) + _size(right))
+            _check_size(_size(left) + _size(right), left)
         case "*" if not is_numbers:
             times = next((v for v in (left, right) if isinstance(v, int)), 1)
-            _check_size(max(_size(left), _size(right)) * max(0, times))
+            many = right if isinstance(left, int) else left
+            _check_size(_size(many) * max(0, times), many)
         case "*" | "**" if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length()
             if (bits + right.bit_length() if operator == "*" else bits * right) > _MOST_BITS:
@@ -95,7 +104,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(subject: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-    """TemplateError for a filter, or a method of a text, whose result could be too large.
+    """TemplateLimit for a filter, or a method of a text, whose result could be too large.
 
     subject: the text that it is applied to.
     """
@@ -122,7 +131,7 @@ def _limited(filter_of: Callable[..., Any], spent: Spent) -> Callable[..., Any]:
         subject, *others = arguments[1:] if has_context else arguments
         check_call(subject, tuple(others), named)
         made = filter_of(*arguments, **named)
-        _check_size(_size(made))
+        _check_size(_size(made), made)
         return made
 
     return checked

@@ -9,7 +9,6 @@ the conversation up to there ends, which must start the longer text.
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,7 +29,7 @@ from wlb.prepare.chat_template import (
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import token_text
 from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, marker
-from wlb.prepare.jinja_limits import Spent
+from wlb.prepare.jinja_limits import Spent, TemplateLimit
 from wlb.prepare.jinja_pieces import (
     TemplatePiece,
     TurnPlaces,
@@ -214,6 +213,8 @@ class JinjaTemplate:
         """Length of the rendering of the first messages, if `plain` begins with it."""
         try:
             text = self._text(forms, markers[: len(forms)], tools, is_prompt=is_prompt)
+        except TemplateLimit:
+            raise
         # Templates may refuse a conversation that is not complete.
         except UserError:
             return None
@@ -259,6 +260,8 @@ class JinjaTemplate:
         for takes_text in (False, True):
             try:
                 text = self._text(forms, ["x", ""], "", takes_text=takes_text)
+            except TemplateLimit:
+                raise
             except UserError:
                 continue
             if "{'wlb': 'probe'}" not in text:
@@ -270,9 +273,13 @@ class JinjaTemplate:
         """Whether contents must be lists of parts: a text is left out or refused."""
         form, content = _Form(role=Role.USER, has_content=True), marker(0)
         for takes_parts in (False, True):
-            with suppress(UserError):
+            try:
                 if content in self._text([form], [content], "", takes_parts=takes_parts):
                     return takes_parts
+            except TemplateLimit:
+                raise
+            except UserError:
+                continue
         return False
 
     def _text(
@@ -306,6 +313,8 @@ class JinjaTemplate:
         self._spent.start()
         try:
             return self._template.render({**self.variables, **given})
+        except TemplateLimit as error:
+            raise TemplateLimit(f"chat template {self.name} refuses it: {error}") from error
         # What a template computes may fail in any way that its expressions can.
         except (TemplateError, *WRONG_SHAPE) as error:
             reason = shortened(str(error) or type(error).__name__, 400)

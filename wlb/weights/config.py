@@ -104,8 +104,8 @@ def read_config(path: Path) -> HubModel:
     return HubModel(
         spec=spec,
         max_positions=max_positions,
-        bos_id=next(iter(_token_ids(keys, "bos_token_id")), None),
-        eos_ids=_token_ids(keys, "eos_token_id"),
+        bos_id=next(iter(_token_ids(keys, "bos_token_id", spec.vocab_size)), None),
+        eos_ids=_token_ids(keys, "eos_token_id", spec.vocab_size),
     )
 
 
@@ -308,10 +308,12 @@ def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, Ro
             )
 
 
-def _token_ids(keys: Fields, name: str) -> tuple[int, ...]:
+def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
     value = keys.values.get(name)
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]
     if not all(type(i) is int for i in ids):
         raise keys.error(name, "must be a token id or a list of them")
+    if not all(0 <= i < vocab_size for i in ids):
+        raise keys.error(name, f"must be in [0, {vocab_size}), the vocabulary; correct it")
     return tuple(ids)

@@ -140,7 +140,7 @@ def read_run(folder: Path) -> RunRecords:
         raise UserError(f"{path} has no step yet; wait until the run has trained one")
     found = {kind: [lines[i] for i in sorted(lines)] for kind, lines in read.by_step.items()}
     with malformed(path, _REMEDY):
-        return RunRecords(
+        made = RunRecords(
             folder=folder,
             spec=_spec(folder, read.starts),
             starts=read.starts,
@@ -155,6 +155,9 @@ def read_run(folder: Path) -> RunRecords:
             num_unreadable=read.num_unreadable,
             wall=read.wall,
         )
+        # What they are made of comes from the file as well.
+        _ = made.places, made.prices, made.restarts
+    return made
 
 
 def resumed_at(start: dict[str, Any]) -> int | None:
