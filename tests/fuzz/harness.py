@@ -138,7 +138,7 @@ def misshapen(draw: st.DrawFn, value: Any) -> str:
             holder = holder[step]
         match draw(st.sampled_from(["replace", "replace", "remove", "rename", "nest"])):
             case "replace":
-                holder[place[-1]] = draw(st.sampled_from(VALUES))
+                holder[place[-1]] = copy.deepcopy(draw(st.sampled_from(VALUES)))
             case "remove" if len(place) > 1:
                 del holder[place[-1]]
             case "rename" if isinstance(holder, dict):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.harness import Refused, damaged, fuzzed, misshapen, outcome
 from wlb.data import LengthSource, TokenStore, TokenStoreWriter
-from wlb.data.store import verify_store
+from wlb.data.verify import verify_store
 from wlb.packing import Packs
 from wlb.plan import Layout, digest, offsets_of
 from wlb.plan.arrays import int_array

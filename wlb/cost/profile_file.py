@@ -116,6 +116,9 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
             f"profile again or use a matching release"
         )
     _check_magnitudes(data, "")
+    for name in ("name", "device", "dtype"):
+        if name in data and not isinstance(data[name], str):
+            raise UserError(f"{name} = {data[name]!r} must be text; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     gemm = data["gemm"]
     return KernelProfile(
