@@ -1,12 +1,13 @@
 """Tests configuration keys: the frozen list, help, reading and refusing one value at a time."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
-from wlb.spec.keys import RENAMED, RenamedKeyWarning, nest
+from wlb.spec.keys import RENAMED, Bounds, RenamedKeyWarning, nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
@@ -156,6 +157,27 @@ KEYS = [
 
 def test_the_list_of_keys_is_frozen() -> None:
     assert sorted(k.name for k in list_keys(RunSpec)) == KEYS
+
+
+def _declared(section: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Bounds]]:
+    hints = get_type_hints(section)
+    for field in fields(section):
+        name, hint = f"{prefix}{field.name}", hints[field.name]
+        if is_dataclass(hint):
+            yield from _declared(hint, f"{name}.")
+        else:
+            yield name, hint, field.metadata["bounds"]
+
+
+def test_every_number_has_a_lower_and_an_upper_bound() -> None:
+    """Numbers without one made runs hang: a thousand million layers, a window of 2^62."""
+    numbers = [
+        (name, bounds)
+        for name, hint, bounds in _declared(RunSpec)
+        if {int, float} & {hint, *get_args(hint)}
+    ]
+    assert len(numbers) > 60
+    assert [name for name, bounds in numbers if not bounds.are_given] == []
 
 
 def test_every_key_has_help() -> None:
