@@ -139,7 +139,7 @@ def test_defaults_mean_what_their_help_says() -> None:
         ({"num_micro_batches": -1}, "packing.num_micro_batches = -1 must be at least 0"),
         ({"s_max": 1.0, "literal": True}, "use more than 1"),
         ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
-        ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be above 1"),
+        ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be at least 0"),
         ({"memory_gib": -1.0}, "packing.memory_gib = -1.0 must be at least 0"),
         ({"price_range": (0.7,)}, r"packing.price_range = \[0.7\] must be two factors"),
         ({"price_range": (1.1, 1.6)}, r"packing.price_range = \[1.1, 1.6\] must be two factors"),

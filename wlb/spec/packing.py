@@ -150,7 +150,7 @@ class PackingSection:
         "W: batches packed together (fixed, capacity)",
         unit="global batches",
         at_least=1,
-        at_most=10_000,
+        at_most=10**6,
     )
     grouping: StepGrouping = key(
         StepGrouping.BY_LOAD,
