@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("trl")
 from datasets import Dataset
 
+from tests.sets import nightly
 from wlb.adapters.trl import BalancedStep, BalancedSteps, by_length, without_padding
 from wlb.plan import UserError
 
@@ -128,7 +129,9 @@ def run(example: str) -> str:
 @pytest.mark.full
 @pytest.mark.process
 @pytest.mark.dist
-@pytest.mark.parametrize(("example", "what"), [("trl_sft", "loss"), ("trl_grpo", "reward")])
+@pytest.mark.parametrize(
+    ("example", "what"), [("trl_sft", "loss"), *nightly(("trl_grpo", "reward"))]
+)
 def test_the_examples_train_two_processes(example: str, what: str) -> None:
     ranks = re.findall(rf"rank (\d): {what} \[([^]]+)\]", run(example))
     assert sorted(rank for rank, _ in ranks) == ["0", "1"]

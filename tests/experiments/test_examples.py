@@ -102,6 +102,7 @@ def test_pretraining_from_jsonl_to_transformers(tmp_path: Path) -> None:
     assert theirs == ours
 
 
+@pytest.mark.nightly  # the same steps are in tests/weights/test_hub_export_chat.py
 @pytest.mark.dist
 def test_a_chat_model_is_fine_tuned_and_stops(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearse.case import rehearsed, rehearsed_each, small_job
+from tests.sets import nightly
 from wlb.cli.main import main
 from wlb.plan import UserError
 from wlb.rehearse import run
@@ -173,7 +174,7 @@ def test_options_run_and_wait_once_a_step() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", ["none", *nightly("selective")])
 def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
     """They multiply, attend and communicate as plain layers do, and wait once a step."""
     options = (f"training.recompute={recompute}", "eval.steps=1", "eval.interval=1")

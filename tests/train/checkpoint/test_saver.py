@@ -440,7 +440,13 @@ def test_a_save_that_fails_leaves_those_before_it(
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [{"dp": 1}, {"dp": 2}], ids=["one", "dp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp": 1}, id="one"),
+        pytest.param({"dp": 2}, id="dp2", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_disk_that_is_full_at_the_end_is_an_error(
     corpus: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
