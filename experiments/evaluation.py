@@ -26,6 +26,22 @@ STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
+SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plain_4d": ("plain_4d", ()),
+    "fixed_4d": ("fixed_4d", ()),
+    "paper": ("paper", ()),
+    "wlb": ("wlb", ()),
+    "by_need": ("wlb", BY_NEED),
+}
+"""Compared systems: the name of each in wlb, and overrides on top of it."""
+NAMES = {
+    "fixed_4d": "Fixed-4D",
+    "paper": "WLB-LLM",
+    "wlb": "ours",
+    "by_need": "ours, keys by need",
+    "bound": "perfect balance",
+}
+"""Labels of what is compared with Plain-4D."""
 GIB = 2**30
 MEMORY_GIB = 80.0
 PLANNED_GIB = 76.0
@@ -174,6 +190,12 @@ def system(name: str, config: str, *more: str, label: str = "", **options: Any) 
         Case(name=label or name, config=config, overrides=(*overrides, *more), **options)
         for overrides in system_overrides(name, planned_gib=PLANNED_GIB)
     ]
+
+
+def compared(name: str, config: str, *more: str, **options: Any) -> list[Case]:
+    """Returns the alternatives of one of SYSTEMS on a configuration, as `system` does."""
+    known, overrides = SYSTEMS[name]
+    return system(known, config, *overrides, *more, **options)
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:

@@ -1,9 +1,9 @@
 """Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
 `python -m experiments.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates the
-three systems on the same documents and puts the averages beside the paper's; ours (`wlb`) and the
-bound of perfect balance are shown too. With `--runs` it takes folders of real runs of the systems
-instead (`wlb train` writes them) and prints a table of measured speed-ups.
+three systems on the same documents and puts the averages beside the paper's; ours (`wlb`), the same
+with keys by need, and the bound of perfect balance are shown too. With `--runs` it takes folders of
+real runs of the systems instead (`wlb train` writes them) and prints a table of measured speed-ups.
 """
 
 from pathlib import Path
@@ -14,24 +14,19 @@ import numpy as np
 from experiments import constants
 from experiments.configurations import TABLE_1, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import BY_NEED, Outcome, arguments, mean, outcomes, steps_of, system
+from experiments.evaluation import (
+    NAMES,
+    SYSTEMS,
+    Outcome,
+    arguments,
+    compared,
+    mean,
+    outcomes,
+    steps_of,
+)
 from experiments.measured import measured_table
 from experiments.results import Against, How, Picture, Table, show, write_results
 
-SYSTEMS = {
-    "plain_4d": ("plain_4d", ()),
-    "fixed_4d": ("fixed_4d", ()),
-    "paper": ("paper", ()),
-    "wlb": ("wlb", ()),
-    "by_need": ("wlb", BY_NEED),
-}
-NAMES = {
-    "fixed_4d": "Fixed-4D",
-    "paper": "WLB-LLM",
-    "wlb": "ours",
-    "by_need": "ours, keys by need",
-    "bound": "perfect balance",
-}
 PAPER = {
     "Fixed-4D, all": 1.03,
     "WLB-LLM, all": 1.23,
@@ -133,9 +128,7 @@ def main() -> None:
         return
     steps = steps_of(options)
     pairs = [(config, name) for config in TABLE_1 for name in SYSTEMS]
-    results = outcomes(
-        [system(SYSTEMS[n][0], c, *SYSTEMS[n][1], steps=steps, seed=options.seed) for c, n in pairs]
-    )
+    results = outcomes([compared(n, c, steps=steps, seed=options.seed) for c, n in pairs])
     found: dict[str, dict[str, Outcome]] = {config: {} for config in TABLE_1}
     for (config, name), result in zip(pairs, results, strict=True):
         found[config][name] = result

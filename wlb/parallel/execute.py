@@ -115,8 +115,9 @@ class Executor:
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         with self._watchers.step():
             losses = self._run(plan, made, train=True)
-        finish_gradients(self.named_parameters(), self.mesh)
-        add_tied_gradients(self.named_parameters(), self.spec.model, self.mesh)
+        parameters = self.named_parameters()
+        finish_gradients(parameters, self.mesh)
+        add_tied_gradients(parameters, self.spec.model, self.mesh)
         return self._sum(losses)
 
     @torch.no_grad()

@@ -379,7 +379,9 @@ def _has_copy(stages: Stages) -> bool:
 
 def _without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
     """Tensors to save: a tied head is saved once, as the embedding."""
-    return {n: t for n, t in tensors.items() if not (_has_copy(stages) and HEAD in n)}
+    if not _has_copy(stages):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if HEAD not in name}
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:

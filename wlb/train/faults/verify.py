@@ -6,7 +6,6 @@ trained. So a flipped bit, or another `.bin` of equal size, would be trained wit
 since, and notices other tokens in stores that have no description. It reads on rank 0 alone.
 """
 
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,10 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from wlb.data import BlendedStore, StoreName, TokenStore, check_store, open_store, stamps_of
+from wlb.data import StoreName, TokenStore, check_store, stamps_of
 from wlb.plan import UserError
+from wlb.plan.read_file import malformed, read_object
+from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
@@ -27,36 +28,36 @@ _WAITED_BYTES = 1 << 30
 class StoreCheck:
     """Reads stores one after the other, and keeps what was found in a file.
 
-    stores: by what the run uses them for. record: the file. on_block: is called after each block;
-    what it raises ends `run`. Attributes: skipped, the stores that an earlier part of the run has
-    read and that are unchanged; total_bytes, to be read; done_bytes.
+    stores: prefixes by what the run uses them for; each is opened when it is read. record: the
+    file. on_block: is called after each block; what it raises ends `run`. Attributes: skipped, the
+    stores that an earlier part of the run has read and that are unchanged; total_bytes, to be read;
+    done_bytes.
     """
 
     def __init__(
-        self,
-        stores: dict[str, TokenStore],
-        record: Path,
-        on_block: Callable[[], None] = lambda: None,
+        self, stores: dict[str, str], record: Path, on_block: Callable[[], None] = lambda: None
     ) -> None:
         self.record, self._on_block = record, on_block
         self.known: dict[str, Any] = _read(record)
-        now = {use: stamps_of(store.prefix) for use, store in stores.items()}
+        now = {use: stamps_of(prefix) for use, prefix in stores.items()}
         self.skipped = [u for u in stores if self.known.get(u, {}).get("stamps") == now[u]]
-        self.stores = {u: store for u, store in stores.items() if u not in self.skipped}
+        self.stores = {u: prefix for u, prefix in stores.items() if u not in self.skipped}
         self.total_bytes = sum(now[use][".bin"][0] for use in self.stores)
         self.done_bytes = 0
 
     def run(self) -> None:
         """Read all. UserError for the first store whose files are not what they should be."""
         before = 0
-        for use, store in self.stores.items():
+        for use, prefix in self.stores.items():
+            # Opened here, so that its index is in memory no longer than it is read.
+            store = TokenStore(prefix)
             sums = check_store(store, self._progress(before)).to_json()
             before = self.done_bytes
             known = self.known.get(use, {})
             # Without a description nothing else says which tokens earlier steps have trained.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
-                    f"the tokens of {store.prefix} are others than when the run began: checksum "
+                    f"the tokens of {prefix} are others than when the run began: checksum "
                     f"{sums['tokens'][:16]}..., then {known['tokens'][:16]}... ({self.record}); "
                     f"restore the store, or start a new run"
                 )
@@ -145,29 +146,23 @@ class VerifyStores(Hook):
             self._problem = error
 
 
-def uses_of(train: StoreName, heldout: str) -> dict[str, TokenStore]:
-    """A run's stores by what it uses them for: `train`, or one for each of a blend, and
+def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
+    """Prefixes of a run's stores by what it uses them for: `train`, or one for each of a blend, and
     `held-out`."""
-    opened = open_store(train)
-    stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
-    names = ["train"] if len(stores) == 1 else [f"train {i}" for i in range(len(stores))]
-    uses = dict(zip(names, stores, strict=True))
-    if heldout:
-        uses["held-out"] = TokenStore(heldout)
-    return uses
+    prefixes = [train] if isinstance(train, str) else [prefix for prefix, _ in parse_blend(train)]
+    names = ["train"] if len(prefixes) == 1 else [f"train {i}" for i in range(len(prefixes))]
+    uses = dict(zip(names, prefixes, strict=True))
+    return uses | {"held-out": heldout} if heldout else uses
 
 
 def _read(record: Path) -> dict[str, Any]:
     """What an earlier part of the run found, nothing if there was none."""
-    try:
-        known = json.loads(record.read_text("utf-8"))
+    if not record.exists():
+        return {}
+    where = f"{record} is no record of token stores"
+    with malformed(where, "remove it, and they are read anew"):
+        known = read_object(record)
         for sums in known.values():
             if not isinstance(sums["tokens"], str) or ".bin" not in sums["stamps"]:
-                raise ValueError(f"no sums: {sums}")
+                raise UserError(f"no sums: {sums}")
         return known
-    except FileNotFoundError:
-        return {}
-    except (ValueError, AttributeError, TypeError, LookupError) as error:
-        raise UserError(
-            f"{record} is no record of token stores ({error!r}); remove it, and they are read anew"
-        ) from error

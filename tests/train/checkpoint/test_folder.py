@@ -1,0 +1,220 @@
+"""Tests which checkpoint a run goes on from, and that damaged or foreign files are refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sets import full
+from tests.train.case import Run, train
+from tests.train.checkpoint.case import SHARD, at, copied, spec_of
+from wlb.plan import UserError
+from wlb.train.checkpoint import folder as checkpoint
+
+pytestmark = pytest.mark.process
+
+
+def damaged(path: Path, how: str) -> None:
+    if how == "a copy":  # of a shard of another step, as a wrong copy leaves it behind
+        shutil.copy(next(path.parent.with_name("step-00000002").glob("*.safetensors")), path)
+        return
+    data = bytearray(path.read_bytes())
+    if how == "a bit":
+        data[len(data) // 2] ^= 4
+    elif how == "the end":
+        del data[-10:]
+    if how == "all":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        (SHARD, "a bit", "is corrupt: its SHA-256"),
+        ("manifest.json", "the end", "cannot be read"),
+        *full(
+            (SHARD, "the end", "bytes, but was saved with"),
+            (SHARD, "all", "is missing"),
+            (SHARD.replace("1", "2", 1), "a copy", "is not in manifest.json"),
+            (".left.safetensors", "a copy", "is not in manifest.json"),
+            ("notes.json", "a copy", "is not in manifest.json"),
+            ("planner.json", "a bit", "is corrupt: its SHA-256"),
+            ("run.json", "a bit", "is corrupt: its SHA-256"),
+            ("manifest.json", "all", "cannot be read"),
+        ),
+    ],
+)
+def test_damage_is_refused_and_the_one_before_is_offered(
+    whole: Run, corpus: Path, tmp_path: Path, name: str, how: str, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    damaged(at(tmp_path, 6) / name, how)
+    with pytest.raises(ValueError, match=f"step-00000006/{name} .*{said}.*--resume 4"):
+        train(spec, resume=True)
+    # What was offered works, and what was damaged is out of the way.
+    run, shown = train(spec, resume="4")
+    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert "a later checkpoint is now" in shown
+    assert [line["steps_done"] for line in run.steps][-3:] == [5, 6, 7]
+    assert run.losses[-3:-1] == whole.losses[4:]
+    aside = at(tmp_path, 6).parent / "aside-1-step-00000006"
+    assert aside.is_dir()
+    checkpoint.check_files(at(tmp_path, 6))
+
+
+def of(checkpoint_folder: Path) -> dict[str, Any]:
+    return json.loads((checkpoint_folder / "manifest.json").read_text())
+
+
+def without_files(found: dict[str, Any]) -> dict[str, Any]:
+    return {"files": {}}
+
+
+def without_shards(found: dict[str, Any]) -> dict[str, Any]:
+    return {"files": {n: about for n, about in found["files"].items() if n.endswith(".json")}}
+
+
+def with_another_size(found: dict[str, Any]) -> dict[str, Any]:
+    name, about = next(iter(found["files"].items()))
+    return found | {"files": found["files"] | {name: about | {"bytes": about["bytes"] + 1}}}
+
+
+def with_a_path(found: dict[str, Any]) -> dict[str, Any]:
+    return {"files": found["files"] | {"../run.json": found["files"]["run.json"]}}
+
+
+def with_a_word_for_a_size(found: dict[str, Any]) -> dict[str, Any]:
+    return {"files": found["files"] | {"run.json": found["files"]["run.json"] | {"bytes": "9"}}}
+
+
+def a_list(found: dict[str, Any]) -> list[Any]:
+    return [found]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (without_files, "lists no whole checkpoint"),
+        (without_shards, "lists no whole checkpoint"),
+        (with_another_size, "is corrupt: its entries are not those that were saved"),
+        (with_a_path, 'has an entry that is not "NAME"'),
+        (with_a_word_for_a_size, 'has an entry that is not "NAME"'),
+        (a_list, "cannot be read"),
+    ],
+)
+def test_a_manifest_that_does_not_list_a_whole_checkpoint_is_refused(
+    whole: Run, tmp_path: Path, changed: Any, said: str
+) -> None:
+    shutil.copytree(whole.folder, tmp_path / "runs" / "small")
+    folder = at(tmp_path, 6)
+    checkpoint.check_files(folder)
+    (folder / "manifest.json").write_text(json.dumps(changed(of(folder))))
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=said):
+        checkpoint.check_files(folder)
+
+
+def test_a_manifest_of_an_earlier_version_is_read(whole: Run, tmp_path: Path) -> None:
+    """It has no digest of its own."""
+    shutil.copytree(whole.folder, tmp_path / "runs" / "small")
+    folder = at(tmp_path, 6)
+    (folder / "manifest.json").write_text(json.dumps({"files": of(folder)["files"]}))
+    checkpoint.check_files(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "said"),
+    [
+        ("planner.json", "carry", "contradicts itself: the corpus gave"),
+        ("run.json", "step", "has 60 updates of its weights, its planner state only 6 steps"),
+    ],
+)
+def test_a_state_that_was_edited_and_signed_again_is_refused(
+    whole: Run, corpus: Path, tmp_path: Path, name: str, key: str, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    data = json.loads((at(tmp_path, 6) / name).read_text())
+    if key == "step":
+        data["step"] = 60
+    else:
+        for column in (data[key]["slot"], *data[key]["pieces"].values()):
+            column.pop()
+    (at(tmp_path, 6) / name).write_text(json.dumps(data))
+    (at(tmp_path, 6) / "manifest.json").unlink()
+    checkpoint.write_manifest(at(tmp_path, 6))
+    with pytest.raises(UserError, match=said):
+        train(spec, resume=True)
+
+
+@pytest.mark.parametrize("name", ["planner.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_auto_goes_on_from_the_one_before_a_damaged_one(
+    whole: Run, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """JSON files are read before ranks start, others while they load."""
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    damaged(at(tmp_path, 6) / name, "a bit")
+    damaged(at(tmp_path, 4) / "run.json", "the end")
+    run, shown = train(spec, resume="auto")
+    told = shown + capsys.readouterr().err
+    assert f"step-00000006/{name} is corrupt" in told
+    assert f"going on from {at(tmp_path, 2)}" in told
+    assert [line["steps_done"] for line in run.steps][-5:] == [3, 4, 5, 6, 7]
+    assert run.losses[-5:-1] == whole.losses[2:]
+    assert (at(tmp_path, 6).parent / "aside-1-step-00000006").is_dir()
+
+
+@pytest.mark.parametrize("name", ["planner.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_auto_refuses_a_damaged_one_if_asked(
+    whole: Run, corpus: Path, tmp_path: Path, name: str
+) -> None:
+    saved = {"interval": 2, "keep": 9, "fallback": False}
+    spec = copied(whole, tmp_path, corpus, checkpoint=saved)
+    damaged(at(tmp_path, 6) / name, "a bit")
+    with pytest.raises(ValueError, match=r"is corrupt: .*--resume 4"):
+        train(spec, resume="auto")
+
+
+def test_auto_does_not_start_anew_where_all_are_damaged(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    spec = copied(whole, tmp_path, corpus)
+    for step in (2, 4, 6):
+        damaged(at(tmp_path, step) / "run.json", "the end")
+    with pytest.raises(ValueError, match=r"step-00000006.*step-00000004.*step-00000002"):
+        train(spec, resume="auto")
+
+
+def test_the_first_checkpoint_has_none_before_it(whole: Run, corpus: Path, tmp_path: Path) -> None:
+    spec = copied(whole, tmp_path, corpus)
+    damaged(at(tmp_path, 2) / "run.json", "the end")
+    with pytest.raises(ValueError, match="there is no checkpoint before it"):
+        train(spec, resume="2")
+
+
+def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 6})
+    folder = at(tmp_path, 6).parent
+    partial = folder / "partial-00000007"
+    partial.mkdir()  # of a crash
+    run, shown = train(spec, resume=str(at(tmp_path, 4)))
+    assert f"going on from {at(tmp_path, 4)}" in shown
+    assert run.losses[-2:] == whole.losses[-2:]
+    assert not partial.exists()
+    with pytest.raises(ValueError, match=r"--resume 5: .* is no checkpoint of this run; .*step-0"):
+        train(spec, resume="5")
+    with pytest.raises(ValueError, match=r"set checkpoint\.init_from"):
+        train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
+
+
+def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, corpus, training={"steps": 2})
+    first, shown = train(spec, resume="auto")
+    assert "going on" not in shown
+    assert first.lines[0]["resumed_from"] is None
+    longer = spec_of(tmp_path, corpus, training={"steps": 3})
+    second, shown = train(longer, resume="auto")
+    assert f"going on from {at(tmp_path, 2)}" in shown
+    assert [line["steps_done"] for line in second.steps] == [1, 2, 3]
