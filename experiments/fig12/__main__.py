@@ -114,6 +114,35 @@ def table_of(found: dict[str, dict[str, Outcome]]) -> Table:
     )
 
 
+def text_of(
+    found: dict[str, dict[str, Outcome]], rows: dict[str, dict[str, float]], *, steps: int
+) -> str:
+    """Returns what the page says of the systems, and where they differ from the paper's."""
+    least = min(o["wlb"].of_bound for o in found.values())
+    gains = [row["by_need"] / row["wlb"] - 1 for row in rows.values()]
+    means = {name: mean(row[name] for row in rows.values()) for name in ("wlb", "by_need")}
+    return (
+        f"Each configuration's {steps} global batches through five systems: Plain-4D (the loader's "
+        f"windows, per sequence), Fixed-4D (greedy over one batch, the better static sharding), "
+        f"WLB-LLM (Algorithm 1 with two queues, adaptive sharding), and ours (`bounded`, "
+        f"`balanced`, within 80 GiB, recomputing MLPs where that lets packing balance better). "
+        f"Everything is trained, what is held back too. Ours reaches "
+        f"{mean(o['wlb'].of_bound for o in found.values()):.1%} of the bound of perfect balance on "
+        f"average, {least:.1%} at least; it is {means['wlb']:.3f} times as fast as Plain-4D, and "
+        f"{means['by_need']:.3f} times with keys by need. "
+        f"Keys by need: ours with `sharding.exchange = needed` and "
+        f"`cp.overlap`; its gain is what CP's all-gathers expose, {mean(gains):.1%} on "
+        f"average.\n\n"
+        f"Where ours differs from the paper: it prints no numbers for single configurations, and "
+        f"says that larger models gain slightly less. Here they gain clearly less, because "
+        f"attention's share of the work falls with a model's width, and 550M models are nearly "
+        f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
+        f"which flatters it where DP is above 1 (550M-64K). The constants are those of "
+        f"`experiments/constants.py`, fitted to these averages and to Table 2 together; they "
+        f"show that the numbers fit each other, not what a machine would do."
+    )
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument(
@@ -139,36 +168,13 @@ def main() -> None:
     show(table, against=against)
     if options.quick:
         return
-    least = min(o["wlb"].of_bound for o in found.values())
-    gains = [row["by_need"] / row["wlb"] - 1 for row in rows.values()]
-    means = {name: mean(row[name] for row in rows.values()) for name in ("wlb", "by_need")}
-    text = (
-        f"Each configuration's {steps} global batches through five systems: Plain-4D (the loader's "
-        f"windows, per sequence), Fixed-4D (greedy over one batch, the better static sharding), "
-        f"WLB-LLM (Algorithm 1 with two queues, adaptive sharding), and ours (`bounded`, "
-        f"`balanced`, within 80 GiB, recomputing MLPs where that lets packing balance better). "
-        f"Everything is trained, what is held back too. Ours reaches "
-        f"{mean(o['wlb'].of_bound for o in found.values()):.1%} of the bound of perfect balance on "
-        f"average, {least:.1%} at least; it is {means['wlb']:.3f} times as fast as Plain-4D, and "
-        f"{means['by_need']:.3f} times with keys by need. "
-        f"Keys by need: ours with `sharding.exchange = needed` and "
-        f"`cp.overlap`; its gain is what CP's all-gathers expose, {mean(gains):.1%} on "
-        f"average.\n\n"
-        f"Where ours differs from the paper: it prints no numbers for single configurations, and "
-        f"says that larger models gain slightly less. Here they gain clearly less, because "
-        f"attention's share of the work falls with a model's width, and 550M models are nearly "
-        f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
-        f"which flatters it where DP is above 1 (550M-64K). The constants are those of "
-        f"`experiments/constants.py`, fitted to these averages and to Table 2 together; they "
-        f"show that the numbers fit each other, not what a machine would do."
-    )
     write_results(
         Path(__file__).parent,
         title="Figure 12: speed-up over Plain-4D",
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
-        text=text,
+        text=text_of(found, rows, steps=steps),
         against=against,
         tables=[table],
         figures=[
