@@ -117,7 +117,7 @@ def calls_of(spec: RunSpec, *, steps: int, seed: int) -> Iterator[tuple[IntArray
         pipeline = planner.shard(plan, 0)
         for sharding, tokens in zip(pipeline.shardings, pipeline.local_tokens, strict=True):
             rows = attention_rows(sharding, int(random.integers(spec.parallel.cp)), tokens)
-            yield np.diff(rows.cu_seqlens_q), np.diff(rows.cu_seqlens_k)
+            yield np.diff(rows.call.cu_seqlens_q), np.diff(rows.call.cu_seqlens_k)
 
 
 def row_of(

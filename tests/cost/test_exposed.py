@@ -49,6 +49,7 @@ class Waits(FlopsWorkload):
     """Transfers of 10, 20 and 30 ns, of which products hide 4, 5 and 6."""
 
     overlaps = False
+    stages = 1
     cp_ranks_per_node = 8
 
     def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int):

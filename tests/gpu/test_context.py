@@ -55,14 +55,16 @@ def all_ranks(
     for rank, (q_THD, grad_THD) in enumerate(zip(taken(q), taken(grad), strict=True)):
         rows = attention_rows(plan, rank, num_rows)
         moved = to_device(index_arrays(rows), device)
-        segments = Segments.from_offsets(rows.cu_seqlens_q, rows.cu_seqlens_k, device=device)
-        keys = segment_keys(gathered, moved["kv_index"], segments, backend)
+        segments = Segments.from_offsets(
+            rows.call.cu_seqlens_q, rows.call.cu_seqlens_k, device=device
+        )
+        keys = segment_keys(gathered, moved["kv_index 0"], segments, backend)
         out_THD, lse = forward(backend, q_THD, *keys, segments)
         saved = SavedTensors(q_THD, *keys, out_THD, lse)
         dq_THD, dk, dv = backward(backend, grad_THD, saved, segments)
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(device)
         out[index], dq[index] = out_THD[: index.numel()], dq_THD[: index.numel()]
-        total += gradients_by_row(dk, dv, moved["inverse"])
+        total += gradients_by_row(dk, dv, moved["inverse 0"])
     row_of = torch.empty(plan.num_tokens, dtype=torch.long, device=device)
     for rank in range(cp):
         index = torch.from_numpy(plan.for_rank(rank).token_index).to(device)

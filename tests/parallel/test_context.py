@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from wlb.parallel.context import ContextAttention, HeadShape, take_rows
 from wlb.parallel.rows import attention_rows
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange, ShardingPlan, local_tokens, offsets_of
+from wlb.plan.exchange import STAGE_ROWS
 from wlb.sharding import NAMES, per_sequence, shard
 from wlb.spec import load
 
@@ -58,6 +59,7 @@ class Case:
     row_multiple: int = 1
     exchange: KeyExchange = KeyExchange.GATHER
     overlap: bool = False
+    stages: int = 1
 
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
@@ -73,7 +75,22 @@ class Case:
         return tuple(x.bfloat16().to(dtype) for x in made)
 
 
-def cases(cp: int, exchange: KeyExchange, overlap: bool = False) -> list[Case]:
+class How(NamedTuple):
+    """How keys are exchanged: the fields of `Case`."""
+
+    exchange: KeyExchange
+    overlap: bool = False
+    stages: int = 1
+
+
+HOWS = [
+    *(How(exchange, overlap) for exchange in KeyExchange for overlap in (False, True)),
+    How(KeyExchange.NEEDED, overlap=True, stages=3),
+    How(KeyExchange.GATHER, overlap=True, stages=2),
+]
+
+
+def cases(cp: int, how: How) -> list[Case]:
     lengths = [
         (),
         (1,),
@@ -83,6 +100,8 @@ def cases(cp: int, exchange: KeyExchange, overlap: bool = False) -> list[Case]:
         (64,),
         (2 * cp, 3, 1, 1, 40),
     ]
+    if how.stages > 1:  # some ranges are long enough to be cut
+        lengths.append((how.stages * STAGE_ROWS * cp, 200, 7))
     heads = itertools.cycle(HEADS)
     quanta = itertools.cycle([1, 4])
     return [
@@ -91,8 +110,7 @@ def cases(cp: int, exchange: KeyExchange, overlap: bool = False) -> list[Case]:
             strategy=name,
             heads=next(heads),
             row_multiple=next(quanta),
-            exchange=exchange,
-            overlap=overlap,
+            **how._asdict(),
         )
         for some, name in itertools.product(lengths, NAMES)
     ]
@@ -115,7 +133,7 @@ def made(
     plan, cp = case.plan(world.world_size), world.world_size
     rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     return ContextAttention.from_rows(
-        attention_rows(plan, world.rank, rows, overlap=case.overlap),
+        attention_rows(plan, world.rank, rows, overlap=case.overlap, stages=case.stages),
         group=dist.group.WORLD if cp > 1 else None,
         heads=HeadShape(
             num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
@@ -160,11 +178,11 @@ def square_errors(got: Tensors, expected: Tensors) -> list[float]:
     return [(g.double() - e).square().sum().item() for g, e in zip(got, expected, strict=True)]
 
 
-def float32(world: World, exchange: KeyExchange, overlap: bool) -> dict[str, Any]:
+def float32(world: World, how: How) -> dict[str, Any]:
     """Returns the worst error by backend, and cases whose bits depend on what they should not."""
     worst = {"sdpa": 0.0, "reference": 0.0}
     other_bits: list[str] = []
-    for case in cases(world.world_size, exchange, overlap):
+    for case in cases(world.world_size, how):
         expected = of_rank(case, world, one_process(case, torch.float64, "reference"))
         for backend in worst:
             got = run(case, world, made(case, world, torch.float32, backend))
@@ -182,14 +200,10 @@ def float32(world: World, exchange: KeyExchange, overlap: bool) -> dict[str, Any
 Errors = list[tuple[str, list[float], list[float]]]
 
 
-def bfloat16(
-    world: World, exchange: KeyExchange, overlap: bool, added_in: torch.dtype = torch.float32
-) -> Errors:
+def bfloat16(world: World, how: How, added_in: torch.dtype = torch.float32) -> Errors:
     """Returns (case, square errors of this rank's rows, those of one process in bfloat16)."""
     out: Errors = []
-    for case, backend in itertools.product(
-        cases(world.world_size, exchange, overlap), ("sdpa", "reference")
-    ):
+    for case, backend in itertools.product(cases(world.world_size, how), ("sdpa", "reference")):
         if sum(case.lengths) > 2 * world.world_size + 1:
             expected = one_process(case, torch.float64, "reference")
             attention = made(case, world, torch.bfloat16, backend, gradient_dtype=added_in)
@@ -200,16 +214,15 @@ def bfloat16(
     return out
 
 
-def both(world: World, exchange: KeyExchange, overlap: bool) -> tuple[dict[str, Any], Errors]:
-    return float32(world, exchange, overlap), bfloat16(world, exchange, overlap)
+def both(world: World, how: How) -> tuple[dict[str, Any], Errors]:
+    return float32(world, how), bfloat16(world, how)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("cp", [1, 2, *full(3, 4, 8)])
-def test_it_is_what_one_process_computes(cp: int, exchange: KeyExchange, overlap: bool) -> None:
+def test_it_is_what_one_process_computes(cp: int, how: How) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
-    results = run_local(both, cp, exchange, overlap, start_group=True, timeout_s=600)
+    results = run_local(both, cp, how, start_group=True, timeout_s=600)
     for single, _ in results:
         assert max(single["worst"].values()) < 2e-6
         assert single["other_bits"] == []
@@ -231,7 +244,7 @@ def other_bits(world: World) -> list[str]:
     """Returns cases in which an exchange by need has other bits than an all-gather."""
     out: list[str] = []
     for case, dtype in itertools.product(
-        cases(world.world_size, KeyExchange.GATHER), (torch.float32, torch.bfloat16)
+        cases(world.world_size, How(KeyExchange.GATHER)), (torch.float32, torch.bfloat16)
     ):
         for backend in ("sdpa", "reference"):
             found = [
@@ -260,28 +273,29 @@ def test_compiled_code_knows_what_gradients_travel_in(
     wire: torch.dtype, fused: bool, exchange: KeyExchange
 ) -> None:
     """If it expected another dtype than the slot's, autograd would convert what still travels."""
-    rows, sending = 12, (None, None, None)
+    rows, sent, returned, splits = 12, [], None, None
     with FakeTensorMode():
         q, k = (torch.empty(6, n, D, dtype=torch.bfloat16) for n in (4, 2))
         if exchange == KeyExchange.NEEDED:  # 9 rows come, 8 of 6 go: 2 to the other rank as well
             rows = 9
-            shapes = (8,), (2, 6), (2, 2)
-            sending = tuple(torch.empty(shape, dtype=torch.int64) for shape in shapes)
-        sent, returned, splits = sending
+            sent = [torch.empty(8, dtype=torch.int64)]
+            returned = torch.empty(2, 6, dtype=torch.int64)
+            splits = torch.empty(1, 2, 2, dtype=torch.int64)
         index = torch.empty(12, dtype=torch.int64)
         inverse = torch.empty(2, rows, dtype=torch.int64)
         offsets = torch.empty(3, dtype=torch.int32)
         where = (index, inverse, sent, splits, offsets, offsets, 6, 12, "sdpa", 2, "0")
-        gathered, slot, own_slot = context_op.gather_kv(
-            k, k, inverse, *sending, 2, "0", wire, fused
+        arriving, slots, own_slot = context_op.gather_kv(
+            k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
         )
-        out, lse, again = context_op.context_attend(q, k, k, gathered, slot, *where, False, fused)
+        out, lse, again = context_op.context_attend(q, k, k, arriving, slots, *where, False, fused)
         _, travelling = context_op.context_attend_backward(
             out, q, k, k, None, out, lse, *where, wire, fused
         )
-        received = context_op.receive_kv_gradient(travelling, own_slot, returned, k.dtype, fused)
-        second = context_op.gather_kv_again(out, k, k, inverse, sent, splits, 2, "0")
-    num = 6 if sent is None else 8
+        received = context_op.receive_kv_gradient([travelling], own_slot, returned, k.dtype, fused)
+        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, 2, "0")
+    num = 8 if sent else 6
+    (gathered,), (slot,), (again,), (second,) = arriving, slots, again, second
     assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
     assert (slot.dtype, slot.shape) == (wire, (num, 2, 2, D))
     assert (own_slot.dtype, own_slot.shape) == (torch.float32, (6, 2, 2, D))
@@ -300,13 +314,13 @@ def test_gradients_that_are_added_in_bfloat16_round_once_a_rank(
     """Only those of keys and values are worse for it."""
     narrow = torch.bfloat16
     found = worst_ratios(
-        run_local(bfloat16, cp, exchange, False, narrow, start_group=True, timeout_s=600)
+        run_local(bfloat16, cp, How(exchange), narrow, start_group=True, timeout_s=600)
     )
     assert max(found[:2]) <= 2
     assert max(found[2:]) <= 3
 
 
-def compiled(world: World, exchange: KeyExchange, overlap: bool) -> tuple[list[bool], int]:
+def compiled(world: World, how: How) -> tuple[list[bool], int]:
     """Returns whether each micro-batch has the eager bits, forward and backward, and graphs
     compiled."""
 
@@ -320,9 +334,7 @@ def compiled(world: World, exchange: KeyExchange, overlap: bool) -> tuple[list[b
     same: list[bool] = []
     lengths = [(5, 11), (40,), (3, 3, 3, 3, 9), (7,), (13, 1, 17)]
     for some, backend in itertools.product(lengths, ("sdpa", "reference")):
-        case = Case(
-            lengths=some, strategy="per_document", heads=(4, 2), exchange=exchange, overlap=overlap
-        )
+        case = Case(lengths=some, strategy="per_document", heads=(4, 2), **how._asdict())
         attention = made(case, world, torch.float32, backend)
         q, k, v, grad = local_inputs(case, world, attention)
         x = torch.cat([q, k, v], 1).flatten(1).requires_grad_()
@@ -333,12 +345,9 @@ def compiled(world: World, exchange: KeyExchange, overlap: bool) -> tuple[list[b
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("exchange", KeyExchange)
-def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths(
-    exchange: KeyExchange, overlap: bool
-) -> None:
-    results = run_local(compiled, 2, exchange, overlap, start_group=True, timeout_s=600)
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths(how: How) -> None:
+    results = run_local(compiled, 2, how, start_group=True, timeout_s=600)
     for same, num_graphs in results:
         assert all(same), same
         assert num_graphs <= 2 * 2  # of each backend one for the first shapes and one for any

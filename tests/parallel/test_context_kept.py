@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_context import Case, Tensors, local_inputs, made, run
+from tests.parallel.test_context import HOWS, Case, How, Tensors, local_inputs, made, run
 from tests.sets import full
 from wlb.cost import key_bytes
 from wlb.cost.memory import KeyBytes
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.dist
 def kept(attention: ContextAttention, inputs: Tensors) -> tuple[int, list[int]]:
     """Returns bytes that a call keeps for backward beside its indices, and rows of what it
     keeps."""
-    indices = [*attention.indices, attention.splits]
+    indices: list[Tensor | None] = [*attention.indices, attention.splits]
     shared = {x.untyped_storage().data_ptr() for x in indices if x is not None}
     found: dict[int, Tensor] = {}
 
@@ -128,27 +128,20 @@ def test_only_local_rows_are_kept_and_one_gather_more_is_made(exchange: KeyExcha
             assert calls.items() >= (once | again).items()
 
 
-def buffers(
-    world: World, exchange: KeyExchange, overlap: bool
-) -> list[tuple[tuple[int, int], KeyBytes]]:
+def buffers(world: World, how: How) -> list[tuple[tuple[int, int], KeyBytes]]:
     """Returns bytes of K and V that arrive and leave in forward, with those that are planned."""
     model = ModelSpec(hidden_size=4 * 8, num_heads=4, num_kv_heads=2, vocab_size=8)
     spec = replace(
         RunSpec(),
         model=model,
         parallel=ParallelSpec(cp=world.world_size),
-        cp=replace(RunSpec().cp, overlap=overlap),
+        cp=replace(RunSpec().cp, overlap=how.overlap, stages=how.stages),
         training=replace(RunSpec().training, dtype=Dtype.BFLOAT16),
     )
     out: list[tuple[tuple[int, int], KeyBytes]] = []
     for lengths in ((50, 14), (33, 1, 7), (9,), ()):
         case = Case(
-            lengths=lengths,
-            strategy="balanced",
-            heads=(4, 2),
-            row_multiple=4,
-            exchange=exchange,
-            overlap=overlap,
+            lengths=lengths, strategy="balanced", heads=(4, 2), row_multiple=4, **how._asdict()
         )
         attention = made(case, world, torch.bfloat16, "sdpa")
         with pytest.MonkeyPatch.context() as patch:
@@ -158,17 +151,15 @@ def buffers(
             attention(*local_inputs(case, world, attention)[:3])
         plan, rows = case.plan(world.world_size), attention.num_rows
         planned = key_bytes(spec, plan, rank=world.rank, local_tokens=rows)
-        out.append((recorder.buffers[0], planned))
+        arrived, sent = (sum(sizes) for sizes in zip(*recorder.buffers, strict=True))
+        out.append(((arrived, sent), planned))
     return out
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("how", HOWS, ids=str)
 @pytest.mark.parametrize("cp", [2, *full(4)])
-def test_buffers_of_keys_are_those_that_were_planned(
-    cp: int, exchange: KeyExchange, overlap: bool
-) -> None:
-    for found in run_local(buffers, cp, exchange, overlap, start_group=True, timeout_s=600):
+def test_buffers_of_keys_are_those_that_were_planned(cp: int, how: How) -> None:
+    for found in run_local(buffers, cp, how, start_group=True, timeout_s=600):
         for used, planned in found:
             assert used == planned
 

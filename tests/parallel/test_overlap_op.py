@@ -22,25 +22,29 @@ def test_compiled_code_knows_the_shapes_of_results_and_gradients(
 ) -> None:
     with FakeTensorMode():
         q, k = (torch.empty(6, n, D, dtype=torch.bfloat16) for n in (4, 2))
-        rows, sending, num = 12, (None, None, None), 6
+        rows, sent, returned, splits, num = 12, [], None, None, 6
         if exchange == KeyExchange.NEEDED:  # 3 rows come and 2 go
             rows, num = 3, 2
-            shapes = (2,), (1, 6), (2, 2)
-            sending = tuple(torch.empty(shape, dtype=torch.int64) for shape in shapes)
-        sent, returned, splits = sending
-        inverse = torch.empty(1, rows, dtype=torch.int64)
-        own = [torch.empty(shape, dtype=torch.int64) for shape in ((4,), (9,), (2, 6))]
-        offsets = [torch.empty(n, dtype=torch.int32) for n in (3, 3, 2, 2)]
-        index = torch.empty(5, dtype=torch.int64)
-        where = (*own, index, inverse, sent, splits, *offsets, 6, 6, 4, 3, "sdpa", 2, "0")
+            sent = [torch.empty(2, dtype=torch.int64)]
+            returned = torch.empty(1, 6, dtype=torch.int64)
+            splits = torch.empty(1, 2, 2, dtype=torch.int64)
+        inverse = [torch.empty(1, rows, dtype=torch.int64)]
+        own = [torch.empty(shape, dtype=torch.int64) for shape in ((9,), (2, 6))]
+        own_cu, cu = ([torch.empty(n, dtype=torch.int32) for _ in range(2)] for n in (3, 2))
+        query_rows, index = ([torch.empty(n, dtype=torch.int64)] for n in (4, 5))
+        lists = (query_rows, index, inverse, *([x] for x in cu), sent)
+        where = (*own, *own_cu, *lists, splits, 6, 6, [4], [3], "sdpa", 2, "0")
+        sending = (sent, returned, splits)
         gathered, *slots = context_op.gather_kv(k, k, inverse, *sending, 2, "0", wire, False)
         out, lse, again = overlap_op.attend_while_gathering(
             q, k, k, gathered, *slots, *where, False, False
         )
         dq, *gradients = overlap_op.attend_while_gathering_backward(
-            out, q, k, k, None, out, lse, *where, wire, False
+            out, q, k, k, [], out, lse, *where, wire, False
         )
         received = context_op.receive_kv_gradient(*gradients, returned, k.dtype, False)
+    slots, gradients = ([*x[0], x[1]] for x in (slots, gradients))
+    (gathered,), (again,) = gathered, again
     assert (out.shape, dq.shape, lse.shape) == (q.shape, q.shape, (4, 6))
     assert (again.dtype, again.shape) == (gathered.dtype, gathered.shape)
     assert gathered.shape == (rows, 2, 2, D)

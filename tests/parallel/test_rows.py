@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wlb.parallel.rows import AttentionRows, OwnRows, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import AttentionRows, CallRows, attention_rows, rank_labels, rank_tokens
 from wlb.plan import (
     IGNORE,
     Documents,
@@ -38,9 +38,9 @@ def example() -> ShardingPlan:
 
 def segments(made: AttentionRows) -> list[tuple[int, list[str]]]:
     """Returns the number of queries and the keys of each segment."""
-    assert made.kv_index is not None
-    keys = [GATHERED[i] for i in made.kv_index]
-    q, k = made.cu_seqlens_q.tolist(), made.cu_seqlens_k.tolist()
+    assert made.call.kv_index is not None
+    keys = [GATHERED[i] for i in made.call.kv_index]
+    q, k = made.call.cu_seqlens_q.tolist(), made.call.cu_seqlens_k.tolist()
     return [(q[i + 1] - q[i], keys[k[i] : k[i + 1]]) for i in range(len(q) - 1)]
 
 
@@ -68,17 +68,17 @@ def test_keys_of_a_span_are_its_piece_up_to_its_end() -> None:
 
 def test_index_arrays_of_the_example() -> None:
     made = attention_rows(example(), 0, ROWS)
-    assert made.cu_seqlens_q.tolist() == [0, 2, 3, 4, 6]
-    assert made.cu_seqlens_k.tolist() == [0, 2, 7, 8, 10]
-    assert made.kv_index is not None
-    assert made.kv_index.tolist() == [0, 1, 0, 1, 6, 7, 2, 3, 4, 5]
+    assert made.call.cu_seqlens_q.tolist() == [0, 2, 3, 4, 6]
+    assert made.call.cu_seqlens_k.tolist() == [0, 2, 7, 8, 10]
+    assert made.call.kv_index is not None
+    assert made.call.kv_index.tolist() == [0, 1, 0, 1, 6, 7, 2, 3, 4, 5]
 
 
 def test_inverse_says_where_each_gathered_row_was_used() -> None:
     """a0 and a1 are keys twice on rank 0, so there are two layers; 10 stands for "not used"."""
     made = attention_rows(example(), 0, ROWS)
-    assert made.inverse is not None
-    assert made.inverse.tolist() == [
+    assert made.call.inverse is not None
+    assert made.call.inverse.tolist() == [
         # a0 a1 a4 b0  .  .  a2  a3  b1  b2   :   :
         [0, 1, 10, 7, 8, 9, 10, 10, 10, 10, 10, 10],
         [2, 3, 6, 10, 10, 10, 4, 5, 10, 10, 10, 10],
@@ -87,9 +87,9 @@ def test_inverse_says_where_each_gathered_row_was_used() -> None:
 
 def test_gradients_of_keys_add_up_over_their_uses() -> None:
     made = attention_rows(example(), 0, ROWS)
-    assert made.inverse is not None
+    assert made.call.inverse is not None
     grads = np.append(10 ** np.arange(10), 0)  # of each key, and zero for "not used"
-    assert grads[made.inverse].sum(0).tolist() == [
+    assert grads[made.call.inverse].sum(0).tolist() == [
         1 + 100,  # a0
         10 + 1000,  # a1
         10**6,  # a4
@@ -114,10 +114,10 @@ def test_an_exchange_by_need_sends_the_rows_that_are_read() -> None:
     made, other = (attention_rows(by_need(), rank, ROWS).sent for rank in range(2))
     assert made is not None
     assert other is not None
-    assert made.splits.tolist() == [[6, 2], [6, 3]]  # received, sent
-    assert made.index.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 3]
-    assert other.splits.tolist() == [[3, 6], [2, 6]]
-    assert other.index.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert made.splits.tolist() == [[[6, 2], [6, 3]]]  # received, sent
+    assert made.index[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 3]
+    assert other.splits.tolist() == [[[3, 6], [2, 6]]]
+    assert other.index[0].tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
     # The gradients of a0 a1 a4 b0 and padding come back from rank 0, and of a0 a1 b0 from rank 1.
     assert made.returned.tolist() == [[0, 1, 2, 3, 4, 5], [6, 7, 9, 8, 9, 9]]
     assert other.returned.tolist() == [[0, 1, 4, 5, 6, 7], [2, 3, 8, 8, 8, 8]]
@@ -127,14 +127,16 @@ def test_an_exchange_by_need_sends_the_rows_that_are_read() -> None:
 def test_keys_lie_in_the_rows_that_arrive() -> None:
     for rank, arrived in enumerate(("a0 a1 a4 b0 . . a2 a3", "a0 a1 b0 a2 a3 b1 b2 : :")):
         made = attention_rows(by_need(), rank, ROWS)
-        assert made.kv_index is not None
-        assert made.inverse is not None
+        assert made.call.kv_index is not None
+        assert made.call.inverse is not None
         gathered = attention_rows(example(), rank, ROWS)
-        assert gathered.kv_index is not None
+        assert gathered.call.kv_index is not None
         names = arrived.split()
-        assert [names[i] for i in made.kv_index] == [GATHERED[i] for i in gathered.kv_index]
-        assert made.cu_seqlens_k.tolist() == gathered.cu_seqlens_k.tolist()
-        assert made.inverse.shape[1] == len(names)
+        assert [names[i] for i in made.call.kv_index] == [
+            GATHERED[i] for i in gathered.call.kv_index
+        ]
+        assert made.call.cu_seqlens_k.tolist() == gathered.call.cu_seqlens_k.tolist()
+        assert made.call.inverse.shape[1] == len(names)
 
 
 @pytest.mark.parametrize("plan", [example(), by_need()], ids=lambda plan: plan.exchange)
@@ -145,15 +147,15 @@ def test_two_calls_see_the_keys_of_one(plan: ShardingPlan) -> None:
         made, whole = (attention_rows(plan, rank, ROWS, overlap=on) for on in (True, False))
         own = made.own
         assert own is not None
-        assert made.kv_index is not None
-        assert whole.kv_index is not None
+        assert made.call.kv_index is not None
+        assert whole.call.kv_index is not None
         local = GATHERED[rank * ROWS : (rank + 1) * ROWS]
         is_needed = plan.exchange == KeyExchange.NEEDED
         arrived = sent_to[1 - rank].split() if is_needed else GATHERED
         before = "a0 a1 b0 a2 a3 b1 b2 : :" if rank else "a0 a1 a4 b0 . . a2 a3"
-        all_keys = named(whole.kv_index, before.split() if is_needed else GATHERED, whole)
+        all_keys = named(whole.call.kv_index, before.split() if is_needed else GATHERED, whole.call)
         own_keys = named(own.kv_index, local, own)
-        others = named(made.kv_index, arrived, made)
+        others = named(made.call.kv_index, arrived, made.call)
         spans = np.split(np.arange(ROWS), own.cu_seqlens_q[1:-1])
         with_others = iter(others)
         rows_of_others: list[int] = []
@@ -164,13 +166,13 @@ def test_two_calls_see_the_keys_of_one(plan: ShardingPlan) -> None:
                 assert sorted(next(with_others)) == sorted(missing)
                 rows_of_others += rows.tolist()
             assert sorted(missing + mine) == sorted(keys)
-        assert own.query_rows.tolist() == rows_of_others
-        assert made.inverse is not None
-        assert made.inverse.shape[1] == len(arrived)
+        assert made.call.query_rows.tolist() == rows_of_others
+        assert made.call.inverse is not None
+        assert made.call.inverse.shape[1] == len(arrived)
         assert own.inverse.shape[1] == ROWS
 
 
-def named(index: IntArray, rows: Sequence[str], call: AttentionRows | OwnRows) -> list[list[str]]:
+def named(index: IntArray, rows: Sequence[str], call: CallRows) -> list[list[str]]:
     """Returns the keys of each segment of a call."""
     return [[rows[i] for i in part] for part in np.split(index, call.cu_seqlens_k[1:-1])]
 
@@ -189,39 +191,39 @@ def test_a_rank_that_needs_nothing_computes_in_its_first_call() -> None:
         made = attention_rows(replace(plan, exchange=exchange), 1, 6, overlap=True)
         assert made.own is not None
         assert made.own.cu_seqlens_k.tolist() == [0, 4, 6]
-        assert made.own.query_rows.tolist() == []
-        assert made.cu_seqlens_q.tolist() == [0]
-        assert made.sent is None or made.sent.splits.tolist() == [[0, 0], [0, 0]]
+        assert made.call.query_rows.tolist() == []
+        assert made.call.cu_seqlens_q.tolist() == [0]
+        assert made.sent is None or made.sent.splits.tolist() == [[[0, 0], [0, 0]]]
 
 
 def test_one_rank_needs_no_gather() -> None:
     made = attention_rows(per_sequence([3, 2], cp=1), 0, 6)
-    assert made.kv_index is None
-    assert made.inverse is None
-    assert made.cu_seqlens_q.tolist() == made.cu_seqlens_k.tolist() == [0, 3, 5, 6]
+    assert made.call.kv_index is None
+    assert made.call.inverse is None
+    assert made.call.cu_seqlens_q.tolist() == made.call.cu_seqlens_k.tolist() == [0, 3, 5, 6]
     assert made.positions.tolist() == [0, 1, 2, 0, 1, 0]
 
 
 def test_an_empty_micro_batch_is_filler_only() -> None:
     made = attention_rows(per_document([], cp=2), 1, 2)
-    assert made.cu_seqlens_q.tolist() == made.cu_seqlens_k.tolist() == [0, 2]
+    assert made.call.cu_seqlens_q.tolist() == made.call.cu_seqlens_k.tolist() == [0, 2]
     assert made.positions.tolist() == [0, 1]
-    assert made.kv_index is not None
-    assert made.inverse is not None
-    assert made.kv_index.tolist() == [2, 3]
-    assert made.inverse.tolist() == [[2, 2, 0, 1]]
+    assert made.call.kv_index is not None
+    assert made.call.inverse is not None
+    assert made.call.kv_index.tolist() == [2, 3]
+    assert made.call.inverse.tolist() == [[2, 2, 0, 1]]
     needed = attention_rows(replace(per_document([], cp=2), exchange=KeyExchange.NEEDED), 1, 2)
-    assert needed.kv_index is not None
+    assert needed.call.kv_index is not None
     assert needed.sent is not None
-    assert needed.kv_index.tolist() == [0, 1]
-    assert needed.sent.splits.tolist() == [[0, 2], [0, 2]]
+    assert needed.call.kv_index.tolist() == [0, 1]
+    assert needed.sent.splits.tolist() == [[[0, 2], [0, 2]]]
 
 
 def test_a_rank_without_tokens_still_has_rows() -> None:
     made = attention_rows(per_document([1], cp=2), 1, 1)
-    assert made.cu_seqlens_q.tolist() == made.cu_seqlens_k.tolist() == [0, 1]
-    assert made.kv_index is not None
-    assert made.kv_index.tolist() == [1]
+    assert made.call.cu_seqlens_q.tolist() == made.call.cu_seqlens_k.tolist() == [0, 1]
+    assert made.call.kv_index is not None
+    assert made.call.kv_index.tolist() == [1]
 
 
 def test_too_few_rows_are_refused() -> None:

@@ -66,6 +66,7 @@ class Case:
     compile_backend: str = ""
     overlap: bool = False
     own_first: bool = False
+    stages: int = 1
     exchange: KeyExchange = KeyExchange.GATHER
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
@@ -85,6 +86,7 @@ class Case:
         name += f"-{self.compile_backend}" if self.compile_backend else ""
         name += "-overlap" if self.overlap else ""
         name += "-own_first" if self.own_first else ""
+        name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
@@ -110,7 +112,12 @@ def spec_of(case: Case) -> RunSpec:
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
             tp=replace(spec.tp, overlap=case.overlap),
-            cp=replace(spec.cp, keep_gathered_kv=case.keep_gathered_kv, overlap=case.own_first),
+            cp=replace(
+                spec.cp,
+                keep_gathered_kv=case.keep_gathered_kv,
+                overlap=case.own_first,
+                stages=case.stages,
+            ),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
@@ -222,7 +229,9 @@ def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: 
         if not num:
             continue
         index = attention_rows(sharding, 0, num)
-        segments = Segments.from_offsets(index.cu_seqlens_q, index.cu_seqlens_k, device="cpu")
+        segments = Segments.from_offsets(
+            index.call.cu_seqlens_q, index.call.cu_seqlens_k, device="cpu"
+        )
         cos, sin = rope_tables(torch.from_numpy(index.positions), frequencies)
         rows = Rows(
             cos=cos,

@@ -54,6 +54,19 @@ CASES = [
     Case(cp=3, own_first=True, row_multiple=4),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
     Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
+    # Others' keys in stages.
+    Case(cp=4, exchange=NEEDED, own_first=True, stages=3, recompute=Recompute.FULL),
+    Case(
+        tp=2,
+        cp=2,
+        pp=2,
+        v=2,
+        schedule=IZB,
+        own_first=True,
+        exchange=NEEDED,
+        stages=2,
+        num_micro_batches=8,
+    ),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
     Case(tp=4, head_dim=8, parts=QWEN3),
     Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),

@@ -71,8 +71,8 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
     for rank in case.ranks:
         made = attention_rows(case.sharding, rank, case.rows)
         mine = local_ids(case, rank)
-        keys = np.array(mine) if made.kv_index is None else gathered[made.kv_index]
-        q, k = made.cu_seqlens_q.tolist(), made.cu_seqlens_k.tolist()
+        keys = np.array(mine) if made.call.kv_index is None else gathered[made.call.kv_index]
+        q, k = made.call.cu_seqlens_q.tolist(), made.call.cu_seqlens_k.tolist()
         assert (q[0], k[0], q[-1], k[-1]) == (0, 0, case.rows, keys.size)
         num_segments = len(case.sharding.for_rank(rank).spans)
         assert len(q) == len(k) == num_segments + 1 + (mine[-1] < 0)
@@ -98,18 +98,20 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
 def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
     for rank in case.ranks:
         made = attention_rows(case.sharding, rank, case.rows)
-        assert made.kv_index is not None
-        assert made.inverse is not None
-        num_rows, num_keys = case.sharding.cp * case.rows, made.kv_index.size
-        assert made.inverse.shape[1] == num_rows
-        assert len(made.inverse) <= 2  # a piece has at most two spans on a rank: head and tail
+        assert made.call.kv_index is not None
+        assert made.call.inverse is not None
+        num_rows, num_keys = case.sharding.cp * case.rows, made.call.kv_index.size
+        assert made.call.inverse.shape[1] == num_rows
+        assert len(made.call.inverse) <= 2  # a piece has at most two spans on a rank: head and tail
         grads = np.random.default_rng(seed).integers(-1000, 1000, (num_keys, 3))
         expected = np.zeros((num_rows, 3), np.int64)
-        np.add.at(expected, made.kv_index, grads)
+        np.add.at(expected, made.call.kv_index, grads)
         padded = np.concatenate([grads, np.zeros((1, 3), np.int64)])
-        assert np.array_equal(sum(padded[layer] for layer in made.inverse), expected)
+        assert np.array_equal(sum(padded[layer] for layer in made.call.inverse), expected)
         # Each key is read back exactly once, so nothing is counted twice and cancelled elsewhere.
-        assert sorted(made.inverse[made.inverse < num_keys].tolist()) == list(range(num_keys))
+        assert sorted(made.call.inverse[made.call.inverse < num_keys].tolist()) == list(
+            range(num_keys)
+        )
 
 
 @given(cases(min_cp=2), st.integers(0, 2**32 - 1))
@@ -121,7 +123,7 @@ def test_an_exchange_by_need_brings_the_same_keys_and_gradients(case: Case, seed
     sent: list[list[IntArray]] = []
     for rows in made:
         assert rows.sent is not None
-        sent.append(np.split(rows.sent.index, np.cumsum(rows.sent.splits[1])[:-1]))
+        sent.append(np.split(rows.sent.index[0], np.cumsum(rows.sent.splits[0, 1])[:-1]))
     moved = rows_moved(case.sharding)
     draw = np.random.default_rng(seed)
     grads_of_rows = [np.zeros((case.rows, 2), np.int64) for _ in case.ranks]
@@ -129,20 +131,20 @@ def test_an_exchange_by_need_brings_the_same_keys_and_gradients(case: Case, seed
     for rank, rows in enumerate(made):
         gathered = attention_rows(case.sharding, rank, case.rows)
         assert rows.sent is not None
-        assert rows.kv_index is not None
-        assert rows.inverse is not None
-        assert gathered.kv_index is not None
+        assert rows.call.kv_index is not None
+        assert rows.call.inverse is not None
+        assert gathered.call.kv_index is not None
         sizes = [sent[j][rank].size for j in case.ranks]
-        assert rows.sent.splits[0].tolist() == sizes
+        assert rows.sent.splits[0, 0].tolist() == sizes
         others = [size * (j != rank) for j, size in enumerate(sizes)]
         assert others == moved[rank].tolist()
         arrived = np.concatenate([j * case.rows + sent[j][rank] for j in case.ranks])
-        assert arrived[rows.kv_index].tolist() == gathered.kv_index.tolist()
+        assert arrived[rows.call.kv_index].tolist() == gathered.call.kv_index.tolist()
         # No row comes that is not a key.
-        assert set(range(arrived.size)) == set(rows.kv_index.tolist())
-        grads = draw.integers(-1000, 1000, (rows.kv_index.size + 1, 2))
+        assert set(range(arrived.size)) == set(rows.call.kv_index.tolist())
+        grads = draw.integers(-1000, 1000, (rows.call.kv_index.size + 1, 2))
         grads[-1] = 0
-        back = np.split(grads[rows.inverse].sum(0), np.cumsum(sizes)[:-1])
+        back = np.split(grads[rows.call.inverse].sum(0), np.cumsum(sizes)[:-1])
         for j in case.ranks:
             returned[j].append(back[j])
             np.add.at(grads_of_rows[j], sent[j][rank], back[j])
@@ -157,7 +159,7 @@ def test_one_rank_needs_no_index(case: Case) -> None:
     for rank in case.ranks:
         made = attention_rows(case.sharding, rank, case.rows)
         expected = case.sharding.cp == 1
-        assert (made.kv_index is None) == (made.inverse is None) == expected
+        assert (made.call.kv_index is None) == (made.call.inverse is None) == expected
 
 
 @dataclass(frozen=True, kw_only=True)

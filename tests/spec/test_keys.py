@@ -31,6 +31,7 @@ KEYS = [
     "cp.gradient_dtype",
     "cp.keep_gathered_kv",
     "cp.overlap",
+    "cp.stages",
     "data.blend",
     "data.bpe_vocab_size",
     "data.cache_dir",

@@ -3,7 +3,8 @@
 Forward, rows travel while the query projection runs. Backward, they travel again while the MLP's
 and the output projection's backward run, and gradients return during the query projection's
 (`wlb.parallel.context`). With `cp.overlap`, attention over a rank's own keys hides rows in forward
-and gradients in backward as well. What hides is priced; nobody has measured it.
+and gradients in backward as well, and with `cp.stages` each stage's attention those of the next.
+What hides is priced; nobody has measured it.
 """
 
 from dataclasses import replace
@@ -12,7 +13,18 @@ import numpy as np
 
 from wlb.cost.latency import exchange_ns
 from wlb.cost.workload import HiddenExchange, WorkloadModel
-from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, rows_moved
+from wlb.plan import (
+    FloatArray,
+    IntArray,
+    KeyExchange,
+    ShardingPlan,
+    gather_bounds,
+    offsets_of,
+    rows_moved,
+    rows_moved_in_stages,
+    rows_read,
+    stage_bounds,
+)
 from wlb.plan.exchange import rank_of_span
 
 
@@ -31,13 +43,100 @@ def waits_ns(
         return forward, backward
     moved = None if plan.exchange == KeyExchange.GATHER else rows_moved(plan)
     rows = plan.num_tokens if num_rows is None else num_rows
-    there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
     hidden = cost.products_ns(rows)
     is_split = overlaps and cost.overlaps
+    if is_split and cost.stages > 1:
+        return _waits_in_stages_ns(plan, cost, rows)
+    there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
     forward = np.maximum(0.0, there - hidden.there - own[0])
     backward = np.maximum(0.0, back - hidden.back - own[1]) + max(0.0, again - hidden.again)
     return forward, backward
+
+
+def _waits_in_stages_ns(
+    plan: ShardingPlan, cost: WorkloadModel, num_rows: int
+) -> tuple[FloatArray, FloatArray]:
+    """`waits_ns` of an exchange in `cost.stages` stages, and what the calls cost that one stage
+    would not have.
+
+    Stages travel one after the other, as on one communicator. A later stage's rows may come while
+    the attention of those before runs; in backward, its gradients leave when its attention ends.
+    """
+    assert isinstance(cost, HiddenExchange)
+    bounds = gather_bounds(-(-num_rows // plan.cp), stages=cost.stages)
+    if plan.exchange == KeyExchange.GATHER:
+        parts_of = [(None, int(n) * plan.cp) for n in np.diff(bounds)]
+    else:
+        parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=cost.stages)]
+    travels = np.array([cost.transfers_ns(*part, cp=plan.cp) for part in parts_of])
+    hidden = cost.products_ns(num_rows)
+    own, parts, calls = _attention_in_stages_ns(plan, cost)
+    zero = np.zeros(plan.cp)
+    # Of each rank, when its kernels are done, with the transfers' start as zero.
+    at, arrived = hidden.there + own[0], zero
+    for travel, part in zip(travels, parts, strict=True):
+        arrived = arrived + travel[0]
+        at = np.maximum(at, arrived) + part[0]
+    forward = at - hidden.there - own[0] - parts[:, 0].sum(axis=0)
+    at, arrived = zero + hidden.again, zero
+    ends: list[FloatArray] = []
+    for travel, part in zip(travels, parts, strict=True):
+        arrived = arrived + travel[1]
+        at = np.maximum(at, arrived) + part[1]
+        ends.append(at)
+    returned = arrived
+    for travel, end in zip(travels, ends, strict=True):
+        # A stage's gradients leave together, so ranks wait for the last of them.
+        returned = np.maximum(returned, end.max()) + travel[2]
+    backward = np.maximum(at + own[1] + hidden.back, returned)
+    backward -= hidden.again + hidden.back + own[1] + parts[:, 1].sum(axis=0)
+    return np.maximum(0.0, forward) + calls[0], np.maximum(0.0, backward) + calls[1]
+
+
+def _attention_in_stages_ns(
+    plan: ShardingPlan, cost: WorkloadModel
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
+    the launches of all calls but two, [2, cp]. A span's time with others' keys is divided among
+    stages as those keys are."""
+    assert isinstance(cost, HiddenExchange)
+    rank, num_q = rank_of_span(plan), plan.stop - plan.start
+    own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
+    others = np.array(cost.segment_times_ns(num_q, plan.stop), np.float64) - own
+    keys = _keys_in_stages(plan, cost.stages)
+    shares = keys / np.maximum(1, keys.sum(axis=0))
+    launches = cost.attention_call_ns(num_q, plan.stop, plan.rank_offsets)
+
+    def of_ranks(times: FloatArray) -> FloatArray:
+        sums = [np.bincount(rank, weights=t, minlength=plan.cp) for t in times]
+        return np.array(sums, np.float64)
+
+    parts = np.array([of_ranks(others * share) for share in shares])
+    return of_ranks(own), parts, (cost.stages - 1) * np.array(launches, np.float64)
+
+
+def _keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
+    """Keys of other ranks that come in each stage of each span's document, [stages, num_spans].
+
+    Those behind the span, which a later span of the rank sees, are few and are left in.
+    """
+    rank = rank_of_span(plan)
+    read = rows_read(plan)
+    read[np.arange(rank.size), rank] = 0
+    if plan.exchange == KeyExchange.GATHER:
+        first = offsets_of(plan.stop - plan.start)[:-1]
+        first -= offsets_of(plan.tokens)[rank]
+        bounds = gather_bounds(int(plan.tokens.max()), stages=stages)[:, None, None]
+        at = np.clip(bounds - first[:, None], 0, read)
+        at[-1] = read
+        sizes = np.diff(at, axis=0)
+    else:
+        sizes = np.diff(stage_bounds(plan, read, stages=stages), axis=0)
+    of_piece = np.zeros((stages, plan.lengths.size, plan.cp), np.int64)
+    for s in range(stages):
+        np.add.at(of_piece[s], plan.piece, sizes[s])
+    return of_piece[:, plan.piece, rank]
 
 
 def over_gather_ns(

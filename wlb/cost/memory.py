@@ -261,6 +261,9 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     if spec.cp.overlap:
         # The call over others' keys has copies of its queries, their outputs and gradients.
         in_kernel += 3 * local * q_bytes
+    if spec.cp.stages > 1:
+        # The gradients of Q of several stages are added up in float32.
+        in_kernel += local * q_bytes * FLOAT32_BYTES // size
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
     # Autograd holds backward's gather until attention's backward has returned.
     held = 0 if spec.cp.keep_gathered_kv else rows * kv_bytes

@@ -87,12 +87,15 @@ class Transfers(NamedTuple):
 class HiddenExchange(Protocol):
     """A workload that knows what hides an exchange; of others all of it is taken to be waited for.
 
-    overlaps: whether attention over own keys hides it too. cp_ranks_per_node: neighbours among CP
-    ranks that share a node.
+    overlaps: whether attention over own keys hides it too. stages: of an exchange by need then.
+    cp_ranks_per_node: neighbours among CP ranks that share a node.
     """
 
     @property
     def overlaps(self) -> bool: ...
+
+    @property
+    def stages(self) -> int: ...
 
     @property
     def cp_ranks_per_node(self) -> int: ...
@@ -196,8 +199,8 @@ class ProfiledWorkload:
     attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. overlaps: as cp.overlap. machine, dtype, longest (most tokens of
-    a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear (all else),
+    of dK and dV between CP ranks. overlaps, stages: as in [cp]. machine, dtype, longest (most
+    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear,
     ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled at
     construction (about 2 ms) so that pricing is a look-up.
     """
@@ -212,6 +215,7 @@ class ProfiledWorkload:
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
     overlaps: bool = False
+    stages: int = 1
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -404,6 +408,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         tp_overlap=spec.cluster.tp_overlap,
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         overlaps=spec.cp.overlap,
+        stages=spec.cp.stages,
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

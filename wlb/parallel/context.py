@@ -2,9 +2,9 @@
 Llama 3), or an all-to-all of the rows that each rank reads, as the sharding plan says.
 
 The keys of each local span are laid out (unless the backend reads a buffer's rows) for one varlen
-call, or with `own` for two, of which the first needs no exchange. The exchange starts in `begin`
-and hides behind the query projection, backward's at the layer's end (`add`) behind the MLP; no
-layer loops over documents or waits for the device. Shapes: T local rows, S packed tokens, G
+call, or with `own` for several, of which the first needs no exchange. The exchange starts in
+`begin` and hides behind the query projection, backward's at the layer's end (`add`) behind the MLP;
+no layer loops over documents or waits for the device. Shapes: T local rows, S packed tokens, G
 key/value and H query heads of this tp rank, D head size.
 """
 
@@ -23,7 +23,7 @@ from wlb.kernels.segments import copy_to_device
 from wlb.parallel.collectives import agree, wait
 from wlb.parallel.context_op import AddAndGatherAgain, context_attend, gather_kv
 from wlb.parallel.overlap_op import attend_while_gathering
-from wlb.parallel.rows import AttentionRows, OwnRows, attention_rows
+from wlb.parallel.rows import AttentionRows, CallRows, attention_rows
 from wlb.plan import ShardingPlan, UserError, local_tokens
 from wlb.spec import AttentionBackend, FusedKernels
 
@@ -55,27 +55,33 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """A gather of K and V that has started, and slots for their gradients (`context_op`)."""
+    """A gather of K and V that has started, and slots for their gradients (`context_op`); a tensor
+    for each stage."""
 
-    rows_R2GD: Tensor
-    slot: Tensor
+    rows_R2GD: list[Tensor]
+    slots: list[Tensor]
     own_slot: Tensor
 
 
-class OwnCall(NamedTuple):
-    """The call that runs while the exchange does, see `OwnRows`; tensors are on the device."""
+class AttentionCall(NamedTuple):
+    """`CallRows`, on the device."""
 
     segments: Segments
-    query_rows: Tensor
     index: Tensor
     inverse: Tensor
+    query_rows: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = [*self.segments.arguments, *self[1:]]
+        return [x for x in found if isinstance(x, Tensor)]
 
 
 class GatherAgain(NamedTuple):
-    """The rows that backward gathers again, and the slot that brings them to attention's
+    """The rows that backward gathers again, and the slots that bring them to attention's
     backward."""
 
-    slot_R2GD: Tensor
+    slots_R2GD: list[Tensor]
     k_TGD: Tensor
     v_TGD: Tensor
 
@@ -84,11 +90,11 @@ class GatherAgain(NamedTuple):
 class ContextAttention:
     """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    index [K] and inverse [U, R]: see `AttentionRows`; None with one CP rank. sent [N], returned [W,
-    T] and, on the host, splits [2, cp]: see `SentRows`; None with an all-gather. `from_plan`
-    compares the ranks' arguments; the executor, whose plans' digests are compared, uses
-    `from_rows`. own: None if one call computes everything; otherwise segments, index and inverse
-    are those of the second.
+    segments: of the call that reads the rank's own keys: with all others, or of `own`. calls, own:
+    see `AttentionRows`; calls is empty with one CP rank. sent (of each stage [N]), returned [W, T]
+    and, on the host, splits [stages, 2, cp]: see `SentRows`; without entries or None with an
+    all-gather. `from_plan` compares the ranks' arguments; the executor, whose plans' digests are
+    compared, uses `from_rows`.
     """
 
     segments: Segments
@@ -97,26 +103,25 @@ class ContextAttention:
     backend: str
     cp: int
     group_name: str
-    index: Tensor | None
-    inverse: Tensor | None
+    calls: tuple[AttentionCall, ...]
     keep_gathered_kv: bool
     fused: bool = False
     gradient_dtype: torch.dtype = torch.float32
-    sent: Tensor | None = None
+    sent: tuple[Tensor, ...] = ()
     returned: Tensor | None = None
     splits: Tensor | None = None
-    own: OwnCall | None = None
+    own: AttentionCall | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
         self._check_keys(k_TGD, v_TGD)
-        if self.inverse is None:
+        if not self.calls:
             return None
-        rows, *slots = gather_kv(
+        rows, slots, own_slot = gather_kv(
             k_TGD,
             v_TGD,
-            self.inverse,
-            self.sent,
+            [call.inverse for call in self.calls],
+            list(self.sent),
             self.returned,
             self.splits,
             self.cp,
@@ -124,7 +129,7 @@ class ContextAttention:
             self.wire_dtype,
             self.fused,
         )
-        return KvGather(rows.detach(), *slots)
+        return KvGather([x.detach() for x in rows], slots, own_slot)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
@@ -141,35 +146,45 @@ class ContextAttention:
             self._check_keys(k_TGD, v_TGD)
         except UserError:
             if begun is not None:
-                wait(begun.rows_R2GD)
+                for rows in begun.rows_R2GD:
+                    wait(rows)
             raise
-        if self.index is None or self.inverse is None:
+        if not self.calls:
             return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend), None
         begun = self.begin(k_TGD, v_TGD) if begun is None else begun
         assert begun is not None
         local = k_TGD.detach(), v_TGD.detach()
-        exchanged = (self.index, self.inverse, self.sent, self.splits)
         how = (self.backend, self.cp, self.group_name, self.keep_gathered_kv, self.fused)
         if self.own is None:
-            arguments = (*exchanged, *self.segments.arguments, *how)
-            out_THD, _, slot_R2GD = context_attend(
-                q_THD, *local, begun.rows_R2GD, begun.slot, *arguments
+            (call,) = self.calls
+            indices = (call.index, call.inverse, list(self.sent), self.splits)
+            arguments = (*indices, *call.segments.arguments, *how)
+            out_THD, _, slots = context_attend(
+                q_THD, *local, begun.rows_R2GD, begun.slots, *arguments
             )
         else:
-            segments, *own = self.own
-            both = (segments.arguments, self.segments.arguments)
-            offsets, longest = (tuple(x for a in both for x in a[i : i + 2]) for i in (0, 2))
-            out_THD, _, slot_R2GD = attend_while_gathering(
-                q_THD, *local, *begun, *own, *exchanged, *offsets, *longest, *how
+            out_THD, _, slots = attend_while_gathering(
+                q_THD, *local, *begun, *self._own_and_stages(self.own), *how
             )
-        return out_THD, None if self.keep_gathered_kv else GatherAgain(slot_R2GD, *local)
+        return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
+
+    def _own_and_stages(self, own: AttentionCall) -> tuple[Any, ...]:
+        """Arguments of `attend_while_gathering` that describe its calls."""
+        cu_q, cu_k, max_q, max_k = zip(*(x.segments.arguments for x in self.calls), strict=True)
+        stages = ([x.query_rows for x in self.calls], [x.index for x in self.calls])
+        inverses = [x.inverse for x in self.calls]
+        tensors = (own.index, own.inverse, *own.segments.arguments[:2], *stages, inverses)
+        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits)
+        return *tensors, *exchanged, *own.segments.arguments[2:], list(max_q), list(max_k)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
         """x + y, where backward starts gathering K and V again; else attention's backward does."""
         if attended is None:
             return x_SC + y_SC
-        how = (self.inverse, self.sent, self.splits, self.cp, self.group_name)
-        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *attended, *how)  # pyright: ignore[reportAssignmentType]
+        slots, *local = attended
+        how = (self.splits, self.cp, self.group_name, len(slots))
+        stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
+        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
 
     @property
@@ -182,11 +197,11 @@ class ContextAttention:
     @property
     def indices(self) -> list[Tensor]:
         """Tensors on the device that the custom ops take besides q, k and v."""
-        found = [self.index, self.inverse, self.sent, self.returned, *self.segments.arguments]
-        if self.own is not None:
-            segments, *others = self.own
-            found += [*others, *segments.arguments]
-        return [tensor for tensor in found if isinstance(tensor, Tensor)]
+        if not self.calls:
+            return [x for x in self.segments.arguments if isinstance(x, Tensor)]
+        calls = self.calls if self.own is None else (*self.calls, self.own)
+        found = [x for call in calls for x in call.tensors] + list(self.sent)
+        return found if self.returned is None else [*found, self.returned]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self._check("k", k_TGD, self.heads.num_kv_heads)
@@ -220,24 +235,31 @@ class ContextAttention:
         arrays = index_arrays(rows)
         if on_device is None:
             on_device = to_device(arrays, device)
-        reads_buffer = bool(arrays) and BACKENDS[backend].takes_key_rows
+        calls = [
+            _call(call, on_device, str(s), backend, device, is_causal=rows.own is None)
+            for s, call in enumerate(rows.calls)
+            if arrays
+        ]
+        own = None
+        if rows.own is not None:
+            _check_gives_lse(backend, device)
+            own = _call(rows.own, on_device, "own", backend, device)
+        if calls:
+            segments = (own or calls[0]).segments
+        else:
+            (alone,) = rows.calls
+            segments = Segments.from_offsets(alone.cu_seqlens_q, alone.cu_seqlens_k, device=device)
+        stages = range(0 if rows.sent is None else len(rows.sent.index))
         return cls(
-            segments=Segments.from_offsets(
-                rows.cu_seqlens_q,
-                rows.cu_seqlens_k,
-                device=device,
-                key_rows=rows.kv_index if reads_buffer else None,
-                is_causal=rows.own is None,
-            ),
-            own=_own_call(rows.own, on_device, backend, device),
+            segments=segments,
+            calls=tuple(calls),
+            own=own,
             num_rows=rows.positions.size,
             heads=heads,
             backend=backend,
             cp=1 if group is None or not arrays else group.size(),
             group_name="" if group is None else group.group_name,
-            index=on_device.get("kv_index"),
-            inverse=on_device.get("inverse"),
-            sent=on_device.get("sent"),
+            sent=tuple(on_device[f"sent {s}"] for s in stages),
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
             keep_gathered_kv=keep_gathered_kv,
@@ -263,13 +285,14 @@ class ContextAttention:
         gradient_dtype: torch.dtype = torch.float32,
         fused: FusedKernels = FusedKernels.AUTO,
         overlap: bool = False,
+        stages: int = 1,
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
 
         A collective call: bad or different arguments raise a UserError on every rank instead of
         hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
         as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
-        a multiple of it. overlap: as `cp.overlap`.
+        a multiple of it. overlap, stages: as in `[cp]`.
         """
         declared: dict[str, Any] = {
             "num_heads": num_heads,
@@ -290,7 +313,8 @@ class ContextAttention:
             _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= _identity(sharding_plan) | {"rows": num_rows, "overlap": overlap}
+            declared |= _identity(sharding_plan) | {"rows": num_rows}
+            declared |= {"overlap": overlap, "stages": stages}
             declared |= {"device": device.type, "backend": backend}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
@@ -298,7 +322,7 @@ class ContextAttention:
         agree(declared | exchange, problem, group=group)
         assert heads is not None
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, num_rows, overlap=overlap),
+            attention_rows(sharding_plan, rank, num_rows, overlap=overlap, stages=stages),
             group=group,
             heads=heads,
             backend=backend,
@@ -343,34 +367,46 @@ def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministi
     return backend
 
 
-def _own_call(
-    own: OwnRows | None, on_device: Mapping[str, Tensor], backend: str, device: torch.device
-) -> OwnCall | None:
-    if own is None:
-        return None
+def _check_gives_lse(backend: str, device: torch.device) -> None:
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
             f"cp.overlap needs the log-sum-exp of attention's rows, which {backend} does not give "
             f"on {device.type}; set cp.overlap = false or another kernels.attention"
         )
+
+
+def _call(
+    rows: CallRows,
+    on_device: Mapping[str, Tensor],
+    name: str,
+    backend: str,
+    device: torch.device,
+    *,
+    is_causal: bool = True,
+) -> AttentionCall:
+    """name: of its arrays among `index_arrays`."""
     segments = Segments.from_offsets(
-        own.cu_seqlens_q,
-        own.cu_seqlens_k,
+        rows.cu_seqlens_q,
+        rows.cu_seqlens_k,
         device=device,
-        key_rows=own.kv_index if BACKENDS[backend].takes_key_rows else None,
+        key_rows=rows.kv_index if BACKENDS[backend].takes_key_rows else None,
+        is_causal=is_causal,
     )
-    names = ("query_rows", "own_index", "own_inverse")
-    return OwnCall(segments, *(on_device[name] for name in names))
+    index, inverse = (on_device[f"{kind} {name}"] for kind in ("kv_index", "inverse"))
+    return AttentionCall(segments, index, inverse, on_device.get(f"query_rows {name}"))
 
 
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays that attention needs on the device; empty with one CP rank."""
-    found = {"kv_index": rows.kv_index, "inverse": rows.inverse}
-    if rows.own is not None:
-        found["query_rows"] = rows.own.query_rows
-        found |= {"own_index": rows.own.kv_index, "own_inverse": rows.own.inverse}
+    """Arrays that attention needs on the device, named "kv_index 0" by stage or "kv_index own";
+    empty with one CP rank."""
+    found: dict[str, np.ndarray[Any, Any] | None] = {}
+    named = [(str(s), call) for s, call in enumerate(rows.calls)]
+    for name, call in named + ([("own", rows.own)] if rows.own is not None else []):
+        found |= {f"kv_index {name}": call.kv_index, f"inverse {name}": call.inverse}
+        found[f"query_rows {name}"] = call.query_rows
     if rows.sent is not None:
-        found |= {"sent": rows.sent.index, "returned": rows.sent.returned}
+        found |= {f"sent {s}": index for s, index in enumerate(rows.sent.index)}
+        found["returned"] = rows.sent.returned
     return {name: array for name, array in found.items() if array is not None}
 
 

@@ -3,8 +3,9 @@
 They contain their collectives, so that one compiled graph serves all lengths and the compiler
 cannot merge the exchanges of forward and backward, which would keep their result. `slot`s, tensors
 of the right shape without memory, bring as gradients what backward receives while it computes.
-Without `sent` and `splits` the exchange is an all-gather. Shapes, besides those of `context`: R
-rows that arrive, N rows sent by need, K keys of segments, U uses of a row, W receivers of a row.
+Without `sent` and `splits` the exchange is an all-gather. Lists have an entry for each stage of the
+exchange. Shapes, besides those of `context`: R rows that arrive, N rows sent by need, K keys of
+segments, U uses of a row, W receivers of a row.
 """
 
 from typing import Any
@@ -23,27 +24,32 @@ _collectives = torch.ops._c10d_functional
 def start_gather(
     k_TGD: Tensor,
     v_TGD: Tensor,
-    sent_N: Tensor | None,
+    inverse_UR: list[Tensor],
+    sent_N: list[Tensor],
     splits: Tensor | None,
     cp: int,
     group_name: str,
-) -> Tensor:
-    """Start bringing K and V of other ranks here, [R, 2, G, D]. splits: see `SentRows`; it is on
-    the host, so that nothing waits for the device."""
+) -> list[Tensor]:
+    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage. splits: see
+    `SentRows`; it is on the host, so that nothing waits for the device."""
     both = torch.stack([k_TGD, v_TGD], 1)
-    if sent_N is None or splits is None:
-        return _collectives.all_gather_into_tensor(both, cp, group_name)
-    received, sent = splits.tolist()
-    both = both.index_select(0, sent_N)
-    return _collectives.all_to_all_single(both, received, sent, group_name)
+    if splits is None:
+        parts = both.split(returned_rows(inverse_UR, sent_N, cp))
+        return [_collectives.all_gather_into_tensor(x, cp, group_name) for x in parts]
+    return [
+        _collectives.all_to_all_single(both.index_select(0, index), received, sent, group_name)
+        for index, (received, sent) in zip(sent_N, splits.tolist(), strict=True)
+    ]
 
 
-def start_return(dkv_R2GD: Tensor, splits: Tensor | None, cp: int, group_name: str) -> Tensor:
-    """Start bringing gradients to the ranks of their rows: [T, 2, G, D], added up over ranks, or
-    with an exchange by need [N, 2, G, D], those of each receiver after the other's."""
+def start_return(
+    dkv_R2GD: Tensor, splits: Tensor | None, stage: int, cp: int, group_name: str
+) -> Tensor:
+    """Start bringing a stage's gradients to the ranks of their rows: [T, 2, G, D], added up over
+    ranks, or with an exchange by need [N, 2, G, D], those of each receiver after the other's."""
     if splits is None:
         return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
-    received, sent = splits.tolist()
+    received, sent = splits[stage].tolist()
     return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
 
 
@@ -88,81 +94,98 @@ def gradient_slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-def num_returned(local: Tensor, sent_N: Tensor | None) -> int:
-    """Rows of gradients that come back. len() would make the length a constant, and each length a
-    graph of its own."""
-    return local.shape[0] if sent_N is None else sent_N.shape[0]
+def gathered_rows(like: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
+    """Buffers for the rows that arrive, without values."""
+    return [gathered_like(like, inverse.shape[1]) for inverse in inverse_UR]
+
+
+def slots_again(k_TGD: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
+    """Slots for the gather of backward, [R, 2, G, D] each."""
+    return [gradient_slot(k_TGD, inverse.shape[1], k_TGD.dtype) for inverse in inverse_UR]
+
+
+def returned_rows(inverse_UR: list[Tensor], sent_N: list[Tensor], cp: int) -> list[int]:
+    """Rows of gradients that come back in each stage, which are the rank's own that went out. len()
+    would make the lengths constants, and each length a graph of its own."""
+    if sent_N:
+        return [index.shape[0] for index in sent_N]
+    return [inverse.shape[1] // cp for inverse in inverse_UR]
 
 
 def _fake_gather(
     k_TGD: Tensor,
     v_TGD: Tensor,
-    inverse_UR: Tensor,
-    sent_N: Tensor | None,
+    inverse_UR: list[Tensor],
+    sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
     cp: int,
     group_name: str,
     wire: torch.dtype,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gathered_like(k_TGD, inverse_UR.shape[1]), *_gradient_slots(k_TGD, sent_N, wire)
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
+    return gathered_rows(k_TGD, inverse_UR), *slots
 
 
 @custom_op("gather_kv", fake=_fake_gather)
 def gather_kv(
     k_TGD: Tensor,
     v_TGD: Tensor,
-    inverse_UR: Tensor,
-    sent_N: Tensor | None,
+    inverse_UR: list[Tensor],
+    sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
     cp: int,
     group_name: str,
     wire: torch.dtype,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Start bringing K and V of other ranks here, [R, 2, G, D]; only context_attend may read it.
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage; only attention's ops
+    may read it.
 
-    The second result is the slot for the gradients of the local K and V, [T, 2, G, D], or [N, 2, G,
-    D] before they are added up, which travel in dtype `wire`. Backward waits for them: autograd
-    runs it after the nodes of q, which are made later. The third is a slot for gradients that do
-    not travel (`overlap_op`), [T, 2, G, D]. inverse_UR is read for R only.
+    The second result is the slots for the gradients of the local K and V, of the stages' rows
+    together [T, 2, G, D], or [N, 2, G, D] before they are added up, which travel in dtype `wire`.
+    Backward waits for them: autograd runs it after the nodes of q, which are made later. The third
+    is a slot for gradients that do not travel (`overlap_op`), [T, 2, G, D]. inverse_UR is read for
+    R only.
     """
-    slots = _gradient_slots(k_TGD, sent_N, wire)
-    return start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name), *slots
+    slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name), *slots
 
 
 def _gradient_slots(
-    k_TGD: Tensor, sent_N: Tensor | None, wire: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    slot = gradient_slot(k_TGD, num_returned(k_TGD, sent_N), wire)
-    return slot, gradient_slot(k_TGD, k_TGD.shape[0], sum_dtype(k_TGD))
+    k_TGD: Tensor, returned: list[int], wire: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    slots = [gradient_slot(k_TGD, rows, wire) for rows in returned]
+    return slots, gradient_slot(k_TGD, k_TGD.shape[0], sum_dtype(k_TGD))
 
 
 def _fake_receive(
-    returning: Tensor,
+    returning: list[Tensor],
     own_T2GD: Tensor | None,
     returned_WT: Tensor | None,
     dtype: torch.dtype,
     fused: bool,
 ) -> Tensor:
-    num_rows = returning.shape[0] if returned_WT is None else returned_WT.shape[1]
-    return gathered_like(returning, num_rows).to(dtype)
+    by_stage = sum(x.shape[0] for x in returning)
+    num_rows = by_stage if returned_WT is None else returned_WT.shape[1]
+    return gathered_like(returning[0], num_rows).to(dtype)
 
 
 @custom_op("receive_kv_gradient", fake=_fake_receive)
 def receive_kv_gradient(
-    returning: Tensor,
+    returning: list[Tensor],
     own_T2GD: Tensor | None,
     returned_WT: Tensor | None,
     dtype: torch.dtype,
     fused: bool,
 ) -> Tensor:
-    """Wait for gradients that context_attend_backward sent, [T, 2, G, D] in `dtype`. By need, those
-    of a row's receivers are added here, in the order of ranks, in float32. own_T2GD: gradients that
-    did not travel, added last."""
-    arrived = _collectives.wait_tensor(returning)
+    """Wait for gradients that attention's backward sent, [T, 2, G, D] in `dtype`. By need, those of
+    a row's receivers are added here, in the order of stages and ranks, in float32. own_T2GD:
+    gradients that did not travel, added last."""
+    stages = [_collectives.wait_tensor(x) for x in returning]
+    arrived = torch.cat(stages) if len(stages) > 1 else stages[0]
     if returned_WT is not None:
         arrived = gradients_by_row(arrived[:, 0], arrived[:, 1], returned_WT, fused=fused)
     if own_T2GD is not None:
@@ -170,17 +193,18 @@ def receive_kv_gradient(
     return arrived.to(dtype, copy=True)
 
 
-def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.dtype, ctx.fused = inputs[0].dtype, inputs[-1]
+    ctx.num_stages, ctx.num_sent = len(inputs[2]), len(inputs[3])
     ctx.save_for_backward(inputs[4])
     ctx.set_materialize_grads(False)
 
 
 def _receive(
-    ctx: Any, _: None, returning: Tensor | None, own_T2GD: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    none = (None,) * 8
-    if returning is None:
+    ctx: Any, _: Any, returning: list[Tensor | None], own_T2GD: Tensor | None
+) -> tuple[Any, ...]:
+    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 6)
+    if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
     return dkv_T2GD[:, 0], dkv_T2GD[:, 1], *none
@@ -189,27 +213,28 @@ def _receive(
 gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
 
 
-@custom_op("gather_kv_again", fake=lambda _, k, v, inverse, *__: gathered_like(k, inverse.shape[1]))
+@custom_op("gather_kv_again", fake=lambda _, k, v, inverses, *__: gathered_rows(k, inverses))
 def gather_kv_again(
     grad_SC: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    inverse_UR: Tensor,
-    sent_N: Tensor | None,
+    inverse_UR: list[Tensor],
+    sent_N: list[Tensor],
     splits: Tensor | None,
     cp: int,
     group_name: str,
-) -> Tensor:
+) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    return start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
     """x + y, the end of a layer; backward first starts gathering the layer's K and V again.
 
-    slot: context_attend's third result; its gradient brings the gather to context_attend's
-    backward, so that the MLP's and o_proj's products lie between its start and its wait.
+    tensors: of every stage context_attend's slot, whose gradient brings the gather to its backward,
+    so that the MLP's and o_proj's products lie between its start and its wait; then the stages'
+    inverse_UR and sent_N.
     """
 
     @staticmethod
@@ -217,41 +242,47 @@ class AddAndGatherAgain(torch.autograd.Function):
         ctx: Any,
         x_SC: Tensor,
         y_SC: Tensor,
-        slot_R2GD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
-        inverse_UR: Tensor,
-        sent_N: Tensor | None,
         splits: Tensor | None,
         cp: int,
         group_name: str,
+        num_stages: int,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.cp, ctx.group_name = cp, group_name
-        ctx.save_for_backward(k_TGD, v_TGD, inverse_UR, sent_N, splits)
+        ctx.cp, ctx.group_name, ctx.num_stages = cp, group_name, num_stages
+        ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
         return x_SC + y_SC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SC,) = grads
-        gathering = None
-        if ctx.needs_input_grad[2]:
-            gathering = gather_kv_again(grad_SC, *ctx.saved_tensors, ctx.cp, ctx.group_name)
-        return grad_SC, grad_SC, gathering, *(None,) * 7
+        k_TGD, v_TGD, splits, *rest = ctx.saved_tensors
+        gathering: list[Tensor | None] = [None] * ctx.num_stages
+        if ctx.needs_input_grad[8]:
+            inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
+            how = (splits, ctx.cp, ctx.group_name)
+            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
+        return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(rest)
 
 
-@custom_op(
-    "context_attend",
-    fake=lambda q, k, _, kv, *__: (*attention_like(q), gradient_slot(k, kv.shape[0], k.dtype)),
-)
+def _fake_attend(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, arriving: list[Tensor], *_: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    slots = [gradient_slot(k_TGD, x.shape[0], k_TGD.dtype) for x in arriving]
+    return (*attention_like(q_THD), slots)
+
+
+@custom_op("context_attend", fake=_fake_attend)
 def context_attend(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    kv_gather: Tensor,
-    slot: Tensor,
+    arriving: list[Tensor],
+    slot: list[Tensor],
     index_K: Tensor,
     inverse_UR: Tensor,
-    sent_N: Tensor | None,
+    sent_N: list[Tensor],
     splits: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -262,17 +293,16 @@ def context_attend(
     group_name: str,
     keep_gathered: bool,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Output [T, H, D], log-sum-exp, and a slot for the gather of backward, [R, 2, G, D].
 
-    kv_gather, slot: `gather_kv`'s. The output is differentiable in q and in the slot, whose
-    gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
+    arriving, slot: `gather_kv`'s of the one stage. The output is differentiable in q and in the
+    slot, whose gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
     """
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
-    k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
+    k, v = segment_keys(_collectives.wait_tensor(arriving[0]), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
-    again = gradient_slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
-    return out_THD.contiguous(), lse.contiguous(), again
+    return out_THD.contiguous(), lse.contiguous(), slots_again(k_TGD, [inverse_UR])
 
 
 def _fake_backward(
@@ -286,7 +316,8 @@ def _fake_backward(
     like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     *_, wire, _ = arguments
-    num_rows = num_returned(q_THD, arguments[4])
+    inverse, sent, cp = arguments[3], arguments[4], arguments[11]
+    (num_rows,) = returned_rows([inverse], sent, cp)
     return q_THD.new_empty(q_THD.shape), gathered_like(like, num_rows).to(wire)
 
 
@@ -301,7 +332,7 @@ def context_attend_backward(
     lse: Tensor,
     index_K: Tensor,
     inverse_UR: Tensor,
-    sent_N: Tensor | None,
+    sent_N: list[Tensor],
     splits: Tensor | None,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -319,7 +350,9 @@ def context_attend_backward(
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        kv_gather = start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
+        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, cp, group_name)
+        (kv_gather,) = gathers
+        del gathers
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
     saved = SavedTensors(q_THD, k, v, out_THD, lse)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
@@ -331,33 +364,39 @@ def context_attend_backward(
         dkv_R2GD = torch.stack([dk, dv], 1)
     else:
         dkv_R2GD = gradients_by_row(dk, dv, inverse_UR, fused=fused)
-    return dq.contiguous(), start_return(dkv_R2GD.to(wire), splits, cp, group_name)
+    return dq.contiguous(), start_return(dkv_R2GD.to(wire), splits, 0, cp, group_name)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, kv_gather, slot, *indices = inputs[:11]
-    *static, keep_gathered, fused = inputs[11:]
-    ctx.static = (*static, slot.dtype, fused)
-    ctx.num_inputs, ctx.keeps_gathered = len(inputs), keep_gathered
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q_THD, k_TGD, v_TGD, (kv_gather,), (slot,), index, inverse, sent, splits = inputs[:9]
+    *offsets, max_q, max_k = inputs[9:13]
+    *static, keep_gathered, fused = inputs[13:]
+    ctx.static = (max_q, max_k, *static, slot.dtype, fused)
+    ctx.keeps_gathered, ctx.num_sent = keep_gathered, len(sent)
     kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
     out_THD, lse, _ = output
-    ctx.save_for_backward(q_THD, *kept, out_THD, lse, *indices)
+    ctx.save_for_backward(q_THD, *kept, out_THD, lse, index, inverse, splits, *offsets, *sent)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_THD, _, gathering = grads
-    none: list[None] = [None] * ctx.num_inputs
+def _differentiate(
+    ctx: Any, grad_THD: Tensor | None, _: Any, gathering: list[Tensor | None]
+) -> tuple[Any, ...]:
+    rest = (None, None, [None] * ctx.num_sent, *(None,) * 10)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
-        return tuple(none)
-    q_THD, k_TGD, v_TGD, kv_gather, *others = ctx.saved_tensors
-    if gathering is not None and not ctx.keeps_gathered:
-        k_TGD, v_TGD, kv_gather = None, None, gathering
-    dq_THD, returning = context_attend_backward(
-        grad_THD, q_THD, k_TGD, v_TGD, kv_gather, *others, *ctx.static
+        return None, None, None, [None], [None], *rest
+    q_THD, k_TGD, v_TGD, kv_gather, out_THD, lse, index, inverse, splits, *tensors = (
+        ctx.saved_tensors
     )
-    return dq_THD, None, None, None, returning, *none[5:]
+    offsets, sent = tensors[:2], tensors[2:]
+    if gathering[0] is not None and not ctx.keeps_gathered:
+        k_TGD, v_TGD, kv_gather = None, None, gathering[0]
+    saved = (q_THD, k_TGD, v_TGD, kv_gather, out_THD, lse, index, inverse)
+    dq_THD, returning = context_attend_backward(
+        grad_THD, *saved, sent, splits, *offsets, *ctx.static
+    )
+    return dq_THD, None, None, [None], [returning], *rest
 
 
 context_attend.register_autograd(_differentiate, setup_context=_keep)

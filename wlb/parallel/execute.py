@@ -152,7 +152,8 @@ class Executor:
     ) -> None:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.at.cp
-        index = attention_rows(sharding, cp_rank, local, overlap=self.spec.cp.overlap)
+        how = self.spec.cp
+        index = attention_rows(sharding, cp_rank, local, overlap=how.overlap, stages=how.stages)
         arrays = {"positions": index.positions, **index_arrays(index)}
         if made.tokens is not None:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)

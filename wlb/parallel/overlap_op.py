@@ -1,9 +1,10 @@
-"""Context attention in two calls: keys that a rank holds while others' travel, then the others'.
+"""Context attention in several calls: own keys first, then others', stage by stage, as they arrive.
 
-wlb::attend_while_gathering and its backward take the place of wlb::context_attend's. The calls'
-results are merged by their log-sum-exps, which is exact. In backward the call over others' keys
-comes first, so that their gradients travel while the other computes. Shapes, besides those of
-`context_op`: T2 query rows of the second call, K1 and K2 keys of either call.
+wlb::attend_while_gathering and its backward take the place of wlb::context_attend's. Each call
+hides the next stage's transfer. The calls' results are merged by their log-sum-exps, which is
+exact. In backward the calls over others' keys come first, so that each one's gradients travel
+while the next computes, and own keys last. Shapes, besides those of `context_op`: T2 query rows
+and K2 keys of a stage's call, K1 keys of the first.
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from wlb.parallel.context_op import (
     gathered_like,
     gradient_slot,
     gradients_by_row,
-    num_returned,
     reads_buffer,
+    returned_rows,
     segment_keys,
+    slots_again,
     start_gather,
     start_return,
 )
@@ -29,7 +31,7 @@ _collectives = torch.ops._c10d_functional
 
 
 class _Call(NamedTuple):
-    """One of the two calls. index: rows of K and V in the order of its keys. inverse: see
+    """One of the calls. index: rows of K and V in the order of its keys. inverse: see
     `gradients_by_row`."""
 
     segments: Segments
@@ -49,7 +51,7 @@ class _Call(NamedTuple):
 def _merge(
     out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
 ) -> None:
-    """Merge the second call's output and log-sum-exp into the first's, in place."""
+    """Merge a later call's output and log-sum-exp into those so far, in place."""
     other_THD, other_HT = other
     own_HT = lse_HT.index_select(1, query_rows)
     both_HT = torch.logaddexp(own_HT, other_HT)
@@ -60,10 +62,40 @@ def _merge(
     lse_HT.index_copy_(1, query_rows, both_HT)
 
 
+class _QueryGradient:
+    """The sum of the calls' gradients of Q, rounded once.
+
+    One later call's is kept as it is; those of several are added up in float32 as they come.
+    """
+
+    def __init__(self, q_THD: Tensor, num_stages: int) -> None:
+        self.rows: Tensor | None = None
+        self.later = None
+        if num_stages > 1:
+            self.later = q_THD.new_zeros(q_THD.shape, dtype=sum_dtype(q_THD))
+
+    def add(self, dq: Tensor, query_rows: Tensor) -> None:
+        if self.later is None:
+            self.later, self.rows = dq, query_rows
+        else:
+            added = self.later.index_select(0, query_rows) + dq
+            self.later.index_copy_(0, query_rows, added)
+
+    def with_own(self, own_dq: Tensor) -> Tensor:
+        """The sum of all, [T, H, D], in the dtype of own_dq."""
+        assert self.later is not None
+        dq_THD = own_dq.contiguous()
+        if self.rows is None:
+            return (dq_THD + self.later).to(dq_THD.dtype)
+        added = dq_THD.index_select(0, self.rows).to(sum_dtype(dq_THD)) + self.later
+        dq_THD.index_copy_(0, self.rows, added.to(dq_THD.dtype))
+        return dq_THD
+
+
 def _fake_attend(
-    q: Tensor, k: Tensor, _v: Tensor, gathered: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (*attention_like(q), gradient_slot(k, gathered.shape[0], k.dtype))
+    q: Tensor, k: Tensor, _v: Tensor, arriving: list[Tensor], *_: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return (*attention_like(q), [gradient_slot(k, x.shape[0], k.dtype) for x in arriving])
 
 
 @custom_op("attend_while_gathering", fake=_fake_attend)
@@ -71,54 +103,65 @@ def attend_while_gathering(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    kv_gather: Tensor,
-    slot: Tensor,
+    arriving: list[Tensor],
+    slots: list[Tensor],
     own_slot: Tensor,
-    query_rows: Tensor,
     own_index: Tensor,
     own_inverse: Tensor,
-    index_K2: Tensor,
-    inverse_UR: Tensor,
-    sent_N: Tensor | None,
-    splits: Tensor | None,
     own_cu_q: Tensor,
     own_cu_k: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
+    query_rows: list[Tensor],
+    index_K2: list[Tensor],
+    inverse_UR: list[Tensor],
+    cu_q: list[Tensor],
+    cu_k: list[Tensor],
+    sent_N: list[Tensor],
+    splits: Tensor | None,
     own_max_q: int,
     own_max_k: int,
-    max_q: int,
-    max_k: int,
+    max_q: list[int],
+    max_k: list[int],
     backend: str,
     cp: int,
     group_name: str,
     keep_gathered: bool,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [T, H, D], log-sum-exp [H, T], and a slot for the gather of backward, [R, 2, G, D].
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output [T, H, D], log-sum-exp [H, T], and slots for the gather of backward, [R, 2, G, D].
 
-    kv_gather, slot, own_slot: `gather_kv`'s. query_rows, own_*: see `OwnRows`. The output is
-    differentiable in q and in the slots, whose gradients are those of k and v: travelling and not.
+    arriving, slots, own_slot: `gather_kv`'s. own_*, query_rows and so on: see `AttentionRows`. The
+    output is differentiable in q and in the slots, whose gradients are those of k and v: travelling
+    and not.
     """
     own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k)
-    others = Segments.of(cu_q, cu_k, max_q, max_k, is_causal=False)
     both = torch.stack([k_TGD, v_TGD], 1)
     out, lse = forward(backend, q_THD, *segment_keys(both, own_index, own, backend), own)
-    out_THD, lse_HT = out.contiguous(), lse.contiguous()
-    kv_R2GD = _collectives.wait_tensor(kv_gather)
-    k, v = segment_keys(kv_R2GD, index_K2, others, backend)
-    q_rows = q_THD.index_select(0, query_rows)
-    _merge(out_THD, lse_HT, forward(backend, q_rows, k, v, others), query_rows)
-    return out_THD, lse_HT, gradient_slot(k_TGD, kv_gather.shape[0], k_TGD.dtype)
+    # Outputs of several merges are rounded once, at the end.
+    merged_in = sum_dtype(out) if len(arriving) > 1 else out.dtype
+    out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
+    del both, out, lse
+    for s, rows in enumerate(query_rows):
+        others = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
+        kv_R2GD = _collectives.wait_tensor(arriving[s])
+        k, v = segment_keys(kv_R2GD, index_K2[s], others, backend)
+        other = forward(backend, q_THD.index_select(0, rows), k, v, others)
+        _merge(out_THD, lse_HT, other, rows)
+        del kv_R2GD, k, v, other
+    return out_THD.to(q_THD.dtype), lse_HT, slots_again(k_TGD, inverse_UR)
+
+
+def _returned(arguments: tuple[Any, ...]) -> list[int]:
+    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[18]
+    return returned_rows(inverse_UR, sent_N, cp)
 
 
 def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, _v: Tensor, _g: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, _v: Tensor, _g: list[Tensor], *arguments: Any
+) -> tuple[Tensor, list[Tensor], Tensor]:
     *_, wire, _ = arguments
-    num_rows = num_returned(q, arguments[7])
+    returning = [gathered_like(k, n).to(wire) for n in _returned(arguments)]
     own = gathered_like(k, k.shape[0])
-    return q.new_empty(q.shape), gathered_like(k, num_rows).to(wire), own.to(sum_dtype(k))
+    return q.new_empty(q.shape), returning, own.to(sum_dtype(k))
 
 
 @custom_op("attend_while_gathering_backward", fake=_fake_backward)
@@ -127,82 +170,99 @@ def attend_while_gathering_backward(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    kv_gather: Tensor | None,
+    arriving: list[Tensor],
     out_THD: Tensor,
     lse_HT: Tensor,
-    query_rows: Tensor,
     own_index: Tensor,
     own_inverse: Tensor,
-    index_K2: Tensor,
-    inverse_UR: Tensor,
-    sent_N: Tensor | None,
-    splits: Tensor | None,
     own_cu_q: Tensor,
     own_cu_k: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
+    query_rows: list[Tensor],
+    index_K2: list[Tensor],
+    inverse_UR: list[Tensor],
+    cu_q: list[Tensor],
+    cu_k: list[Tensor],
+    sent_N: list[Tensor],
+    splits: Tensor | None,
     own_max_q: int,
     own_max_k: int,
-    max_q: int,
-    max_k: int,
+    max_q: list[int],
+    max_k: list[int],
     backend: str,
     cp: int,
     group_name: str,
     wire: torch.dtype,
     fused: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q; of the local K and V, [T, 2, G, D] or by need [N, 2, G, D] in dtype `wire`,
-    which only `receive_kv_gradient` may read; and those of this rank's own use, [T, 2, G, D]."""
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Gradients of q; of each stage those of the local K and V, of all [T, 2, G, D] or by need [N,
+    2, G, D] in dtype `wire`, which only `receive_kv_gradient` may read; and those of this rank's
+    own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
     own = _Call(Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k), own_index, own_inverse)
-    segments = Segments.of(cu_q, cu_k, max_q, max_k, is_causal=False)
-    others = _Call(segments, index_K2, inverse_UR)
-    if kv_gather is None:
-        kv_gather = start_gather(k_TGD, v_TGD, sent_N, splits, cp, group_name)
-    kv_R2GD = _collectives.wait_tensor(kv_gather)
+    where = (inverse_UR, sent_N, splits, cp, group_name)
+    arriving = arriving or start_gather(k_TGD, v_TGD, *where)
     # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
     grad_THD = grad_THD.contiguous()
-    q, grad, out = (x.index_select(0, query_rows) for x in (q_THD, grad_THD, out_THD))
-    lse = lse_HT.index_select(1, query_rows)
-    saved = SavedTensors(q, *segment_keys(kv_R2GD, index_K2, segments, backend), out, lse)
-    dq, dkv_R2GD = others.backward(backend, grad, saved, fused=fused)
-    # Autograd may hold the gather; all else is freed before the other call.
-    del kv_gather, kv_R2GD, q, grad, out, lse, saved
-    returning = start_return(dkv_R2GD.to(wire), splits, cp, group_name)
-    del dkv_R2GD
+    of_queries = _QueryGradient(q_THD, len(query_rows))
+    returning: list[Tensor] = []
+    for s, rows in enumerate(query_rows):
+        segments = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
+        others = _Call(segments, index_K2[s], inverse_UR[s])
+        # Autograd may hold the gather; all else of a stage is freed before the next call.
+        kv_R2GD = _collectives.wait_tensor(arriving[0])
+        del arriving[0]
+        q, grad, out = (x.index_select(0, rows) for x in (q_THD, grad_THD, out_THD))
+        lse = lse_HT.index_select(1, rows)
+        saved = SavedTensors(q, *segment_keys(kv_R2GD, index_K2[s], segments, backend), out, lse)
+        dq, dkv_R2GD = others.backward(backend, grad, saved, fused=fused)
+        del kv_R2GD, q, grad, out, lse, saved
+        of_queries.add(dq, rows)
+        returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, group_name))
+        del dq, dkv_R2GD
     both = torch.stack([k_TGD, v_TGD], 1)
     keys = segment_keys(both, own_index, own.segments, backend)
     saved = SavedTensors(q_THD, *keys, out_THD, lse_HT)
     own_dq, own_T2GD = own.backward(backend, grad_THD, saved, fused=fused)
-    dq_THD = own_dq.contiguous()
-    added = dq_THD.index_select(0, query_rows).to(sum_dtype(dq)) + dq
-    dq_THD.index_copy_(0, query_rows, added.to(dq_THD.dtype))
-    return dq_THD, returning, own_T2GD
+    return of_queries.with_own(own_dq), returning, own_T2GD
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q_THD, k_TGD, v_TGD, kv_gather, slot, _, *indices = inputs[:17]
-    *static, keep_gathered, fused = inputs[17:]
-    ctx.static = (*static, slot.dtype, fused)
-    ctx.num_inputs, ctx.keeps_gathered = len(inputs), keep_gathered
-    kept = kv_gather if keep_gathered else None
+_NUM_BEFORE = 10
+"""Inputs of the op before its lists of stages: q, k, v, arriving, slots, own_slot and own_*."""
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q_THD, k_TGD, v_TGD, arriving, slots, _, *own = inputs[:_NUM_BEFORE]
+    *lists, splits = inputs[_NUM_BEFORE : _NUM_BEFORE + 7]
+    *static, keep_gathered, fused = inputs[_NUM_BEFORE + 7 :]
+    ctx.static = (*static, slots[0].dtype, fused)
+    ctx.num_arriving, ctx.keeps_gathered = len(arriving), keep_gathered
+    kept = arriving if keep_gathered else []
+    ctx.sizes = [len(kept), *(len(tensors) for tensors in lists)]
     out_THD, lse_HT, _ = output
-    ctx.save_for_backward(q_THD, k_TGD, v_TGD, kept, out_THD, lse_HT, *indices)
+    flat = [tensor for tensors in (kept, *lists) for tensor in tensors]
+    ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_HT, *own, splits, *flat)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_THD, _, gathering = grads
-    none: list[None] = [None] * ctx.num_inputs
+def _differentiate(
+    ctx: Any, grad_THD: Tensor | None, _: Any, gathering: list[Tensor | None]
+) -> tuple[Any, ...]:
+    _, *sizes = ctx.sizes
+    empty = [None] * ctx.num_arriving
+    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 10)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
-        return tuple(none)
-    q_THD, k_TGD, v_TGD, kv_gather, *others = ctx.saved_tensors
-    if gathering is not None and not ctx.keeps_gathered:
-        kv_gather = gathering
+        return None, None, None, empty, empty, None, *rest
+    q_THD, k_TGD, v_TGD, out_THD, lse_HT, *saved = ctx.saved_tensors
+    own, splits, flat = saved[:4], saved[4], saved[5:]
+    ends = [sum(ctx.sizes[: i + 1]) for i in range(len(ctx.sizes))]
+    arriving, *lists = (flat[end - size : end] for end, size in zip(ends, ctx.sizes, strict=True))
+    if gathering[0] is not None and not ctx.keeps_gathered:
+        arriving = gathering
     dq_THD, returning, own_T2GD = attend_while_gathering_backward(
-        grad_THD, q_THD, k_TGD, v_TGD, kv_gather, *others, *ctx.static
+        *(grad_THD, q_THD, k_TGD, v_TGD, arriving, out_THD, lse_HT),
+        *(*own, *lists, splits, *ctx.static),
     )
-    return dq_THD, None, None, None, returning, own_T2GD, *none[6:]
+    return dq_THD, None, None, empty, returning, own_T2GD, *rest
 
 
 attend_while_gathering.register_autograd(_differentiate, setup_context=_keep)

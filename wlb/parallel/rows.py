@@ -19,9 +19,11 @@ from wlb.plan import (
     MicroBatch,
     RankSpans,
     ShardingPlan,
+    gather_bounds,
     offsets_of,
     ranges,
     rows_read,
+    stage_bounds,
 )
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
@@ -47,65 +49,70 @@ class LabelReader(TokenReader, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionRows:
-    """Index arrays of one rank's attention call, which a kernel needs besides q, k and v.
+class CallRows:
+    """Index arrays of one attention call, which a kernel needs besides q, k and v.
 
-    positions: position of each row in its piece, shape [T_local]. cu_seqlens_q, cu_seqlens_k:
-    offsets of the segments (spans, then padding), shape [num_segments + 1]. kv_index: shape [K],
-    which of the R rows of K and V that the exchange brings form the segments' keys, one segment
-    after the other; the ranks' rows follow each other, after an all-gather T_local each. inverse:
+    cu_seqlens_q, cu_seqlens_k: offsets of the segments, shape [num_segments + 1]. kv_index: shape
+    [K], which of R rows of K and V form the segments' keys, one segment after the other. inverse:
     shape [U, R]; inverse[u, row] is the key that uses the row for the u-th time, or K if there is
-    none (its gradient is zero). kv_index and inverse are None at CP 1, where the local rows are the
-    keys. sent: None with an all-gather. own: None if one call computes everything.
+    none (its gradient is zero). Both are None at CP 1, where the local rows are the keys.
+    query_rows: the local rows of the queries, shape [T2]; None if they are all rows.
     """
 
-    positions: IntArray
     cu_seqlens_q: IntArray
     cu_seqlens_k: IntArray
     kv_index: IntArray | None
     inverse: npt.NDArray[np.int64] | None
-    sent: "SentRows | None" = None
-    own: "OwnRows | None" = None
+    query_rows: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class OwnRows:
-    """A first call, of all queries over keys that the rank holds itself, while others' rows travel.
+class AttentionRows:
+    """One rank's attention over a micro-batch: its rows, the exchange of keys, and the calls.
 
-    The second call, which the fields of `AttentionRows` then describe, has the local query rows
-    `query_rows`, shape [T2], of the spans that have keys on other ranks, and those keys only, all
-    of which come before all queries of their segment. cu_seqlens_q, cu_seqlens_k, kv_index,
-    inverse: of the first call, as in `AttentionRows`, with the T local rows in place of R.
+    positions: position of each row in its piece, shape [T_local]. sent: None with an all-gather.
+    Without `own` there is one call, whose segments are the spans and then the padding, and R counts
+    the rows that the exchange brings, rank after rank; an all-gather brings T_local of each. own: a
+    call of all queries over keys that the rank holds itself, R = T_local, while others' rows
+    travel. Then `calls` are over those alone, one a stage of the exchange, and R counts the stage's
+    rows. Their queries are those of spans with keys in it, all of which come before the queries.
     """
 
-    query_rows: IntArray
-    cu_seqlens_q: IntArray
-    cu_seqlens_k: IntArray
-    kv_index: IntArray
-    inverse: npt.NDArray[np.int64]
+    positions: IntArray
+    calls: tuple[CallRows, ...]
+    sent: "SentRows | None" = None
+    own: CallRows | None = None
+
+    @property
+    def call(self) -> CallRows:
+        """The only one of `calls`; ValueError if the exchange has several stages."""
+        (only,) = self.calls
+        return only
 
 
 @dataclass(frozen=True, slots=True)
 class SentRows:
-    """Rows that one rank sends and receives in an exchange by need.
+    """Rows that one rank sends and receives in an exchange by need of one or more stages.
 
-    splits: shape [2, cp], rows received from each rank, and sent to each. index: shape [N], the
-    local rows that are sent, rank after rank; a rank sends all its rows to itself, or none of them
-    where `AttentionRows.own` computes with them before. returned: shape
-    [W, T_local], where of N the row's gradient comes back for the w-th time, in the order of ranks,
-    or N if it does not.
+    splits: shape [stages, 2, cp], rows received from each rank, and sent to each. index: of each
+    stage the local rows that are sent, rank after rank, N of all stages. Without `overlap` a rank
+    sends all its rows to itself as well. returned: shape [W, T_local], where of N the row's
+    gradient comes back for the w-th time, in the order of stages and ranks, or N if it does not.
     """
 
     splits: npt.NDArray[np.int64]
-    index: IntArray
+    index: tuple[IntArray, ...]
     returned: npt.NDArray[np.int64]
 
 
 def attention_rows(
-    sharding: ShardingPlan, rank: int, local_tokens: int, *, overlap: bool = False
+    sharding: ShardingPlan, rank: int, local_tokens: int, *, overlap: bool = False, stages: int = 1
 ) -> AttentionRows:
-    """Index arrays of `rank` for T_local = `local_tokens`. overlap: in two calls, see `OwnRows`.
-    Cost: a few passes over S tokens."""
+    """Index arrays of `rank` for T_local = `local_tokens`.
+
+    overlap: own keys first, see `AttentionRows.own`. stages: of an exchange with overlap, by need
+    or an all-gather of so many parts of all ranks' rows. Cost: a few passes over S tokens.
+    """
     spans = sharding.for_rank(rank)
     num = spans.num_tokens
     if num > local_tokens:
@@ -118,109 +125,119 @@ def attention_rows(
         cu_k = np.append(cu_k, cu_k[-1] + padding)
     positions = np.concatenate([spans.positions, np.arange(padding)])
     if sharding.cp == 1:
-        return AttentionRows(positions, cu_q, cu_k, None, None)
+        return AttentionRows(positions, (CallRows(cu_q, cu_k, None, None),))
     base = spans.piece_offsets[spans.piece]
     prefix_tokens = ranges(base, base + spans.stop)
-    rows, sent = _gathered_rows(sharding, local_tokens), None
-    num_rows, own = sharding.cp * local_tokens, rank * local_tokens
+    stages = stages if overlap else 1
     if sharding.exchange == KeyExchange.NEEDED:
-        read = rows_read(sharding)
-        if overlap:
-            read[sharding.rank_offsets[rank] : sharding.rank_offsets[rank + 1], rank] = 0
         kept = 0 if overlap else local_tokens
-        sent = _sent_rows(sharding, read, rank, kept, local_tokens)
-        rows = _received_rows(sharding, read[:, rank], rank, 0 if overlap else padding)
-        num_rows, own = int(sent.splits[0].sum()), int(sent.splits[0, :rank].sum())
+        sent, rows = _by_need(sharding, rank, local_tokens, kept, stages)
+        num_rows = sent.splits[:, 0].sum(axis=1)
+        own = int(sent.splits[0, 0, :rank].sum())
+    else:
+        bounds, sent = gather_bounds(local_tokens, stages=stages), None
+        rows = _gathered_rows(sharding, bounds)
+        num_rows, own = sharding.cp * np.diff(bounds), rank * local_tokens
+    arrived = rows[prefix_tokens]
     if overlap:
-        made = AttentionRows(positions, cu_q, cu_k, None, None, sent)
-        return _in_two_calls(made, spans, rows[prefix_tokens], prefix_tokens, num_rows=num_rows)
-    kv_index = np.concatenate([rows[prefix_tokens], own + tail])
-    inverse = _inverse(spans, kv_index, spans.stop, num_rows=num_rows)
-    return AttentionRows(positions, cu_q, cu_k, kv_index, inverse, sent)
+        first, calls = _own_first(spans, arrived, prefix_tokens, num_rows, local_tokens)
+        return AttentionRows(positions, calls, sent, first)
+    kv_index = np.concatenate([arrived, own + tail])
+    inverse = _inverse(spans, kv_index, spans.stop, num_rows=int(num_rows[0]))
+    return AttentionRows(positions, (CallRows(cu_q, cu_k, kv_index, inverse),), sent)
 
 
-def _in_two_calls(
-    whole: AttentionRows,
+def _own_first(
     spans: RankSpans,
     arrived: IntArray,
     prefix_tokens: IntArray,
-    *,
-    num_rows: int,
-) -> AttentionRows:
-    """`whole`, which is one call, as two. arrived: which of the `num_rows` rows that come here each
-    key of the spans is; prefix_tokens: the key's token of the packed sequence."""
+    num_rows: IntArray,
+    local_tokens: int,
+) -> tuple[CallRows, tuple[CallRows, ...]]:
+    """The call over own keys, and those over the `num_rows` rows of each stage. arrived: of each
+    key of the spans its row among those of all stages; prefix_tokens: its packed token."""
     held = np.full(int(spans.piece_offsets[-1]), -1, np.int64)
     held[spans.token_index] = np.arange(spans.num_tokens)
     local = held[prefix_tokens]
-    is_own = local >= 0
-    at = offsets_of(is_own)[spans.cu_seqlens_k]
-    num_own = np.diff(at)
-    num_others = spans.stop - num_own
-    num_local = whole.positions.size
-    tail = np.arange(spans.num_tokens, num_local)
-    own_index = np.concatenate([local[is_own], tail])
-    cu_own = offsets_of(np.append(num_own, tail.size) if tail.size else num_own)
+    first_row = offsets_of(num_rows)
+    stage = np.where(local >= 0, -1, np.searchsorted(first_row[1:], arrived, side="right"))
     begin, end = spans.cu_seqlens_q[:-1], spans.cu_seqlens_q[1:]
-    has_others = np.flatnonzero(num_others)
-    index = arrived[~is_own]
-    return AttentionRows(
-        positions=whole.positions,
-        cu_seqlens_q=offsets_of((end - begin)[has_others]),
-        cu_seqlens_k=offsets_of(num_others[has_others]),
-        kv_index=index,
-        inverse=_inverse(spans, index, num_others, num_rows=num_rows),
-        sent=whole.sent,
-        own=OwnRows(
-            query_rows=ranges(begin[has_others], end[has_others]),
-            cu_seqlens_q=whole.cu_seqlens_q,
-            cu_seqlens_k=cu_own,
-            kv_index=own_index,
-            inverse=_inverse(spans, own_index, num_own, num_rows=num_local),
-        ),
+    calls: list[CallRows] = []
+    for s, num in enumerate(num_rows.tolist()):
+        is_here = stage == s
+        num_keys = np.diff(offsets_of(is_here)[spans.cu_seqlens_k])
+        index, used = arrived[is_here] - first_row[s], np.flatnonzero(num_keys)
+        calls.append(
+            CallRows(
+                cu_seqlens_q=offsets_of((end - begin)[used]),
+                cu_seqlens_k=offsets_of(num_keys[used]),
+                kv_index=index,
+                inverse=_inverse(spans, index, num_keys, num_rows=num),
+                query_rows=ranges(begin[used], end[used]),
+            )
+        )
+    is_own = local >= 0
+    num_own = np.diff(offsets_of(is_own)[spans.cu_seqlens_k])
+    tail = np.arange(spans.num_tokens, local_tokens)
+    index = np.concatenate([local[is_own], tail])
+    inverse = _inverse(spans, index, num_own, num_rows=local_tokens)
+    cu_q, cu_k = (
+        offsets_of(np.append(x, tail.size) if tail.size else x) for x in (end - begin, num_own)
     )
+    return CallRows(cu_q, cu_k, index, inverse), tuple(calls)
 
 
-def _gathered_rows(sharding: ShardingPlan, local_tokens: int) -> IntArray:
-    """For each token of the packed sequence, its row in the gathered K and V; shape [S]."""
+def _gathered_rows(sharding: ShardingPlan, bounds: IntArray) -> IntArray:
+    """For each token of the packed sequence, its row in the gathered K and V, stage after stage;
+    shape [S]. bounds: `gather_bounds`."""
     rows = np.empty(sharding.num_tokens, np.int64)
+    sizes = np.diff(bounds)
     for r in range(sharding.cp):
         index = sharding.for_rank(r).token_index
-        rows[index] = r * local_tokens + np.arange(index.size)
+        local = np.arange(index.size)
+        stage = np.searchsorted(bounds[1:-1], local, side="right")
+        rows[index] = sharding.cp * bounds[stage] + r * sizes[stage] + local - bounds[stage]
     return rows
 
 
-def _received_rows(sharding: ShardingPlan, read: IntArray, rank: int, padding: int) -> IntArray:
-    """For each token of the packed sequence, its row in what an exchange by need brings; shape [S],
-    -1 for tokens that stay where they are. read: of each span the rows that `rank` reads."""
-    rows = np.full(sharding.num_tokens, -1, np.int64)
-    first = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
-    # The rank's own rows end with its padding.
-    after = np.arange(read.size) >= sharding.rank_offsets[rank + 1]
-    begin = offsets_of(read)[:-1] + padding * after
-    rows[ranges(first, first + read)] = ranges(begin, begin + read)
-    return rows
-
-
-def _sent_rows(
-    sharding: ShardingPlan, read: IntArray, rank: int, kept: int, local_tokens: int
-) -> SentRows:
-    """read: `rows_read`. kept: rows that the rank sends to itself, all or none."""
-    offsets = sharding.rank_offsets
+def _by_need(
+    sharding: ShardingPlan, rank: int, local_tokens: int, kept: int, stages: int
+) -> tuple[SentRows, IntArray]:
+    """What the rank sends and receives, and for each token of the packed sequence its row among
+    those that arrive, stage after stage, shape [S], -1 for tokens that do not. kept: rows that the
+    rank sends to itself, all or none."""
+    read, offsets = rows_read(sharding), sharding.rank_offsets
     own = slice(int(offsets[rank]), int(offsets[rank + 1]))
+    if not kept:
+        read[own, rank] = 0
+    bounds = stage_bounds(sharding, read, stages=stages)
+    rows = np.full(sharding.num_tokens, -1, np.int64)
+    token = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
     held = offsets_of(sharding.stop[own] - sharding.start[own])
-    # To every rank the first rows of each span, and to itself the padding as well.
-    sizes = np.zeros((sharding.cp, held.size), np.int64)
-    sizes[:, :-1] = read[own].T
-    sizes[rank, -1] = max(0, kept - int(held[-1]))
-    begin = np.broadcast_to(held, sizes.shape).ravel()
-    index = ranges(begin, begin + sizes.ravel())
-    received = np.diff(offsets_of(read[:, rank])[offsets])
-    received[rank] = kept
-    return SentRows(
-        splits=np.stack([received, sizes.sum(axis=1)]),
-        index=index,
-        returned=_uses(index, num_rows=local_tokens),
-    )
+    # The rank's own rows end with its padding.
+    padding = max(0, kept - int(held[-1]))
+    after = np.arange(token.size) >= offsets[rank + 1]
+    splits = np.zeros((stages, 2, sharding.cp), np.int64)
+    index: list[IntArray] = []
+    at = 0
+    for s in range(stages):
+        first, last = bounds[s], bounds[s + 1]
+        here = last[:, rank] - first[:, rank]
+        begin = at + offsets_of(here)[:-1] + padding * after
+        rows[ranges(token + first[:, rank], token + last[:, rank])] = ranges(begin, begin + here)
+        splits[s, 0] = np.diff(offsets_of(here)[offsets])
+        splits[s, 0, rank] = kept
+        # To every rank rows of each span, and to itself the padding as well.
+        sizes = np.zeros((sharding.cp, held.size), np.int64)
+        sizes[:, :-1] = (last - first)[own].T
+        sizes[rank, -1] = padding
+        start = np.broadcast_to(held, sizes.shape).copy()
+        start[:, :-1] += first[own].T
+        index.append(ranges(start.ravel(), (start + sizes).ravel()))
+        splits[s, 1] = sizes.sum(axis=1)
+        at += int(splits[s, 0].sum())
+    returned = _uses(np.concatenate(index), num_rows=local_tokens)
+    return SentRows(splits=splits, index=tuple(index), returned=returned), rows
 
 
 def _uses(index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:

@@ -14,6 +14,9 @@ import numpy as np
 from wlb.plan.arrays import IntArray
 from wlb.plan.sharding import KeyExchange, ShardingPlan
 
+STAGE_ROWS = 128
+"""Rows of a kernel's tile of keys, of which stages have whole numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
@@ -70,6 +73,48 @@ def rows_moved(sharding: ShardingPlan) -> IntArray:
     moved = (running[offsets[1:]] - running[offsets[:-1]]).T.copy()
     np.fill_diagonal(moved, 0)
     return moved
+
+
+def stage_bounds(sharding: ShardingPlan, read: IntArray, *, stages: int) -> IntArray:
+    """Where an exchange by need in stages cuts the rows of each span that a rank reads.
+
+    read: rows of each span that each rank receives, shape [num_spans, cp]. Stage s brings rows
+    [out[s], out[s + 1]) of them; out: shape [stages + 1, num_spans, cp]. A range of at least
+    `STAGE_ROWS` rows a stage is cut evenly, so that ranks send and receive alike in all stages. A
+    shorter one goes whole, with those of the same document, because kernels work in tiles.
+    """
+    out = np.zeros((stages + 1, *read.shape), np.int64)
+    out[stages] = read
+    if stages == 1:
+        return out
+    is_cut = read >= stages * STAGE_ROWS
+    order = np.lexsort((sharding.start, sharding.piece))
+    whole = np.where(is_cut, 0, read)[order]
+    middle = np.cumsum(whole, axis=0) - (whole + 1) // 2
+    stage = np.empty_like(read)
+    stage[order] = middle * stages // np.maximum(1, whole.sum(axis=0))
+    for s in range(1, stages):
+        even = read * s // stages // STAGE_ROWS * STAGE_ROWS
+        out[s] = np.where(is_cut, even, np.where(stage < s, read, 0))
+    return out
+
+
+def gather_bounds(local_tokens: int, *, stages: int) -> IntArray:
+    """Where an all-gather in stages cuts each rank's rows, shape [stages + 1], in whole tiles."""
+    bounds = np.arange(stages + 1) * local_tokens // stages // STAGE_ROWS * STAGE_ROWS
+    bounds[stages] = local_tokens
+    return bounds
+
+
+def rows_moved_in_stages(sharding: ShardingPlan, *, stages: int) -> IntArray:
+    """`rows_moved` of each stage, shape [stages, cp, cp]; they add up to it."""
+    read = rows_read(sharding)
+    read[np.arange(read.shape[0]), rank_of_span(sharding)] = 0
+    sizes = np.diff(stage_bounds(sharding, read, stages=stages), axis=0)
+    running = np.zeros((stages, read.shape[0] + 1, sharding.cp), np.int64)
+    np.cumsum(sizes, axis=1, out=running[:, 1:])
+    offsets = sharding.rank_offsets
+    return (running[:, offsets[1:]] - running[:, offsets[:-1]]).transpose(0, 2, 1).copy()
 
 
 def least_rows_received(sharding: ShardingPlan) -> IntArray:

@@ -60,6 +60,9 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     waits = _LeastWaits(int(pieces.sum()), cp, cost)
     if cost.overlaps:
         waits.own = _most_hidden(pieces, cp, cost)
+    if cost.overlaps and cost.stages > 1:
+        forward, backward = cost.segment_times_ns(pieces, pieces)
+        waits.all_attention = (float(forward.sum()) / cp, float(backward.sum()) / cp)
     gather = ideal + waits.of(None)
     share, near = -(-int(pieces.sum()) // cp), min(cp, cost.cp_ranks_per_node)
     longest = int(pieces.max())
@@ -95,9 +98,16 @@ class _LeastWaits:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost
         self.hidden = cost.products_ns(num_tokens)
         self.own = (0.0, 0.0)
+        self.all_attention: tuple[float, float] | None = None
 
     def of(self, moved: IntArray | None) -> float:
         there, again, back = self.cost.transfers_ns(moved, self.num_tokens, cp=self.cp)
+        if self.all_attention is not None:
+            # Stages hide behind attention over those before them, at most behind all of it.
+            forward, backward = self.all_attention
+            hidden = self.hidden.again + self.hidden.back + backward
+            waits = there - self.hidden.there - forward, again + back - hidden
+            return sum(max(0.0, ns) for ns in waits)
         waits = (
             there - self.hidden.there - self.own[0],
             again - self.hidden.again,

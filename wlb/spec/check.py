@@ -193,6 +193,11 @@ def _check_overlap(spec: RunSpec) -> None:
             "tp.overlap = true with parallel.tp = 1: there are no collectives to overlap; set "
             "tp.overlap = false"
         )
+    if spec.cp.stages > 1 and not spec.cp.overlap:
+        raise UserError(
+            f"cp.stages = {spec.cp.stages} with cp.overlap = false: nothing would run while "
+            f"a stage travels; set cp.overlap = true or cp.stages = 1"
+        )
 
 
 def _check_sharding(spec: RunSpec) -> None:

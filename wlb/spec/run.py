@@ -183,6 +183,13 @@ class CpSection:
         "attend to the keys that a CP rank holds while others' travel, in two kernel calls merged "
         "by their log-sum-exps; hides more of the exchange, costs a second launch and copies",
     )
+    stages: int = key(
+        1,
+        "with overlap, exchanges in which a micro-batch's keys arrive one after the other, each "
+        "hidden behind attention over those before; pays between nodes; costs a launch each",
+        at_least=1,
+        at_most=64,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
