@@ -77,6 +77,50 @@ def test_waits_are_transfers_less_what_hides_them() -> None:
     assert waits_ns(plan, OwnFirst(quadratic_ns=70))[0].tolist() == [0, 0]
 
 
+class Staged(OwnFirst):
+    """A row that rank 0 receives takes 1 ns there, 2 ns again, and 3 ns back."""
+
+    stages = 2
+
+    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int):
+        rows = num_tokens // cp if moved is None else int(moved[0].sum())
+        return Transfers(1.0 * rows, 2.0 * rows, 3.0 * rows)
+
+
+def test_a_stage_hides_behind_the_attention_of_those_before() -> None:
+    """Rank 0 has the second half of 1,024 tokens and rank 1 the first; 512 rows come to rank 0."""
+    plan = by_need(
+        ShardingPlan(
+            strategy="balanced",
+            lengths=np.array([1024]),
+            piece=np.array([0, 0]),
+            start=np.array([512, 0]),
+            stop=np.array([1024, 512]),
+            rank_offsets=np.array([0, 1, 2]),
+        )
+    )
+    unit = 7 / 1024**2  # of the quadratic workload, of which two sevenths are forward
+    # Forward, rank 0 computes 150 ns: its own keys 50, each stage 50. The first stage is there
+    # after 256 ns, of which the products hide 4 and own keys 50, the second 256 later.
+    forward, backward = waits_ns(plan, Staged(quadratic_ns=100 * unit))
+    assert forward.tolist() == [256 - 54 + 256 - 50] * 2
+    # In backward own keys and stages compute 125 ns each. Rows of the stages are there after 512
+    # and 1,024 ns; then gradients travel 768 ns for each, longer than anything that is computed.
+    assert backward.tolist() == [1024 + 2 * 768 - (5 + 6 + 3 * 125)] * 2
+    # Behind much attention all hides but the first stage's rows in backward.
+    forward, backward = waits_ns(plan, Staged(quadratic_ns=10_000 * unit))
+    assert (forward.tolist(), backward.tolist()) == ([0, 0], [512 - 5] * 2)
+
+
+def test_a_gather_in_stages_moves_all_rows_of_each() -> None:
+    plan = per_document([1024], cp=2)
+    forward, _ = waits_ns(plan, Staged(quadratic_ns=0))
+    assert forward.tolist() == [512 - 4, 512 - 4]
+    # Half of the rows are hidden behind the attention over the other half.
+    one, two = (type("_", (Staged,), {"stages": n})(quadratic_ns=1.0) for n in (1, 2))
+    assert np.all(waits_ns(plan, two)[0] <= waits_ns(plan, one)[0])
+
+
 def test_all_is_waited_for_where_nothing_is_known_to_hide() -> None:
     plan = per_document([4096, 77], cp=4)
 

@@ -7,12 +7,14 @@ each row, the packed position of the token that lies there, or a negative number
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wlb.plan.exchange
 from wlb.cost import FlopsWorkload
 from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
-from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import AttentionRows, attention_rows, rank_labels, rank_tokens
 from wlb.plan import (
     IGNORE,
     Documents,
@@ -21,9 +23,11 @@ from wlb.plan import (
     KeyExchange,
     MicroBatch,
     ShardingPlan,
+    gather_bounds,
     local_tokens,
     offsets_of,
     rows_moved,
+    rows_moved_in_stages,
 )
 from wlb.sharding import shard
 
@@ -152,6 +156,80 @@ def test_an_exchange_by_need_brings_the_same_keys_and_gradients(case: Case, seed
         assert rows.sent is not None
         flat = np.concatenate([*back, np.zeros((1, 2), np.int64)])
         assert np.array_equal(flat[rows.sent.returned].sum(0), expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchanged:
+    """What each rank receives in each stage, as numbers: token t of a rank is rank * MOST + t."""
+
+    stages: list[list[IntArray]]
+
+    @classmethod
+    def of(cls, made: list[AttentionRows], rows: int) -> "Exchanged":
+        stages: list[list[IntArray]] = []
+        for stage in range(len(made[0].calls)):
+            sent: list[list[IntArray]] = []
+            for rank, mine in enumerate(made):
+                if mine.sent is None:
+                    bounds = gather_bounds(rows, stages=len(mine.calls))
+                    part = np.arange(bounds[stage], bounds[stage + 1])
+                    sent.append([rank * MOST + part] * len(made))
+                else:
+                    cuts = np.cumsum(mine.sent.splits[stage, 1])[:-1]
+                    sent.append(np.split(rank * MOST + mine.sent.index[stage], cuts))
+            for rank, mine in enumerate(made):
+                sizes = [parts[rank].size for parts in sent]
+                assert mine.sent is None or mine.sent.splits[stage, 0].tolist() == sizes
+            stages.append([np.concatenate([p[r] for p in sent]) for r in range(len(made))])
+        return cls(stages=stages)
+
+
+@given(cases(min_cp=2), st.sampled_from(KeyExchange), st.integers(1, 4), st.integers(1, 6))
+def test_stages_bring_each_key_of_other_ranks_once(
+    case: Case, exchange: KeyExchange, stages: int, tile: int
+) -> None:
+    """Calls over own keys and over those of each stage see what one call sees, and no row comes
+    by need in two stages."""
+    plan = replace(case.sharding, exchange=exchange)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wlb.plan.exchange, "STAGE_ROWS", tile)
+        made = [
+            attention_rows(plan, rank, case.rows, overlap=True, stages=stages)
+            for rank in case.ranks
+        ]
+        arrived = Exchanged.of(made, case.rows)
+        moved = rows_moved_in_stages(plan, stages=stages)
+    assert moved.sum(axis=0).tolist() == rows_moved(plan).tolist()
+    for rank, rows in enumerate(made):
+        whole = attention_rows(case.sharding, rank, case.rows).call
+        assert whole.kv_index is not None
+        keys = whole.kv_index // case.rows * MOST + whole.kv_index % case.rows
+        expected = [set(part.tolist()) for part in np.split(keys, whole.cu_seqlens_k[1:-1])]
+        assert rows.own is not None
+        calls = [(rows.own, rank * MOST + np.arange(case.rows))]
+        calls += [(c, arrived.stages[s][rank]) for s, c in enumerate(rows.calls)]
+        seen: dict[int, list[int]] = {row: [] for row in whole.cu_seqlens_q[:-1].tolist()}
+        for call, buffer in calls:
+            assert call.kv_index is not None
+            assert call.inverse is not None
+            assert call.inverse.shape[1] == buffer.size
+            queries = np.arange(case.rows) if call.query_rows is None else call.query_rows
+            parts = np.split(buffer[call.kv_index], call.cu_seqlens_k[1:-1])
+            for first, part in zip(call.cu_seqlens_q[:-1].tolist(), parts, strict=False):
+                seen[int(queries[first])] += part.tolist()
+        assert [sorted(found) for found in seen.values()] == [sorted(x) for x in expected]
+        if rows.sent is not None:
+            received = np.concatenate([arrived.stages[s][rank] for s in range(stages)])
+            assert np.unique(received).size == received.size
+            assert [int(s[rank].sum()) for s in moved] == [
+                arrived.stages[s][rank].size for s in range(stages)
+            ]
+            # Gradients come back in the order in which rows were sent.
+            sent = np.concatenate(rows.sent.index)
+            grads = np.append(np.arange(1, sent.size + 1), 0)
+            total = np.zeros(case.rows, np.int64)
+            np.add.at(total, sent, grads[:-1])
+            assert grads[rows.sent.returned].sum(0).tolist() == total.tolist()
 
 
 @given(cases())

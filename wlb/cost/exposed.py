@@ -58,7 +58,7 @@ def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
     """`waits_ns` of an exchange in `cost.stages` stages, and what the calls cost that one stage
-    would not have.
+    would not have: for all ranks what the slowest one waits.
 
     Stages travel one after the other, as on one communicator. A later stage's rows may come while
     the attention of those before runs; in backward, its gradients leave when its attention ends.
@@ -78,7 +78,8 @@ def _waits_in_stages_ns(
     for travel, part in zip(travels, parts, strict=True):
         arrived = arrived + travel[0]
         at = np.maximum(at, arrived) + part[0]
-    forward = at - hidden.there - own[0] - parts[:, 0].sum(axis=0)
+    computes = own + parts.sum(axis=0)
+    forward = float(at.max() - hidden.there - computes[0].max())
     at, arrived = zero + hidden.again, zero
     ends: list[FloatArray] = []
     for travel, part in zip(travels, parts, strict=True):
@@ -89,9 +90,9 @@ def _waits_in_stages_ns(
     for travel, end in zip(travels, ends, strict=True):
         # A stage's gradients leave together, so ranks wait for the last of them.
         returned = np.maximum(returned, end.max()) + travel[2]
-    backward = np.maximum(at + own[1] + hidden.back, returned)
-    backward -= hidden.again + hidden.back + own[1] + parts[:, 1].sum(axis=0)
-    return np.maximum(0.0, forward) + calls[0], np.maximum(0.0, backward) + calls[1]
+    done = np.maximum(at + own[1] + hidden.back, returned)
+    backward = float(done.max() - hidden.again - hidden.back - computes[1].max())
+    return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
 
 
 def _attention_in_stages_ns(

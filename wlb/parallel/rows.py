@@ -25,6 +25,7 @@ from wlb.plan import (
     rows_read,
     stage_bounds,
 )
+from wlb.plan.exchange import rank_of_span
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
@@ -209,7 +210,8 @@ def _by_need(
     read, offsets = rows_read(sharding), sharding.rank_offsets
     own = slice(int(offsets[rank]), int(offsets[rank + 1]))
     if not kept:
-        read[own, rank] = 0
+        # Of all ranks, because where stages cut depends on all rows that a rank receives.
+        read[np.arange(read.shape[0]), rank_of_span(sharding)] = 0
     bounds = stage_bounds(sharding, read, stages=stages)
     rows = np.full(sharding.num_tokens, -1, np.int64)
     token = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
