@@ -40,11 +40,11 @@ COUNTED = ("received", "sent", "mean", "over bound")
 TIMED = ((1, 4), (1, 8), (1, 16), (8, 4), (8, 16), (8, 32), (8, 64))
 """TP and CP degrees of the table of times: a node; two; TP fills each node."""
 WAYS = (
-    *(("per_sequence", "gather", False), ("per_document", "gather", False)),
-    *(("balanced", "gather", False), ("balanced", "needed", False)),
-    *(("balanced", "auto", False), ("balanced", "auto", True)),
+    *(("per_sequence", "gather", 0), ("per_document", "gather", 0), ("balanced", "gather", 0)),
+    *(("balanced", "needed", 0), *(("balanced", "auto", stages) for stages in (0, 1, 2, 3, 4))),
 )
-"""Strategy, exchange, and whether own keys hide it (`cp.overlap`)."""
+"""Strategy, exchange, and in how many stages it hides behind attention (`cp.overlap`,
+`cp.stages`); 0: not at all."""
 ROW_MULTIPLE = 128
 """Rows of a rank are a multiple of this in the large presets; an all-gather moves the padding."""
 LARGEST, NEAREST = 0.35, 1.05
@@ -156,20 +156,21 @@ def times(*, count: int, seed: int) -> Table:
     rows: list[list[object]] = []
     for tp, cp in TIMED:
         layout = ParallelSpec(tp=tp, cp=cp, pp=1, dp=1)
-        for strategy, exchange, overlaps in WAYS:
+        for strategy, exchange, stages in WAYS:
             base = layer_cost(window=WINDOW, cp=cp)
-            cost = replace(base, parallel=layout, overlaps=overlaps)
+            hides = {"overlaps": stages > 0, "stages": max(1, stages)}
+            cost = replace(base, parallel=layout, **hides)
             how = {"cp": cp, "strategy": strategy, "cost": cost, "exchange": exchange}
             plans = [shard(pieces, **how) for pieces in lengths]
             ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)
             kernels = sum(plan.slowest_kernels_ns for plan in plans)
             t = traffic_of([replace(plan, exchange=KeyExchange.NEEDED) for plan in plans])
-            row = [tp, cp, strategy, exchange, overlaps, kernels / ideal]
+            row = [tp, cp, strategy, exchange, stages, kernels / ideal]
             whole = sum(slowest_ns(plan, cost) for plan in plans)
             by_need = sum(plan.exchange == KeyExchange.NEEDED for plan in plans) / len(plans)
             moved = by_need * t.received / t.gathered + 1 - by_need
             rows.append([*row, whole / ideal, moved, t.received / t.least])
-    columns = ("TP", "CP", "strategy", "exchange", "overlap")
+    columns = ("TP", "CP", "strategy", "exchange", "stages")
     ratios = ("attention", "with waits", "rows", "over bound")
     return Table(
         name="times",
@@ -178,8 +179,9 @@ def times(*, count: int, seed: int) -> Table:
         rows=rows,
         formats=dict.fromkeys(ratios, ".3f"),
         note="One layer of the 7B model, both passes, fitted stream, packed by `bounded`, profile "
-        "`h100` (nodes of 8, 45 GB/s a rank between nodes). `rows`: received over an all-gather's; "
-        "`over bound`: by need, over what these spans have to receive.",
+        "`h100` (nodes of 8, 45 GB/s a rank between nodes). `stages`: of `cp.overlap`, 0 without. "
+        "`rows`: received over an all-gather's; `over bound`: by need, over what these spans have "
+        "to receive.",
         most_rows=100,
     )
 

@@ -84,6 +84,7 @@ def test_examples_are_short() -> None:
             assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES, path.name
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_pretraining_from_jsonl_to_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -158,6 +158,8 @@ OPTIONS = [
     ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
     ("cp.overlap=true", "kernels.fused=off"),
     ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
+    ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
+    ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
     ("kernels.deterministic=true", "kernels.fused=off"),
     ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
     ("packing.policy=var_len", "sharding.strategy=per_document"),

@@ -23,7 +23,13 @@ from wlb.spec import SYSTEMS, Dtype, RunSpec, TrainingSection, load
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 LAYOUTS = dict.fromkeys(
-    (*test_layouts.QUICK, *test_layouts.CASES, *test_layouts.MORE, *test_gpu.CASES)
+    (
+        *test_layouts.QUICK,
+        *test_layouts.CASES,
+        *test_layouts.NIGHTLY,
+        *test_layouts.MORE,
+        *test_gpu.CASES,
+    )
 )
 OTHERS = (*test_fsdp.CASES, *(case for case, _ in test_tp_overlap.CASES))
 ALTERNATIVES = (*SYSTEMS, *FORCED)

@@ -55,6 +55,7 @@ def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
         expect_planned_memory(found)
 
 
+@pytest.mark.nightly
 def test_the_largest_preset_runs() -> None:
     """On the first and the last rank of the first, a middle and the last pipeline position."""
     spec = spec_of(LARGE, "wlb", layers=1)
