@@ -17,6 +17,8 @@ from wlb.spec import (
     ModelSpec,
     ParallelSpec,
     Recompute,
+    RopeKind,
+    RopeScaling,
     RunSpec,
     Schedule,
     check,
@@ -55,6 +57,7 @@ class Case:
     row_multiple: int = 1
     layers: int = 4
     rope_factor: float = 1.0
+    rope_kind: RopeKind = RopeKind.LLAMA3
     head_dim: int = 4
     keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
@@ -89,6 +92,7 @@ class Case:
         name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
+        name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -103,7 +107,9 @@ def spec_of(case: Case) -> RunSpec:
         head_dim=case.head_dim,
         ffn_hidden_size=48,
         init_std=0.2,
-        rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
+        rope_scaling=RopeScaling(
+            kind=case.rope_kind, factor=case.rope_factor, original_context=16, beta_fast=8.0
+        ),
     )
     model = replace(model, **dict.fromkeys(case.parts, True))
     return check(

@@ -9,7 +9,7 @@ from tests.parity.case import Case
 from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
-from wlb.spec import Recompute, Schedule
+from wlb.spec import Recompute, RopeKind, Schedule
 
 pytestmark = pytest.mark.dist
 
@@ -23,7 +23,7 @@ QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
 # One axis each, on four ranks.
 QUICK = [
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
-    Case(cp=4, row_multiple=4),
+    Case(cp=4, row_multiple=4, head_dim=16, rope_factor=4.0, rope_kind=RopeKind.YARN),
     Case(cp=4, exchange=NEEDED, row_multiple=4),
     Case(cp=4, exchange=NEEDED, own_first=True),
     Case(dp=4, num_micro_batches=8),

@@ -55,9 +55,24 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
         "sliding_window = 4096: wlb's attention has no window",
     ),
-    "yarn": (
-        {"rope_parameters": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "rope_scaling: rope_type = 'yarn' is not known here; wlb computes default and llama3",
+    "dynamic scaling": (
+        {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        "rope_scaling: rope_type = 'dynamic' is not known here; wlb computes default, llama3",
+    ),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e3}, "rope_scaling": None},
+        "rope_parameters: rope_type = 'longrope' is not known here",
+    ),
+    "a scaling of another type": (
+        {"rope_parameters": ..., "rope_scaling": {"type": [], "factor": 4.0}},
+        r"rope_type = \[\] is not known here",
+    ),
+    "yarn between pairs": (
+        {
+            "rope_parameters": ...,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False},
+        },
+        "truncate = False is not true: wlb's YaRN blends between whole pairs",
     ),
     "rope by layer type": (
         {"rope_scaling": None, "rope_parameters": {"full": {"rope_type": "default"}}},

@@ -27,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+}
 COMMON: dict[str, Any] = {
     "vocab_size": 301,
     "hidden_size": 32,
@@ -44,6 +51,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "many-heads": {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 300.0}},
     "head-dim": {"head_dim": 12, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
     "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    "yarn": {"head_dim": 16, "rope_parameters": YARN},
+    "yarn-mscale": {
+        "head_dim": 16,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.3},
+    },
+    "yarn-factor": {"rope_parameters": YARN | {"attention_factor": 1.5, "beta_slow": 2.0}},
     "llama3-tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
 }
 
@@ -78,6 +92,9 @@ def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: P
     assert (logits(ours, tokens) - want).abs().max() > 1e-3
     assert made.model.spec.tied_embeddings == (name == "llama3-tied")
     assert made.model.eos_ids == (3,)
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 QWEN = {"qwen2": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 12}}

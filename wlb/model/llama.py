@@ -104,7 +104,7 @@ class Ops:
 class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Ops) -> None:
         super().__init__()
-        self.head_size, self.ops = spec.head_size, ops
+        self.head_size, self.ops, self.query_factor = spec.head_size, ops, spec.query_factor
         self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
@@ -125,6 +125,8 @@ class Attention(nn.Module):
         v_TGD = self._heads(next(projected))
         begun = rows.attend.begin(k_TGD, v_TGD)
         q_THD = self._rotated(next(projected), rows, self.q_norm)
+        if self.query_factor != 1.0:
+            q_THD = q_THD * self.query_factor
         return q_THD, k_TGD, v_TGD, begun
 
     def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:

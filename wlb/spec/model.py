@@ -1,32 +1,74 @@
 """The [model] section: shapes and parts of a decoder of the LLaMA and Qwen families."""
 
+import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from wlb.plan import UserError
 from wlb.spec.keys import check_declared, key
 
 
+class RopeKind(StrEnum):
+    """How RoPE's frequencies are scaled: as Llama 3 does; all by the factor; YaRN."""
+
+    LLAMA3 = "llama3"
+    LINEAR = "linear"
+    YARN = "yarn"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's frequency scaling; off while factor is 1."""
+    """Scaling of RoPE's frequencies for longer texts; off while factor is 1."""
 
+    kind: RopeKind = key(RopeKind.LLAMA3, "what scales the frequencies; off while factor is 1")
     factor: float = key(
         1.0, "context length relative to the length in pre-training; 1 = off", above=0, at_most=1e6
     )
     low_freq_factor: float = key(
         1.0,
-        "wavelengths above original_context / this are scaled by the whole factor",
+        "llama3: wavelengths above original_context / this are scaled by the whole factor",
         at_least=0,
         at_most=1e9,
     )
     high_freq_factor: float = key(
-        4.0, "wavelengths below original_context / this are not scaled", at_least=0, at_most=1e9
+        4.0,
+        "llama3: wavelengths below original_context / this are not scaled",
+        at_least=0,
+        at_most=1e9,
+    )
+    beta_fast: float = key(
+        32.0, "yarn: pairs that turn more often in original_context are kept", above=0, at_most=1e9
+    )
+    beta_slow: float = key(
+        1.0,
+        "yarn: pairs that turn less often in original_context are divided",
+        above=0,
+        at_most=1e9,
+    )
+    attention_factor: float = key(
+        0.0, "yarn: factor of Q and K; 0 = 0.1 ln(factor) + 1", at_least=0, at_most=1000
     )
     original_context: int = key(
         8192, "context length in pre-training", unit="tokens", at_least=1, at_most=2**40
     )
 
+    @property
+    def is_on(self) -> bool:
+        return self.factor != 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """What attention's scores are multiplied with besides: YaRN's factor of Q times that of K."""
+        if self.kind != RopeKind.YARN or not self.is_on:
+            return 1.0
+        return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
+
     def check(self) -> None:
+        if self.kind == RopeKind.YARN and not self.beta_slow < self.beta_fast:
+            raise UserError(
+                f"model.rope_scaling.beta_slow = {self.beta_slow} must be below beta_fast = "
+                f"{self.beta_fast}"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UserError(
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
@@ -74,6 +116,12 @@ class ModelSpec:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
+    def query_factor(self) -> float:
+        """What queries are multiplied with before attention, whose scores are over
+        sqrt(head size)."""
+        return self.rope_scaling.score_factor
+
+    @property
     def padded_vocab_size(self) -> int:
         """Vocabulary size rounded up to a multiple of 256, independent of tp."""
         return -(-self.vocab_size // 256) * 256
@@ -99,6 +147,11 @@ class ModelSpec:
     def check(self) -> None:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
+        if self.rope_scaling.kind == RopeKind.YARN and self.rope_theta <= 1:
+            raise UserError(
+                f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "
+                f"= yarn, which takes its logarithm"
+            )
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(
                 f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "

@@ -4,13 +4,14 @@ Reads the keys of transformers 4 and 5 with transformers' defaults for missing k
 forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
-from wlb.spec import ModelSpec, RopeScaling
+from wlb.spec import ModelSpec, RopeKind, RopeScaling
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -47,7 +48,8 @@ _HARMLESS = """
 """
 _ROPE = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor partial_rotary_factor
-    original_max_position_embeddings
+    original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
+    truncate
 """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
@@ -135,15 +137,7 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
     model_type = _type_of(spec)
-    scaling = spec.rope_scaling
-    llama3 = {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-    rope = None if scaling.factor == 1.0 else llama3
+    rope = _rope_json(spec.rope_scaling)
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -170,6 +164,26 @@ def config_json(
         "torch_dtype": dtype,
         "use_cache": True,
     }
+
+
+def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
+    """RoPE's scaling as in config.json; None without one."""
+    if not scaling.is_on:
+        return None
+    said: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+    match scaling.kind:
+        case RopeKind.LINEAR:
+            return said
+        case RopeKind.LLAMA3:
+            said |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            }
+        case RopeKind.YARN:
+            said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            if scaling.attention_factor:
+                said["attention_factor"] = scaling.attention_factor
+    return said | {"original_max_position_embeddings": scaling.original_context}
 
 
 _FIXED: dict[str, dict[str, Any]] = {
@@ -291,21 +305,44 @@ def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, Ro
     for each in (keys, rope):
         if each.real("partial_rotary_factor", 1.0) != 1.0:
             raise each.error("partial_rotary_factor", "is not 1: wlb rotates whole heads")
-    match rope.values.get("rope_type", rope.values.get("type", "default")):
-        case "default":
-            return theta, RopeScaling()
-        case "llama3":
-            return theta, RopeScaling(
-                factor=rope.real("factor"),
-                low_freq_factor=rope.real("low_freq_factor"),
-                high_freq_factor=rope.real("high_freq_factor"),
-                original_context=rope.whole("original_max_position_embeddings", max_positions),
-            )
-        case other:
-            raise UserError(
-                f"{rope.where}: rope_type = {other!r} is not known here; wlb computes default and "
-                f"llama3"
-            )
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind == "default":
+        return theta, RopeScaling()
+    if kind not in list(RopeKind):
+        raise UserError(
+            f"{rope.where}: rope_type = {kind!r} is not known here; wlb computes default, "
+            f"{', '.join(RopeKind)}"
+        )
+    return theta, _scaling(RopeKind(kind), rope, max_positions)
+
+
+def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
+    factor = rope.real("factor")
+    if kind == RopeKind.LINEAR:
+        return RopeScaling(kind=kind, factor=factor)
+    original = rope.whole("original_max_position_embeddings", max_positions)
+    if kind == RopeKind.LLAMA3:
+        return RopeScaling(
+            factor=factor,
+            low_freq_factor=rope.real("low_freq_factor"),
+            high_freq_factor=rope.real("high_freq_factor"),
+            original_context=original,
+        )
+    if rope.values.get("truncate") is False:
+        raise rope.error("truncate", "is not true: wlb's YaRN blends between whole pairs")
+    scales = [rope.real(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    of_attention = rope.real("attention_factor", 0.0)
+    if not of_attention and all(scales) and factor > 1:
+        above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+        of_attention = above / below
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        beta_fast=rope.real("beta_fast", 32.0),
+        beta_slow=rope.real("beta_slow", 1.0),
+        attention_factor=of_attention,
+        original_context=original,
+    )
 
 
 def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
