@@ -284,7 +284,7 @@ def test_compiled_code_knows_what_gradients_travel_in(
         index = torch.empty(12, dtype=torch.int64)
         inverse = torch.empty(2, rows, dtype=torch.int64)
         offsets = torch.empty(3, dtype=torch.int32)
-        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, "sdpa", 2, "0")
+        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
         arriving, slots, own_slot = context_op.gather_kv(
             k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
         )

@@ -18,6 +18,11 @@ I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 NEEDED = KeyExchange.NEEDED
 
+MISTRAL = (("sliding_window", 5),)
+GEMMA2 = (
+    *(("sliding_window", 5), ("full_every", 2)),
+    *(("attention_softcap", 1.5), ("logit_softcap", 2.0)),
+)
 QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
 
 # One axis each, on four ranks.
@@ -29,6 +34,8 @@ QUICK = [
     Case(dp=4, num_micro_batches=8),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
+    Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
+    Case(cp=3, own_first=True, strategy="per_sequence", keys=GEMMA2),
 ]
 CASES = [
     # One axis alone.
@@ -76,6 +83,17 @@ CASES = [
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, head_dim=8, parts=QWEN3),
     Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
+    # Windows that slide, in all layers or every other; capped scores and logits.
+    Case(tp=4, keys=GEMMA2),
+    Case(cp=4, exchange=NEEDED, row_multiple=4, keys=MISTRAL),
+    Case(cp=4, strategy="per_sequence", exchange=NEEDED, keys=MISTRAL),
+    Case(cp=4, exchange=NEEDED, own_first=True, keys=GEMMA2),
+    Case(cp=2, keep_gathered_kv=True, keys=MISTRAL),
+    Case(dp=2, num_micro_batches=8, keys=GEMMA2),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, keys=GEMMA2),
+    Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2), keys=(*MISTRAL, ("full_every", 3))),
+    Case(tp=2, cp=2, pp=2, v=2, keys=GEMMA2, recompute=Recompute.FULL),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=GEMMA2),
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
     Case(tp=2, cp=2, pp=2, schedule=F1B),

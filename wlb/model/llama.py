@@ -8,7 +8,7 @@ calls the modules.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,16 +59,33 @@ class LocalAttend:
         return x_TC + y_TC
 
 
+class LayerRows(NamedTuple):
+    """What layers of one kind take of a micro-batch: tables of RoPE, [T, 1, D / 2]; attention."""
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides tokens or hidden states. cos, sin: [T, 1, D / 2]. labels:
-    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns."""
+    """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
+    see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
+    it returns. sliding: what layers with a sliding window take instead."""
 
     cos: Tensor
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None
     loss_scale: float = 1.0
+    sliding: LayerRows | None = None
+
+    def of(self, *, slides: bool) -> LayerRows:
+        """What a layer takes."""
+        if not slides:
+            return LayerRows(self.cos, self.sin, self.attend)
+        assert self.sliding is not None, "the model has layers with a sliding window"
+        return self.sliding
 
 
 class Ops:
@@ -112,13 +129,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
         self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
 
-    def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
+    def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
         # The projections are passed without names, so that they are freed when the call returns.
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 
-    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def _project(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
@@ -129,7 +146,7 @@ class Attention(nn.Module):
             q_THD = q_THD * self.query_factor
         return q_THD, k_TGD, v_TGD, begun
 
-    def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:
+    def _rotated(self, x_TF: Tensor, rows: LayerRows, norm: nn.RMSNorm | None) -> Tensor:
         x_THD = self._heads(x_TF)
         if norm is not None:
             x_THD = self.ops.norm(norm, x_THD)
@@ -153,18 +170,21 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    """slides: its window of keys slides (`ModelSpec.slides`)."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.slides = ops, slides
         self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
         self.self_attn = Attention(spec, ops)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
         self.mlp = Mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
+        mine = rows.of(slides=self.slides)
+        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), mine)
         x_TC = x_TC + branch_TC
-        return rows.attend.add(x_TC, self.second_half(x_TC), attended)
+        return mine.attend.add(x_TC, self.second_half(x_TC), attended)
 
     def second_half(self, x_TC: Tensor) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
@@ -181,7 +201,8 @@ class Decoder(nn.Module):
         self.ops = ops
         size = (spec.padded_vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(*size) if is_first else None
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, ops) for i in layers})
+        made = {str(i): DecoderLayer(spec, ops, slides=spec.slides(i)) for i in layers}
+        self.layers = nn.ModuleDict(made)
         self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps) if is_last else None
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
@@ -240,6 +261,7 @@ class Llama(nn.Module):
             vocab_size=self.spec.vocab_size,
             chunk=self.loss_chunk,
             vocabulary=self.ops.vocabulary,
+            softcap=self.spec.logit_softcap,
         )
         return loss * rows.loss_scale
 

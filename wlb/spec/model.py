@@ -58,7 +58,7 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """What attention's scores are multiplied with besides: YaRN's factor of Q times that of K."""
+        """A factor of attention's scores: YaRN's of Q times that of K."""
         if self.kind != RopeKind.YARN or not self.is_on:
             return 1.0
         return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
@@ -74,6 +74,9 @@ class RopeScaling:
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
                 f"below high_freq_factor = {self.high_freq_factor}"
             )
+
+
+_CAPS = {"at_least": 0, "at_most": 1e9}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,32 @@ class ModelSpec:
     ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP", at_least=1, at_most=2**24)
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    sliding_window: int = key(
+        0,
+        "keys that a query sees in layers whose window slides, its own included; 0 = all keys in "
+        "all layers",
+        unit="tokens",
+        at_least=0,
+        at_most=2**40,
+    )
+    full_every: int = key(
+        0,
+        "with sliding_window: each n-th layer sees all keys (Gemma 2: 2, Gemma 3: 6); 0 = none",
+        at_least=0,
+        at_most=10_000,
+    )
+    full_first: int = key(
+        0,
+        "with sliding_window: so many first layers see all keys (Qwen2's max_window_layers)",
+        at_least=0,
+        at_most=10_000,
+    )
+    attention_softcap: float = key(
+        0.0, "attention's scores s become this * tanh(s / this); 0 = they stay", **_CAPS
+    )
+    logit_softcap: float = key(
+        0.0, "the head's logits s become this * tanh(s / this); 0 = they stay", **_CAPS
+    )
     tied_embeddings: bool = key(
         False, "the head is the embedding; with pipeline stages both ends add their gradients"
     )
@@ -114,6 +143,15 @@ class ModelSpec:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def slides(self, layer: int) -> bool:
+        """Whether a query of this layer sees the latest `sliding_window` keys alone."""
+        is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
+        return self.sliding_window > 0 and layer >= self.full_first and not is_full
+
+    @property
+    def num_sliding_layers(self) -> int:
+        return sum(map(self.slides, range(self.num_layers)))
 
     @property
     def query_factor(self) -> float:
@@ -151,6 +189,17 @@ class ModelSpec:
             raise UserError(
                 f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "
                 f"= yarn, which takes its logarithm"
+            )
+        if (self.full_every or self.full_first) and not self.sliding_window:
+            raise UserError(
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
+                f"say which layers have no window, but model.sliding_window = 0: no layer has one"
+            )
+        if self.sliding_window and not self.num_sliding_layers:
+            raise UserError(
+                f"model.sliding_window = {self.sliding_window}, but no layer has a window with "
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first}; "
+                f"lower them, or set model.sliding_window = 0"
             )
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(
