@@ -90,6 +90,15 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "model.rope_scaling.beta_slow = 32.0 must be below beta_fast = 32.0",
         ),
         (
+            {"model__full_every": 2},
+            "model.full_every = 2 and model.full_first = 0 say which layers",
+        ),
+        (
+            {"model__sliding_window": 64, "model__full_first": 1000},
+            "model.sliding_window = 64, but no layer has a window with model.full_every = 0 and",
+        ),
+        ({"model__attention_softcap": -1}, "model.attention_softcap = -1.0 must be at least 0"),
+        (
             {"model__rope_scaling__kind": RopeKind.YARN, "model__rope_theta": 1},
             "model.rope_theta = 1.0 must be above 1 for model.rope_scaling.kind = yarn",
         ),

@@ -24,17 +24,47 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not known",
     ),
-    "windows": (
-        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
-        "use_sliding_window = True needs windows",
+    "a window of a llama": ({"use_sliding_window": True}, "is true, but a llama has no windows"),
+    "a window that may be in use": (
+        {"sliding_window": 4096},
+        "sliding_window = 4096 is not said to be in use or not",
     ),
-    "a layer with a window": (
+    "a layer with a window, and no window": (
         {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        "layer_types = .* has others than full_attention",
+        "layer_types = .* has layers that slide, but sliding_window is not in use",
+    ),
+    "other layers": (
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types = .* has others than full_attention and sliding_attention",
+    ),
+    "too many layer types": (
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types = .* does not have 2 entries, one a layer",
+    ),
+    "a pattern without a period": (
+        {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": [
+                f"{kind}_attention" for kind in ["sliding", "full", "full", "sliding", "full"]
+            ],
+        },
+        "layer_types = .* is not every n-th layer with all keys",
+    ),
+    "a mistral whose layers contradict": (
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "layer_types": ["full_attention"] * 2,
+        },
+        "layer_types = .* contradicts a window of 4096 tokens",
     ),
     "a qwen that does not say": (
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": ...},
@@ -46,14 +76,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}},
         r"quantization_config = .*gptq.* means quantised weights; import the original",
-    ),
-    "sliding window": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        "sliding_window = 4096: wlb's attention has no window",
-    ),
-    "a mistral that does not say": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-        "sliding_window = 4096: wlb's attention has no window",
     ),
     "dynamic scaling": (
         {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},

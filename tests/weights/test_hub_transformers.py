@@ -127,18 +127,45 @@ def test_a_qwen_is_the_same_there_and_back(name: str, is_tied: bool, tmp_path: P
     torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
-def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
+    "mistral": ("mistral", {"sliding_window": 24, "head_dim": 12}, (24, 0, 0)),
+    "mistral-0.2": ("mistral", {"sliding_window": None, "head_dim": 12}, (0, 0, 0)),
+    "qwen2-last": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+        (24, 0, 1),
+    ),
+    "qwen3-alternating": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        (24, 2, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    family, config, expected = WINDOWS[name]
     torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        **COMMON, head_dim=12, sliding_window=None, attn_implementation="eager"
-    )
-    theirs = transformers.MistralForCausalLM(config).eval()
+    made = transformers.AutoConfig.for_model(family, **COMMON | config, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_config(made).eval()
     theirs.save_pretrained(tmp_path / "hub")
-    ours = model_of(import_folder(tmp_path / "hub", tmp_path / "imported").checkpoint)
+    imported = import_folder(tmp_path / "hub", tmp_path / "imported")
+    spec = imported.model.spec
+    assert (spec.sliding_window, spec.full_every, spec.full_first) == expected
     tokens = some_tokens(100, 301)
-    torch.testing.assert_close(
-        logits(ours, tokens), their_logits(theirs, tokens), atol=1e-5, rtol=0
-    )
+    want = their_logits(theirs, tokens)
+    ours = model_of(imported.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    export(imported.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

@@ -45,15 +45,28 @@ class KeyRows:
         return self.received / self.gathered if self.gathered else 1.0
 
 
-def key_rows(shardings: Sequence[ShardingPlan], local_tokens: Sequence[int]) -> KeyRows:
-    """Key rows of micro-batches with these rows on every CP rank, padding included."""
+def key_rows(
+    shardings: Sequence[ShardingPlan],
+    local_tokens: Sequence[int],
+    *,
+    sliding: int = 0,
+    sliding_share: float = 0.0,
+) -> KeyRows:
+    """Key rows of micro-batches with these rows on every CP rank, padding included, in the mean
+    layer: `sliding_share` of all have a window of `sliding` keys."""
     by_need = received = gathered = 0
     for sharding, rows in zip(shardings, local_tokens, strict=True):
         all_rows = rows_gathered(sharding, local_tokens=rows)
         gathered += all_rows
         is_needed = sharding.exchange == KeyExchange.NEEDED and sharding.cp > 1
         by_need += is_needed
-        received += int(rows_moved(sharding).sum(axis=1).max()) if is_needed else all_rows
+        if not is_needed:
+            received += all_rows
+            continue
+        moved = rows_moved(sharding).sum(axis=1) * (1 - sliding_share)
+        if sliding_share:
+            moved += rows_moved(sharding, sliding=sliding).sum(axis=1) * sliding_share
+        received += round(float(moved.max()))
     return KeyRows(num_by_need=by_need, received=received, gathered=gathered)
 
 

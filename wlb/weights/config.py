@@ -12,6 +12,7 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
+from wlb.weights.windows import flag, read_window, window_json
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -19,7 +20,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Architectures by model_type. Mistral without a sliding window computes the same as Llama."""
+"""Architectures by model_type."""
 _QWEN3_HEAD = 128
 """Default of transformers for a Qwen3 whose config.json has no head_dim."""
 
@@ -28,7 +29,7 @@ _READ = """
     initializer_range intermediate_size layer_types max_position_embeddings mlp_bias model_type
     num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor pretraining_tp
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
-    tie_word_embeddings vocab_size
+    tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
 # Names, versions, how transformers runs the model; other tokens; dropout, which is off where logits
 # are computed; settings of generation, which older versions wrote here too.
@@ -37,8 +38,8 @@ _HARMLESS = """
     torchscript return_dict output_hidden_states output_attentions attn_implementation
     _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled tf_legacy_loss
     chunk_size_feed_forward tokenizer_class finetuning_task task_specific_params problem_type
-    id2label label2id unsloth_version unsloth_fixed max_sequence_length max_window_layers
-    use_sliding_window is_llama_config is_decoder gradient_checkpointing
+    id2label label2id unsloth_version unsloth_fixed max_sequence_length
+    is_llama_config is_decoder gradient_checkpointing
     pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
@@ -53,10 +54,6 @@ _ROPE = """
 """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
-
-_FULL = "full_attention"
-_MISTRAL_WINDOW = 4096
-"""Default of transformers for a Mistral whose config.json has no sliding_window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +91,11 @@ def read_config(path: Path) -> HubModel:
         norm_eps=keys.real("rms_norm_eps", 1e-6),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
-        tied_embeddings=_flag(keys, "tie_word_embeddings"),
+        tied_embeddings=flag(keys, "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
+        **read_window(keys, model_type),
     )
     try:
         spec.check()
@@ -157,6 +155,7 @@ def config_json(
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
         **_FIXED[model_type],
+        **window_json(spec, model_type),
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
@@ -188,8 +187,9 @@ def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
 
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
-    "qwen2": {"use_sliding_window": False, "sliding_window": None},
-    "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"attention_bias": False},
 }
 """Keys of a config.json by model_type whose values wlb's parts decide."""
 
@@ -208,7 +208,9 @@ def _type_of(spec: ModelSpec) -> str:
                 f"hidden_size / num_heads = {spec.hidden_size // spec.num_heads} wide"
             )
         return "qwen2"
-    return "qwen3" if spec.qk_norm else "llama"
+    if spec.qk_norm:
+        return "qwen3"
+    return "mistral" if spec.sliding_window else "llama"
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -235,42 +237,15 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
-        if _flag(keys, name):
+        if flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
-    layers: Any = values.get("layer_types") or []
-    if not isinstance(layers, list) or set(map(str, cast("list[Any]", layers))) - {_FULL}:
-        raise keys.error("layer_types", "has others than full_attention, the only one of wlb")
     for name, value in values.items():
         if name not in _KNOWN and value not in (None, False, {}, []):
             raise keys.error(
                 name, "is not known here and may change what the model computes; remove it if not"
             )
-    _refuse_window(keys, is_mistral=model_type == "mistral")
-
-
-def _flag(keys: Fields, name: str) -> bool:
-    value = keys.values.get(name)
-    if value not in (None, False, True):
-        raise keys.error(name, "must be true or false")
-    return bool(value)
-
-
-def _refuse_window(keys: Fields, *, is_mistral: bool) -> None:
-    values = keys.values
-    if _flag(keys, "use_sliding_window"):
-        raise keys.error("use_sliding_window", "needs windows, which wlb's attention lacks")
-    if not is_mistral and values.get("sliding_window") is not None:
-        if values.get("use_sliding_window") is not False:
-            raise keys.error("sliding_window", "is in use: wlb's attention has no window; set null")
-        return
-    window = values.get("sliding_window", _MISTRAL_WINDOW)
-    if is_mistral and window is not None:
-        raise UserError(
-            f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
-            f"Mistral with sliding_window = null computes the same as a Llama"
-        )
 
 
 def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
