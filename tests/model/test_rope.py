@@ -136,13 +136,13 @@ def test_a_factor_of_one_is_off(kind: RopeKind) -> None:
     off = replace(LLAMA31, rope_scaling=RopeScaling(kind=kind, factor=1.0))
     expected = torch.tensor([500000.0 ** (-i / 64) for i in range(64)], dtype=torch.float64)
     torch.testing.assert_close(inverse_frequencies(off), expected.float(), rtol=1e-6, atol=0)
-    assert off.query_factor == 1.0
+    assert off.query_factor() == 1.0
 
 
 def test_linear_scaling_divides_all_frequencies() -> None:
     scaled = replace(SMALL, rope_scaling=RopeScaling(kind=RopeKind.LINEAR, factor=4.0))
     torch.testing.assert_close(inverse_frequencies(scaled), inverse_frequencies(SMALL) / 4)
-    assert scaled.query_factor == 1.0
+    assert scaled.query_factor() == 1.0
 
 
 def test_yarn_keeps_the_first_pairs_and_divides_the_last() -> None:
@@ -154,9 +154,9 @@ def test_yarn_keeps_the_first_pairs_and_divides_the_last() -> None:
     ratio = inverse_frequencies(spec) / plain
     expected = [1.0] * 24 + [1 - 0.75 * (i - 23) / 17 for i in range(24, 40)] + [0.25] * 24
     torch.testing.assert_close(ratio, torch.tensor(expected), rtol=1e-5, atol=0)
-    assert spec.query_factor == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert spec.query_factor() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
     given = replace(spec, rope_scaling=replace(scaling, attention_factor=1.5))
-    assert given.query_factor == 2.25
+    assert given.query_factor() == 2.25
 
 
 def test_yarn_of_a_short_context_divides_from_one_pair_on() -> None:

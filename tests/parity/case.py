@@ -73,7 +73,7 @@ class Case:
     exchange: KeyExchange = KeyExchange.GATHER
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
-    keys: tuple[tuple[str, float], ...] = ()
+    keys: tuple[tuple[str, Any], ...] = ()
     """Other keys of the model and their values."""
 
     @property
@@ -94,7 +94,7 @@ class Case:
         name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
-        name += "".join(f"-{key}{value:g}" for key, value in self.keys)
+        name += "".join(f"-{key}{value}" for key, value in self.keys)
         name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 

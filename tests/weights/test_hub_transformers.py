@@ -168,6 +168,50 @@ def test_windows_are_the_same_there_and_back(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
+_BOTH = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "2": ("gemma2", {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0}),
+    "2-uncapped": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5},
+    ),
+    "3": ("gemma3_text", {"num_hidden_layers": 7, "rope_parameters": _BOTH}),
+    "3-default": ("gemma3_text", {"query_pre_attn_scalar": 12}),
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_a_gemma_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    """Norms are drawn at random, as their weights start at zero."""
+    family, changed = GEMMAS[name]
+    torch.manual_seed(0)
+    keys = COMMON | {"head_dim": 12, "sliding_window": 24} | changed
+    config = transformers.AutoConfig.for_model(family, **keys, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    tokens = some_tokens(100, 301)
+    want = their_logits(theirs, tokens)
+    assert want.abs().max() > 0.5
+    ours = model_of(made.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    # The window matters at these sizes.
+    ours.spec = replace(ours.spec, sliding_window=ours.spec.sliding_window - 1)
+    assert (logits(ours, tokens) - want).abs().max() > 1e-4
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+    assert import_folder(tmp_path / "exported", tmp_path / "again").model.spec == made.model.spec
+
+
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_transformers_computes_the_logits_of_an_export(tmp_path: Path, is_scaled: bool) -> None:
     spec = SPEC if is_scaled else replace(SPEC, rope_scaling=RopeScaling(), head_dim=0)

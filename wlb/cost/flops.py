@@ -114,9 +114,9 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     rotated = model.q_dim + model.kv_dim
-    normed = 2 * hidden + rotated * model.qk_norm
+    normed = model.norms_per_layer * hidden + rotated * model.qk_norm
     # Multiplying queries by a factor reads and writes as rotating them does.
-    rotated += model.q_dim * (model.query_factor != 1.0)
+    rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     return {
         "norm": (2 * normed, 3 * normed),
@@ -129,8 +129,8 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
-    norms, residuals = 2 + 2 * model.qk_norm, 2 + 3 * model.qkv_bias
-    rotary = 2 + (model.query_factor != 1.0)
+    norms, residuals = model.norms_per_layer + 2 * model.qk_norm, 2 + 3 * model.qkv_bias
+    rotary = 2 + (model.query_factor() != 1.0)
     return {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
 
 

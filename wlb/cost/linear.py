@@ -104,7 +104,12 @@ class LinearCost:
         if self.recompute != Recompute.FULL:
             return work
         calls = elementwise_calls(self.model)
-        return replace(work, calls=calls | {"residual": calls["residual"] - 1})
+        calls |= {"residual": calls["residual"] - 1}
+        if not self.model.branch_norms:
+            return replace(work, calls=calls)
+        # The last norm needs the last product, which is therefore made again.
+        calls |= {"norm": calls["norm"] - 1}
+        return replace(work, calls=calls, matrices=range(7), tp=TP_FORWARD)
 
     @property
     def kv_gathers_again(self) -> bool:

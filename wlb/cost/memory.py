@@ -192,7 +192,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     local = _local(spec, micro_batch_tokens)
     if spec.training.recompute == Recompute.FULL:
         return local * model.hidden_size * size // tp
-    values = 3 * model.hidden_size + 2 * model.q_dim
+    values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
     if model.qk_norm:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim

@@ -34,7 +34,7 @@ def local_rows(
         def call(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
             return attend(q_THD, k_TGD, v_TGD, segments, backend=backend)
 
-        tables = rope_tables(positions, inverse_frequencies(spec, device))
+        tables = rope_tables(positions, inverse_frequencies(spec, device, slides=slides))
         return LayerRows(*tables, LocalAttend(call))
 
     full, sliding = of(slides=False), of(slides=True) if spec.num_sliding_layers else None

@@ -12,9 +12,14 @@ from wlb.kernels.fused import fused_rotate
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
 
 
-def inverse_frequencies(spec: ModelSpec, device: torch.device | str = "cpu") -> Tensor:
-    """Angle per position for each pair of channels, float32, shape [D / 2]."""
+def inverse_frequencies(
+    spec: ModelSpec, device: torch.device | str = "cpu", *, slides: bool = False
+) -> Tensor:
+    """Angle per position for each pair of channels, float32, shape [D / 2]. slides: of layers with
+    a sliding window."""
     steps = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device)
+    if slides and spec.sliding_rope_theta:
+        return (spec.sliding_rope_theta ** (-steps / spec.head_size)).float()
     frequency = spec.rope_theta ** (-steps / spec.head_size)
     return _scaled(frequency, spec.rope_theta, spec.rope_scaling).float()
 

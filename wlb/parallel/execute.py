@@ -68,7 +68,9 @@ class Executor:
         self._recomputes_attention = spec.training.recompute == Recompute.FULL
         model = spec.model
         self._kinds = sorted({model.slides(layer) for layer in range(model.num_layers)})
-        self._frequencies = inverse_frequencies(spec.model, mesh.device)
+        self._frequencies = {
+            slides: inverse_frequencies(model, mesh.device, slides=slides) for slides in self._kinds
+        }
         self.pipeline: Pipeline | None = None
         if mesh.parallel.pp > 1:
             stages = [
@@ -178,8 +180,15 @@ class Executor:
             slides: self._attention(index, on_device, slides=slides)
             for slides, index in by_kind.items()
         }
-        tables = rope_tables(on_device["positions"], self._frequencies)
-        of_kind = {slides: LayerRows(*tables, made) for slides, made in attentions.items()}
+        positions, bases = on_device["positions"], self._frequencies
+        made_tables = {slides: rope_tables(positions, base) for slides, base in bases.items()}
+        if not self.spec.model.sliding_rope_theta:
+            made_tables = dict.fromkeys(bases, made_tables[self._kinds[0]])
+        of_kind = {
+            slides: LayerRows(*made_tables[slides], attention)
+            for slides, attention in attentions.items()
+        }
+        tables = [table for pair in made_tables.values() for table in pair]
         # Where all layers slide, nothing takes what is there for the others.
         rows = Rows(
             **of_kind[self._kinds[0]]._asdict(),

@@ -8,6 +8,13 @@ from wlb.plan import UserError
 from wlb.spec.keys import check_declared, key
 
 
+class Activation(StrEnum):
+    """What the MLP's gate goes through: SiLU (SwiGLU), or GELU's tanh approximation (GeGLU)."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
 class RopeKind(StrEnum):
     """How RoPE's frequencies are scaled: as Llama 3 does; all by the factor; YaRN."""
 
@@ -93,9 +100,23 @@ class ModelSpec:
     head_dim: int = key(
         0, "size of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
     )
-    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP", at_least=1, at_most=2**24)
+    ffn_hidden_size: int = key(1408, "hidden size of the gated MLP", at_least=1, at_most=2**24)
+    activation: Activation = key(Activation.SILU, "what the MLP's gate goes through")
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    query_scale_size: int = key(
+        0,
+        "attention's scores are divided by the square root of this; 0 = the size of a head",
+        at_least=0,
+        at_most=2**20,
+    )
+    branch_norms: bool = key(
+        False, "attention and MLP go through another RMSNorm before they are added (Gemma)"
+    )
+    zero_centred_norms: bool = key(False, "RMSNorm multiplies by 1 + its weight (Gemma)")
+    scaled_embeddings: bool = key(
+        False, "embeddings are multiplied by the square root of hidden_size (Gemma)"
+    )
     sliding_window: int = key(
         0,
         "keys that a query sees in layers whose window slides, its own included; 0 = all keys in "
@@ -130,6 +151,13 @@ class ModelSpec:
         0.02, "standard deviation of the initial weights", at_least=0, at_most=1000
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
+    sliding_rope_theta: float = key(
+        0.0,
+        "base of the rotary frequencies in layers whose window slides, which are not scaled "
+        "(Gemma 3); 0 = as in the others",
+        at_least=0,
+        at_most=1e15,
+    )
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
 
     @property
@@ -153,11 +181,12 @@ class ModelSpec:
     def num_sliding_layers(self) -> int:
         return sum(map(self.slides, range(self.num_layers)))
 
-    @property
-    def query_factor(self) -> float:
-        """What queries are multiplied with before attention, whose scores are over
-        sqrt(head size)."""
-        return self.rope_scaling.score_factor
+    def query_factor(self, *, slides: bool = False) -> float:
+        """What a layer's queries are multiplied with before attention, whose scores are over
+        sqrt(head size). slides: its window does."""
+        is_scaled = not (slides and self.sliding_rope_theta)
+        factor = self.rope_scaling.score_factor if is_scaled else 1.0
+        return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -174,7 +203,12 @@ class ModelSpec:
     @property
     def num_layer_norm_parameters(self) -> int:
         """Of a layer's norms, which tensor parallelism does not divide."""
-        return 2 * self.hidden_size + 2 * self.qk_norm * self.head_size
+        return self.norms_per_layer * self.hidden_size + 2 * self.qk_norm * self.head_size
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms of rows in a layer."""
+        return 4 if self.branch_norms else 2
 
     @property
     def num_parameters(self) -> int:
@@ -194,6 +228,11 @@ class ModelSpec:
             raise UserError(
                 f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
                 f"say which layers have no window, but model.sliding_window = 0: no layer has one"
+            )
+        if self.sliding_rope_theta and not self.sliding_window:
+            raise UserError(
+                f"model.sliding_rope_theta = {self.sliding_rope_theta}, but no layer slides: "
+                f"model.sliding_window = 0"
             )
         if self.sliding_window and not self.num_sliding_layers:
             raise UserError(

@@ -164,5 +164,6 @@ def _meaning(model: ModelSpec) -> dict[str, object]:
     """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
     names = ("norm_eps", "rope_theta", "sliding_window", "full_every", "full_first")
-    names += ("attention_softcap", "logit_softcap")
+    names += ("attention_softcap", "logit_softcap", "activation", "query_scale_size")
+    names += ("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta")
     return {name: getattr(model, name) for name in names} | scaling

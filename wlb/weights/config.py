@@ -12,9 +12,22 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
+from wlb.weights.gemma import (
+    GEMMA,
+    KEYS,
+    POSITIONS,
+    SIZE,
+    full_rope,
+    gemma_json,
+    gemma_type,
+    is_gemma,
+    read_gemma,
+)
 from wlb.weights.windows import flag, read_window, window_json
 
 ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -75,11 +88,19 @@ def read_config(path: Path) -> HubModel:
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
     is_qwen = model_type.startswith("qwen")
-    max_positions = keys.whole("max_position_embeddings", 32768 if is_qwen else 2048)
-    theta, scaling = _rope(keys, max_positions)
+    positions = POSITIONS.get(model_type, 32768 if is_qwen else 2048)
+    max_positions = keys.whole("max_position_embeddings", positions)
+    family, windows = _family(keys, model_type), read_window(keys, model_type)
+    rope_keys = keys
+    if model_type == "gemma3_text":
+        rope_keys, base = full_rope(keys)
+        family |= {"sliding_rope_theta": base} if windows else {}
+    theta, scaling = _rope(rope_keys, max_positions)
     # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
-    head_dim = _QWEN3_HEAD if model_type == "qwen3" else 0
+    head_dim = {"qwen3": _QWEN3_HEAD, **dict.fromkeys(GEMMA, SIZE)}.get(model_type, 0)
+    # A Gemma that does not say has one matrix.
+    tied = {"tie_word_embeddings": model_type in GEMMA} | values
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
         hidden_size=keys.whole("hidden_size"),
@@ -89,13 +110,12 @@ def read_config(path: Path) -> HubModel:
         head_dim=keys.whole("head_dim") if values.get("head_dim") else head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
-        tied_embeddings=flag(keys, "tie_word_embeddings"),
+        tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
-        **read_window(keys, model_type),
+        **family,
+        **windows,
     )
     try:
         spec.check()
@@ -107,6 +127,13 @@ def read_config(path: Path) -> HubModel:
         bos_id=next(iter(_token_ids(keys, "bos_token_id", spec.vocab_size)), None),
         eos_ids=_token_ids(keys, "eos_token_id", spec.vocab_size),
     )
+
+
+def _family(keys: Fields, model_type: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` that a family has besides sizes and windows."""
+    if model_type in GEMMA:
+        return read_gemma(keys, model_type)
+    return {"qkv_bias": model_type == "qwen2", "qk_norm": model_type == "qwen3"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +189,7 @@ def config_json(
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
         "use_cache": True,
-    }
+    } | (gemma_json(spec, model_type, rope) if model_type in GEMMA else {})
 
 
 def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
@@ -188,6 +215,7 @@ def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {},
+    **{name: {} for name in GEMMA},
     "qwen2": {},
     "qwen3": {"attention_bias": False},
 }
@@ -196,6 +224,8 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 def _type_of(spec: ModelSpec) -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
+    if is_gemma(spec):
+        return gemma_type(spec)
     if spec.qkv_bias and spec.qk_norm:
         raise UserError(
             "model.qkv_bias = true and model.qk_norm = true: no model of transformers has biases "
@@ -234,15 +264,18 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     values = keys.values
     if values.get("quantization_config"):
         raise keys.error("quantization_config", "means quantised weights; import the original ones")
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+    is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
+    # Gemma's key has another name; what older files have under this one does not count.
+    if not is_silu and model_type not in GEMMA:
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
         if flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
+    known = _KNOWN | (set(KEYS.split()) if model_type in GEMMA else set())
     for name, value in values.items():
-        if name not in _KNOWN and value not in (None, False, {}, []):
+        if name not in known and value not in (None, False, {}, []):
             raise keys.error(
                 name, "is not known here and may change what the model computes; remove it if not"
             )

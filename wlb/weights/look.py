@@ -160,9 +160,14 @@ class LoadedModel:
     def _forward(self, ids_T: Tensor, kept: _KeptKeys) -> Tensor:
         """Hidden states of new tokens, shape [T, C]."""
         places = torch.arange(kept.num_rows, kept.num_rows + ids_T.shape[0], device=ids_T.device)
-        frequencies = inverse_frequencies(self.module.spec).to(ids_T.device)
-        of_layer = LayerRows(*rope_tables(places, frequencies), kept)
-        return self.module.model(ids_T, Rows(**of_layer._asdict(), sliding=of_layer))
+        spec = self.module.spec
+
+        def of(*, slides: bool) -> LayerRows:
+            frequencies = inverse_frequencies(spec, ids_T.device, slides=slides)
+            return LayerRows(*rope_tables(places, frequencies), kept)
+
+        rows = Rows(**of(slides=False)._asdict(), sliding=of(slides=True))
+        return self.module.model(ids_T, rows)
 
     @torch.no_grad()
     def _head(self, x_TC: Tensor) -> Tensor:

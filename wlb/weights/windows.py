@@ -1,7 +1,8 @@
 """Sliding windows in config.json: which layers have one, read and written by family.
 
-A Mistral's window is that of all layers; a Qwen's (`use_sliding_window`) that of the layers that
-`layer_types` names, or of those from `max_window_layers` on. A Llama has none.
+A Mistral's window is that of all layers, a Gemma's that of all but every n-th; a Qwen's
+(`use_sliding_window`) that of the layers that `layer_types` names, or of those from
+`max_window_layers` on. A Llama has none.
 """
 
 from typing import Any, cast
@@ -13,6 +14,8 @@ from wlb.spec import ModelSpec
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _WINDOW, _FIRST = 4096, 28
 """Defaults of transformers for `sliding_window` and `max_window_layers`."""
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+"""Gemma's layers that see all keys: every second, and `sliding_window_pattern`, by default 6."""
 
 
 def flag(keys: Fields, name: str) -> bool:
@@ -32,6 +35,9 @@ def read_window(keys: Fields, model_type: str) -> dict[str, int]:
         slide = [window > 0] * num_layers
         if types is not None and types != slide:
             raise keys.error("layer_types", f"contradicts a window of {window or 'no'} tokens")
+    elif types is None and model_type in _PERIODS:
+        every = keys.whole("sliding_window_pattern", _PERIODS[model_type])
+        slide = [(i + 1) % every > 0 for i in range(num_layers)]
     elif types is None:
         first = keys.whole("max_window_layers", _FIRST, at_least=0)
         slide = [window > 0 and i >= first for i in range(num_layers)]
@@ -48,7 +54,9 @@ def _window(keys: Fields, model_type: str) -> int:
     """Keys that a query sees in sliding layers; 0 without any."""
     values = keys.values
     is_used = flag(keys, "use_sliding_window")
-    if model_type == "mistral":
+    if model_type in _PERIODS and values.get("sliding_window", _WINDOW) is None:
+        raise keys.error("sliding_window", f"is null, but layers of a {model_type} slide")
+    if model_type == "mistral" or model_type in _PERIODS:
         said = values.get("sliding_window", _WINDOW)
         return 0 if said is None else keys.whole("sliding_window", _WINDOW)
     if model_type.startswith("qwen") and is_used:
@@ -105,6 +113,10 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
     if model_type == "llama":
         return {}
     types = [_SLIDING if spec.slides(i) else _FULL for i in range(spec.num_layers)]
+    if model_type in _PERIODS:
+        # Older versions of transformers read the period instead of the list.
+        period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
+        return {"sliding_window": window, "layer_types": types} | period
     # Transformers takes the list where there is one, other readers the number of first layers.
     said = {"use_sliding_window": window is not None, "sliding_window": window}
     first = types.index(_SLIDING) if window else spec.num_layers
