@@ -83,9 +83,6 @@ class RopeScaling:
             )
 
 
-_CAPS = {"at_least": 0, "at_most": 1e9}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention; keys add parts of others."""
@@ -138,10 +135,16 @@ class ModelSpec:
         at_most=10_000,
     )
     attention_softcap: float = key(
-        0.0, "attention's scores s become this * tanh(s / this); 0 = they stay", **_CAPS
+        0.0,
+        "attention's scores s become this * tanh(s / this); 0 = they stay",
+        at_least=0,
+        at_most=1e9,
     )
     logit_softcap: float = key(
-        0.0, "the head's logits s become this * tanh(s / this); 0 = they stay", **_CAPS
+        0.0,
+        "the head's logits s become this * tanh(s / this); 0 = they stay",
+        at_least=0,
+        at_most=1e9,
     )
     tied_embeddings: bool = key(
         False, "the head is the embedding; with pipeline stages both ends add their gradients"

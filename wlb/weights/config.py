@@ -273,7 +273,7 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
-    known = _KNOWN | (set(KEYS.split()) if model_type in GEMMA else set())
+    known = _KNOWN.union(KEYS.split() if model_type in GEMMA else ())
     for name, value in values.items():
         if name not in known and value not in (None, False, {}, []):
             raise keys.error(

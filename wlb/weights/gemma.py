@@ -61,13 +61,14 @@ def full_rope(keys: Fields) -> tuple[Fields, float]:
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(both, dict) or set(cast("dict[str, Any]", both)) - set(kinds):
         raise keys.error("rope_parameters", f"must hold {' and '.join(kinds)} and nothing else")
-    full, sliding = (cast("dict[str, Any]", both).get(kind) or {} for kind in kinds)
-    if not isinstance(sliding, dict) or not isinstance(full, dict):
+    parts: list[Any] = [cast("dict[str, Any]", both).get(kind) or {} for kind in kinds]
+    if not all(isinstance(part, dict) for part in parts):
         raise keys.error("rope_parameters", "must hold a JSON object for each kind of layer")
-    local = Fields(cast("dict[str, Any]", sliding), f"{where}: sliding_attention")
+    full, sliding = cast("list[dict[str, Any]]", parts)
+    local = Fields(sliding, f"{where}: sliding_attention")
     if local.values.get("rope_type", "default") != "default":
         raise local.error("rope_type", "is not default: wlb does not scale RoPE in sliding layers")
-    theta = cast("dict[str, Any]", full).get("rope_theta") or values.get("rope_theta")
+    theta = full.get("rope_theta") or values.get("rope_theta")
     values |= {"rope_parameters": full, "rope_theta": _FULL_BASE if theta is None else theta}
     base = local.real("rope_theta", keys.real("rope_local_base_freq", _LOCAL_BASE))
     return Fields(values, keys.where), base

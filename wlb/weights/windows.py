@@ -26,7 +26,7 @@ def flag(keys: Fields, name: str) -> bool:
     return bool(value)
 
 
-def read_window(keys: Fields, model_type: str) -> dict[str, int]:
+def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that a config.json's windows give; UserError for what wlb lacks."""
     window, num_layers = _window(keys, model_type), keys.whole("num_hidden_layers", at_most=10_000)
     types = _layer_types(keys, num_layers)
