@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,47 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.case import SPEC, hub_tensors, write_hub
+from wlb.plan import UserError
+from wlb.spec import Activation, ModelSpec, RopeScaling
 from wlb.train.checkpoint.folder import write_manifest
 from wlb.weights import export, hub_export, import_folder
+from wlb.weights.config import config_json
 
+GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA3 |= {"rope_scaling": None, "rope_parameters": None}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model_type": (
-        {"model_type": "gemma2"},
-        r"model_type = 'gemma2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
+        {"model_type": "gemma"},
+        r"model_type = 'gemma' is not known here; wlb reads Gemma2ForCausalLM, Gemma3ForCausalLM",
+    ),
+    "a gemma that sees what follows": (
+        GEMMA2 | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention = True is true: wlb's attention is causal",
+    ),
+    "a gemma of another activation": (
+        GEMMA2 | {"hidden_activation": "relu"},
+        "hidden_activation = 'relu' is not gelu_pytorch_tanh",
+    ),
+    "a gemma without a window": (
+        GEMMA2 | {"sliding_window": None},
+        "sliding_window = None is null, but layers of a gemma2 slide",
+    ),
+    "a cap that transformers ignores": (
+        GEMMA3 | {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping = 50.0 is ignored by transformers for this model",
+    ),
+    "a scaled base of sliding layers": (
+        GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "sliding_attention: rope_type = 'linear' is not default",
+    ),
+    "rope of other kinds of layers": (
+        GEMMA3 | {"rope_parameters": {"chunked_attention": {}}},
+        "rope_parameters = .* must hold full_attention and sliding_attention and nothing else",
+    ),
+    "a key of gemma in a llama": (
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping = 30.0 is not known here and may change",
     ),
     "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
     "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
@@ -276,6 +311,49 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     shard.write_bytes(b"no safetensors")
     rewritten()
     broken(r"broken is not a whole checkpoint .*; use another one")
+
+
+GEMMA_PARTS = ModelSpec(
+    activation=Activation.GELU_TANH,
+    branch_norms=True,
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    sliding_window=4,
+)
+EXPORTS: dict[str, tuple[ModelSpec, str]] = {
+    "both of Qwen's": (
+        ModelSpec(qkv_bias=True, qk_norm=True),
+        "no model of transformers has biases",
+    ),
+    "heads of Qwen2": (ModelSpec(qkv_bias=True, head_dim=16), "heads of Qwen2"),
+    "windows in some of Llama's layers": (
+        ModelSpec(sliding_window=8, full_every=2),
+        "model.full_every = 2, model.full_first = 0: no model of transformers that wlb writes",
+    ),
+    "a capped Llama": (
+        ModelSpec(logit_softcap=30.0),
+        "lacks model.zero_centred_norms, model.branch_norms, model.scaled_embeddings, model.slid",
+    ),
+    "a Gemma 3 with capped scores": (
+        replace(GEMMA_PARTS, qk_norm=True, attention_softcap=50.0),
+        "for a gemma3_text of transformers it has model.attention_softcap",
+    ),
+    "a Gemma 2 with two bases": (
+        replace(GEMMA_PARTS, sliding_rope_theta=1e4),
+        "for a gemma2 of transformers it has model.sliding_rope_theta",
+    ),
+    "a Gemma 3 that is scaled everywhere": (
+        replace(GEMMA_PARTS, qk_norm=True, rope_scaling=RopeScaling(factor=2.0)),
+        "does not scale RoPE in the sliding layers of Gemma 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_model_that_no_family_has_is_not_exported(name: str) -> None:
+    spec, says = EXPORTS[name]
+    with pytest.raises(UserError, match=says):
+        config_json(spec, max_positions=64, bos_id=None, eos_ids=(), dtype="float32")
 
 
 def test_an_export_that_fails_leaves_nothing(
