@@ -132,6 +132,7 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         Case(cp=2, exchange=KeyExchange.NEEDED),
         Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
         Case(cp=2, own_first=True),
+        Case(cp=2, exchange=KeyExchange.NEEDED, keys=(("sliding_window", 5),)),
         Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
     ],
     ids=str,

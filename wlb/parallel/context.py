@@ -297,19 +297,13 @@ class ContextAttention:
         A collective call: bad or different arguments raise a UserError on every rank instead of
         hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
         as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
-        a multiple of it. overlap, stages: as in `[cp]`; with a sliding window one call computes
-        all.
+        a multiple of it. overlap, stages: as in `[cp]`, for scores without a sliding window.
         """
-        declared: dict[str, Any] = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "dtype": dtype,
-        }
-        exchange: dict[str, Any] = {
-            "keep_gathered_kv": keep_gathered_kv,
-            "gradient_dtype": gradient_dtype,
-        }
+        declared: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        declared |= {"head_dim": head_dim, "dtype": dtype}
+        exchange: dict[str, Any] = {"keep_gathered_kv": keep_gathered_kv}
+        exchange |= {"gradient_dtype": gradient_dtype}
+        how: dict[str, Any] = {"overlap": overlap, "stages": stages}
         heads, num_rows, adds_fused, problem = None, 0, False, None
         num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
         try:
@@ -319,8 +313,7 @@ class ContextAttention:
             _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic, scores)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= _identity(sharding_plan) | {"rows": num_rows}
-            declared |= {"overlap": overlap, "stages": stages}
+            declared |= _identity(sharding_plan) | {"rows": num_rows} | how
             declared |= {"device": device.type, "backend": backend, "scores": str(scores)}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
@@ -328,12 +321,7 @@ class ContextAttention:
         agree(declared | exchange, problem, group=group)
         assert heads is not None
         return cls.from_rows(
-            attention_rows(
-                *(sharding_plan, rank, num_rows),
-                overlap=overlap,
-                stages=stages,
-                sliding=scores.sliding,
-            ),
+            attention_rows(sharding_plan, rank, num_rows, **how, sliding=scores.sliding),
             group=group,
             heads=heads,
             backend=backend,

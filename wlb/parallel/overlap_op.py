@@ -48,6 +48,11 @@ class _Call(NamedTuple):
         return dq, gradients_by_row(dk, dv, self.inverse, fused=fused)
 
 
+def _others(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, softcap: float) -> Segments:
+    """Segments of keys that all come before their queries."""
+    return Segments.of(cu_q, cu_k, max_q, max_k, 0, softcap, is_causal=False)
+
+
 def _merge(
     out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
 ) -> None:
@@ -142,8 +147,7 @@ def attend_while_gathering(
     out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
     del both, out, lse
     for s, rows in enumerate(query_rows):
-        where = (cu_q[s], cu_k[s], max_q[s], max_k[s])
-        others = Segments.of(*where, 0, softcap, is_causal=False)
+        others = _others(cu_q[s], cu_k[s], max_q[s], max_k[s], softcap)
         kv_R2GD = _collectives.wait_tensor(arriving[s])
         k, v = segment_keys(kv_R2GD, index_K2[s], others, backend)
         other = forward(backend, q_THD.index_select(0, rows), k, v, others)
@@ -209,8 +213,7 @@ def attend_while_gathering_backward(
     of_queries = _QueryGradient(q_THD, len(query_rows))
     returning: list[Tensor] = []
     for s, rows in enumerate(query_rows):
-        of_stage = (cu_q[s], cu_k[s], max_q[s], max_k[s])
-        segments = Segments.of(*of_stage, 0, softcap, is_causal=False)
+        segments = _others(cu_q[s], cu_k[s], max_q[s], max_k[s], softcap)
         others = _Call(segments, index_K2[s], inverse_UR[s])
         # Autograd may hold the gather; all else of a stage is freed before the next call.
         kv_R2GD = _collectives.wait_tensor(arriving[0])
