@@ -41,7 +41,6 @@ QUICK = [
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
     Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
-    Case(cp=3, own_first=True, strategy="per_sequence", keys=GEMMA2),
 ]
 CASES = [
     # One axis alone.
@@ -90,23 +89,13 @@ CASES = [
     Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
     # Windows that slide, in all layers or every other; capped scores and logits.
-    Case(tp=4, keys=GEMMA2),
     Case(cp=4, exchange=NEEDED, row_multiple=4, keys=MISTRAL),
-    Case(cp=4, strategy="per_sequence", exchange=NEEDED, keys=MISTRAL),
-    Case(cp=4, exchange=NEEDED, own_first=True, keys=GEMMA2),
-    Case(cp=2, keep_gathered_kv=True, keys=MISTRAL),
-    Case(dp=2, num_micro_batches=8, keys=GEMMA2),
-    Case(pp=4, v=2, layers=8, num_micro_batches=6, keys=GEMMA2),
+    Case(cp=4, exchange=NEEDED, own_first=True, stages=3, keys=GEMMA2),
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2), keys=(*MISTRAL, ("full_every", 3))),
-    Case(tp=2, cp=2, pp=2, v=2, keys=GEMMA2, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=GEMMA2),
     # Gemma's norms, embeddings and activation, and two bases of RoPE.
     Case(tp=4, head_dim=8, parts=GEMMA, keys=GEMMA3),
-    Case(cp=4, exchange=NEEDED, head_dim=8, parts=GEMMA, keys=GEMMA3),
-    Case(dp=2, num_micro_batches=8, head_dim=8, parts=GEMMA, keys=GEMMA3),
-    Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=GEMMA, keys=GEMMA3),
     Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
-    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
@@ -125,6 +114,18 @@ NIGHTLY = [
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, num_micro_batches=8),
+    # Windows, caps, Gemma.
+    Case(tp=4, keys=GEMMA2),
+    Case(cp=4, strategy="per_sequence", exchange=NEEDED, keys=MISTRAL),
+    Case(cp=3, own_first=True, strategy="per_sequence", keys=GEMMA2),
+    Case(cp=2, keep_gathered_kv=True, keys=MISTRAL),
+    Case(dp=2, num_micro_batches=8, keys=GEMMA2),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, keys=GEMMA2),
+    Case(tp=2, cp=2, pp=2, v=2, keys=GEMMA2, recompute=Recompute.FULL),
+    Case(cp=4, exchange=NEEDED, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(dp=2, num_micro_batches=8, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.FULL),
 ]
 
 
