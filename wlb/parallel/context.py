@@ -63,7 +63,7 @@ class KvGather(NamedTuple):
     own_slot: Tensor
 
 
-class AttentionCall(NamedTuple):
+class CallOnDevice(NamedTuple):
     """`CallRows`, on the device."""
 
     segments: Segments
@@ -103,14 +103,14 @@ class ContextAttention:
     backend: str
     cp: int
     group_name: str
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[CallOnDevice, ...]
     keep_gathered_kv: bool
     fused: bool = False
     gradient_dtype: torch.dtype = torch.float32
     sent: tuple[Tensor, ...] = ()
     returned: Tensor | None = None
     splits: Tensor | None = None
-    own: AttentionCall | None = None
+    own: CallOnDevice | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
@@ -168,7 +168,7 @@ class ContextAttention:
             )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
-    def _own_and_stages(self, own: AttentionCall) -> tuple[Any, ...]:
+    def _own_and_stages(self, own: CallOnDevice) -> tuple[Any, ...]:
         """Arguments of `attend_while_gathering` that describe its calls."""
         cu_q, cu_k, max_q, max_k = zip(*(x.segments.lengths for x in self.calls), strict=True)
         stages = ([x.query_rows for x in self.calls], [x.index for x in self.calls])
@@ -387,7 +387,7 @@ def _call(
     scores: Scores,
     *,
     is_causal: bool = True,
-) -> AttentionCall:
+) -> CallOnDevice:
     """name: of its arrays among `index_arrays`."""
     segments = Segments.from_offsets(
         rows.cu_seqlens_q,
@@ -398,7 +398,7 @@ def _call(
         scores=scores,
     )
     index, inverse = (on_device[f"{kind} {name}"] for kind in ("kv_index", "inverse"))
-    return AttentionCall(segments, index, inverse, on_device.get(f"query_rows {name}"))
+    return CallOnDevice(segments, index, inverse, on_device.get(f"query_rows {name}"))
 
 
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
