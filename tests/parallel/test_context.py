@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sets import full
 from wlb.cost import FlopsWorkload
-from wlb.kernels import Segments, attend
+from wlb.kernels import Scores, Segments, attend
 from wlb.launch.local import run_local
 from wlb.parallel import context_op
 from wlb.parallel.build import kernel_of
@@ -60,6 +60,7 @@ class Case:
     exchange: KeyExchange = KeyExchange.GATHER
     overlap: bool = False
     stages: int = 1
+    scores: Scores = Scores()
 
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
@@ -81,6 +82,7 @@ class How(NamedTuple):
     exchange: KeyExchange
     overlap: bool = False
     stages: int = 1
+    scores: Scores = Scores()
 
 
 HOWS = [
@@ -88,6 +90,12 @@ HOWS = [
     How(KeyExchange.NEEDED, overlap=True, stages=3),
     How(KeyExchange.GATHER, overlap=True, stages=2),
 ]
+SCORED = [
+    How(KeyExchange.NEEDED, scores=Scores(sliding=5)),
+    How(KeyExchange.GATHER, overlap=True, scores=Scores(sliding=11, softcap=1.5)),
+    How(KeyExchange.NEEDED, overlap=True, stages=2, scores=Scores(softcap=1.5)),
+]
+"""Windows and caps, which the executor has by layer; in the full set."""
 
 
 def cases(cp: int, how: How) -> list[Case]:
@@ -120,7 +128,7 @@ def one_process(case: Case, dtype: torch.dtype, backend: str) -> Tensors:
     """Returns output and gradients of the packed sequence."""
     q, k, v, grad = case.qkvg(dtype)
     offsets = offsets_of(case.lengths)
-    segments = Segments.from_offsets(offsets, offsets, device="cpu")
+    segments = Segments.from_offsets(offsets, offsets, device="cpu", scores=case.scores)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, segments, backend=backend)
     return out.detach(), *torch.autograd.grad(out, inputs, grad)
@@ -133,13 +141,19 @@ def made(
     plan, cp = case.plan(world.world_size), world.world_size
     rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     return ContextAttention.from_rows(
-        attention_rows(plan, world.rank, rows, overlap=case.overlap, stages=case.stages),
+        attention_rows(
+            *(plan, world.rank, rows),
+            overlap=case.overlap,
+            stages=case.stages,
+            sliding=case.scores.sliding,
+        ),
         group=dist.group.WORLD if cp > 1 else None,
         heads=HeadShape(
             num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
         ),
         backend=backend,
         device=CPU,
+        scores=case.scores,
         **options,
     )
 
@@ -218,7 +232,9 @@ def both(world: World, how: How) -> tuple[dict[str, Any], Errors]:
     return float32(world, how), bfloat16(world, how)
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize(
+    "how", [*HOWS, *(pytest.param(how, marks=pytest.mark.full) for how in SCORED)], ids=str
+)
 @pytest.mark.parametrize("cp", [1, 2, *full(3, 4, 8)])
 def test_it_is_what_one_process_computes(cp: int, how: How) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
@@ -284,7 +300,7 @@ def test_compiled_code_knows_what_gradients_travel_in(
         index = torch.empty(12, dtype=torch.int64)
         inverse = torch.empty(2, rows, dtype=torch.int64)
         offsets = torch.empty(3, dtype=torch.int32)
-        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, "sdpa", 2, "0")
+        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
         arriving, slots, own_slot = context_op.gather_kv(
             k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
         )

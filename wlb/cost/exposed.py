@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from wlb.cost.latency import exchange_ns
-from wlb.cost.workload import HiddenExchange, WorkloadModel
+from wlb.cost.workload import HiddenExchange, SlidingLayers, WorkloadModel, rows_of_layer
 from wlb.plan import (
     FloatArray,
     IntArray,
@@ -20,7 +20,6 @@ from wlb.plan import (
     ShardingPlan,
     gather_bounds,
     offsets_of,
-    rows_moved,
     rows_moved_in_stages,
     rows_read,
     stage_bounds,
@@ -33,7 +32,8 @@ def waits_ns(
 ) -> tuple[FloatArray, FloatArray]:
     """What each CP rank waits for its exchange, forward and backward, shape [cp] each.
 
-    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap` out.
+    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap` out, as layers with a sliding
+    window do; with `cp.stages` those wait for the rows of the mean layer.
     """
     if plan.cp == 1:
         return np.zeros(1), np.zeros(1)
@@ -41,14 +41,23 @@ def waits_ns(
         whole = exchange_ns(plan, cost, num_rows=num_rows)
         forward, backward = (np.full(plan.cp, float(ns)) for ns in whole)
         return forward, backward
-    moved = None if plan.exchange == KeyExchange.GATHER else rows_moved(plan)
+    moved = None if plan.exchange == KeyExchange.GATHER else rows_of_layer(plan, cost)
     rows = plan.num_tokens if num_rows is None else num_rows
     hidden = cost.products_ns(rows)
     is_split = overlaps and cost.overlaps
-    if is_split and cost.stages > 1:
-        return _waits_in_stages_ns(plan, cost, rows)
+    sliding_share = cost.sliding_share if isinstance(cost, SlidingLayers) else 0.0
+    if is_split and cost.stages > 1 and sliding_share < 1:
+        staged = _waits_in_stages_ns(plan, cost, rows)
+        if not sliding_share:
+            return staged
+        plain = waits_ns(plan, cost, num_rows=num_rows, overlaps=False)
+        both = zip(staged, plain, strict=True)
+        forward, backward = (s * (1 - sliding_share) + p * sliding_share for s, p in both)
+        return forward, backward
     there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
+    # Sliding layers compute in one call, which begins when all keys are there.
+    own = own * (1 - sliding_share)
     forward = np.maximum(0.0, there - hidden.there - own[0])
     backward = np.maximum(0.0, back - hidden.back - own[1]) + max(0.0, again - hidden.again)
     return forward, backward

@@ -192,7 +192,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     local = _local(spec, micro_batch_tokens)
     if spec.training.recompute == Recompute.FULL:
         return local * model.hidden_size * size // tp
-    values = 3 * model.hidden_size + 2 * model.q_dim
+    values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
     if model.qk_norm:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
@@ -289,13 +289,17 @@ class KeyBytes(NamedTuple):
 
 
 def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
-    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte."""
+    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte; of a layer
+    without a sliding window, if the model has one."""
     if sharding.cp == 1:
         return KeyBytes(0, 0)
     row_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
     if sharding.exchange == KeyExchange.GATHER:
         return KeyBytes(sharding.cp * local_tokens * row_bytes, local_tokens * row_bytes)
-    moved, own = rows_moved(sharding), 0 if spec.cp.overlap else local_tokens
+    model = spec.model
+    slides = model.num_sliding_layers == model.num_layers
+    moved = rows_moved(sharding, sliding=model.sliding_window if slides else 0)
+    own = 0 if spec.cp.overlap and not slides else local_tokens
     rows = (own + int(moved[rank].sum()), own + int(moved[:, rank].sum()))
     return KeyBytes(*(n * row_bytes for n in rows))
 
@@ -395,13 +399,16 @@ def _has_fsdp(spec: RunSpec) -> bool:
 
 
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
-    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 and their gradient
-    in compute dtype, the rows of all TP ranks and their gradient, the head's gradient twice."""
+    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 (two with a soft
+    cap) and their gradient in compute dtype, the rows of all TP ranks and their gradient, the
+    head's gradient twice."""
     if pp_rank < spec.parallel.pp - 1:
         return 0
     tp, size, width = spec.parallel.tp, _compute_bytes(spec), spec.model.hidden_size
     rows, vocabulary = _local(spec, tokens), spec.model.padded_vocab_size // tp
-    of_chunk = min(spec.training.loss_chunk, rows) * vocabulary * (size + FLOAT32_BYTES)
+    num_float32 = 1 + (spec.model.logit_softcap > 0)
+    of_value = size + num_float32 * FLOAT32_BYTES
+    of_chunk = min(spec.training.loss_chunk, rows) * vocabulary * of_value
     return (
         of_chunk
         + rows * width * size * (1 + (tp > 1))

@@ -6,17 +6,18 @@ Layers with weights, which tensor parallelism changes, go through an `Ops` objec
 calls the modules.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
-from wlb.model.norm import normalise
+from wlb.model.norm import norm_of, normalise
 from wlb.model.rope import rotate
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated
 from wlb.plan import digest
 from wlb.spec import ModelSpec
 
@@ -59,16 +60,33 @@ class LocalAttend:
         return x_TC + y_TC
 
 
+class LayerRows(NamedTuple):
+    """What layers of one kind take of a micro-batch: tables of RoPE, [T, 1, D / 2]; attention."""
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides tokens or hidden states. cos, sin: [T, 1, D / 2]. labels:
-    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns."""
+    """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
+    see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
+    it returns. sliding: what layers with a sliding window take instead."""
 
     cos: Tensor
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None
     loss_scale: float = 1.0
+    sliding: LayerRows | None = None
+
+    def of(self, *, slides: bool) -> LayerRows:
+        """What a layer takes."""
+        if not slides:
+            return LayerRows(self.cos, self.sin, self.attend)
+        assert self.sliding is not None, "the model has layers with a sliding window"
+        return self.sliding
 
 
 class Ops:
@@ -102,32 +120,35 @@ class Ops:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
+        self.query_factor = spec.query_factor(slides=slides)
         self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
+        self.q_norm = norm_of(spec, spec.head_size) if spec.qk_norm else None
+        self.k_norm = norm_of(spec, spec.head_size) if spec.qk_norm else None
 
-    def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
+    def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
         # The projections are passed without names, so that they are freed when the call returns.
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 
-    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def _project(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
         v_TGD = self._heads(next(projected))
         begun = rows.attend.begin(k_TGD, v_TGD)
         q_THD = self._rotated(next(projected), rows, self.q_norm)
+        if self.query_factor != 1.0:
+            q_THD = q_THD * self.query_factor
         return q_THD, k_TGD, v_TGD, begun
 
-    def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:
+    def _rotated(self, x_TF: Tensor, rows: LayerRows, norm: nn.RMSNorm | None) -> Tensor:
         x_THD = self._heads(x_TF)
         if norm is not None:
             x_THD = self.ops.norm(norm, x_THD)
@@ -140,33 +161,48 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Ops) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.activation = ops, spec.activation
         self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=False)
 
     def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
-        return self.ops.fan_in(swiglu(gate, up, fused=self.ops.fused), self.down_proj)
+        made = gated(gate, up, self.activation, fused=self.ops.fused)
+        return self.ops.fan_in(made, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    """slides: its window of keys slides (`ModelSpec.slides`)."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
-        self.ops = ops
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
-        self.self_attn = Attention(spec, ops)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
+        self.ops, self.slides = ops, slides
+        self.input_layernorm = norm_of(spec, spec.hidden_size)
+        self.self_attn = Attention(spec, ops, slides=slides)
+        # Gemma has a norm of this name behind attention, LLaMA before the MLP.
+        self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
+        self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
+        if spec.branch_norms:
+            self.pre_feedforward_layernorm = norm_of(spec, spec.hidden_size)
+            self.post_feedforward_layernorm = norm_of(spec, spec.hidden_size)
         self.mlp = Mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
+        mine = rows.of(slides=self.slides)
+        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), mine)
+        if self.pre_feedforward_layernorm is not None:
+            branch_TC = self.ops.norm(self.post_attention_layernorm, branch_TC)
         x_TC = x_TC + branch_TC
-        return rows.attend.add(x_TC, self.second_half(x_TC), attended)
+        branch_TC = self.second_half(x_TC)
+        if self.post_feedforward_layernorm is not None:
+            branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
+        return mine.attend.add(x_TC, branch_TC, attended)
 
     def second_half(self, x_TC: Tensor) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
-        return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
+        norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
+        return self.mlp(self.ops.norm(norm, x_TC))
 
 
 class Decoder(nn.Module):
@@ -179,15 +215,27 @@ class Decoder(nn.Module):
         self.ops = ops
         size = (spec.padded_vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(*size) if is_first else None
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, ops) for i in layers})
-        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps) if is_last else None
+        made = {str(i): DecoderLayer(spec, ops, slides=spec.slides(i)) for i in layers}
+        self.layers = nn.ModuleDict(made)
+        self.norm = norm_of(spec, spec.hidden_size) if is_last else None
+        self.embedding_scale = spec.hidden_size**0.5 if spec.scaled_embeddings else 1.0
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         if self.embed_tokens is not None:
             x = self.ops.embed(self.embed_tokens, x)
+            if self.embedding_scale != 1.0:
+                # Gemma was trained with a factor that is rounded as the rows are.
+                x = x * _rounded(self.embedding_scale, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rows)
         return x if self.norm is None else self.ops.norm(self.norm, x)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A positive number as `dtype` has it, found without a tensor."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)
 
 
 class Llama(nn.Module):
@@ -238,6 +286,7 @@ class Llama(nn.Module):
             vocab_size=self.spec.vocab_size,
             chunk=self.loss_chunk,
             vocabulary=self.ops.vocabulary,
+            softcap=self.spec.logit_softcap,
         )
         return loss * rows.loss_scale
 
@@ -247,10 +296,12 @@ def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) 
 
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
-    if they end a residual branch (GPT-2); norms are one, biases zero, a tied head the embedding.
+    if they end a residual branch (GPT-2); norms are one (as weights around zero: zero), biases
+    zero, a tied head the embedding.
     """
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        is_zero = name.endswith(".bias") or spec.zero_centred_norms
+        return torch.zeros(shape) if is_zero else torch.ones(shape)
     if spec.tied_embeddings and name == HEAD:
         name = EMBEDDING
     ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -288,6 +288,8 @@ def context_attend(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -299,7 +301,7 @@ def context_attend(
     arriving, slot: `gather_kv`'s of the one stage. The output is differentiable in q and in the
     slot, whose gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
     """
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     k, v = segment_keys(_collectives.wait_tensor(arriving[0]), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
     return out_THD.contiguous(), lse.contiguous(), slots_again(k_TGD, [inverse_UR])
@@ -316,7 +318,7 @@ def _fake_backward(
     like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     *_, wire, _ = arguments
-    inverse, sent, cp = arguments[3], arguments[4], arguments[11]
+    inverse, sent, cp = arguments[3], arguments[4], arguments[13]
     (num_rows,) = returned_rows([inverse], sent, cp)
     return q_THD.new_empty(q_THD.shape), gathered_like(like, num_rows).to(wire)
 
@@ -338,6 +340,8 @@ def context_attend_backward(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -346,7 +350,7 @@ def context_attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and of the local K and V: [T, 2, G, D], or by need [N, 2, G, D], in dtype
     `wire`, which only `receive_kv_gradient` may read. Give either k and v or kv_gather."""
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
@@ -369,9 +373,8 @@ def context_attend_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q_THD, k_TGD, v_TGD, (kv_gather,), (slot,), index, inverse, sent, splits = inputs[:9]
-    *offsets, max_q, max_k = inputs[9:13]
-    *static, keep_gathered, fused = inputs[13:]
-    ctx.static = (max_q, max_k, *static, slot.dtype, fused)
+    offsets, (*static, keep_gathered, fused) = inputs[9:11], inputs[11:]
+    ctx.static = (*static, slot.dtype, fused)
     ctx.keeps_gathered, ctx.num_sent = keep_gathered, len(sent)
     kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
     out_THD, lse, _ = output
@@ -382,7 +385,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _differentiate(
     ctx: Any, grad_THD: Tensor | None, _: Any, gathering: list[Tensor | None]
 ) -> tuple[Any, ...]:
-    rest = (None, None, [None] * ctx.num_sent, *(None,) * 10)
+    rest = (None, None, [None] * ctx.num_sent, *(None,) * 12)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, [None], [None], *rest

@@ -48,6 +48,11 @@ class _Call(NamedTuple):
         return dq, gradients_by_row(dk, dv, self.inverse, fused=fused)
 
 
+def _others(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, softcap: float) -> Segments:
+    """Segments of keys that all come before their queries."""
+    return Segments.of(cu_q, cu_k, max_q, max_k, 0, softcap, is_causal=False)
+
+
 def _merge(
     out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
 ) -> None:
@@ -121,6 +126,7 @@ def attend_while_gathering(
     own_max_k: int,
     max_q: list[int],
     max_k: list[int],
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -133,7 +139,7 @@ def attend_while_gathering(
     output is differentiable in q and in the slots, whose gradients are those of k and v: travelling
     and not.
     """
-    own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k)
+    own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
     both = torch.stack([k_TGD, v_TGD], 1)
     out, lse = forward(backend, q_THD, *segment_keys(both, own_index, own, backend), own)
     # Outputs of several merges are rounded once, at the end.
@@ -141,7 +147,7 @@ def attend_while_gathering(
     out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
     del both, out, lse
     for s, rows in enumerate(query_rows):
-        others = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
+        others = _others(cu_q[s], cu_k[s], max_q[s], max_k[s], softcap)
         kv_R2GD = _collectives.wait_tensor(arriving[s])
         k, v = segment_keys(kv_R2GD, index_K2[s], others, backend)
         other = forward(backend, q_THD.index_select(0, rows), k, v, others)
@@ -151,7 +157,7 @@ def attend_while_gathering(
 
 
 def _returned(arguments: tuple[Any, ...]) -> list[int]:
-    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[18]
+    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[19]
     return returned_rows(inverse_UR, sent_N, cp)
 
 
@@ -188,6 +194,7 @@ def attend_while_gathering_backward(
     own_max_k: int,
     max_q: list[int],
     max_k: list[int],
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -197,7 +204,8 @@ def attend_while_gathering_backward(
     """Gradients of q; of each stage those of the local K and V, of all [T, 2, G, D] or by need [N,
     2, G, D] in dtype `wire`, which only `receive_kv_gradient` may read; and those of this rank's
     own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
-    own = _Call(Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k), own_index, own_inverse)
+    own_segments = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
+    own = _Call(own_segments, own_index, own_inverse)
     where = (inverse_UR, sent_N, splits, cp, group_name)
     arriving = arriving or start_gather(k_TGD, v_TGD, *where)
     # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
@@ -205,7 +213,7 @@ def attend_while_gathering_backward(
     of_queries = _QueryGradient(q_THD, len(query_rows))
     returning: list[Tensor] = []
     for s, rows in enumerate(query_rows):
-        segments = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
+        segments = _others(cu_q[s], cu_k[s], max_q[s], max_k[s], softcap)
         others = _Call(segments, index_K2[s], inverse_UR[s])
         # Autograd may hold the gather; all else of a stage is freed before the next call.
         kv_R2GD = _collectives.wait_tensor(arriving[0])
@@ -248,7 +256,7 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     _, *sizes = ctx.sizes
     empty = [None] * ctx.num_arriving
-    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 10)
+    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 11)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, empty, empty, None, *rest

@@ -22,6 +22,7 @@ from wlb.plan import (
     gather_bounds,
     offsets_of,
     ranges,
+    ranges_read,
     rows_read,
     stage_bounds,
 )
@@ -107,7 +108,13 @@ class SentRows:
 
 
 def attention_rows(
-    sharding: ShardingPlan, rank: int, local_tokens: int, *, overlap: bool = False, stages: int = 1
+    sharding: ShardingPlan,
+    rank: int,
+    local_tokens: int,
+    *,
+    overlap: bool = False,
+    stages: int = 1,
+    sliding: int = 0,
 ) -> AttentionRows:
     """Index arrays of `rank` for T_local = `local_tokens`.
 
@@ -127,12 +134,16 @@ def attention_rows(
     positions = np.concatenate([spans.positions, np.arange(padding)])
     if sharding.cp == 1:
         return AttentionRows(positions, (CallRows(cu_q, cu_k, None, None),))
-    base = spans.piece_offsets[spans.piece]
-    prefix_tokens = ranges(base, base + spans.stop)
+    base, first_key = spans.piece_offsets[spans.piece], spans.first_keys(sliding)
+    prefix_tokens = ranges(base + first_key, base + spans.stop)
+    overlap = overlap and not sliding
     stages = stages if overlap else 1
     if sharding.exchange == KeyExchange.NEEDED:
         kept = 0 if overlap else local_tokens
-        sent, rows = _by_need(sharding, rank, local_tokens, kept, stages)
+        if sliding:
+            sent, rows = _by_window(sharding, rank, local_tokens, sliding)
+        else:
+            sent, rows = _by_need(sharding, rank, local_tokens, kept, stages)
         num_rows = sent.splits[:, 0].sum(axis=1)
         own = int(sent.splits[0, 0, :rank].sum())
     else:
@@ -144,7 +155,10 @@ def attention_rows(
         first, calls = _own_first(spans, arrived, prefix_tokens, num_rows, local_tokens)
         return AttentionRows(positions, calls, sent, first)
     kv_index = np.concatenate([arrived, own + tail])
-    inverse = _inverse(spans, kv_index, spans.stop, num_rows=int(num_rows[0]))
+    num_keys = spans.stop - first_key
+    if sliding:
+        cu_k = offsets_of(np.append(num_keys, padding) if padding else num_keys)
+    inverse = _inverse(spans, kv_index, num_keys, num_rows=int(num_rows[0]))
     return AttentionRows(positions, (CallRows(cu_q, cu_k, kv_index, inverse),), sent)
 
 
@@ -240,6 +254,37 @@ def _by_need(
         at += int(splits[s, 0].sum())
     returned = _uses(np.concatenate(index), num_rows=local_tokens)
     return SentRows(splits=splits, index=tuple(index), returned=returned), rows
+
+
+def _by_window(
+    sharding: ShardingPlan, rank: int, local_tokens: int, sliding: int
+) -> tuple[SentRows, IntArray]:
+    """`_by_need` in one stage for layers with a sliding window, whose ranks read several ranges of
+    a span; all own rows are kept."""
+    read, offsets, cp = ranges_read(sharding, sliding=sliding), sharding.rank_offsets, sharding.cp
+    own = slice(int(offsets[rank]), int(offsets[rank + 1]))
+    held = offsets_of(sharding.stop[own] - sharding.start[own])
+    padding = local_tokens - int(held[-1])
+    rows = np.full(sharding.num_tokens, -1, np.int64)
+    mine = read.of(read.reader == rank)
+    size = mine.last - mine.first
+    token = (offsets_of(sharding.lengths)[sharding.piece] + sharding.start)[mine.span]
+    # The rank's own rows end with its padding.
+    begin = offsets_of(size)[:-1] + padding * (mine.span >= own.stop)
+    rows[ranges(token + mine.first, token + mine.last)] = ranges(begin, begin + size)
+    splits = np.zeros((1, 2, cp), np.int64)
+    np.add.at(splits[0, 0], rank_of_span(sharding)[mine.span], size)
+    theirs = read.of((read.span >= own.start) & (read.span < own.stop))
+    start = np.append(held[theirs.span - own.start] + theirs.first, held[-1])
+    size = np.append(theirs.last - theirs.first, padding)
+    # To itself the rank sends its padding as well.
+    reader = np.append(theirs.reader, rank)
+    order = np.argsort(reader, kind="stable")
+    index = ranges(start[order], (start + size)[order])
+    np.add.at(splits[0, 1], reader, size)
+    splits[0, 0, rank] = local_tokens
+    returned = _uses(index, num_rows=local_tokens)
+    return SentRows(splits=splits, index=(index,), returned=returned), rows
 
 
 def _uses(index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:

@@ -226,6 +226,11 @@ class RankSpans:
         """Offsets of each span's keys (the piece's prefix [0, stop)), shape [num_spans + 1]."""
         return offsets_of(self.stop)
 
+    def first_keys(self, sliding: int = 0) -> IntArray:
+        """The first key of its piece that each span reads, with a window of `sliding` keys (0 =
+        all), shape [num_spans]."""
+        return np.maximum(0, self.start - sliding + 1) if sliding else np.zeros_like(self.start)
+
     @property
     def positions(self) -> IntArray:
         """Position in its piece of each of the rank's tokens, shape [num_tokens]."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import WorkloadModel, kernels_ns, waits_ns
-from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError, rows_moved
+from wlb.cost import WorkloadModel, kernels_ns, rows_of_layer, waits_ns
+from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError
 from wlb.spec import ExchangeChoice
 
 GATHER = ExchangeChoice.GATHER
@@ -42,7 +42,7 @@ def cheapest(
         plan = plans[best]
     else:
         names = list(KeyExchange) if exchange == ExchangeChoice.AUTO else [KeyExchange(exchange)]
-        found: list[tuple[tuple[float, int], int, ShardingPlan]] = []
+        found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
             # Waits only add to the kernels, so no plan from here on can be the fastest.
             if found and slowest[i] > found[0][0][0]:
@@ -62,10 +62,10 @@ def cheapest(
 
 def _with_waits(
     plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
-) -> tuple[float, int]:
+) -> tuple[float, float]:
     """The slowest rank's time of both passes, with what is waited for the exchange, and the rows
     that travel by need. kernels: forward and backward of each rank, [cp] each."""
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
     is_gather = plan.exchange == KeyExchange.GATHER
-    return slowest, 0 if is_gather else int(rows_moved(plan).sum())
+    return slowest, 0 if is_gather else float(rows_of_layer(plan, cost).sum())
