@@ -77,6 +77,14 @@ class CallOnDevice(NamedTuple):
         return [x for x in found if isinstance(x, Tensor)]
 
 
+class RelayTensors(NamedTuple):
+    """`RelayedRows`: index and returned on the device, splits on the host."""
+
+    index: Tensor
+    splits: Tensor
+    returned: Tensor
+
+
 class GatherAgain(NamedTuple):
     """The rows that backward gathers again, and the slots that bring them to attention's
     backward."""
@@ -111,6 +119,7 @@ class ContextAttention:
     returned: Tensor | None = None
     splits: Tensor | None = None
     own: CallOnDevice | None = None
+    relay: RelayTensors | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
@@ -124,6 +133,7 @@ class ContextAttention:
             list(self.sent),
             self.returned,
             self.splits,
+            None if self.relay is None else self.relay.returned,
             self.cp,
             self.group_name,
             self.wire_dtype,
@@ -175,7 +185,8 @@ class ContextAttention:
         inverses = [x.inverse for x in self.calls]
         of_own, softcap = own.segments.lengths, self.segments.scores.softcap
         tensors = (own.index, own.inverse, *of_own[:2], *stages, inverses)
-        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits)
+        relay = (None,) * 3 if self.relay is None else self.relay
+        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits, *relay)
         return *tensors, *exchanged, *of_own[2:], list(max_q), list(max_k), softcap
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
@@ -183,7 +194,8 @@ class ContextAttention:
         if attended is None:
             return x_SC + y_SC
         slots, *local = attended
-        how = (self.splits, self.cp, self.group_name, len(slots))
+        relay = None if self.relay is None else self.relay.returned
+        how = (self.splits, relay, self.cp, self.group_name, len(slots))
         stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
         out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
@@ -202,6 +214,7 @@ class ContextAttention:
             return [x for x in self.segments.lengths if isinstance(x, Tensor)]
         calls = self.calls if self.own is None else (*self.calls, self.own)
         found = [x for call in calls for x in call.tensors] + list(self.sent)
+        found += [] if self.relay is None else [self.relay.index, self.relay.returned]
         return found if self.returned is None else [*found, self.returned]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -266,6 +279,7 @@ class ContextAttention:
             sent=tuple(on_device[f"sent {s}"] for s in stages),
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
+            relay=_relay(rows, on_device),
             keep_gathered_kv=keep_gathered_kv,
             gradient_dtype=gradient_dtype,
             fused=fused,
@@ -401,6 +415,13 @@ def _call(
     return CallOnDevice(segments, index, inverse, on_device.get(f"query_rows {name}"))
 
 
+def _relay(rows: AttentionRows, on_device: Mapping[str, Tensor]) -> RelayTensors | None:
+    if rows.sent is None or rows.sent.relay is None:
+        return None
+    splits = torch.from_numpy(rows.sent.relay.splits)
+    return RelayTensors(on_device["relay"], splits, on_device["relay returned"])
+
+
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     """Arrays that attention needs on the device, named "kv_index 0" by stage or "kv_index own";
     empty with one CP rank."""
@@ -412,6 +433,8 @@ def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     if rows.sent is not None:
         found |= {f"sent {s}": index for s, index in enumerate(rows.sent.index)}
         found["returned"] = rows.sent.returned
+        if rows.sent.relay is not None:
+            found |= {"relay": rows.sent.relay.index, "relay returned": rows.sent.relay.returned}
     return {name: array for name, array in found.items() if array is not None}
 
 
