@@ -164,7 +164,7 @@ def times(*, count: int, seed: int) -> Table:
             plans = [shard(pieces, **how) for pieces in lengths]
             ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)
             kernels = sum(plan.slowest_kernels_ns for plan in plans)
-            t = traffic_of([replace(plan, exchange=KeyExchange.NEEDED) for plan in plans])
+            t = traffic_of(plans)
             row = [tp, cp, strategy, exchange, stages, kernels / ideal]
             whole = sum(slowest_ns(plan, cost) for plan in plans)
             by_need = sum(plan.exchange == KeyExchange.NEEDED for plan in plans) / len(plans)

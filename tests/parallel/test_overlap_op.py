@@ -50,9 +50,12 @@ def test_compiled_code_knows_the_shapes_of_results_and_gradients(
             "sdpa",
             2,
             "0",
+            "0",
         )
         sending = (sent, returned, splits)
-        gathered, *slots = context_op.gather_kv(k, k, inverse, *sending, None, 2, "0", wire, False)
+        gathered, *slots = context_op.gather_kv(
+            k, k, inverse, *sending, None, 2, "0", "0", wire, False
+        )
         out, lse, again = overlap_op.attend_while_gathering(
             q, k, k, gathered, *slots, *where, False, False
         )

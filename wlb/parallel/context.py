@@ -101,8 +101,9 @@ class ContextAttention:
     segments: of the call that reads the rank's own keys: with all others, or of `own`. calls, own:
     see `AttentionRows`; calls is empty with one CP rank. sent (of each stage [N]), returned [W, T]
     and, on the host, splits [stages, 2, cp]: see `SentRows`; without entries or None with an
-    all-gather. `from_plan` compares the ranks' arguments; the executor, whose plans' digests are
-    compared, uses `from_rows`.
+    all-gather. relay: see `RelayedRows`. near_name: the group in which rows are passed on, of the
+    same ranks, so that what stays in a node does not wait for what leaves it. `from_plan` compares
+    the ranks' arguments; the executor, whose plans' digests are compared, uses `from_rows`.
     """
 
     segments: Segments
@@ -120,6 +121,7 @@ class ContextAttention:
     splits: Tensor | None = None
     own: CallOnDevice | None = None
     relay: RelayTensors | None = None
+    near_name: str = ""
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
@@ -134,8 +136,7 @@ class ContextAttention:
             self.returned,
             self.splits,
             None if self.relay is None else self.relay.returned,
-            self.cp,
-            self.group_name,
+            *self._groups,
             self.wire_dtype,
             self.fused,
         )
@@ -164,17 +165,19 @@ class ContextAttention:
         begun = self.begin(k_TGD, v_TGD) if begun is None else begun
         assert begun is not None
         local = k_TGD.detach(), v_TGD.detach()
-        how = (self.backend, self.cp, self.group_name, self.keep_gathered_kv, self.fused)
+        kept = (self.keep_gathered_kv, self.fused)
         if self.own is None:
             (call,) = self.calls
             indices = (call.index, call.inverse, list(self.sent), self.splits)
-            arguments = (*indices, *call.segments.arguments, *how)
+            of_call = (self.backend, self.cp, self.group_name, *kept)
+            arguments = (*indices, *call.segments.arguments, *of_call)
             out_THD, _, slots = context_attend(
                 q_THD, *local, begun.rows_R2GD, begun.slots, *arguments
             )
         else:
             out_THD, _, slots = attend_while_gathering(
-                q_THD, *local, *begun, *self._own_and_stages(self.own), *how
+                *(q_THD, *local, *begun, *self._own_and_stages(self.own)),
+                *(self.backend, *self._groups, *kept),
             )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
@@ -195,10 +198,16 @@ class ContextAttention:
             return x_SC + y_SC
         slots, *local = attended
         relay = None if self.relay is None else self.relay.returned
-        how = (self.splits, relay, self.cp, self.group_name, len(slots))
+        how = (self.splits, relay, *self._groups, len(slots))
         stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
         out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
+
+    @property
+    def _groups(self) -> tuple[int, str, str]:
+        """cp, and the names of the first stage's group and of the others'."""
+        later = self.near_name if self.relay is not None else ""
+        return self.cp, self.group_name, later or self.group_name
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -243,6 +252,7 @@ class ContextAttention:
         gradient_dtype: torch.dtype = torch.float32,
         fused: bool = False,
         on_device: Mapping[str, Tensor] | None = None,
+        near: dist.ProcessGroup | None = None,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
@@ -280,6 +290,7 @@ class ContextAttention:
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
             relay=_relay(rows, on_device),
+            near_name="" if near is None else near.group_name,
             keep_gathered_kv=keep_gathered_kv,
             gradient_dtype=gradient_dtype,
             fused=fused,

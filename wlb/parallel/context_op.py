@@ -29,16 +29,19 @@ def start_gather(
     splits: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
 ) -> list[Tensor]:
     """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage. splits: see
-    `SentRows`; it is on the host, so that nothing waits for the device."""
+    `SentRows`; it is on the host, so that nothing waits for the device. later_name: the group of
+    all stages but the first."""
     both = torch.stack([k_TGD, v_TGD], 1)
     if splits is None:
         parts = both.split(returned_rows(inverse_UR, sent_N, cp))
         return [_collectives.all_gather_into_tensor(x, cp, group_name) for x in parts]
+    names = [group_name, *[later_name] * (len(sent_N) - 1)]
     return [
-        _collectives.all_to_all_single(both.index_select(0, index), received, sent, group_name)
-        for index, (received, sent) in zip(sent_N, splits.tolist(), strict=True)
+        _collectives.all_to_all_single(both.index_select(0, index), received, sent, name)
+        for index, (received, sent), name in zip(sent_N, splits.tolist(), names, strict=True)
     ]
 
 
@@ -149,6 +152,7 @@ def _fake_gather(
     relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -167,6 +171,7 @@ def gather_kv(
     relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -180,7 +185,8 @@ def gather_kv(
     (`RelayedRows.returned`) are read for R only.
     """
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name), *slots
+    how = (cp, group_name, later_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how), *slots
 
 
 def _gradient_slots(
@@ -232,7 +238,7 @@ def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> N
 def _receive(
     ctx: Any, _: Any, returning: list[Tensor | None], own_T2GD: Tensor | None
 ) -> tuple[Any, ...]:
-    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 7)
+    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 8)
     if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
@@ -259,10 +265,12 @@ def gather_kv_again(
     relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
 ) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name)
+    how = (cp, group_name, later_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
@@ -284,10 +292,11 @@ class AddAndGatherAgain(torch.autograd.Function):
         relay_WL: Tensor | None,
         cp: int,
         group_name: str,
+        later_name: str,
         num_stages: int,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.cp, ctx.group_name, ctx.num_stages = cp, group_name, num_stages
+        ctx.how, ctx.num_stages = (cp, group_name, later_name), num_stages
         ctx.save_for_backward(k_TGD, v_TGD, splits, relay_WL, *tensors[num_stages:])
         return x_SC + y_SC
 
@@ -296,11 +305,11 @@ class AddAndGatherAgain(torch.autograd.Function):
         (grad_SC,) = grads
         k_TGD, v_TGD, splits, relay_WL, *rest = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_stages
-        if ctx.needs_input_grad[9]:
+        if ctx.needs_input_grad[10]:
             inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
-            how = (splits, relay_WL, ctx.cp, ctx.group_name)
+            how = (splits, relay_WL, *ctx.how)
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
-        return grad_SC, grad_SC, *(None,) * 7, *gathering, *(None,) * len(rest)
+        return grad_SC, grad_SC, *(None,) * 8, *gathering, *(None,) * len(rest)
 
 
 def _fake_attend(
@@ -391,7 +400,8 @@ def context_attend_backward(
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, cp, group_name)
+        how = (cp, group_name, group_name)
+        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, *how)
         (kv_gather,) = gathers
         del gathers
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)

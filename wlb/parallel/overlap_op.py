@@ -150,6 +150,7 @@ def attend_while_gathering(
     backend: str,
     cp: int,
     group_name: str,
+    later_name: str,
     keep_gathered: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -170,7 +171,7 @@ def attend_while_gathering(
     order = list(range(len(query_rows)))
     if relay_M is not None and relay_splits is not None:
         landed = _collectives.wait_tensor(arriving[0])
-        arriving = [pass_on(landed, relay_M, relay_splits, group_name), *arriving[1:]]
+        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
         order.reverse()
         del landed
     for s in order:
@@ -228,6 +229,7 @@ def attend_while_gathering_backward(
     backend: str,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -236,11 +238,11 @@ def attend_while_gathering_backward(
     own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
     own_segments = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
     own = _Call(own_segments, own_index, own_inverse)
-    where = (inverse_UR, sent_N, splits, cp, group_name)
+    where = (inverse_UR, sent_N, splits, cp, group_name, later_name)
     arriving = arriving or start_gather(k_TGD, v_TGD, *where)
     if relay_M is not None and relay_splits is not None:
         landed = _collectives.wait_tensor(arriving[0])
-        arriving = [pass_on(landed, relay_M, relay_splits, group_name), *arriving[1:]]
+        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
         del landed
     # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
     grad_THD = grad_THD.contiguous()
@@ -260,9 +262,10 @@ def attend_while_gathering_backward(
         del kv_R2GD, q, grad, out, lse, keys, saved
         of_queries.add(dq, rows)
         if s == 0 and relay_splits is not None:
-            returning.append(return_to_landing(dkv_R2GD.to(wire), relay_splits, group_name))
+            returning.append(return_to_landing(dkv_R2GD.to(wire), relay_splits, later_name))
         else:
-            returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, group_name))
+            name = later_name if s else group_name
+            returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, name))
         del dq, dkv_R2GD
     if relay_WL is not None:
         # Gradients of landed rows are added up over their readers, and go on to the rows' owners.
@@ -300,7 +303,7 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     _, *sizes = ctx.sizes
     empty = [None] * ctx.num_arriving
-    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 14)
+    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 15)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, empty, empty, None, *rest
