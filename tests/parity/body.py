@@ -128,7 +128,9 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
     rank."""
     spec = spec_of(case)
     where = rank_device(world, device)
-    mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size)
+    mesh: Mesh = build_mesh(
+        spec.parallel, where, shard_size=case.shard_size, passes_on=spec.passes_rows_on
+    )
     executor = Executor(spec, mesh)
     reference = fresh_reference(spec)
     initial = snapshot(executor, reference)

@@ -215,13 +215,13 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
     shardings = (STRATEGIES[strategy](b.lengths, cp=cp) for b in batches)
+    exchange = KeyExchange(spec.sharding.exchange)
+    near = 2 * (exchange == KeyExchange.RELAYED)  # nodes of two CP ranks
     return PipelinePlan(
         step=plan.step,
         pipeline=pipeline,
         micro_batches=batches,
-        shardings=tuple(
-            replace(s, exchange=KeyExchange(spec.sharding.exchange)) for s in shardings
-        ),
+        shardings=tuple(replace(s, exchange=exchange, ranks_per_node=near) for s in shardings),
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),

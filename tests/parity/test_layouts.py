@@ -16,7 +16,8 @@ pytestmark = pytest.mark.dist
 F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
-NEEDED = KeyExchange.NEEDED
+NEEDED, RELAYED = KeyExchange.NEEDED, KeyExchange.RELAYED
+FULL = Recompute.FULL
 
 MISTRAL = (("sliding_window", 5),)
 GEMMA2 = (
@@ -79,6 +80,9 @@ CASES = [
         stages=2,
         num_micro_batches=8,
     ),
+    # Rows of other nodes once a node.
+    Case(cp=4, exchange=RELAYED, own_first=True),
+    Case(cp=4, pp=2, v=2, schedule=IZB, exchange=RELAYED, own_first=True, recompute=FULL),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
     Case(tp=4, head_dim=8, parts=QWEN3),
     Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),

@@ -23,6 +23,8 @@ from wlb.spec.run import ParallelSpec
 AXES = ("pp", "dp", "cp", "tp")
 FSDP = "fsdp"
 HSDP = ("replicate", "shard")
+NEAR = "cp_near"
+"""A second communicator of a CP group, for rows that stay in a node (`wlb.plan.relay`)."""
 
 
 class Coordinates(NamedTuple):
@@ -48,7 +50,7 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
     flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard)."""
+    shard). near: `NEAR`, of a run whose CP ranks pass rows on."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -56,6 +58,7 @@ class Mesh:
     device_mesh: DeviceMesh
     fsdp: DeviceMesh
     sharding: DeviceMesh
+    near: DeviceMesh | None = None
 
     @property
     def at(self) -> Coordinates:
@@ -77,8 +80,8 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp` and of `sharding`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding)
-        return [group for mesh in meshes for group in mesh.get_all_groups()]
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.near)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     @property
     def shard_size(self) -> int:
@@ -108,6 +111,8 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     if mesh.parallel.pp == mesh.world_size:
         groups.pop(0)
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
+    if mesh.near is not None:
+        groups.append((NEAR, mesh.near.get_group(NEAR)))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
     for name, group in groups:
         if group is not None and group.size() > 1:
@@ -115,9 +120,12 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     return list(named.values())
 
 
-def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0) -> Mesh:
+def build_mesh(
+    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, passes_on: bool = False
+) -> Mesh:
     """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
-    the weights, a divisor of dp * cp; 0 = all of them."""
+    the weights, a divisor of dp * cp; 0 = all of them. passes_on: whether CP ranks may pass rows
+    on within a node."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -127,6 +135,9 @@ def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int 
     ranks = torch.from_numpy(rank_grid(parallel))
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
     fsdp = device_mesh["dp", "cp"]._flatten(FSDP)
+    near = None
+    if passes_on and parallel.cp > 1:
+        near = device_mesh["cp"]._unflatten(0, (1, parallel.cp), ("cp_alone", NEAR))
     return Mesh(
         parallel=parallel,
         device=device,
@@ -134,6 +145,7 @@ def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int 
         device_mesh=device_mesh,
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
+        near=near,
     )
 
 

@@ -24,7 +24,8 @@ STAGE_ROWS = 128
 class KeyRows:
     """Key rows that micro-batches exchange, each counted at the CP rank that receives most.
 
-    num_by_need: micro-batches whose ranks receive only rows that they read. received: rows of all
+    num_by_need: micro-batches whose ranks receive only rows that they read; those that come by way
+    of another rank count where they are read. received: rows of all
     micro-batches; gathered: the same if all were by all-gathers.
     """
 
@@ -58,7 +59,7 @@ def key_rows(
     for sharding, rows in zip(shardings, local_tokens, strict=True):
         all_rows = rows_gathered(sharding, local_tokens=rows)
         gathered += all_rows
-        is_needed = sharding.exchange == KeyExchange.NEEDED and sharding.cp > 1
+        is_needed = sharding.exchange != KeyExchange.GATHER and sharding.cp > 1
         by_need += is_needed
         if not is_needed:
             received += all_rows
