@@ -17,6 +17,7 @@ from wlb.kernels.reference import REFERENCE
 from wlb.kernels.sdpa import SDPA, SDPA_DETERMINISTIC
 from wlb.kernels.segments import Segments
 from wlb.kernels.torch_varlen import TORCH_VARLEN, TORCH_VARLEN_DETERMINISTIC
+from wlb.kernels.windowed import WindowedBackend
 from wlb.plan import UserError
 
 _ALL: tuple[Backend, ...] = (
@@ -24,7 +25,14 @@ _ALL: tuple[Backend, ...] = (
     *(SDPA_DETERMINISTIC, TORCH_VARLEN_DETERMINISTIC, *DETERMINISTIC_FLASH_BACKENDS),
     REFERENCE,
 )
-BACKENDS = {backend.name: backend for backend in _ALL}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _ALL}
+
+
+def windowed_backend(*, window: int | None = None, softcap: float | None = None) -> str:
+    """The name of `BACKENDS` that computes this window and soft cap (`windowed.py`), entered at
+    the first call: a model's layers bring their values, which no list made before could hold."""
+    backend = WindowedBackend(window=window, softcap=softcap)
+    return BACKENDS.setdefault(backend.name, backend).name
 
 
 def forward(
