@@ -1,10 +1,10 @@
 """Attention with a sliding window, a soft cap of scores, or both, in blocks of queries.
 
-No backend of `AUTO_ORDER` offers either here, so this one computes them from the definition with
-torch's own products, on any device, in float32 (float64 for float64). A block reads only the keys
-that its window reaches, and its scores take at most `SCORES` numbers, so memory does not grow with
-the square of a document. FlashAttention's kernels have both and would be faster; they are not wired.
-Shapes: R = H / G query heads per key/value head; q and k index the queries and keys of a block.
+No backend of `AUTO_ORDER` offers either here, so this one computes both from the definition, on any
+device, in float32 (float64 for float64). A block reads only the keys that its window reaches, and
+its scores take at most `SCORES` numbers, so memory does not grow with the square of a document.
+FlashAttention's kernels have both and would be faster; they are not called for it. Shapes: R = H /
+G query heads per key/value head; q and k index the queries and keys of a block.
 """
 
 from collections.abc import Iterator
