@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import DistributedType, PartialState
 from datasets import Dataset
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -57,14 +58,20 @@ class Steps(TrainerCallback):
             self.logs.append(dict(logs))
 
 
-def start_as(world: World) -> None:
-    """Sets what torchrun sets, by which accelerate knows its ranks; this process ends with them."""
+def start_as(world: World, *, fsdp: bool) -> None:
+    """Sets what torchrun sets, by which accelerate knows its ranks; this process ends with them.
+
+    fsdp: accelerate prepares a model for FSDP2 only if it believes in GPUs, so it is told of some.
+    """
     os.environ |= {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.rank),
         "WORLD_SIZE": str(world.world_size),
         "LOCAL_WORLD_SIZE": str(world.world_size),
     }
+    if fsdp:
+        state = PartialState(cpu=True, backend="gloo")
+        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def arguments(job: Job, out: str) -> Any:
@@ -84,8 +91,11 @@ def arguments(job: Job, out: str) -> Any:
         "dataloader_pin_memory": False,
         "per_device_eval_batch_size": 2,
         "bf16": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
     }
+    if job.fsdp:
+        layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+        given |= {"fsdp": True, "fsdp_config": {"version": 2, **layers}}
     given |= dict(job.options)
     if job.sft:
         given |= {"max_length": WINDOW, "dataset_kwargs": {"skip_prepare_dataset": True}}
@@ -105,7 +115,7 @@ def tokenizer() -> Any:
 def trainer_of(job: Job, out: str, **given: Any) -> Any:
     rows = Dataset.from_list(documents(lengths()))
     # transformers' own collator does not pad labels.
-    held_out = (9, 20, 31, 5) if job.sft else (12,) * 4
+    held_out = (9, 20, 31, 5) if job.sft else (12,) * 2
     options = {
         "model": tiny(job.family, use_cache=False),
         "args": arguments(job, out),
@@ -120,7 +130,7 @@ def trainer_of(job: Job, out: str, **given: Any) -> Any:
 
 def train(world: World, job: Job, out: str) -> Trained:
     """Trains the job, then evaluates and generates with the trained model."""
-    start_as(world)
+    start_as(world, fsdp=job.fsdp)
     steps = Steps()
     trainer = trainer_of(job, out, callbacks=[steps])
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -100,6 +100,12 @@ class Case:
         return 1e-5 if self.dtype == torch.float32 else 1e-12
 
 
+def assert_equal(case: Case, worst: dict[str, float]) -> None:
+    """transformers computes losses in float32, also of a model in float64."""
+    assert worst["loss"] < 1e-6, (case, worst)
+    assert max(worst["logits"], worst["gradients"]) < case.allowed, (case, worst)
+
+
 def parity(world: World, cases: list[Case]) -> list[tuple[Case, dict[str, float]]]:
     """Returns the worst errors of each case over all packed batches."""
     out = []
@@ -164,7 +170,7 @@ def llama(world: World) -> Any:
 def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks() -> None:
     for found, changed, other in ranks(2, llama):
         for case, worst in found:
-            assert max(worst.values()) < case.allowed, (case, worst)
+            assert_equal(case, worst)
         assert changed == [(0, n) for n in (37, 1, 9, 2, 53)]
         assert other is not None
         assert "ranks have different arguments. documents of the micro-batch: rank 0" in other
@@ -180,7 +186,7 @@ def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks(
 def test_ranks_compute_what_one_process_does_unpacked(num_ranks: int, cases: list[Case]) -> None:
     for found in ranks(num_ranks, parity, cases):
         for case, worst in found:
-            assert max(worst.values()) < case.allowed, (case, worst)
+            assert_equal(case, worst)
 
 
 STEP = [[(37, 1, 9), (2, 53)], [(5, 4, 3, 40), ()]]
@@ -351,14 +357,16 @@ JOBS = [
     # Two ranks that share each micro-batch, beside one process.
     (Job(cp=2, sft=False), 2, Job(cp=1, sft=False), 1),
     # dp 2 x cp 2 with recomputed layers, beside two data-parallel processes.
-    (Job(cp=2, options=(("gradient_checkpointing", True),)), 4, Job(cp=1), 2),
+    (Job(cp=2, options=(("activation_checkpointing", True),)), 4, Job(cp=1), 2),
+    # The same with FSDP2, by accelerate.
+    (Job(cp=2, options=(("activation_checkpointing", True),), fsdp=True), 4, Job(cp=1), 2),
 ]
 
 
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("job", "num_ranks", "other", "num_others"), JOBS, ids=["Trainer", "SFTTrainer"]
+    ("job", "num_ranks", "other", "num_others"), JOBS, ids=["Trainer", "SFTTrainer", "FSDP2"]
 )
 def test_trainers_train_what_processes_without_cp_do(
     job: Job, num_ranks: int, other: Job, num_others: int, tmp_path: Path
