@@ -157,10 +157,12 @@ def ring_on_cpu(world: World) -> str:
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("cp",))
-    qkv: list[Tensor] = [torch.randn(1, 4, 64, 16, requires_grad=True) for _ in range(3)]
+    qkv: list[Tensor] = [torch.randn(1, 4, 64, 16) for _ in range(3)]
     try:
-        with context_parallel(mesh, buffers=[], buffer_seq_dims=[]):
-            torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True).sum().backward()
+        with context_parallel(mesh, buffers=qkv, buffer_seq_dims=[2] * 3):
+            mine = [x.clone().requires_grad_() for x in qkv]
+            out = torch.nn.functional.scaled_dot_product_attention(*mine, is_causal=True)
+            out.sum().backward()
     except Exception as error:  # any of its errors is the answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return "it computes"

@@ -9,6 +9,7 @@ import torch
 from accelerate import DistributedType, PartialState
 from datasets import Dataset
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -33,13 +34,15 @@ class Job:
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """losses, norms: of each step, as the trainer has them. weights: after the last step, minus
-    those before. evaluated: the loss of an evaluation. said: tokens that were generated."""
+    those before. evaluated: the loss of an evaluation. said: tokens that were generated. is_fsdp:
+    whether FSDP2 held the weights."""
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
     evaluated: float
     said: list[int]
+    is_fsdp: bool
 
 
 def lengths() -> tuple[int, ...]:
@@ -58,20 +61,14 @@ class Steps(TrainerCallback):
             self.logs.append(dict(logs))
 
 
-def start_as(world: World, *, fsdp: bool) -> None:
-    """Sets what torchrun sets, by which accelerate knows its ranks; this process ends with them.
-
-    fsdp: accelerate prepares a model for FSDP2 only if it believes in GPUs, so it is told of some.
-    """
+def start_as(world: World) -> None:
+    """Sets what torchrun sets, by which accelerate knows its ranks; this process ends with them."""
     os.environ |= {
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.rank),
         "WORLD_SIZE": str(world.world_size),
         "LOCAL_WORLD_SIZE": str(world.world_size),
     }
-    if fsdp:
-        state = PartialState(cpu=True, backend="gloo")
-        state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def arguments(job: Job, out: str) -> Any:
@@ -99,8 +96,12 @@ def arguments(job: Job, out: str) -> Any:
     given |= dict(job.options)
     if job.sft:
         given |= {"max_length": WINDOW, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        return SFTConfig(**given)
-    return TrainingArguments(**given)
+    made = (SFTConfig if job.sft else TrainingArguments)(**given)
+    if job.fsdp:
+        assert made.device.type == "cpu"  # reading it makes the state
+        # accelerate prepares a model for FSDP2 only where it believes in GPUs.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
 
 
 def tokenizer() -> Any:
@@ -130,7 +131,7 @@ def trainer_of(job: Job, out: str, **given: Any) -> Any:
 
 def train(world: World, job: Job, out: str) -> Trained:
     """Trains the job, then evaluates and generates with the trained model."""
-    start_as(world, fsdp=job.fsdp)
+    start_as(world)
     steps = Steps()
     trainer = trainer_of(job, out, callbacks=[steps])
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -150,4 +151,5 @@ def train(world: World, job: Job, out: str) -> Trained:
         weights=weights,
         evaluated=metrics["eval_loss"],
         said=said[0].tolist(),
+        is_fsdp=isinstance(model, FSDPModule),
     )

@@ -381,6 +381,7 @@ def test_trainers_train_what_processes_without_cp_do(
         assert each.norms == pytest.approx(expected.norms, rel=1e-4)
         assert each.evaluated == pytest.approx(expected.evaluated, rel=1e-4)
         assert each.said == expected.said
+        assert each.is_fsdp == job.fsdp
         for name, truth in expected.weights.items():
             scale = float(truth.abs().max())
             assert float((each.weights[name] - truth).abs().max()) <= 1e-4 * scale + 1e-7, name
