@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("trl", reason="needs the extra [hf]")
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.adapters.context_models import (
     FAMILY_OPTIONS,
@@ -193,17 +193,19 @@ STEP = [[(37, 1, 9), (2, 53)], [(5, 4, 3, 40), ()]]
 """Documents of a step, by micro-batch and data-parallel rank; the last has none left."""
 
 
-def own_loop(world: World) -> tuple[int, float]:
+def own_loop(world: World, dtype: torch.dtype | None) -> tuple[int, float]:
     """Returns the labels that all ranks count, and the worst error of the gradients of FSDP2 over
-    dp 2 x cp 2, with accumulation and recomputed layers, over their largest value."""
+    dp 2 x cp 2, with accumulation and recomputed layers, over their largest value. dtype: in which
+    layers compute."""
     model = tiny("llama").train()
     rows = [[documents(n, seed=i) for i, n in enumerate(ranks)] for ranks in STEP]
     _, _, expected = unpacked(model, [row for of in rows for micro in of for row in micro])
     context = ContextParallel(model, cp=2)
     model.activation_checkpointing_enable()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
     collate = context.collator(BalancedCollator())
     batches = [collate(of[world.rank // 2]) for of in rows]
     # As transformers' Trainer counts and scales.
@@ -219,11 +221,14 @@ def own_loop(world: World) -> tuple[int, float]:
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_fsdp2_over_dp_and_cp_sums_gradients_as_one_process() -> None:
+@pytest.mark.parametrize(("dtype", "allowed"), [(None, 1e-5), (torch.bfloat16, 0.1)])
+def test_fsdp2_over_dp_and_cp_sums_gradients_as_one_process(
+    dtype: torch.dtype | None, allowed: float
+) -> None:
     expected = num_labels([row for of in STEP for n in of for row in documents(n)])
-    for labels, worst in ranks(4, own_loop):
+    for labels, worst in ranks(4, own_loop, dtype):
         assert labels == expected
-        assert worst < 1e-5
+        assert worst < allowed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -250,6 +255,13 @@ def test_a_process_alone_computes_the_same(family: str) -> None:
     theirs = model(input_ids=padded, attention_mask=mask).logits[1, 3:]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert model.config._attn_implementation != NAME
+
+
+def test_a_saved_model_does_not_ask_for_us(tmp_path: Path) -> None:
+    model = tiny("llama")
+    ContextParallel(model, cp=1)
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text("utf-8")
 
 
 def test_no_mask_of_tokens_squared_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ TRL, transformers' Trainer: `balanced(SFTTrainer)(..., balance=Balance(..., cp=2
 is an argument of forward that layers pass on: recomputed ones see their own micro-batch's.
 """
 
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from wlb.adapters.versions import require
@@ -40,23 +40,26 @@ _LOCAL_ROPE = ("dynamic", "longrope")
 """Kinds of RoPE that look for the longest position of the rows that a rank holds."""
 
 
-@dataclass(slots=True, kw_only=True)
 class RowsAttention:
     """Attention of one micro-batch on this rank, for all layers of a model.
 
     Layers of different heads, windows or caps have a `ContextAttention` each, which share their
-    index tensors. keep_gathered_kv: layers are recomputed in backward, which then gathers once.
+    index tensors. keep_gathered_kv: layers are recomputed in backward, which then gathers once. No
+    dataclass: FSDP2 with mixed precision would copy one field by field in every layer.
     """
 
-    host: ContextRows
-    group: dist.ProcessGroup | None
-    device: torch.device
-    keep_gathered_kv: bool
-    on_device: dict[str, Tensor] = field(init=False)
-    _made: dict[tuple[Any, ...], ContextAttention] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.on_device = to_device(index_arrays(self.host.rows), self.device)
+    def __init__(
+        self,
+        host: ContextRows,
+        *,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        keep_gathered_kv: bool,
+    ) -> None:
+        self.host, self.group, self.device = host, group, device
+        self.keep_gathered_kv = keep_gathered_kv
+        self.on_device = to_device(index_arrays(host.rows), device)
+        self._made: dict[tuple[Any, ...], ContextAttention] = {}
 
     def attend(
         self,
@@ -208,7 +211,7 @@ class ContextParallel:
             tokens = kwargs["inputs_embeds"]
         self._check(host, tokens, kwargs)
         attention = RowsAttention(
-            host=host,
+            host,
             group=self.group,
             device=tokens.device,
             keep_gathered_kv=decoder.training and _is_recomputed(decoder),
@@ -255,7 +258,7 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
     mine, rank = None, dist.get_rank()
     for first in range(0, num_ranks, cp):
         group = dist.new_group(list(range(first, first + cp)))
-        if first <= rank < first + cp:
+        if isinstance(group, dist.ProcessGroup) and first <= rank < first + cp:
             mine = group
     return mine, rank % cp
 
@@ -298,7 +301,5 @@ def _is_recomputed(decoder: nn.Module) -> bool:
 
 
 def _eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The eager attention of the module's own file, which alone computes its soft cap on CPU."""
-    import sys
-
+    """The eager attention of the module's own file: sdpa has no soft cap."""
     return sys.modules[type(module).__module__].eager_attention_forward

@@ -1,5 +1,6 @@
 """Tests a CP rank's rows of a padding-free batch: none is lost, what cannot be cut is told."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,16 @@ def test_ranks_of_one_batch_agree_and_other_documents_are_told_apart() -> None:
     assert documents(rows, 0) == documents(rows, 1) != documents(others, 0)
     rows[0]["input_ids"][0] += 1
     assert documents(rows, 0) != documents(rows_of([5, 3]), 0)
+
+
+def test_a_batch_comes_out_of_a_worker_process() -> None:
+    """DataLoader's workers pickle it."""
+    batch = ContextSharder(cp=2, rank=1)(PaddingFreeCollator()(rows_of([5, 3])))
+    again: Any = pickle.loads(pickle.dumps(batch))
+    assert again["input_ids"].tolist() == batch["input_ids"].tolist()
+    ours, theirs = batch[ROWS_KEY], again[ROWS_KEY]
+    assert (ours.plan.digest(), ours.rank) == (theirs.plan.digest(), theirs.rank)
+    assert ours.rows.positions.tolist() == theirs.rows.positions.tolist()
 
 
 def test_boundaries_come_from_offsets_where_there_are_no_positions() -> None:

@@ -26,18 +26,18 @@ _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContextRows:
     """What attention needs besides a rank's tokens, on the host; travels with the batch.
 
     plan: the micro-batch over cp ranks. rank: whose rows these are. rows: their index arrays.
     documents: digest of the whole batch's tokens and boundaries, equal on the ranks that share it.
+    No dataclass: FSDP2 and DDP would copy one field by field.
     """
 
-    plan: ShardingPlan
-    rank: int
-    rows: AttentionRows
-    documents: int
+    def __init__(
+        self, *, plan: ShardingPlan, rank: int, rows: AttentionRows, documents: int
+    ) -> None:
+        self.plan, self.rank, self.rows, self.documents = plan, rank, rows, documents
 
     @property
     def longest(self) -> int:
