@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -101,33 +100,6 @@ def test_processes_of_a_cp_group_get_the_same_micro_batches() -> None:
             assert len(shared.of_rank(process)) == len(theirs)
     with pytest.raises(ValueError, match="rank = 6 is not one of the 6"):
         shared.of_rank(6)
-
-
-def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
-    """accelerate itself would start its own only on GPUs."""
-
-    def trainer(**sizes: int) -> Any:
-        given = {"tp_size": 1, "cp_size": 1, "sp_size": 1} | sizes
-        return SimpleNamespace(
-            args=SimpleNamespace(average_tokens_across_devices=True, label_smoothing_factor=0.0),
-            accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**given)),
-            get_tp_size=lambda: given["tp_size"],
-            model_accepts_loss_kwargs=True,
-            compute_loss_func=print if sizes.get("compute_loss_func") else None,
-        )
-
-    balance = dataclasses.replace(BALANCE, cp=2)
-    for sizes, message in [
-        (
-            {"cp_size": 2},
-            "Balance's cp = 2 does not go with accelerate's cp_size = 2; leave cp_siz",
-        ),
-        ({"sp_size": 4}, "accelerate's sp_size = 4; leave sp_size at 1"),
-        ({"tp_size": 2}, "accelerate's tp_size = 2; leave tp_size at 1"),
-        ({"compute_loss_func": 1}, "compute_loss_func, which would shift labels after the cut"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            hugging_face._context(trainer(**sizes), balance)
 
 
 def test_epochs_without_a_step_are_told() -> None:

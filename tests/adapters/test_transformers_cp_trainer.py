@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra [hf]")
 
 from tests.adapters.context_trainer import Job, Trained, train, trainer_of
+from wlb.adapters.transformers_cp import context_of_trainer
 from wlb.launch.local import run_local
 
 START: dict[str, Any] = {
@@ -34,6 +36,32 @@ def test_options_of_a_trainer_that_do_not_go_with_cp(
     job = Job(cp=2, sft=False, options=tuple(options.items()))
     with pytest.raises(ValueError, match=message):
         trainer_of(job, str(tmp_path))
+
+
+def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
+    """accelerate itself would start its own only on GPUs."""
+
+    def trainer(**sizes: int) -> Any:
+        given = {"tp_size": 1, "cp_size": 1, "sp_size": 1} | sizes
+        return SimpleNamespace(
+            args=SimpleNamespace(average_tokens_across_devices=True, label_smoothing_factor=0.0),
+            accelerator=SimpleNamespace(parallelism_config=SimpleNamespace(**given)),
+            get_tp_size=lambda: given["tp_size"],
+            model_accepts_loss_kwargs=True,
+            compute_loss_func=print if sizes.get("compute_loss_func") else None,
+        )
+
+    for sizes, message in [
+        (
+            {"cp_size": 2},
+            "Balance's cp = 2 does not go with accelerate's cp_size = 2; leave cp_siz",
+        ),
+        ({"sp_size": 4}, "accelerate's sp_size = 4; leave sp_size at 1"),
+        ({"tp_size": 2}, "accelerate's tp_size = 2; leave tp_size at 1"),
+        ({"compute_loss_func": 1}, "compute_loss_func, which would shift labels after the cut"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            context_of_trainer(trainer(**sizes), cp=2)
 
 
 JOBS = [

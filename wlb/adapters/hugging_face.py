@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Sampler
 from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.dealt import DealtRows, RankBalance
-from wlb.adapters.transformers_cp import ContextParallel
+from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
 from wlb.cost import WorkloadModel
 from wlb.plan import IGNORE, IntArray, IntLike, UserError, int_array
 from wlb.planner import LLAMA2_7B, Planner
@@ -139,6 +139,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     @property
     def num_processes(self) -> int:
+        """Data-parallel ranks times Balance's cp."""
         return self.dealt.num_ranks * self.balance.cp
 
     def __len__(self) -> int:
@@ -242,7 +243,11 @@ class BalancedTrainer:
         asked = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         super().__init__(*args, **kwargs)
         check_at_least("cp of Balance", balance.cp, 1)
-        self.context = _context(self, balance) if balance.cp > 1 else None
+        self.context = None
+        if balance.cp > 1:
+            names = ("cp", "strategy", "exchange", "cost")
+            options = {name: getattr(balance, name) for name in names}
+            self.context = context_of_trainer(self, **options)
         given = asked.get("data_collator") is not None
         self._chosen_collator = None if given else cast(Any, self).data_collator
 
@@ -437,39 +442,6 @@ def _check_accelerator(accelerator: Any, sp: int) -> None:
         )
     if sp > 1:
         raise UserError(f"sequence parallelism of {sp} deals its own batches; balance without it")
-
-
-def _context(trainer: Any, balance: Balance) -> ContextParallel:
-    """Context parallelism of the trainer's model; UserError for what does not go with it."""
-    args, accelerator = trainer.args, trainer.accelerator
-    parallel = getattr(accelerator, "parallelism_config", None)
-    found = {
-        f"accelerate's {name} = {getattr(parallel, name)}": f"leave {name} at 1"
-        for name in ("tp_size", "cp_size", "sp_size")
-        if parallel is not None and getattr(parallel, name) > 1
-    }
-    if trainer.get_tp_size() > 1:
-        found[f"tensor parallelism of {trainer.get_tp_size()}"] = "load the model without it"
-    if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
-        found["a loss that is divided by each rank's own labels"] = (
-            "set average_tokens_across_devices=True, with a model that takes num_items_in_batch"
-        )
-    if args.label_smoothing_factor:
-        found[f"label_smoothing_factor = {args.label_smoothing_factor}"] = "set it to 0"
-    if trainer.compute_loss_func is not None:
-        found["compute_loss_func, which would shift labels after the cut"] = "leave it out"
-    for name in ("use_liger_kernel", "torch_compile"):
-        if getattr(args, name, False):
-            found[f"{name}, which was not tried"] = f"set {name}=False"
-    for problem, remedy in found.items():
-        raise UserError(f"Balance's cp = {balance.cp} does not go with {problem}; {remedy}")
-    return ContextParallel(
-        trainer.model,
-        cp=balance.cp,
-        strategy=balance.strategy,
-        exchange=balance.exchange,
-        cost=balance.cost,
-    )
 
 
 def _epochs(args: Any, balance: Balance, lengths: IntArray, num_ranks: int) -> int:

@@ -263,6 +263,34 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
     return mine, rank % cp
 
 
+def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParallel:
+    """Context parallelism of the model of a transformers Trainer, before it trains; UserError for
+    settings that do not go with it. options: of `ContextSharder`."""
+    args = trainer.args
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    found = {
+        f"accelerate's {name} = {getattr(parallel, name)}": f"leave {name} at 1"
+        for name in ("tp_size", "cp_size", "sp_size")
+        if parallel is not None and getattr(parallel, name) > 1
+    }
+    if trainer.get_tp_size() > 1:
+        found[f"tensor parallelism of {trainer.get_tp_size()}"] = "load the model without it"
+    if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
+        found["a loss that is divided by each rank's own labels"] = (
+            "set average_tokens_across_devices=True, with a model that takes num_items_in_batch"
+        )
+    if args.label_smoothing_factor:
+        found[f"label_smoothing_factor = {args.label_smoothing_factor}"] = "set it to 0"
+    if trainer.compute_loss_func is not None:
+        found["compute_loss_func, which would shift labels after the cut"] = "leave it out"
+    for name in ("use_liger_kernel", "torch_compile"):
+        if getattr(args, name, False):
+            found[f"{name}, which was not tried"] = f"set {name}=False"
+    for problem, remedy in found.items():
+        raise UserError(f"Balance's cp = {cp} does not go with {problem}; {remedy}")
+    return ContextParallel(trainer.model, cp=cp, **options)
+
+
 def check_model(model: Any) -> None:
     """UserError, with the model's name, for attention that is not what CP ranks compute."""
     config = getattr(model, "config", None)

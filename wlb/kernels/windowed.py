@@ -86,7 +86,7 @@ class WindowedBackend:
         return dq_THD, dk_SGD.to(k_SGD.dtype), dv_SGD.to(v_SGD.dtype)
 
     def _scores(
-        self, q_THD: Tensor, k_SGD: Tensor, block: "_Block"
+        self, q_THD: Tensor, k_SGD: Tensor, block: "_QueryBlock"
     ) -> tuple[Tensor, Tensor | None]:
         """Scores [G, R, q, k] with minus infinity where a key is not seen, and the slope of the
         cap at each, None without a cap."""
@@ -104,7 +104,7 @@ class WindowedBackend:
             hidden_qk |= after_qk <= -self.window
         return scores_GRqk.masked_fill(hidden_qk, float("-inf")), slope_GRqk
 
-    def _blocks(self, segments: Segments, *, num_heads: int) -> Iterator["_Block"]:
+    def _blocks(self, segments: Segments, *, num_heads: int) -> Iterator["_QueryBlock"]:
         if not segments.is_causal:
             raise UserError(
                 f"{self.name} needs queries among their keys; set cp.overlap = false, which calls "
@@ -123,11 +123,11 @@ class WindowedBackend:
                 if self.window is not None:
                     least = max(least, own - self.window + 1)
                 keys = slice(least, end_k - (stop - last))
-                yield _Block(slice(row, last), keys, own - least)
+                yield _QueryBlock(slice(row, last), keys, own - least)
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _QueryBlock:
     """Query rows, the key rows that they see, and which of these is the first query's own key."""
 
     rows: slice
