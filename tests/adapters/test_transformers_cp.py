@@ -127,6 +127,24 @@ def test_a_process_alone_computes_the_same(family: str) -> None:
     assert model.config._attn_implementation != NAME
 
 
+def test_a_layer_that_runs_again_sees_its_own_micro_batch() -> None:
+    """Both forward passes come before the backward passes, as in a pipeline."""
+    model = tiny("gemma2")
+    first, second = documents((23, 4)), documents((5, 9, 30), seed=1)
+    expected = unpacked(model, first)[2]
+    for name, gradient in unpacked(model, second)[2].items():
+        expected[name] += gradient
+    context = ContextParallel(model.train(), cp=1)
+    model.activation_checkpointing_enable()
+    collate = context.collator(PaddingFreeCollator())
+    losses = [
+        model(**collate(rows), num_items_in_batch=num_labels(rows)).loss for rows in (first, second)
+    ]
+    for loss in losses:
+        loss.backward()
+    assert gradient_error(taken_gradients(model), expected) < 1e-5
+
+
 def test_a_saved_model_does_not_ask_for_us(tmp_path: Path) -> None:
     model = tiny("llama")
     ContextParallel(model, cp=1)

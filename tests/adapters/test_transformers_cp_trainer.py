@@ -65,8 +65,8 @@ def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
 
 
 JOBS = [
-    # Two ranks that share each micro-batch, beside one process.
-    (Job(cp=2, sft=False), 2, Job(cp=1, sft=False), 1),
+    # Two ranks that share each micro-batch, cut by workers, beside one process.
+    (Job(cp=2, sft=False, options=(("dataloader_num_workers", 1),)), 2, Job(cp=1, sft=False), 1),
     # dp 2 x cp 2 with recomputed layers, beside two data-parallel processes.
     (Job(cp=2, options=(("activation_checkpointing", True),)), 4, Job(cp=1), 2),
     # The same with FSDP2, by accelerate.

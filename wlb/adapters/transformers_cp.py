@@ -135,7 +135,9 @@ def context_attention(
     wanted = value.dtype
     if torch.is_autocast_enabled(query.device.type):
         wanted = torch.get_autocast_dtype(query.device.type)
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1).to(wanted) for x in (query, key, value))
+    q_THD, k_TGD, v_TGD = (
+        x[0].transpose(0, 1).to(wanted).contiguous() for x in (query, key, value)
+    )
     head_dim = query.shape[-1]
     if scaling is not None and scaling != head_dim**-0.5:
         q_THD = q_THD * (scaling * head_dim**0.5)
