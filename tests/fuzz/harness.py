@@ -1,7 +1,7 @@
 """Damages valid files and holds a reader to what it promises: a result, or a UserError of one line.
 
 A reader may never raise anything else, never take more than `MOST_CPU_S`, and never write a message
-that hides its remedy. `fuzzed` chooses how many inputs a set tries: nightly 10,000 a test.
+that hides its remedy. `fuzzed` chooses how many inputs a set tries: nightly 10,000 a test and case.
 """
 
 import copy
@@ -18,7 +18,8 @@ from wlb.plan import UserError
 
 MOST_CPU_S = 10.0
 MOST_CHARACTERS = 1000
-_INPUTS = {25: 10, 75: 100, 300: 10_000}
+NIGHTLY = 10_000
+_INPUTS = {25: 10, 75: 100, 300: NIGHTLY}
 """Inputs a test tries, by the examples of the set's profile (tests/conftest.py)."""
 
 DEEP_LIST = "[" * 2000 + "]" * 2000
@@ -50,8 +51,10 @@ class Refused(NamedTuple):
 
 
 def fuzzed(share: float = 1.0) -> settings:
-    """Settings of a fuzz test. share: of the set's inputs, for readers that are slow."""
+    """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
+    slow or have many cases. Nightly each has all of `NIGHTLY`."""
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
+    share = 1.0 if inputs == NIGHTLY else share
     return settings(
         max_examples=max(5, round(inputs * share)),
         suppress_health_check=[

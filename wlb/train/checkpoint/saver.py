@@ -34,6 +34,7 @@ from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState, RunError, UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
 from wlb.train.optimizer import Optimizers
 
@@ -78,8 +79,10 @@ class _Task:
 class CheckpointSaver:
     """Saver of one rank; all ranks construct it and call the same methods in the same order.
 
-    directory: of the run's checkpoints. profile: name of the kernel profile. origin: the checkpoint
-    that the run started from; its record of an imported model is copied.
+    directory: of the run's checkpoints, in the run's folder, which must exist: saves go into that
+    folder for as long as the saver is open, also after it was renamed. profile: name of the kernel
+    profile. origin: the checkpoint that the run started from; its record of an imported model is
+    copied.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class CheckpointSaver:
         profile: str,
         origin: Path | None = None,
     ) -> None:
-        self.directory, self.spec, self.mesh = directory, spec, mesh
+        self.spec, self.mesh = spec, mesh
+        self._held = HeldFolder(directory.parent)
+        self.directory = self._held.path / directory.name
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
@@ -147,8 +152,9 @@ class CheckpointSaver:
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Wait for the current save."""
+        """Wait for the current save, and let go of the run's folder."""
         self._pool.shutdown(wait=True)
+        self._held.close()
 
     def _write(self, task: _Task) -> Saved:
         num_bytes, error = 0, ""
@@ -158,7 +164,7 @@ class CheckpointSaver:
             num_bytes = self._write_all(task)
         # Training continues without this checkpoint. DCP's exception is a BaseException.
         except (Exception, CheckpointException) as failure:
-            error = _cause_of(failure)
+            error = self._held.named(_cause_of(failure))
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
@@ -200,7 +206,6 @@ class CheckpointSaver:
     def _make_room(self, partial: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
-        # Without parents: a run's folder that was removed or renamed does not come back.
         self.directory.mkdir(exist_ok=True)
         partial.mkdir()
 
