@@ -50,13 +50,14 @@ class Refused(NamedTuple):
     message: str
 
 
-def fuzzed(share: float = 1.0) -> settings:
+def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
     """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
-    slow or have many cases. Nightly each has all of `NIGHTLY`."""
+    slow or have many cases. nightly: inputs of the nightly set, fewer for checks from end to end:
+    those of commands and of whole loads, beside which the parsers' own checks have `NIGHTLY`."""
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
-    share = 1.0 if inputs == NIGHTLY else share
+    is_nightly = inputs == NIGHTLY
     return settings(
-        max_examples=max(5, round(inputs * share)),
+        max_examples=nightly if is_nightly else max(2, round(inputs * share)),
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.data_too_large,
