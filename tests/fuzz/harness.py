@@ -1,7 +1,7 @@
 """Damages valid files and holds a reader to what it promises: a result, or a UserError of one line.
 
 A reader may never raise anything else, never take more than `MOST_CPU_S`, and never write a message
-that hides its remedy. `fuzzed` chooses how many inputs a set tries: nightly 10,000 a test and case.
+that hides its remedy. `fuzzed` chooses how many inputs a set tries: nightly 10,000 a test.
 """
 
 import copy
@@ -52,8 +52,9 @@ class Refused(NamedTuple):
 
 def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
     """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
-    slow or have many cases. nightly: inputs of the nightly set, fewer for checks from end to end:
-    those of commands and of whole loads, beside which the parsers' own checks have `NIGHTLY`."""
+    slow or have many cases. nightly: inputs of the nightly set. Fewer than `NIGHTLY` have the cases
+    of a test that has more than `NIGHTLY` in all, and checks from end to end (whole commands, loads
+    and epochs), beside which the parsers' own checks have `NIGHTLY`."""
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
     is_nightly = inputs == NIGHTLY
     return settings(

@@ -63,7 +63,7 @@ def test_every_number_has_bounds() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda o: f"{o.command} {o.name}")
-@fuzzed(0.1)
+@fuzzed(0.1, nightly=1000)
 @given(texts())
 def test_any_text_is_a_number_within_bounds_or_refused(option: Option, text: str) -> None:
     try:

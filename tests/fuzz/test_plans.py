@@ -82,7 +82,7 @@ def read_state(folder: Path, kind: str, text: bytes) -> PlannerState:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@fuzzed(0.5)
+@fuzzed(0.5, nightly=4000)
 @given(st.data())
 def test_a_misshapen_state_is_held_or_refused(folder: Path, kind: str, data: st.DataObject) -> None:
     text = data.draw(misshapen(json.loads(middle(kind)[1])))
@@ -199,7 +199,7 @@ RECORDS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], Any]]] = 
 
 
 @pytest.mark.parametrize("what", RECORDS)
-@fuzzed(0.3)
+@fuzzed(0.3, nightly=3000)
 @given(st.data())
 def test_misshapen_plans_are_plans_or_refused(what: str, data: st.DataObject) -> None:
     """As a file of plans is read; a plan that is accepted is written and read back the same."""

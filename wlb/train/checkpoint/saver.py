@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
@@ -36,6 +35,7 @@ from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
+from wlb.train.checkpoint.reading import CheckpointReader
 from wlb.train.optimizer import Optimizers
 
 _FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -261,29 +261,18 @@ class CheckpointSaver:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-class _Reader(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files only once."""
-
-    _known: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._known is None:
-            self._known = super().read_metadata()
-        return self._known
-
-
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
     """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
     returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum."""
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
-    reader = _Reader(str(saved_in))
-    known = reader.read_metadata().state_dict_metadata
+    reader = CheckpointReader(saved_in)
+    known = reader.names
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
     in_files = _by_file_names(stages, tensors) | rng
-    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
+    reader.load(in_files, host_group())
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
@@ -328,9 +317,9 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
     else:
         _verify(saved_in, mesh)
     tensors = _weights(stages)
-    reader = _Reader(str(saved_in))
+    reader = CheckpointReader(saved_in)
     in_files = _by_file_names(stages, tensors)
-    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
+    reader.load(in_files, host_group())
     _set_weights(stages, tensors)
 
 
