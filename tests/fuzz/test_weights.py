@@ -29,7 +29,13 @@ from wlb.weights.names import parameters_of
 from wlb.weights.saved import open_saved
 
 SPEC = ModelSpec(
-    vocab_size=20, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=8
+    vocab_size=20,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    ffn_hidden_size=8,
 )
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
