@@ -323,7 +323,7 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     """
     expected = counts | identity.keys()
     # It may have been read from a file.
-    if not isinstance(state, dict):
+    if not isinstance(cast(object, state), dict):
         raise UserError(
             f"the state of {what} has {sorted(expected)}, this one is {type(state).__name__}; "
             f"resume with the {keys} of the checkpoint, or start a new run"
