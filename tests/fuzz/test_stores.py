@@ -97,6 +97,19 @@ def test_a_damaged_description_describes_the_same_or_is_refused(
     assert isinstance(made, Refused) or made == good.content
 
 
+@pytest.mark.parametrize("value", [{}, [], 0, False, 1.5])
+def test_a_checksum_that_is_no_text_is_refused_by_name(
+    prefix: Path, good: Good, value: object
+) -> None:
+    for name, data in good.files.items():
+        Path(f"{prefix}{name}").write_bytes(data)
+    changed = {**json.loads(good.files[".json"]), "targets": value}
+    Path(f"{prefix}.json").write_text(json.dumps(changed))
+    made = outcome(lambda: content(prefix))
+    assert isinstance(made, Refused)
+    assert f"targets = {value!r} must be text" in made.message
+
+
 @st.composite
 def corpora(draw: st.DrawFn) -> tuple[int, list[list[int]], list[Any] | None]:
     size = draw(st.sampled_from([1, 2, 255, 256, 65_535, 65_536, 65_537, 2**24, 2**31]))
