@@ -2,6 +2,7 @@
 
 import io
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ def test_damaged_lengths_are_lengths_or_refused(
 ) -> None:
     made = read(folder, suffix, data.draw(damaged(FORMATS[suffix](SOME))))
     assert isinstance(made, Refused) or (made and all(1 <= n <= 2**62 for n in made))
+
+
+def test_an_array_of_another_compression_is_refused_by_its_name(folder: Path) -> None:
+    """bz2 calls its data invalid by an OSError, which is none of a disk."""
+    data = bytearray(FORMATS[".npz"](SOME))
+    for at in (data.index(b"PK\x03\x04") + 8, data.index(b"PK\x01\x02") + 10):
+        data[at] = zipfile.ZIP_BZIP2
+    made = read(folder, ".npz", bytes(data))
+    assert isinstance(made, Refused)
+    assert "array 'lengths.npy' cannot be unpacked: Invalid data stream" in made.message
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".parquet"])

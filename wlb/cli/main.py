@@ -72,6 +72,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Python 3.11 leaves "--" out, and the option's value is an empty list.
+        if action.nargs is None and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
 
 def parser_of() -> tuple[argparse.ArgumentParser, Any]:
     """The parser of the command line, and its commands."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class StoreInfo:
             eos_id=data.get("eos_id"),
             tokenizer=tokenizer,
             source=of.text("source", ""),
-            preparation=about,
+            preparation=cast("dict[str, Any]", about),
             targets=None if data.get("targets") is None else of.text("targets"),
         )
 

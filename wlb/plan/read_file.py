@@ -226,7 +226,16 @@ def load_arrays(
                         f"at most {MOST_ARRAY_BYTES}; {remedy}"
                     )
             items = zip(names, file.infolist(), strict=True)
-            return {name: _array(file.read(item), name, where, remedy) for name, item in items}
+            return {n: _array(_unpacked(file, i), n, where, remedy) for n, i in items}
+
+
+def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
+    """The bytes of an array. What another method of compression makes of them may be an OSError,
+    of bytes in memory, which says nothing of a disk."""
+    try:
+        return file.read(item)
+    except OSError as error:
+        raise ValueError(f"array {item.filename!r} cannot be unpacked: {error}") from error
 
 
 def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[Any]:
