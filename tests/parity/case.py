@@ -13,6 +13,7 @@ from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_token
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
     ExchangeChoice,
+    ExpertsSpec,
     FsdpSection,
     ModelSpec,
     ParallelSpec,
@@ -70,6 +71,8 @@ class Case:
     exchange: KeyExchange = KeyExchange.GATHER
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
+    ep: int = 1
+    experts: ExpertsSpec = ExpertsSpec()
 
     @property
     def world(self) -> int:
@@ -89,6 +92,9 @@ class Case:
         name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
+        if self.experts.num:
+            name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
+            name += f"-{self.experts.balance}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -105,12 +111,12 @@ def spec_of(case: Case) -> RunSpec:
         init_std=0.2,
         rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
     )
-    model = replace(model, **dict.fromkeys(case.parts, True))
+    model = replace(model, **dict.fromkeys(case.parts, True), experts=case.experts)
     return check(
         replace(
             spec,
             model=model,
-            parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp, ep=case.ep),
             tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(
                 spec.cp,

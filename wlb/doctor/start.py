@@ -196,7 +196,12 @@ def _examined(
     unequal = [gpu.equal_software(everyone), gpu.equal_gpus(everyone)]
     if world.world_size > 1 and not is_failed(unequal[1:]):
         with limit.stage("making the communicators"):
-            mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
+            mesh = build_mesh(
+                spec.parallel,
+                device,
+                shard_size=spec.fsdp.shard_size,
+                experts=bool(spec.model.experts.num),
+            )
             limit_collectives(options.limit_s + 2 * GRACE_S, mesh)
         patient = replace(patient, mesh=mesh)
     with limit.stage("checks of each node"):

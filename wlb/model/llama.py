@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from wlb.model.experts import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
 from wlb.model.norm import normalise
 from wlb.model.rope import rotate
@@ -62,13 +63,15 @@ class LocalAttend:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """Inputs of a forward pass besides tokens or hidden states. cos, sin: [T, 1, D / 2]. labels:
-    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns."""
+    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns. experts: of
+    a model with experts; None routes padding too."""
 
     cos: Tensor
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None
     loss_scale: float = 1.0
+    experts: ExpertRows | None = None
 
 
 class Ops:
@@ -138,14 +141,14 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    def __init__(self, width: int, hidden_size: int, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(width, hidden_size, bias=False)
+        self.up_proj = nn.Linear(width, hidden_size, bias=False)
+        self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
-    def forward(self, x_TC: Tensor) -> Tensor:
+    def forward(self, x_TC: Tensor, _: ExpertRows | None = None) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         return self.ops.fan_in(swiglu(gate, up, fused=self.ops.fused), self.down_proj)
 
@@ -157,16 +160,23 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
         self.self_attn = Attention(spec, ops)
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
-        self.mlp = Mlp(spec, ops)
+        self.mlp = _mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
         branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
         x_TC = x_TC + branch_TC
-        return rows.attend.add(x_TC, self.second_half(x_TC), attended)
+        return rows.attend.add(x_TC, self.second_half(x_TC, rows.experts), attended)
 
-    def second_half(self, x_TC: Tensor) -> Tensor:
+    def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
-        return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC))
+        return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC), experts)
+
+
+def _mlp(spec: ModelSpec, ops: Ops) -> nn.Module:
+    if not spec.experts.num:
+        return Mlp(spec.hidden_size, spec.ffn_hidden_size, ops)
+    shared = spec.experts.shared_hidden_size
+    return MixtureMlp(spec, ops, Mlp(spec.hidden_size, shared, ops) if shared else None)
 
 
 class Decoder(nn.Module):
@@ -242,13 +252,20 @@ class Llama(nn.Module):
         return loss * rows.loss_scale
 
 
-def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) -> Tensor:
-    """The whole initial value of a parameter, float32, on the CPU.
+def initial_weight(
+    name: str, shape: torch.Size, spec: ModelSpec, *, seed: int, first_expert: int = 0
+) -> Tensor:
+    """The whole initial value of a parameter, or of experts from `first_expert` on, float32, on the
+    CPU.
 
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
     if they end a residual branch (GPT-2); norms are one, biases zero, a tied head the embedding.
     """
+    if len(shape) == 3:
+        return initial_experts(
+            name, shape, first_expert, seed, lambda n, s, k: initial_weight(n, s, spec, seed=k)
+        )
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
     if spec.tied_embeddings and name == HEAD:

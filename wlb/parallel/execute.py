@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
+from wlb.model import ExpertRows, Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
+from wlb.parallel.experts import add_up_loads
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
@@ -118,6 +119,7 @@ class Executor:
         parameters = self.named_parameters()
         finish_gradients(parameters, self.mesh)
         add_tied_gradients(parameters, self.spec.model, self.mesh)
+        add_up_loads(self.stages.values(), made.rows, self.mesh)
         return self._sum(losses)
 
     @torch.no_grad()
@@ -147,6 +149,14 @@ class Executor:
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
 
+    def _expert_rows(self, plan: PipelinePlan, i: int, loss_scale: float) -> ExpertRows | None:
+        """The rows of a micro-batch that experts compute here: without padding, which is last."""
+        if not self.spec.model.experts.num:
+            return None
+        each = plan.local_tokens[i] // self.mesh.parallel.tp
+        real = int(plan.shardings[i].tokens[self.mesh.at.cp]) - self.mesh.at.tp * each
+        return ExpertRows(num=min(max(0, real), each), loss_scale=loss_scale)
+
     def _add_micro_batch(
         self, made: StepInputs, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
     ) -> None:
@@ -175,7 +185,14 @@ class Executor:
             on_device=on_device,
         )
         labels = on_device.get("labels")
-        rows = Rows(cos=cos, sin=sin, attend=attention, labels=labels, loss_scale=loss_scale)
+        rows = Rows(
+            cos=cos,
+            sin=sin,
+            attend=attention,
+            labels=labels,
+            loss_scale=loss_scale,
+            experts=self._expert_rows(plan, i, loss_scale),
+        )
         if self.spec.training.compile:
             mark_lengths(rows, attention.indices)
         if made.tokens is not None:

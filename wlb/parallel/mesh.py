@@ -23,6 +23,8 @@ from wlb.spec.run import ParallelSpec
 AXES = ("pp", "dp", "cp", "tp")
 FSDP = "fsdp"
 HSDP = ("replicate", "shard")
+EXPERT_SHARD, EP = "expert_shard", "ep"
+"""Axes of the mesh of experts: dp x cp x tp as (FSDP of experts, different experts)."""
 
 
 class Coordinates(NamedTuple):
@@ -48,7 +50,7 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
     flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard)."""
+    shard). experts: axes (pp, expert_shard, ep), for a model with experts."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -56,6 +58,7 @@ class Mesh:
     device_mesh: DeviceMesh
     fsdp: DeviceMesh
     sharding: DeviceMesh
+    experts: DeviceMesh | None = None
 
     @property
     def at(self) -> Coordinates:
@@ -77,8 +80,8 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp` and of `sharding`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding)
-        return [group for mesh in meshes for group in mesh.get_all_groups()]
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
+        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     @property
     def shard_size(self) -> int:
@@ -108,6 +111,8 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     if mesh.parallel.pp == mesh.world_size:
         groups.pop(0)
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
+    if mesh.experts is not None:
+        groups += [(axis, mesh.experts.get_group(axis)) for axis in (EXPERT_SHARD, EP)]
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
     for name, group in groups:
         if group is not None and group.size() > 1:
@@ -115,9 +120,11 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     return list(named.values())
 
 
-def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0) -> Mesh:
+def build_mesh(
+    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, experts: bool = False
+) -> Mesh:
     """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
-    the weights, a divisor of dp * cp; 0 = all of them."""
+    the weights, a divisor of dp * cp; 0 = all of them. experts: whether the model has any."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -134,7 +141,13 @@ def build_mesh(parallel: ParallelSpec, device: torch.device, *, shard_size: int 
         device_mesh=device_mesh,
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
+        experts=_experts(ranks, parallel, device) if experts else None,
     )
+
+
+def _experts(ranks: torch.Tensor, parallel: ParallelSpec, device: torch.device) -> DeviceMesh:
+    grid = ranks.reshape(parallel.pp, parallel.expert_ranks // parallel.ep, parallel.ep)
+    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", EXPERT_SHARD, EP))
 
 
 def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:

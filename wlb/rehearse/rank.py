@@ -181,7 +181,12 @@ def _trainer(
     world_size = spec.parallel.world_size
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     host.new_host_group(spec.training.timeout_s)  # as `world.init` does
-    mesh = build_mesh(spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size)
+    mesh = build_mesh(
+        spec.parallel,
+        cuda.DEVICE,
+        shard_size=spec.fsdp.shard_size,
+        experts=bool(spec.model.experts.num),
+    )
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)
     stack.enter_context(recorder)

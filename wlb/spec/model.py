@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from wlb.plan import UserError
+from wlb.spec.experts import ExpertsSpec
 from wlb.spec.keys import check_declared, key
 
 
@@ -60,6 +61,7 @@ class ModelSpec:
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
     @property
     def kv_dim(self) -> int:
@@ -74,6 +76,11 @@ class ModelSpec:
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
+    def active_ffn_size(self) -> int:
+        """Hidden size of the MLPs that compute a token: of its experts, if there are any."""
+        return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
+
+    @property
     def padded_vocab_size(self) -> int:
         """Vocabulary size rounded up to a multiple of 256, independent of tp."""
         return -(-self.vocab_size // 256) * 256
@@ -82,8 +89,10 @@ class ModelSpec:
     def num_layer_parameters(self) -> int:
         attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
-        matrices = attention + 3 * self.hidden_size * self.ffn_hidden_size
-        return matrices + biases + self.num_layer_norm_parameters
+        mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        if self.experts.num:
+            mlp = self.experts.parameters_of(self.hidden_size)
+        return attention + mlp + biases + self.num_layer_norm_parameters
 
     @property
     def num_layer_norm_parameters(self) -> int:
@@ -96,9 +105,17 @@ class ModelSpec:
         ends += self.hidden_size
         return self.num_layers * self.num_layer_parameters + ends
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that compute a token: without those of experts that it does not choose."""
+        experts = self.experts
+        idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
+        return self.num_parameters - bool(experts.num) * self.num_layers * idle
+
     def check(self) -> None:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
+        self.experts.check(self.hidden_size)
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(
                 f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "

@@ -327,7 +327,9 @@ def run_rank(world: World, job: Job, device: torch.device, request: StopRequest)
             world,
             within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
         )
-    mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size)
+    mesh = build_mesh(
+        spec.parallel, device, shard_size=spec.fsdp.shard_size, experts=bool(spec.model.experts.num)
+    )
     limit_s = collective_limit_s(spec, world, device)
     limit_collectives(limit_s)
     limit_collectives(limit_s, mesh)

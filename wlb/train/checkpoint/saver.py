@@ -393,7 +393,7 @@ def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
     for stage in stages.values():
-        names = [name for name, _ in stage.named_parameters()]
+        names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
         state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 
