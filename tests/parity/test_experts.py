@@ -4,7 +4,7 @@ import pytest
 
 from tests.parity.body import expect_parity, parity
 from tests.parity.case import Case
-from tests.sets import full, nightly
+from tests.sets import full
 from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
 from wlb.spec import ExpertsSpec, Recompute, Schedule, Scoring

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wlb.cost.experts import routed_wire_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
     elementwise_calls,
@@ -124,6 +125,11 @@ class LinearCost:
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
+        if self.parallel.ep > 1:
+            once = routed_wire_ns(self.model, self.parallel, self.profile)
+            # There and back in each pass; backward that runs again only brings rows there.
+            again = once * (self.recompute != Recompute.NONE)
+            terms["ep_comm"] = (2 * once, 2 * once, again)
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
