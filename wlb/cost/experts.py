@@ -26,11 +26,20 @@ def divides_experts(spec: RunSpec) -> bool:
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 
-def routed_values(model: ModelSpec) -> int:
-    """Values of a token that experts keep for backward beyond those of an MLP of their width: its
-    copies, less the hidden values, which they compute again."""
+def mlp_values(model: ModelSpec) -> int:
+    """Values of a token that MLPs keep for backward: gate, up and their product. Experts keep its
+    copies instead of the product, which they compute again."""
     experts = model.experts
-    return bool(experts.num) * experts.per_token * (model.hidden_size - experts.hidden_size)
+    if not experts.num:
+        return 3 * model.ffn_hidden_size
+    routed = experts.per_token * (model.hidden_size + 2 * experts.hidden_size)
+    return routed + 3 * experts.shared_hidden_size
+
+
+def order_bytes(model: ModelSpec) -> int:
+    """Bytes of a token's places among the rows of experts, on both sides of an exchange and back;
+    autograd functions hold them whatever is recomputed."""
+    return bool(model.experts.num) * 3 * 8 * model.experts.per_token
 
 
 def exchanged_values(model: ModelSpec) -> int:

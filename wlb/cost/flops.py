@@ -99,13 +99,13 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
     1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
     Experts: a token is read once and written K times on its way, and the reverse on its way back,
-    in both passes: residuals. `qk_norm` has norms of Q's and K's values; adding biases (`qkv_bias`) reads and writes Q, K and
-    V, and reads their gradients: residuals.
+    in both passes: residuals. `norms_keys` has norms of Q's and K's values; adding biases
+    (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals.
     """
     hidden, ffn = model.hidden_size, model.active_ffn_size
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
-    normed = 2 * hidden + rotated * model.qk_norm
+    normed = 2 * hidden + rotated * model.norms_keys
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     return {
         "norm": (2 * normed, 3 * normed),
@@ -118,7 +118,7 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
-    norms, residuals = 2 + 2 * model.qk_norm, 2 + 3 * model.qkv_bias
+    norms, residuals = 2 + 2 * model.norms_keys, 2 + 3 * model.qkv_bias
     return {"norm": norms, "residual": residuals, "rotary": 2, "swiglu": 1}
 
 

@@ -112,8 +112,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = nn.RMSNorm(spec.head_size, eps=spec.norm_eps) if spec.qk_norm else None
+        self.q_norm, self.k_norm = _head_norms(spec)
+        self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
@@ -131,6 +131,8 @@ class Attention(nn.Module):
         return q_THD, k_TGD, v_TGD, begun
 
     def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:
+        if self.norms_rows and norm is not None:
+            x_TF, norm = self.ops.norm(norm, x_TF), None
         x_THD = self._heads(x_TF)
         if norm is not None:
             x_THD = self.ops.norm(norm, x_THD)
@@ -138,6 +140,15 @@ class Attention(nn.Module):
 
     def _heads(self, x_TF: Tensor) -> Tensor:
         return x_TF.unflatten(-1, (-1, self.head_size))
+
+
+def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
+    """Norms of Q and K: of each head, of all heads of a row, or none."""
+    if not spec.norms_keys:
+        return None, None
+    sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
+    q_norm, k_norm = (nn.RMSNorm(size, eps=spec.norm_eps) for size in sizes)
+    return q_norm, k_norm
 
 
 class Mlp(nn.Module):

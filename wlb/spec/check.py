@@ -162,6 +162,11 @@ def _check_layout(spec: RunSpec) -> None:
     for name, value in divided.items():
         if value % parallel.tp:
             raise UserError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+    if model.qk_norm_rows and parallel.tp > 1:
+        raise UserError(
+            f"parallel.tp = {parallel.tp} with model.qk_norm_rows = true: a TP rank has some heads "
+            f"of a row, which a norm of all heads needs; set parallel.tp = 1"
+        )
     shared, size = parallel.fsdp_size, spec.fsdp.shard_size
     # With dp = 0 the number of ranks that share parameters is not known yet.
     if size and parallel.dp and shared % size:

@@ -52,6 +52,9 @@ class ModelSpec:
     ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP", at_least=1, at_most=2**24)
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    qk_norm_rows: bool = key(
+        False, "rows of Q and K, all heads together, go through an RMSNorm before RoPE (OLMoE)"
+    )
     tied_embeddings: bool = key(
         False, "the head is the embedding; with pipeline stages both ends add their gradients"
     )
@@ -97,7 +100,14 @@ class ModelSpec:
     @property
     def num_layer_norm_parameters(self) -> int:
         """Of a layer's norms, which tensor parallelism does not divide."""
-        return 2 * self.hidden_size + 2 * self.qk_norm * self.head_size
+        of_heads = 2 * self.head_size if self.qk_norm else 0
+        of_heads += (self.q_dim + self.kv_dim) * self.qk_norm_rows
+        return 2 * self.hidden_size + of_heads
+
+    @property
+    def norms_keys(self) -> bool:
+        """Whether Q and K are normalised, by head or by row."""
+        return self.qk_norm or self.qk_norm_rows
 
     @property
     def num_parameters(self) -> int:
@@ -116,6 +126,11 @@ class ModelSpec:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
         self.experts.check(self.hidden_size)
+        if self.qk_norm and self.qk_norm_rows:
+            raise UserError(
+                "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
+                "of heads or of rows; set one of them to false"
+            )
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(
                 f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "

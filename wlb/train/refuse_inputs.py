@@ -17,7 +17,9 @@ _SHAPES = (
     "ffn_hidden_size",
     "qkv_bias",
     "qk_norm",
+    "qk_norm_rows",
     "tied_embeddings",
+    "experts",
 )
 
 

@@ -11,12 +11,14 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeScaling
+from wlb.weights import experts
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **experts.ARCHITECTURES,
 }
 """Architectures by model_type. Mistral without a sliding window computes the same as Llama."""
 _QWEN3_HEAD = 128
@@ -49,7 +51,7 @@ _ROPE = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor partial_rotary_factor
     original_max_position_embeddings
 """
-_KNOWN = frozenset(f"{_READ} {_HARMLESS}".split())
+_KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
 
 _FULL = "full_attention"
@@ -73,6 +75,8 @@ def read_config(path: Path) -> HubModel:
     values = read_object(path)
     keys = Fields(values, str(path))
     model_type = _architecture(keys)
+    if model_type == "mixtral" and not values.get("rope_parameters"):
+        values.setdefault("rope_theta", experts.MIXTRAL_THETA)
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
     is_qwen = model_type.startswith("qwen")
@@ -91,7 +95,9 @@ def read_config(path: Path) -> HubModel:
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type.startswith("qwen3"),
+        qk_norm_rows=model_type == "olmoe",
+        experts=experts.read_experts(keys, model_type),
         tied_embeddings=_flag(keys, "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
@@ -162,7 +168,8 @@ def config_json(
         "rope_scaling": rope,
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
-        **_FIXED[model_type],
+        **_FIXED.get(model_type, {}),
+        **experts.experts_json(spec, model_type),
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
@@ -182,6 +189,13 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 def _type_of(spec: ModelSpec) -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
+    if spec.experts.num:
+        return experts.type_of(spec)
+    if spec.qk_norm_rows:
+        raise UserError(
+            "model.qk_norm_rows = true without experts: transformers has it in OLMoE alone, here; "
+            "export a model without"
+        )
     if spec.qkv_bias and spec.qk_norm:
         raise UserError(
             "model.qkv_bias = true and model.qk_norm = true: no model of transformers has biases "
