@@ -17,6 +17,9 @@ from torch.nn.functional import grouped_mm, linear, pad, silu
 from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
+BALANCE = "mlp.balance"
+"""End of the name of a layer's buffer, `MixtureMlp.balance`."""
+
 Compute = Callable[[], Sequence[Tensor]]
 Defer = Callable[[Sequence[Tensor], Compute], None]
 
