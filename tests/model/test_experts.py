@@ -201,11 +201,8 @@ def test_names_and_numbers_of_parameters() -> None:
     names = {name for name, _ in mixture(KINDS["sigmoid-shared"]).named_parameters()}
     assert names == {
         "gate.weight",
-        *(
-            f"{owner}.{n}_proj.weight"
-            for owner in ("experts", "shared_experts")
-            for n in ("gate", "up", "down")
-        ),
+        *(f"experts.{name}_proj.weight" for name in ("gate", "up", "down")),
+        *(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")),
     }
 
 

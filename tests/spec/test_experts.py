@@ -14,6 +14,8 @@ BASE = [
     "parallel.cp=2",
 ]
 
+HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
+
 
 @pytest.mark.parametrize(
     ("keys", "message"),
@@ -30,9 +32,8 @@ BASE = [
         (["training.compile=true"], "training.compile = true is not built for model.experts"),
         (["cost.online=true"], "cost.online = true is not built for model.experts"),
         (
-            ["model.experts.shared=1", "parallel.tp=64", "model.num_heads=64", "model.head_dim=2"]
-            + ["model.num_kv_heads=64", "model.experts.hidden_size=8"],
-            "experts.shared x hidden_size = 8 is not a multiple of parallel.tp = 64",
+            ["model.experts.shared=1", "parallel.tp=3", *HEADS],
+            "experts.shared x hidden_size = 32 is not a multiple of parallel.tp = 3",
         ),
         (["model.qk_norm_rows=true", "parallel.tp=2"], "parallel.tp = 2 with model.qk_norm_rows"),
         (["model.qk_norm_rows=true", "model.qk_norm=true"], "have one norm each"),

@@ -37,9 +37,9 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": policy}
-    reshards = {"reshard_after_forward": fsdp.reshard_after_forward}
+    reshards: dict[str, Any] = {"reshard_after_forward": fsdp.reshard_after_forward}
     experts = {
-        i: fully_shard(held, **reshards, **options | {"mesh": sharding_of_experts(mesh)})
+        i: fully_shard(held, **reshards, mesh=sharding_of_experts(mesh), mp_policy=policy)
         for i, held in experts_of(stage).items()
     }
     # A layer's experts are gathered as a unit of their own, in both passes after their layer.
