@@ -230,8 +230,8 @@ class MixtureMlp(nn.Module):
         ends_E = torch.searchsorted(sorted_N, every_E, right=True, out_int32=True)
         if rows is not None:
             rows.counts[self] = ends_E.diff(prepend=ends_E.new_zeros(1))
-        spread: tuple[Tensor, Tensor] = _Spread.apply(x_TC[:num], scores_TK, order_N)  # pyright: ignore[reportAssignmentType]
-        routed = self.exchange.there(*spread, ends_E)
+        spread: Any = _Spread.apply(x_TC[:num], scores_TK, order_N)
+        routed = self.exchange.there(spread[0], spread[1], ends_E)
         made_MC = self.experts(routed.x_MC, routed.scores_M, routed.ends_E)
         made_NC = self.exchange.back(made_MC, routed)
         out_TC: Tensor = _Gather.apply(made_NC, order_N, self.spec.per_token)  # pyright: ignore[reportAssignmentType]

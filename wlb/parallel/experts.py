@@ -84,6 +84,19 @@ class _Reorder(torch.autograd.Function):
         return grads[0].index_select(0, ctx.inverse_N), None, None
 
 
+def rows_between(
+    arriving_RH: Tensor, leaving_RH: Tensor, *, num_rows: int, rank: int
+) -> tuple[list[int], list[int]]:
+    """Rows from and to each rank of a group: what the host must read of a layer, once a pass.
+
+    arriving_RH, leaving_RH: rows for each expert of a rank, by ranks they come from and go to.
+    num_rows: that leave. rank: this rank in the group. `wlb.rehearse` has no values and its own
+    numbers.
+    """
+    received, sent = torch.stack([arriving_RH.sum(-1), leaving_RH.sum(-1)]).tolist()
+    return received, sent
+
+
 class ExpertAllToAll:
     """The `ExpertExchange` of a group of ranks, each of which holds equally many experts."""
 
@@ -95,9 +108,12 @@ class ExpertAllToAll:
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         ones = [counts_E.shape[0] // size] * size
         arriving_E = all_to_all(counts_E, ones, ones, self.group)
-        # The only values that the host reads: rows to and from each rank.
-        both = torch.stack([arriving_E, counts_E]).view(2, size, -1).sum(-1)
-        received, sent = both.tolist()
+        received, sent = rows_between(
+            arriving_E.view(size, -1),
+            counts_E.view(size, -1),
+            num_rows=x_NC.shape[0],
+            rank=dist.get_rank(self.group),
+        )
         there = _RowsToRanks.apply(x_NC, scores_N, received, sent, self.group)
         x_MC, scores_M = there  # pyright: ignore[reportGeneralTypeIssues]
         # Ranks send rows expert by expert; here they go together by expert, then by rank.
