@@ -1,4 +1,4 @@
-"""Tests that ranks of a model with experts are rehearsed: they match, and experts' memory is known."""
+"""Tests that ranks of a model with experts are rehearsed: they match, and take planned memory."""
 
 import pytest
 

@@ -190,6 +190,17 @@ class LinearCost:
         return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
+    def routed_ns_per_token(self) -> Work:
+        """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
+        shared by all ranks of an EP group."""
+        experts = self.model.experts
+        if not experts.num:
+            return 0.0, 0.0, 0.0
+        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
+        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        return forward * routed, backward * routed, again * routed
+
+    @property
     def embedding_ns_per_token(self) -> Passes:
         """The first stage's embedding of one token of a micro-batch."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)

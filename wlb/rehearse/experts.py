@@ -1,6 +1,6 @@
 """Experts in a rehearsal: tensors without values choose none, so that all are equally loaded.
 
-Every rank of an EP group then sends and receives as many rows as the others, padding included, which
+Every rank of an EP group then sends and receives as many rows as the others, padding included. This
 holds where the group's ranks have micro-batches of one length: those of one pipeline.
 """
 

@@ -60,7 +60,7 @@ def chosen_ranks(text: str, parallel: ParallelSpec) -> tuple[int, ...]:
 
 
 def _hold_experts(parallel: ParallelSpec) -> None:
-    """UserError for experts over several pipelines, whose rows a rank without values cannot know."""
+    """UserError for experts over several pipelines: ranks without values do not know the rows."""
     most = parallel.cp * parallel.tp
     if parallel.ep > most:
         raise UserError(

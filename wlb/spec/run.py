@@ -3,6 +3,7 @@
 `wlb.spec.check` refuses values that would fail later, before any rank starts.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -143,6 +144,11 @@ class ParallelSpec:
     def fsdp_size(self) -> int:
         """Ranks that share a stage's gradients: dp x cp; dp = 0 counts as 1."""
         return self.cp * max(1, self.dp)
+
+    @property
+    def meeting_pipelines(self) -> int:
+        """Neighbouring pipelines whose ranks meet in every layer, as EP groups span them."""
+        return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
 
     @property
     def expert_ranks(self) -> int:
