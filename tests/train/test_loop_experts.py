@@ -69,6 +69,9 @@ def test_losses_do_not_depend_on_the_layout(straight: Straight, layout: str, bal
     assert other.losses == pytest.approx(one.losses, rel=1e-4)
     norms = [[s["measured"]["grad_norm"] for s in run.steps] for run in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    loads = [[s["measured"]["expert_load"] for s in run.steps] for run in (one, other)]
+    assert loads[1] == pytest.approx(loads[0], rel=0.02)
+    assert 1.0 < min(loads[0]) < max(loads[0]) < EXPERTS["num"]
 
 
 @pytest.mark.full

@@ -217,6 +217,17 @@ def _sum(told: Sequence[Mapping[nn.Module, Tensor]], mixture: MixtureMlp) -> Ten
     return torch.stack([counts[mixture] for counts in told]).sum(0)
 
 
+def load_sums(stages: Iterable[nn.Module]) -> Tensor | None:
+    """Of the last step: the sum over this rank's layers of the most loaded expert's rows over the
+    mean expert's, and the number of layers, float64 [2]; None without experts."""
+    loads = [m.load for stage in stages for m in mixtures_of(stage) if m.load is not None]
+    if not loads:
+        return None
+    load_LE = torch.stack(loads).double()
+    ratios = load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9)
+    return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(loads))])
+
+
 def rebalance(stages: Iterable[nn.Module]) -> None:
     """Move the biases or shares of all layers by the last step's load; after its update."""
     for stage in stages:
