@@ -198,8 +198,8 @@ def _experts(table: Table, loads: list[float]) -> None:
     if loads:
         table.add_row(
             "expert load",
-            f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last (rows of the "
-            f"most loaded expert over the mean one's, mean of layers)",
+            f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
+            f"the most loaded expert over the mean one's, mean of layers",
         )
 
 
