@@ -148,7 +148,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     if spec.model.experts.num:
         raise UserError(
             f"model.experts.num = {spec.model.experts.num}: a search of layouts for experts is not "
-            f"built, as it tries no degrees of parallel.ep; simulate layouts of your own (wlb simulate)"
+            f"built, as it tries no degrees of parallel.ep; compare layouts with wlb simulate"
         )
     out = Layouts()
     for degrees in _degrees(gpus, choices):
