@@ -59,7 +59,9 @@ class Changes:
     def note(self, kind: str, path: str) -> None:
         if self.kinds and kind not in self.kinds:
             return
-        if not os.path.abspath(path).startswith(self.folder + os.sep):
+        # A path may lead through a descriptor of the folder (/proc/self/fd).
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        if not path.startswith(self.folder + os.sep):
             return
         with self._lock:
             self.seen.append((kind, os.path.basename(path)))

@@ -37,8 +37,8 @@ LAYOUTS = ((1, 4), (1, 8), (1, 16), (2, 8), (8, 2), (8, 4), (8, 8), (8, 16))
 CHOICES = (*((name, "gather") for name in STRATEGIES), ("hybrid", "needed"), ("balanced", "needed"))
 """Strategies, and the exchange that they price; both static ones make one plan."""
 COUNTED = ("received", "sent", "mean", "over bound")
-TIMED = ((1, 4), (1, 8), (1, 16), (8, 4), (8, 16), (8, 32), (8, 64))
-"""TP and CP degrees of the table of times: a node; two; TP fills each node."""
+TIMED = ((1, 4), (1, 8), (1, 16), (2, 8), (4, 8), (8, 4), (8, 16), (8, 32), (8, 64))
+"""TP and CP degrees of the table of times: a node; several ranks a node; TP fills each node."""
 WAYS = (
     *(("per_sequence", "gather", 0), ("per_document", "gather", 0), ("balanced", "gather", 0)),
     *(("balanced", "needed", 0), *(("balanced", "auto", stages) for stages in (0, 1, 2, 3, 4))),
@@ -164,14 +164,15 @@ def times(*, count: int, seed: int) -> Table:
             plans = [shard(pieces, **how) for pieces in lengths]
             ideal = sum(ideal_kernels_ns(pieces, cost, cp=cp) for pieces in lengths)
             kernels = sum(plan.slowest_kernels_ns for plan in plans)
-            t = traffic_of([replace(plan, exchange=KeyExchange.NEEDED) for plan in plans])
+            t = traffic_of(plans)
             row = [tp, cp, strategy, exchange, stages, kernels / ideal]
             whole = sum(slowest_ns(plan, cost) for plan in plans)
-            by_need = sum(plan.exchange == KeyExchange.NEEDED for plan in plans) / len(plans)
+            by_need = sum(plan.exchange != KeyExchange.GATHER for plan in plans) / len(plans)
+            relayed = sum(plan.exchange == KeyExchange.RELAYED for plan in plans) / len(plans)
             moved = by_need * t.received / t.gathered + 1 - by_need
-            rows.append([*row, whole / ideal, moved, t.received / t.least])
+            rows.append([*row, whole / ideal, moved, t.received / t.least, relayed])
     columns = ("TP", "CP", "strategy", "exchange", "stages")
-    ratios = ("attention", "with waits", "rows", "over bound")
+    ratios = ("attention", "with waits", "rows", "over bound", "relayed")
     return Table(
         name="times",
         title="Slowest rank's attention and waits for keys, over ideal attention",
@@ -181,7 +182,7 @@ def times(*, count: int, seed: int) -> Table:
         note="One layer of the 7B model, both passes, fitted stream, packed by `bounded`, profile "
         "`h100` (nodes of 8, 45 GB/s a rank between nodes). `stages`: of `cp.overlap`, 0 without. "
         "`rows`: received over an all-gather's; `over bound`: by need, over what these spans have "
-        "to receive.",
+        "to receive; `relayed`: share of micro-batches whose rows cross nodes once a node.",
         most_rows=100,
     )
 

@@ -48,7 +48,9 @@ class Way:
     overlap: bool
 
 
-WAYS = tuple(Way(exchange, overlap) for overlap in (False, True) for exchange in KeyExchange)
+EXCHANGES = (KeyExchange.GATHER, KeyExchange.NEEDED)
+"""Those of ranks in one node."""
+WAYS = tuple(Way(exchange, overlap) for overlap in (False, True) for exchange in EXCHANGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Tests transformers' and TRL's trainers on balanced batches: training, resuming, refusals."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -81,6 +82,24 @@ def test_every_row_is_trained_once_an_epoch_and_epochs_have_equal_steps(
     assert sizes[: len(full)] == full
     assert sum(size not in (0, batches.steps_per_epoch) for size in sizes) <= 1
     assert epochs * batches.steps_per_epoch - batches.num_steps < epochs
+
+
+def test_processes_of_a_cp_group_get_the_same_micro_batches() -> None:
+    """accelerate deals by the number of the process, and each loop of one's own by `of_rank`."""
+    sizes: dict[str, Any] = {"num_ranks": 2, "accumulation_steps": 2, "epochs": 2}
+    alone = BalancedBatchSampler(lengths(), BALANCE, **sizes)
+    shared = BalancedBatchSampler(lengths(), dataclasses.replace(BALANCE, cp=3), **sizes)
+    assert shared.num_processes == 6
+    for epoch in range(2):
+        alone.set_epoch(epoch)
+        shared.set_epoch(epoch)
+        assert len(list(shared)) == len(shared) == 3 * len(alone)
+        for process in range(6):
+            theirs = list(BatchSamplerShard(shared, 6, process))
+            assert theirs == list(shared.of_rank(process)) == list(alone.of_rank(process // 3))
+            assert len(shared.of_rank(process)) == len(theirs)
+    with pytest.raises(ValueError, match="rank = 6 is not one of the 6"):
+        shared.of_rank(6)
 
 
 def test_epochs_without_a_step_are_told() -> None:

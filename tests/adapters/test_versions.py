@@ -40,6 +40,7 @@ def test_newer_ones_are_taken(found: str, monkeypatch: pytest.MonkeyPatch) -> No
     ("module", "library"),
     [
         ("hugging_face", "transformers 5.23"),
+        ("transformers_cp", "transformers 5.23"),
         ("torchtitan", "torchtitan 0.3.0"),
         ("megatron", "megatron-core 0.16"),
         ("torch_cp", "torch 2.11"),

@@ -14,7 +14,7 @@ from tests.train.case import write_corpus, write_store
 from tests.words import lacks
 from wlb.cli import main
 from wlb.parallel import world as worlds
-from wlb.planner.service import PlanningError
+from wlb.planner.signs import PlanningError
 from wlb.spec import RunSpec, list_keys, load
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError

@@ -136,7 +136,7 @@ def test_another_global_batch_keeps_tokens(
         (["--gpus", "0"], "--gpus = 0 must be at least 1"),
         (["--gpus", "8", "--top", "0"], "--top = 0 must be at least 1"),
         (["--gpus", "8", "--jobs", "-1"], "--jobs = -1 must be at least 0"),
-        (["--gpus", "8", "--max-delay-mean", "nan"], "nan must be in [0, inf)"),
+        (["--gpus", "8", "--max-delay-mean", "-1"], "must be in [0, inf)"),
         (["--gpus", "8", "--tp", "3"], "tp = 3 does not divide 8 devices; choose from 1, 2, 4, 8"),
         (["--gpus", "8", "--tp", "8", "--cp", "8"], "no layout of 8 devices is within"),
         (["--gpus", "8", "--virtual-stages", "0"], "virtual stages = 0 must be at least 1"),

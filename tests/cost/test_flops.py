@@ -1,5 +1,7 @@
 """Tests FLOP counts against literal numbers and brute force."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,12 +25,14 @@ TINY = ModelSpec(
 )
 
 
-def brute_tile_pairs(q: int, kv: int, tile: int) -> int:
-    """Counts pairs by brute force: rows of a tile all run over the keys of the tile's last row."""
+def brute_tile_pairs(q: int, kv: int, tile: int, sliding: int = 0) -> int:
+    """Counts pairs by brute force: rows of a tile all run over the keys from the first that its
+    first row sees to the last that its last one does."""
     total = 0
     for first in range(0, q, tile):
         last_row = min(first + tile, q) - 1
-        total += tile * (kv - q + last_row + 1)
+        begin = max(0, kv - q + first + 1 - sliding) if sliding else 0
+        total += tile * (kv - q + last_row + 1 - begin)
     return total
 
 
@@ -38,11 +42,14 @@ def test_causal_pairs_literal():
     assert causal_pairs(q, kv).tolist() == [0, 7, 5, 6, 10]
 
 
-@given(st.integers(0, 60), st.integers(0, 60))
-def test_causal_pairs_count_the_mask(q, more):
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 70))
+def test_causal_pairs_count_the_mask(q, more, sliding):
     kv = q + more
     mask = np.tril(np.ones((q, kv)), k=kv - q)
-    assert causal_pairs(np.array([q]), np.array([kv])).tolist() == [int(mask.sum())]
+    if sliding:
+        mask = np.triu(mask, k=kv - q - sliding + 1)
+    got = causal_pairs(np.array([q]), np.array([kv]), sliding=sliding)
+    assert got.tolist() == [int(mask.sum())]
 
 
 def test_segments_with_more_rows_than_keys_are_refused():
@@ -50,13 +57,20 @@ def test_segments_with_more_rows_than_keys_are_refused():
         causal_pairs(np.array([1, 5]), np.array([4, 4]))
 
 
-@given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([1, 4, 16, 128]))
-def test_tile_pairs_count_whole_tiles(q, more, tile):
+@given(
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.sampled_from([1, 4, 16, 128]),
+    st.one_of(st.just(0), st.integers(1, 400)),
+)
+def test_tile_pairs_count_whole_tiles(q, more, tile, sliding):
     kv = q + more
-    got = tile_pairs(np.array([float(q)]), np.array([float(kv)]), tile_rows=tile)
-    assert got.tolist() == [brute_tile_pairs(q, kv, tile)]
+    some = (np.array([float(q)]), np.array([float(kv)]))
+    got = tile_pairs(*some, tile_rows=tile, sliding=sliding)
+    assert got.tolist() == [brute_tile_pairs(q, kv, tile, sliding)]
     if tile == 1:
-        assert got.tolist() == causal_pairs(np.array([q]), np.array([kv])).tolist()
+        pairs = causal_pairs(np.array([q]), np.array([kv]), sliding=sliding)
+        assert got.tolist() == pairs.tolist()
 
 
 def test_attention_flops_literal():
@@ -86,3 +100,11 @@ def test_seven_billion_parameters_are_six_flops_each():
 def test_a_million_tokens_do_not_overflow():
     model = ModelSpec(hidden_size=16384, num_layers=126, num_heads=128, ffn_hidden_size=53248)
     assert document_flops(model, np.array([1 << 20]))[0] > 1e19
+
+
+def test_sliding_layers_have_the_flops_of_their_windows():
+    """One of two layers slides over 3 keys: 12 pairs of 5 tokens instead of 15."""
+    slides = replace(TINY, sliding_window=3, full_every=2)
+    both = [document_flops(model, np.array([5]))[0] for model in (TINY, slides)]
+    # 4 FLOPs a pair and channel of Q, three times for backward.
+    assert both[0] - both[1] == 3 * 4 * 8 * (15 - 12)

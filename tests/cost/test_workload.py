@@ -14,10 +14,14 @@ from wlb.cost import (
     FlopsWorkload,
     ProfiledWorkload,
     WorkloadModel,
+    exchange_ns,
     load_profile,
+    rows_of_layer,
     workload_for,
     workload_of,
 )
+from wlb.plan import KeyExchange, rows_moved
+from wlb.sharding import per_sequence
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 SMALL = ModelSpec(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=192)
@@ -306,3 +310,38 @@ def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():
 def test_costs_that_are_no_times_are_refused(quadratic):
     with pytest.raises(ValueError, match="check the kernel profile's numbers"):
         FlopsWorkload(quadratic_ns=quadratic).workload_ns([10_000])
+
+
+def test_work_of_sliding_layers_becomes_linear():
+    """W_a of a model that slides everywhere grows by a token's window; where every other layer
+    slides, by the mean of both kinds; and pieces within the window cost the same."""
+    parallel = ParallelSpec(tp=8, cp=1, pp=4)
+    profile = load_profile("h100")
+    models = [MODEL, *(replace(MODEL, sliding_window=4096, full_every=n) for n in (0, 2))]
+    full, slides, mixed = (
+        ProfiledWorkload(model=m, parallel=parallel, profile=profile) for m in models
+    )
+    short, long = np.array([1, 500, 4000]), np.array([16384, 32768, 65536, 131072])
+    assert np.array_equal(slides.attention_ns(short), full.attention_ns(short))
+    growth = np.diff(slides.attention_ns(long)) / np.diff(long)
+    np.testing.assert_allclose(growth, growth[0], rtol=0.02)
+    assert full.attention_ns(long)[-1] > 12 * slides.attention_ns(long)[-1]
+    mean = (full.attention_ns(long) + slides.attention_ns(long)) / 2
+    np.testing.assert_allclose(mixed.attention_ns(long), mean, rtol=1e-3)
+    # A segment with a long prefix costs what its rows see.
+    q, kv = np.array([8192, 8192]), np.array([16384, 131072])
+    assert len(set(segments_ns(slides, q, kv).tolist())) == 1
+
+
+def test_layers_exchange_the_rows_of_their_windows():
+    plan = replace(per_sequence([16384], cp=4), exchange=KeyExchange.NEEDED)
+    parallel = ParallelSpec(tp=1, cp=4, pp=1)
+    full, mixed = (
+        ProfiledWorkload(model=m, parallel=parallel, profile=load_profile("h100"))
+        for m in (MODEL, replace(MODEL, sliding_window=1024, full_every=2))
+    )
+    assert np.array_equal(rows_of_layer(plan, full), rows_moved(plan))
+    mean = (rows_moved(plan) + rows_moved(plan, sliding=1024)) / 2
+    np.testing.assert_allclose(rows_of_layer(plan, mixed), mean)
+    assert exchange_ns(plan, mixed) < exchange_ns(plan, full)
+    assert np.array_equal(rows_of_layer(plan, FlopsWorkload()), rows_moved(plan))

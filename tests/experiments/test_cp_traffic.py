@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.cp_traffic.__main__ import CHOICES, NEAREST, RESULTS, SOURCES, table, traffic_of
-from experiments.cp_traffic.step import WINDOW, plans_of, with_exchange
-from wlb.plan import KeyExchange
+from experiments.cp_traffic.step import EXCHANGES, WINDOW, plans_of, with_exchange
 from wlb.sharding import per_document, per_sequence
 
 
@@ -41,8 +40,8 @@ def test_steps_are_measured_on_whole_micro_batches_of_the_stream() -> None:
     plans, reader = plans_of(2, 3)
     assert [len(plan.micro_batches) for plan in plans] == [1, 1, 1]
     for plan in plans:
-        (gather,), (needed,) = (with_exchange(plan, e).shardings for e in KeyExchange)
-        assert (gather.exchange, needed.exchange) == tuple(KeyExchange)
+        (gather,), (needed,) = (with_exchange(plan, e).shardings for e in EXCHANGES)
+        assert (gather.exchange, needed.exchange) == EXCHANGES
         assert WINDOW // 2 < gather.num_tokens <= WINDOW * 3 // 2
         assert np.array_equal(gather.start, needed.start)
         piece = plan.micro_batches[0].pieces[0]

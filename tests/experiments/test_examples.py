@@ -129,6 +129,20 @@ def test_the_trainer_of_trl(tmp_path: Path) -> None:
     assert (out / "model.safetensors").is_file()
 
 
+@pytest.mark.dist
+def test_the_trainer_of_trl_on_packed_documents_over_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    model = host_model(tmp_path / "model")
+    data, out = texts(tmp_path / "data.jsonl", 60), tmp_path / "out"
+    torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    module = ("-m", "experiments.examples.hugging_face_cp")
+    said = run(tmp_path, *torchrun, *module, str(model), str(data), str(out), "--cpu")
+    assert len(re.findall(r"'loss': '\d", said)) >= 2  # the first rank's log, a line a step
+    assert (out / "model.safetensors").is_file()
+    source = EXAMPLES / "hugging_face_cp.py"
+    assert len(source.read_text("utf-8").splitlines()) <= 40
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs torchtitan")
 def test_the_loader_of_torchtitan(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", [random.Random(i).randint(5, 900) for i in range(200)])

@@ -18,7 +18,8 @@ from wlb.plan import UserError
 
 MOST_CPU_S = 10.0
 MOST_CHARACTERS = 1000
-_INPUTS = {25: 10, 75: 100, 300: 10_000}
+NIGHTLY = 10_000
+_INPUTS = {25: 10, 75: 100, 300: NIGHTLY}
 """Inputs a test tries, by the examples of the set's profile (tests/conftest.py)."""
 
 DEEP_LIST = "[" * 2000 + "]" * 2000
@@ -49,11 +50,15 @@ class Refused(NamedTuple):
     message: str
 
 
-def fuzzed(share: float = 1.0) -> settings:
-    """Settings of a fuzz test. share: of the set's inputs, for readers that are slow."""
+def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
+    """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
+    slow or have many cases. nightly: inputs of the nightly set. Fewer than `NIGHTLY` have the cases
+    of a test that has more than `NIGHTLY` in all, and checks from end to end (whole commands, loads
+    and epochs), beside which the parsers' own checks have `NIGHTLY`."""
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
+    is_nightly = inputs == NIGHTLY
     return settings(
-        max_examples=max(5, round(inputs * share)),
+        max_examples=nightly if is_nightly else max(2, round(inputs * share)),
         suppress_health_check=[
             HealthCheck.too_slow,
             HealthCheck.data_too_large,

@@ -80,7 +80,7 @@ def read(folder: Path, suffix: str, data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-@fuzzed(0.1)
+@fuzzed(0.1, nightly=1000)
 @given(st.lists(st.integers(1, 2**62), min_size=1, max_size=30))
 def test_lengths_read_back_as_they_were_written(
     folder: Path, suffix: str, lengths: list[int]
@@ -89,7 +89,7 @@ def test_lengths_read_back_as_they_were_written(
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
-@fuzzed(0.2)
+@fuzzed(0.2, nightly=2000)
 @given(st.data())
 def test_damaged_lengths_are_lengths_or_refused(
     folder: Path, suffix: str, data: st.DataObject
@@ -99,7 +99,7 @@ def test_damaged_lengths_are_lengths_or_refused(
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".parquet"])
-@fuzzed(0.3)
+@fuzzed(0.3, nightly=5000)
 @given(st.integers(0, 10_000), st.integers(0, 7))
 def test_a_flipped_bit_under_a_checksum_changes_nothing(
     folder: Path, suffix: str, at: int, bit: int

@@ -18,6 +18,7 @@ from wlb.train.telemetry.ledger import lineage
 WALL = {"kind": "wall", "seconds": {"steps": 3.5}}
 EVALUATION = {"kind": "evaluation", "step": 1, "steps_done": 2, "heldout_loss": 5.5}
 LINES: list[dict[str, Any]] = [lines.start(), lines.step(1), lines.step(2), EVALUATION, WALL]
+LINES += [lines.ranks(2, lines.SLOW), lines.timeline(2)]
 LINES = json.loads(json.dumps(LINES))
 LEDGER: list[dict[str, Any]] = [{"begin": 0}, {"step": 0, "updated": True}, {"step": 1}]
 RUN = {"step": 3, "spec": lines.SPEC.to_dict(), "profile": "cpu"}
@@ -53,7 +54,10 @@ def test_damaged_metrics_are_read_or_refused(folder: Path, data: st.DataObject) 
 def _used(folder: Path) -> Any:
     """A run as its page uses it first."""
     run = read_run(folder)
-    return (run.steps_done, run.telemetry, run.places, run.restarts, run.prices, run.wall)
+    tables = [table.stragglers for table in run.tables]
+    timelines = [timeline.ranks for timeline in run.timelines]
+    found = (run.steps_done, run.telemetry, run.places, run.restarts, run.prices, run.wall)
+    return (*found, tables, timelines)
 
 
 @fuzzed()

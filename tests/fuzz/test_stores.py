@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,40 +55,59 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stores") / "s"
 
 
+class Good(NamedTuple):
+    """Files of a store by their suffixes, and its content."""
+
+    files: dict[str, bytes]
+    content: tuple[Any, ...]
+
+
 @pytest.fixture(scope="module")
-def good(prefix: Path) -> dict[str, bytes]:
+def good(prefix: Path) -> Good:
     write(prefix, DOCUMENTS, TRAINED)
-    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES}
+    files = {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES}
+    return Good(files, content(prefix))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx", ".targets"])
-@fuzzed(0.5)
+@fuzzed(0.5, nightly=5000)
 @given(st.data())
 def test_a_damaged_store_holds_the_same_or_is_refused(
-    prefix: Path, good: dict[str, bytes], suffix: str, data: st.DataObject
+    prefix: Path, good: Good, suffix: str, data: st.DataObject
 ) -> None:
-    for name, value in good.items():
+    for name, value in good.files.items():
         Path(f"{prefix}{name}").write_bytes(value)
-    expected = content(prefix)
-    Path(f"{prefix}{suffix}").write_bytes(data.draw(damaged(good[suffix])))
+    Path(f"{prefix}{suffix}").write_bytes(data.draw(damaged(good.files[suffix])))
     made = outcome(lambda: content(prefix))
-    assert isinstance(made, Refused) or made == expected
+    assert isinstance(made, Refused) or made == good.content
 
 
 @pytest.mark.parametrize("is_shape", [True, False])
-@fuzzed(0.5)
+@fuzzed(0.5, nightly=5000)
 @given(st.data())
 def test_a_damaged_description_describes_the_same_or_is_refused(
-    prefix: Path, good: dict[str, bytes], is_shape: bool, data: st.DataObject
+    prefix: Path, good: Good, is_shape: bool, data: st.DataObject
 ) -> None:
-    for name, value in good.items():
+    for name, value in good.files.items():
         Path(f"{prefix}{name}").write_bytes(value)
-    expected = content(prefix)
-    text = good[".json"]
+    text = good.files[".json"]
     value = misshapen(json.loads(text)).map(lambda t: t.encode("utf-8", "surrogatepass"))
     Path(f"{prefix}.json").write_bytes(data.draw(value if is_shape else damaged(text)))
     made = outcome(lambda: content(prefix))
-    assert isinstance(made, Refused) or made == expected
+    assert isinstance(made, Refused) or made == good.content
+
+
+@pytest.mark.parametrize("value", [{}, [], 0, False, 1.5])
+def test_a_checksum_that_is_no_text_is_refused_by_name(
+    prefix: Path, good: Good, value: object
+) -> None:
+    for name, data in good.files.items():
+        Path(f"{prefix}{name}").write_bytes(data)
+    changed = {**json.loads(good.files[".json"]), "targets": value}
+    Path(f"{prefix}.json").write_text(json.dumps(changed))
+    made = outcome(lambda: content(prefix))
+    assert isinstance(made, Refused)
+    assert f"targets = {value!r} must be text" in made.message
 
 
 @st.composite

@@ -12,18 +12,27 @@ from torch import Tensor
 
 from wlb.kernels.backend import SavedTensors
 from wlb.kernels.reference import REFERENCE
-from wlb.kernels.segments import Segments
+from wlb.kernels.segments import Scores, Segments
 
 CALLS: list[dict[str, Any]] = []
 
 
-def segments_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Segments:
-    return Segments.from_offsets(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), device="cpu")
+def segments_of(arguments: dict[str, Any]) -> Segments:
+    """Returns the segments of a call, with the window and the cap that the package was told."""
+    left, right = arguments["window_size_left"], arguments["window_size_right"]
+    slides = left not in (None, -1)
+    assert right == (0 if slides else left)
+    return Segments.from_offsets(
+        arguments["cu_seqlens_q"].tolist(),
+        arguments["cu_seqlens_k"].tolist(),
+        device="cpu",
+        scores=Scores(sliding=left + 1 if slides else 0, softcap=arguments.get("softcap") or 0.0),
+    )
 
 
 def keep(arguments: dict[str, Any]) -> Segments:
     CALLS.append(arguments)
-    return segments_of(arguments["cu_seqlens_q"], arguments["cu_seqlens_k"])
+    return segments_of(arguments)
 
 
 def gradients(arguments: dict[str, Any], lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from wlb.kernels import BACKENDS, Segments, attend, sdpa, select_backend, torch_varlen
+from wlb.kernels import BACKENDS, Scores, Segments, attend, sdpa, select_backend, torch_varlen
 from wlb.kernels.backend import SavedTensors, empty_lse, fixed_order, kernel_name
 from wlb.kernels.op import backward, forward
 from wlb.kernels.torch_varlen import TorchVarlenBackend
+from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
 CPU = torch.device("cpu")
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     head_dim: int
     lengths: list[tuple[int, int]]
     """Each segment has this many (queries, keys)."""
+    scores: Scores = Scores()
 
 
 CASES = {
@@ -52,6 +54,16 @@ CASES = {
     "long and short": Case(1, 1, 8, [(600, 600), (3, 3), (520, 700), (40, 40)]),
     "a long tail, gqa": Case(4, 2, 8, [(520, 700)]),
 }
+MIXED = [(10, 10), (10, 40), (1, 1), (7, 28), (0, 3), (37, 37), (1, 60), (13, 31)]
+SCORED = {
+    "sliding": Case(4, 2, 8, MIXED, Scores(sliding=9)),
+    "sliding by one key": Case(2, 1, 8, MIXED, Scores(sliding=1)),
+    "sliding out of no sight": Case(2, 1, 8, MIXED, Scores(sliding=60)),
+    "sliding over blocks": Case(4, 2, 8, [(300, 300), (290, 310), (128, 400)], Scores(sliding=150)),
+    "capped": Case(4, 2, 8, MIXED, Scores(softcap=0.7)),
+    "capped and sliding": Case(2, 1, 8, [*MIXED, (200, 260)], Scores(sliding=20, softcap=2.0)),
+    "capped over blocks": Case(1, 1, 4, [(1100, 1100), (3, 1200)], Scores(softcap=1.5)),
+}
 
 
 def offsets(lengths) -> np.ndarray:
@@ -60,7 +72,8 @@ def offsets(lengths) -> np.ndarray:
 
 def segments_of(case: Case, device: torch.device = CPU) -> Segments:
     queries, keys = zip(*case.lengths, strict=True)
-    return Segments.from_offsets(offsets(queries), offsets(keys), device=device)
+    cu_q, cu_k = offsets(queries), offsets(keys)
+    return Segments.from_offsets(cu_q, cu_k, device=device, scores=case.scores)
 
 
 def inputs(case: Case, *, dtype: torch.dtype, device: torch.device = CPU) -> list[torch.Tensor]:
@@ -108,6 +121,67 @@ def check_parity(case: Case, backend: str, dtype: torch.dtype, device: torch.dev
         assert rms(error) <= 2 * rms(allowed) + floor, name
         # One element may be less lucky: kernels round a key head's gradient once a query head.
         assert float(error.max()) <= 3 * float(allowed.max()) + floor, name
+
+
+@pytest.mark.parametrize("case", SCORED.values(), ids=SCORED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sdpa_slides_and_caps(case, dtype):
+    check_parity(case, "sdpa", dtype)
+
+
+@pytest.mark.parametrize("case", SCORED.values(), ids=SCORED)
+def test_sdpa_slides_and_caps_as_on_gpu(monkeypatch, case):
+    monkeypatch.setattr(sdpa, "_forward_on_cpu", sdpa._forward_elsewhere)
+    monkeypatch.setattr(sdpa, "_backward_on_cpu", sdpa._backward_elsewhere)
+    check_parity(case, "sdpa", torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: none here")
+@pytest.mark.parametrize("case", SCORED.values(), ids=SCORED)
+@pytest.mark.parametrize("backend", [b for b in AttentionBackend if b != AttentionBackend.AUTO])
+def test_kernels_slide_and_cap_on_gpu(case, backend):
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    try:
+        select_backend(
+            backend, device=device, dtype=dtype, head_size=case.head_dim, scores=case.scores
+        )
+    except UserError as refused:
+        pytest.skip(str(refused))
+    check_parity(case, str(backend), dtype, device)
+
+
+SCORES = [Scores(sliding=3), Scores(softcap=0.5), Scores(sliding=2, softcap=0.5)]
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_scores_by_definition(scores):
+    """Each query of (4, 9) by a loop over its keys."""
+    q, k, v, _ = inputs(Case(1, 1, 4, [(4, 9)]), dtype=torch.float64)
+    segments = Segments.from_offsets([0, 4], [0, 9], device=CPU, scores=scores)
+    for i in range(4):
+        first = max(0, 5 + i + 1 - scores.sliding) if scores.sliding else 0
+        seen = range(first, 5 + i + 1)
+        points = [float(q[i, 0] @ k[j, 0]) / 2 for j in seen]
+        if scores.softcap:
+            points = [scores.softcap * np.tanh(s / scores.softcap) for s in points]
+        weights = np.exp(points) / np.exp(points).sum()
+        want = sum(w * v[j, 0] for w, j in zip(weights, seen, strict=True))
+        got = attend(q, k, v, segments, backend="reference")[i, 0]
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_explicit_gradients_of_scores_are_those_of_finite_differences(scores):
+    case = Case(2, 1, 3, [(3, 5), (4, 4)], scores)
+    leaves = [x.requires_grad_() for x in inputs(case, dtype=torch.float64)[:3]]
+    segments = segments_of(case)
+    assert torch.autograd.gradcheck(lambda *x: attend(*x, segments, backend="reference"), leaves)
+
+
+def test_a_window_needs_a_causal_call():
+    with pytest.raises(UserError, match="a sliding window of 2 needs a causal call"):
+        Segments.from_offsets([0, 1], [0, 3], device=CPU, is_causal=False, scores=Scores(sliding=2))
 
 
 HALF = (torch.bfloat16, torch.float16)

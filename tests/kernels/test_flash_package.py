@@ -20,7 +20,7 @@ from wlb.kernels.backend import SavedTensors
 from wlb.kernels.flash import FLASH2, FLASH3, FLASH4, Flash2Backend, Flash3Backend, Flash4Backend
 from wlb.kernels.flash_package import FlashFunction, FlashPackage
 from wlb.kernels.reference import REFERENCE
-from wlb.kernels.segments import Segments
+from wlb.kernels.segments import Scores, Segments
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -72,6 +72,25 @@ def test_results_are_those_of_the_reference(monkeypatch, which):
     assert lse.shape == (4, 8)
     assert lse.dtype == torch.float32
     for a, b in zip((out, lse, *found), (expected_out, expected_lse, *expected), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("which", BACKENDS)
+@pytest.mark.parametrize("scores", [Scores(sliding=3), Scores(softcap=0.7)], ids=str)
+def test_windows_and_caps_are_those_of_the_reference(monkeypatch, which, scores):
+    install(monkeypatch, which)
+    if which == "4" and scores.softcap:
+        return
+    segments = Segments.from_offsets([0, 5, 8], [0, 5, 14], device=CPU, scores=scores)
+    q, k, v, grad = tensors(8, 14)
+    backend = BACKENDS[which]()
+    with torch.no_grad():
+        out, lse = backend.forward(q, k, v, segments)
+        found = backend.backward(grad, SavedTensors(q, k, v, out, lse), segments)
+        saved = SavedTensors(q, k, v, *REFERENCE.forward(q, k, v, segments))
+        expected = REFERENCE.backward(grad, saved, segments)
+    assert torch.equal(out, saved.out_THD)
+    for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 
 

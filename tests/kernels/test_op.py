@@ -49,7 +49,7 @@ def inputs(segments: Segments) -> tuple[list[torch.Tensor], torch.Tensor]:
 def test_ops_are_registered_correctly(backend, lengths):
     segments = segments_of(lengths)
     qkv, grad = inputs(segments)
-    where = (segments.cu_seqlens_q, segments.cu_seqlens_k, segments.max_q, segments.max_k, backend)
+    where = (*segments.arguments, backend)
     torch.library.opcheck(attend_op, (*qkv, *where))
     with torch.no_grad():
         out, lse = attend_op(*qkv, *where)

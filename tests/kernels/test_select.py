@@ -7,7 +7,9 @@ from tests.words import lacks
 from wlb.kernels.flash import FLASH2, FLASH3, FLASH4
 from wlb.kernels.flash_package import FlashPackage
 from wlb.kernels.op import BACKENDS
+from wlb.kernels.segments import Scores
 from wlb.kernels.select import AUTO_ORDER, choose_backend, select_backend
+from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,6 +57,41 @@ CHOICES = [
 def test_auto_on_cuda(monkeypatch, capability, installed, dtype, head_size, expected):
     machine(monkeypatch, capability, installed)
     assert select_backend(AUTO, device=CUDA, dtype=dtype, head_size=head_size) == expected
+
+
+WINDOW, CAP = Scores(sliding=4096), Scores(sliding=4096, softcap=50.0)
+SCORED_CHOICES = [
+    (HOPPER, ALL, WINDOW, "flash_attention_3"),
+    (HOPPER, (2, 4), WINDOW, "torch_varlen"),
+    (BLACKWELL, ALL, WINDOW, "flash_attention_4"),
+    (HOPPER, ALL, CAP, "flash_attention_3"),
+    (BLACKWELL, ALL, CAP, "flash_attention_2"),
+    (AMPERE, (2,), CAP, "flash_attention_2"),
+    (AMPERE, (), CAP, "sdpa"),
+    (None, (), CAP, "sdpa"),
+]
+
+
+@pytest.mark.parametrize(("capability", "installed", "scores", "expected"), SCORED_CHOICES)
+def test_auto_takes_a_kernel_with_windows_and_caps(
+    monkeypatch, capability, installed, scores, expected
+):
+    machine(monkeypatch, capability, installed)
+    made = select_backend(AUTO, device=CUDA, dtype=BF16, head_size=128, scores=scores)
+    assert made == expected
+
+
+def test_kernels_without_caps_are_refused_by_name(monkeypatch):
+    machine(monkeypatch, BLACKWELL, ALL)
+    asked = {"device": CUDA, "dtype": BF16, "head_size": 128, "scores": CAP}
+    with pytest.raises(UserError, match=r"torch_varlen can't .*torch's kernel cannot cap"):
+        select_backend(AttentionBackend.TORCH_VARLEN, **asked)
+    says = "flash_attention_4 can't .*its backward cannot cap scores .*window of 4096 and scores"
+    with pytest.raises(UserError, match=says):
+        select_backend(AttentionBackend.FLASH_ATTENTION_4, **asked)
+    machine(monkeypatch, AMPERE, ())
+    better = choose_backend(AUTO, **asked).better
+    assert "flash_attention_2 is made for this GPU and not used" in better
 
 
 DETERMINISTIC_CHOICES = [

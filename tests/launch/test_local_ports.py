@@ -36,7 +36,6 @@ def test_local_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
     corpus, found = write_corpus(tmp_path / "texts"), tmp_path / "ports.json"
     training = {"heartbeat_s": HEARTBEAT_S, "steps": 3}
     job = job_of(relaid(small_spec(tmp_path, corpus, training=training), "cp2-pp2"))
-    job.directory.mkdir(parents=True)
     how = partial(note_ports, os.getpid(), found)
     run_local(rank_main, 4, job, (0,), how, timeout_s=600, awaits_report=True)
     ports = json.loads(found.read_text())

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wlb.model import VocabularyShard, head_loss
+from wlb.model import VocabularyShard, capped, head_loss
 from wlb.plan import IGNORE
 
 ROWS, WIDTH, VOCAB, PADDED = 11, 6, 13, 16
@@ -46,6 +46,18 @@ def test_value_and_gradients_are_those_of_cross_entropy(chunk: int) -> None:
     assert got[1][:VOCAB].abs().amin() > 0  # of real entries; padding has none
     assert torch.equal(got[1][VOCAB:], torch.zeros(PADDED - VOCAB, WIDTH))
     assert torch.equal(got[0][[2, 3, 10]], torch.zeros(3, WIDTH))
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_capped_logits(chunk: int) -> None:
+    x, weight, labels = inputs()
+    logits = 0.7 * torch.tanh((x @ weight[:VOCAB].t()) / 0.7)
+    torch.testing.assert_close(logits, capped(x @ weight[:VOCAB].t(), 0.7))
+    expected = functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    wanted = torch.autograd.grad(3 * expected, (x, weight))
+    loss = head_loss(x, weight, labels, vocab_size=VOCAB, chunk=chunk, softcap=0.7)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, weight)), wanted)
 
 
 def test_uniform_logits_cost_the_log_of_the_real_vocabulary() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wlb.model import inverse_frequencies, rope_tables, rotate
-from wlb.spec import ModelSpec, RopeScaling
+from wlb.spec import ModelSpec, RopeKind, RopeScaling
 
 SMALL = ModelSpec(hidden_size=32, num_heads=4, num_kv_heads=4, rope_theta=100.0)  # heads of 8
 
@@ -131,7 +131,36 @@ def test_llama_3_numbers(pair: int, frequency: float) -> None:
     assert inverse_frequencies(LLAMA31)[pair].item() == pytest.approx(frequency, rel=1e-4)
 
 
-def test_a_factor_of_one_is_off() -> None:
-    off = replace(LLAMA31, rope_scaling=RopeScaling(factor=1.0))
+@pytest.mark.parametrize("kind", RopeKind)
+def test_a_factor_of_one_is_off(kind: RopeKind) -> None:
+    off = replace(LLAMA31, rope_scaling=RopeScaling(kind=kind, factor=1.0))
     expected = torch.tensor([500000.0 ** (-i / 64) for i in range(64)], dtype=torch.float64)
     torch.testing.assert_close(inverse_frequencies(off), expected.float(), rtol=1e-6, atol=0)
+    assert off.query_factor() == 1.0
+
+
+def test_linear_scaling_divides_all_frequencies() -> None:
+    scaled = replace(SMALL, rope_scaling=RopeScaling(kind=RopeKind.LINEAR, factor=4.0))
+    torch.testing.assert_close(inverse_frequencies(scaled), inverse_frequencies(SMALL) / 4)
+    assert scaled.query_factor() == 1.0
+
+
+def test_yarn_keeps_the_first_pairs_and_divides_the_last() -> None:
+    """Qwen's: heads of 128, theta 1e6, 32,768 tokens made 4 times longer. A pair i turns 32768 /
+    (2 pi 1e6^(i / 64)) times: 32 times for i = 23.6, once for i = 39.7."""
+    scaling = RopeScaling(kind=RopeKind.YARN, factor=4.0, original_context=32768)
+    spec = replace(LLAMA31, rope_theta=1e6, rope_scaling=scaling)
+    plain = inverse_frequencies(replace(spec, rope_scaling=RopeScaling()))
+    ratio = inverse_frequencies(spec) / plain
+    expected = [1.0] * 24 + [1 - 0.75 * (i - 23) / 17 for i in range(24, 40)] + [0.25] * 24
+    torch.testing.assert_close(ratio, torch.tensor(expected), rtol=1e-5, atol=0)
+    assert spec.query_factor() == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    given = replace(spec, rope_scaling=replace(scaling, attention_factor=1.5))
+    assert given.query_factor() == 2.25
+
+
+def test_yarn_of_a_short_context_divides_from_one_pair_on() -> None:
+    """All pairs but the first turn less than once: kept and divided pairs meet in one."""
+    scaling = RopeScaling(kind=RopeKind.YARN, factor=2.0, original_context=6)
+    ratio = inverse_frequencies(replace(SMALL, rope_scaling=scaling)) / inverse_frequencies(SMALL)
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 0.5, 0.5, 0.5]))

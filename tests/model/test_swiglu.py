@@ -1,10 +1,11 @@
-"""Tests that the SwiGLU that keeps two tensors has autograd's values and gradients, bit by bit."""
+"""Tests that gated MLPs that keep two tensors have autograd's values and gradients, bit by bit."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated, swiglu
+from wlb.spec import Activation
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -13,12 +14,19 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return gate.to(dtype), up.to(dtype), grad.to(dtype)
 
 
+def plain(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == Activation.SILU:
+        return nn.functional.silu(gate)
+    return nn.functional.gelu(gate, approximate="tanh")
+
+
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_same_bits_as_autograd(dtype: torch.dtype) -> None:
+def test_the_same_bits_as_autograd(dtype: torch.dtype, activation: Activation) -> None:
     gate, up, grad = inputs(dtype)
     mine = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     theirs = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
-    out, expected = swiglu(*mine), nn.functional.silu(theirs[0]) * theirs[1]
+    out, expected = gated(*mine, activation), plain(theirs[0], activation) * theirs[1]
     assert torch.equal(out, expected)
     before = grad.clone()
     out.backward(grad)

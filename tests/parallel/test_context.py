@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sets import full
 from wlb.cost import FlopsWorkload
-from wlb.kernels import Segments, attend
+from wlb.kernels import Scores, Segments, attend
 from wlb.launch.local import run_local
 from wlb.parallel import context_op
 from wlb.parallel.build import kernel_of
@@ -60,11 +60,13 @@ class Case:
     exchange: KeyExchange = KeyExchange.GATHER
     overlap: bool = False
     stages: int = 1
+    scores: Scores = Scores()
 
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
         made = shard(self.lengths, cp=cp, strategy=self.strategy, cost=COST)
-        return replace(made, exchange=self.exchange)
+        near = 2 * (self.exchange == KeyExchange.RELAYED)
+        return replace(made, exchange=self.exchange, ranks_per_node=near)
 
     def qkvg(self, dtype: torch.dtype) -> Tensors:
         """Returns q, k, v and the output's gradient of the packed sequence; bf16 holds the values
@@ -75,19 +77,31 @@ class Case:
         return tuple(x.bfloat16().to(dtype) for x in made)
 
 
+EXCHANGES = (KeyExchange.GATHER, KeyExchange.NEEDED)
+"""Those that one call can wait for."""
+
+
 class How(NamedTuple):
     """How keys are exchanged: the fields of `Case`."""
 
     exchange: KeyExchange
     overlap: bool = False
     stages: int = 1
+    scores: Scores = Scores()
 
 
 HOWS = [
-    *(How(exchange, overlap) for exchange in KeyExchange for overlap in (False, True)),
+    *(How(exchange, overlap) for exchange in EXCHANGES for overlap in (False, True)),
+    How(KeyExchange.RELAYED, overlap=True),
     How(KeyExchange.NEEDED, overlap=True, stages=3),
     How(KeyExchange.GATHER, overlap=True, stages=2),
 ]
+SCORED = [
+    How(KeyExchange.NEEDED, scores=Scores(sliding=5)),
+    How(KeyExchange.GATHER, overlap=True, scores=Scores(sliding=11, softcap=1.5)),
+    How(KeyExchange.NEEDED, overlap=True, stages=2, scores=Scores(softcap=1.5)),
+]
+"""Windows and caps, which the executor has by layer; in the full set."""
 
 
 def cases(cp: int, how: How) -> list[Case]:
@@ -120,7 +134,7 @@ def one_process(case: Case, dtype: torch.dtype, backend: str) -> Tensors:
     """Returns output and gradients of the packed sequence."""
     q, k, v, grad = case.qkvg(dtype)
     offsets = offsets_of(case.lengths)
-    segments = Segments.from_offsets(offsets, offsets, device="cpu")
+    segments = Segments.from_offsets(offsets, offsets, device="cpu", scores=case.scores)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = attend(*inputs, segments, backend=backend)
     return out.detach(), *torch.autograd.grad(out, inputs, grad)
@@ -133,13 +147,19 @@ def made(
     plan, cp = case.plan(world.world_size), world.world_size
     rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
     return ContextAttention.from_rows(
-        attention_rows(plan, world.rank, rows, overlap=case.overlap, stages=case.stages),
+        attention_rows(
+            *(plan, world.rank, rows),
+            overlap=case.overlap,
+            stages=case.stages,
+            sliding=case.scores.sliding,
+        ),
         group=dist.group.WORLD if cp > 1 else None,
         heads=HeadShape(
             num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
         ),
         backend=backend,
         device=CPU,
+        scores=case.scores,
         **options,
     )
 
@@ -218,7 +238,9 @@ def both(world: World, how: How) -> tuple[dict[str, Any], Errors]:
     return float32(world, how), bfloat16(world, how)
 
 
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize(
+    "how", [*HOWS, *(pytest.param(how, marks=pytest.mark.full) for how in SCORED)], ids=str
+)
 @pytest.mark.parametrize("cp", [1, 2, *full(3, 4, 8)])
 def test_it_is_what_one_process_computes(cp: int, how: How) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
@@ -266,7 +288,7 @@ def test_rows_that_were_needed_give_the_bits_of_gathered_ones(cp: int) -> None:
         assert found == []
 
 
-@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_compiled_code_knows_what_gradients_travel_in(
@@ -284,16 +306,16 @@ def test_compiled_code_knows_what_gradients_travel_in(
         index = torch.empty(12, dtype=torch.int64)
         inverse = torch.empty(2, rows, dtype=torch.int64)
         offsets = torch.empty(3, dtype=torch.int32)
-        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, "sdpa", 2, "0")
+        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
         arriving, slots, own_slot = context_op.gather_kv(
-            k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
+            k, k, [inverse], sent, returned, splits, None, 2, "0", "0", wire, fused
         )
         out, lse, again = context_op.context_attend(q, k, k, arriving, slots, *where, False, fused)
         _, travelling = context_op.context_attend_backward(
             out, q, k, k, None, out, lse, *where, wire, fused
         )
         received = context_op.receive_kv_gradient([travelling], own_slot, returned, k.dtype, fused)
-        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, 2, "0")
+        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, None, 2, "0", "0")
     num = 8 if sent else 6
     (gathered,), (slot,), (again,), (second,) = arriving, slots, again, second
     assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
@@ -306,7 +328,7 @@ def test_compiled_code_knows_what_gradients_travel_in(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("cp", [2, 4, 8])
 def test_gradients_that_are_added_in_bfloat16_round_once_a_rank(
     cp: int, exchange: KeyExchange
@@ -389,7 +411,7 @@ def front_door(world: World, exchange: KeyExchange) -> tuple[bool, list[str]]:
     return torch.allclose(put_rows(parts, plan), expected, atol=1e-6), told
 
 
-@pytest.mark.parametrize("exchange", KeyExchange)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_front_door(exchange: KeyExchange) -> None:
     for same, told in run_local(front_door, 2, exchange, start_group=True, timeout_s=600):
         assert same

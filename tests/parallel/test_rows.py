@@ -187,7 +187,7 @@ def test_a_rank_that_needs_nothing_computes_in_its_first_call() -> None:
         stop=alone.stop,
         rank_offsets=np.array([0, 1, 2]),
     )
-    for exchange in KeyExchange:
+    for exchange in (KeyExchange.GATHER, KeyExchange.NEEDED):
         made = attention_rows(replace(plan, exchange=exchange), 1, 6, overlap=True)
         assert made.own is not None
         assert made.own.cu_seqlens_k.tolist() == [0, 4, 6]

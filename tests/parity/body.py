@@ -128,8 +128,13 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
     rank."""
     spec = spec_of(case)
     where = rank_device(world, device)
-    has_experts = bool(spec.model.experts.num)
-    mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size, experts=has_experts)
+    mesh: Mesh = build_mesh(
+        spec.parallel,
+        where,
+        shard_size=case.shard_size,
+        passes_on=spec.passes_rows_on,
+        experts=bool(spec.model.experts.num),
+    )
     executor = Executor(spec, mesh)
     reference = fresh_reference(spec)
     initial = snapshot(executor, reference)

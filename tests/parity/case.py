@@ -1,13 +1,13 @@
 """Defines what the parity tests run: a small model, literal micro-batches, the reference."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.kernels import Segments, attend
-from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
+from wlb.model import Llama, build_reference, local_rows
 from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
@@ -18,6 +18,8 @@ from wlb.spec import (
     ModelSpec,
     ParallelSpec,
     Recompute,
+    RopeKind,
+    RopeScaling,
     RunSpec,
     Schedule,
     check,
@@ -56,6 +58,7 @@ class Case:
     row_multiple: int = 1
     layers: int = 4
     rope_factor: float = 1.0
+    rope_kind: RopeKind = RopeKind.LLAMA3
     head_dim: int = 4
     keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
@@ -73,6 +76,8 @@ class Case:
     """Keys of the model that are set to true."""
     ep: int = 1
     experts: ExpertsSpec = ExpertsSpec()
+    keys: tuple[tuple[str, Any], ...] = ()
+    """Other keys of the model and their values."""
 
     @property
     def world(self) -> int:
@@ -95,6 +100,8 @@ class Case:
         if self.experts.num:
             name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
             name += f"-{self.experts.balance}"
+        name += "".join(f"-{key}{value}" for key, value in self.keys)
+        name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
 
 
@@ -109,9 +116,12 @@ def spec_of(case: Case) -> RunSpec:
         head_dim=case.head_dim,
         ffn_hidden_size=48,
         init_std=0.2,
-        rope_scaling=replace(spec.model.rope_scaling, factor=case.rope_factor, original_context=16),
+        rope_scaling=RopeScaling(
+            kind=case.rope_kind, factor=case.rope_factor, original_context=16, beta_fast=8.0
+        ),
     )
-    model = replace(model, **dict.fromkeys(case.parts, True), experts=case.experts)
+    values: dict[str, Any] = dict(case.keys)
+    model = replace(model, **dict.fromkeys(case.parts, True), **values, experts=case.experts)
     return check(
         replace(
             spec,
@@ -211,13 +221,13 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
     shardings = (STRATEGIES[strategy](b.lengths, cp=cp) for b in batches)
+    exchange = KeyExchange(spec.sharding.exchange)
+    near = 2 * (exchange == KeyExchange.RELAYED)  # nodes of two CP ranks
     return PipelinePlan(
         step=plan.step,
         pipeline=pipeline,
         micro_batches=batches,
-        shardings=tuple(
-            replace(s, exchange=KeyExchange(spec.sharding.exchange)) for s in shardings
-        ),
+        shardings=tuple(replace(s, exchange=exchange, ranks_per_node=near) for s in shardings),
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),
@@ -226,7 +236,6 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
 
 def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
     """Returns the step's mean loss in one process (no padding); adds gradients to `model`."""
-    frequencies = inverse_frequencies(spec.model)
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
     total = 0.0
@@ -235,14 +244,9 @@ def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: 
         if not num:
             continue
         index = attention_rows(sharding, 0, num)
-        segments = Segments.from_offsets(
-            index.call.cu_seqlens_q, index.call.cu_seqlens_k, device="cpu"
-        )
-        cos, sin = rope_tables(torch.from_numpy(index.positions), frequencies)
-        rows = Rows(
-            cos=cos,
-            sin=sin,
-            attend=LocalAttend(lambda q, k, v, s=segments: attend(q, k, v, s, backend="reference")),
+        rows = local_rows(
+            spec.model,
+            index.call.cu_seqlens_q,
             labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, Reader())),
             loss_scale=1.0 / plan.num_targets,
         )

@@ -29,7 +29,7 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange, PackingPlan
-from wlb.spec import Recompute, Schedule
+from wlb.spec import Activation, Recompute, Schedule
 from wlb.train.telemetry.clock import Part, StepClock
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
@@ -132,6 +132,13 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         Case(cp=2, exchange=KeyExchange.NEEDED),
         Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
         Case(cp=2, own_first=True),
+        Case(
+            cp=2,
+            exchange=KeyExchange.NEEDED,
+            head_dim=8,
+            parts=("branch_norms", "zero_centred_norms", "scaled_embeddings"),
+            keys=(("sliding_window", 5), ("activation", Activation.GELU_TANH)),
+        ),
         Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
     ],
     ids=str,

@@ -9,26 +9,39 @@ from tests.parity.case import Case
 from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
-from wlb.spec import Recompute, Schedule
+from wlb.spec import Activation, Recompute, RopeKind, Schedule
 
 pytestmark = pytest.mark.dist
 
 F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
-NEEDED = KeyExchange.NEEDED
+NEEDED, RELAYED = KeyExchange.NEEDED, KeyExchange.RELAYED
+FULL = Recompute.FULL
 
+MISTRAL = (("sliding_window", 5),)
+GEMMA2 = (
+    *(("sliding_window", 5), ("full_every", 2)),
+    *(("attention_softcap", 1.5), ("logit_softcap", 2.0)),
+)
+GEMMA = ("branch_norms", "zero_centred_norms", "scaled_embeddings", "tied_embeddings")
+GEMMA3 = (
+    *(("sliding_window", 5), ("full_every", 3), ("sliding_rope_theta", 300.0)),
+    *(("query_scale_size", 5), ("activation", Activation.GELU_TANH)),
+)
 QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
 
 # One axis each, on four ranks.
 QUICK = [
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
-    Case(cp=4, row_multiple=4),
+    Case(cp=4, row_multiple=4, head_dim=16, rope_factor=4.0, rope_kind=RopeKind.YARN),
     Case(cp=4, exchange=NEEDED, row_multiple=4),
     Case(cp=4, exchange=NEEDED, own_first=True),
     Case(dp=4, num_micro_batches=8),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
+    Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
+    Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
 ]
 CASES = [
     # One axis alone.
@@ -67,6 +80,9 @@ CASES = [
         stages=2,
         num_micro_batches=8,
     ),
+    # Rows of other nodes once a node.
+    Case(cp=4, exchange=RELAYED, own_first=True),
+    Case(cp=4, pp=2, v=2, schedule=IZB, exchange=RELAYED, own_first=True, recompute=FULL),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
     Case(tp=4, head_dim=8, parts=QWEN3),
     Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),
@@ -76,6 +92,15 @@ CASES = [
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, head_dim=8, parts=QWEN3),
     Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
+    # Windows that slide, in all layers or every other; capped scores and logits.
+    Case(cp=4, exchange=NEEDED, row_multiple=4, keys=MISTRAL),
+    Case(cp=4, exchange=NEEDED, own_first=True, stages=3, keys=GEMMA2),
+    Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2), keys=(*MISTRAL, ("full_every", 3))),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=GEMMA2),
+    # Gemma's norms, embeddings and activation, and two bases of RoPE.
+    Case(tp=4, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
+    Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
     Case(tp=2, cp=2, pp=2, schedule=F1B),
@@ -93,13 +118,25 @@ NIGHTLY = [
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, strategy="per_sequence"),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, num_micro_batches=8),
+    # Windows, caps, Gemma.
+    Case(tp=4, keys=GEMMA2),
+    Case(cp=4, strategy="per_sequence", exchange=NEEDED, keys=MISTRAL),
+    Case(cp=3, own_first=True, strategy="per_sequence", keys=GEMMA2),
+    Case(cp=2, keep_gathered_kv=True, keys=MISTRAL),
+    Case(dp=2, num_micro_batches=8, keys=GEMMA2),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, keys=GEMMA2),
+    Case(tp=2, cp=2, pp=2, v=2, keys=GEMMA2, recompute=Recompute.FULL),
+    Case(cp=4, exchange=NEEDED, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(dp=2, num_micro_batches=8, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.FULL),
 ]
 
 
 MORE = [
     replace(case, parts=QWEN2 if case.parts == QWEN3 else QWEN3)
     for case in CASES
-    if case.parts and case.recompute == Recompute.NONE
+    if case.parts in (QWEN2, QWEN3) and case.recompute == Recompute.NONE
 ]
 """The other family in the same layouts."""
 

@@ -66,3 +66,16 @@ def test_ids_count_on_from_epoch_to_epoch() -> None:
     ids = DocumentIds(num_documents=10)
     assert ids.of(2, int_array("row", [0, 7])).tolist() == [20, 27]
     assert ids.row(27) == 7
+
+
+def test_a_stop_whose_distance_is_beyond_64_bits_is_refused() -> None:
+    one = int_array("one", [0])
+    with pytest.raises(ValueError, match=r"Pieces.stop\[0\] = -9223372036854775808 must be"):
+        Pieces(
+            document=one,
+            start=int_array("start", [512]),
+            stop=int_array("stop", [-(2**63)]),
+            num_targets=one,
+            source=one,
+            arrival_step=one,
+        )

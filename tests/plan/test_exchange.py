@@ -13,6 +13,7 @@ from wlb.plan import (
     ShardingPlan,
     key_rows,
     least_rows_received,
+    ranges_read,
     rows_gathered,
     rows_moved,
     rows_read,
@@ -76,6 +77,39 @@ def plans(draw: st.DrawFn) -> ShardingPlan:
     lengths = draw(st.lists(st.one_of(st.integers(1, 4), st.integers(1, 40)), max_size=7))
     cp = draw(st.integers(1, 6))
     return shard(lengths, cp=cp, strategy=draw(st.sampled_from(NAMES)), cost=COST)
+
+
+def test_a_window_moves_what_its_queries_see() -> None:
+    """Of 16 tokens rank 0 holds 0..3 and 12..15, rank 1 4..11. With windows of 3 keys query 4 sees
+    2 and 3, and query 12 sees 10 and 11."""
+    plan = per_sequence([16], cp=2)
+    assert rows_moved(plan, sliding=3).tolist() == [[0, 2], [2, 0]]
+    assert rows_moved(plan).tolist() == [[0, 8], [4, 0]]
+    read = ranges_read(plan, sliding=3)
+    assert np.stack(read).T.tolist() == [
+        *([0, 0, 0, 4], [0, 1, 0, 4], [0, 2, 6, 8]),
+        *([1, 0, 2, 4], [1, 2, 0, 8]),
+    ]
+
+
+@given(plans(), st.integers(1, 45))
+def test_what_moves_by_windows_is_what_is_read_and_not_held(
+    plan: ShardingPlan, sliding: int
+) -> None:
+    held = [set(plan.for_rank(r).token_index.tolist()) for r in range(plan.cp)]
+    offsets = np.concatenate([[0], np.cumsum(plan.lengths)])
+    read = [
+        {
+            int(offsets[s.piece]) + i
+            for s in plan.for_rank(r).spans
+            for i in range(max(0, s.start - sliding + 1), s.stop)
+        }
+        for r in range(plan.cp)
+    ]
+    expected = [
+        [len(read[i] & held[j]) if i != j else 0 for j in range(plan.cp)] for i in range(plan.cp)
+    ]
+    assert rows_moved(plan, sliding=sliding).tolist() == expected
 
 
 @given(plans())

@@ -12,7 +12,8 @@ from wlb.cost import FlopsWorkload
 from wlb.plan import NO_CHANGES, PlannerState, PriceChange, PriceFactors, PriceSchedule, StepPlan
 from wlb.plan.prices import UNIT
 from wlb.planner import Planner
-from wlb.planner.service import PlanClient, PlannerProcess, PlanningError
+from wlb.planner.service import PlanClient, PlannerProcess
+from wlb.planner.signs import PlanningError
 
 DEAR = PriceFactors(attention_forward=8 * UNIT)
 S = 5

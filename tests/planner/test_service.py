@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,8 +23,9 @@ from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import PackerOptions, VarLenPacker
 from wlb.plan import PlannerState, UserError
-from wlb.planner import Planner, service
-from wlb.planner.service import Address, PlanClient, PlannerProcess, PlanningError, SignsOfLife
+from wlb.planner import Planner
+from wlb.planner.service import PlanClient, PlannerProcess
+from wlb.planner.signs import Address, PlannerLost, PlanningError
 
 pytestmark = pytest.mark.process
 
@@ -35,6 +38,24 @@ def planner_without_torch() -> Planner:
     if "torch" in sys.modules:
         raise RuntimeError("torch was imported into the planner process")
     return planner()
+
+
+class StopsItsReader:
+    """An argument whose reading stops the process that reads it, as SIGSTOP from outside does."""
+
+    def __reduce__(self) -> Any:
+        return _stop, ()
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class EndsItsReader:
+    """An argument whose reading ends the process that reads it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (1,)
 
 
 @contextmanager
@@ -232,63 +253,40 @@ def test_a_planner_that_is_stopped_before_a_rank_connects_is_named() -> None:
             PlanClient(made.address, 0, silence_s=1.0)
 
 
-class Clock:
-    """Stands in for the module time."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SignsOfLife, Clock]:
-    """Returns what watches a planner process of which there is no sign, and its clock."""
-    clock = Clock()
-    monkeypatch.setattr(service, "time", clock)
-    address = Address(path=str(tmp_path / "socket"), key=b"")
-    address.alive.write_text("nobody")
-    signs = SignsOfLife(address, 60.0)
-    signs.begin()
-    signs.look()
-    return signs, clock
+def starts(*args: object, silence_s: float = 0.0, address: Address | None = None) -> PlannerProcess:
+    return PlannerProcess(
+        planner_without_torch,
+        args,
+        state=None,
+        ahead=3,
+        num_clients=1,
+        address=address,
+        silence_s=silence_s,
+    )
 
 
-def looks(signs: SignsOfLife, clock: Clock, *, until_s: float) -> None:
-    while clock.now_s < until_s:
-        clock.now_s += 1.0
-        signs.look()
+@pytest.mark.parametrize("more", [b"", bytes(1 << 22)], ids=["read", "half read"])
+def test_a_planner_that_is_stopped_before_it_listens_is_named(more: bytes) -> None:
+    """A job of megabytes is more than a pipe takes from a parent whose planner reads no more."""
+    address = Address.new()
+    with pytest.raises(PlannerLost, match="gave no sign of life for 2 s: it is stopped") as caught:
+        starts(StopsItsReader(), more, silence_s=2.0, address=address)
+    (pid,) = re.findall(r"process (\d+) on", str(caught.value))
+    assert not Path("/proc", pid).exists()
+    assert not address.folder.exists()
 
 
-def test_a_planner_that_takes_long_is_waited_for(
-    watched: tuple[SignsOfLife, Clock], tmp_path: Path
-) -> None:
-    signs, clock = watched
-    looks(signs, clock, until_s=60.0)
-    os.utime(tmp_path / "alive", ns=(1, 1))  # its thread did
-    looks(signs, clock, until_s=120.0)
-    with pytest.raises(PlanningError, match="gave no sign of life for 60 s"):
-        looks(signs, clock, until_s=122.0)
+def test_more_ranks_than_may_queue_learn_that_a_planner_is_stopped() -> None:
+    with process(clients=8) as made:
+        os.kill(made._process.pid, signal.SIGSTOP)
+        for rank in range(8):
+            with pytest.raises(PlannerLost, match="gave no sign of life for 1 s"):
+                PlanClient(made.address, rank, silence_s=1.0)
 
 
-def test_a_planner_whose_thread_is_held_up_by_a_solver_is_waited_for(
-    watched: tuple[SignsOfLife, Clock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    signs, clock = watched
-    fields = ["R"] + ["0"] * 20
-    monkeypatch.setattr(service, "_process_status", lambda _: fields)
-    looks(signs, clock, until_s=60.0)
-    fields[11] = "1"
-    looks(signs, clock, until_s=120.0)
-    with pytest.raises(PlanningError, match="state R"):
-        looks(signs, clock, until_s=122.0)
-
-
-def test_who_was_suspended_too_blames_nobody(watched: tuple[SignsOfLife, Clock]) -> None:
-    signs, clock = watched
-    clock.now_s = 1000.0
-    signs.look()
-    looks(signs, clock, until_s=1060.0)
+def test_a_planner_that_ends_at_its_start_is_no_broken_pipe() -> None:
+    with pytest.raises(PlanningError, match="the planner process ended with 1 at its start"):
+        starts(EndsItsReader(), bytes(1 << 22))
 
 
 def test_the_socket_is_private_and_removed() -> None:

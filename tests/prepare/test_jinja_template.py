@@ -55,6 +55,45 @@ def jinja(source: str, **variables: str) -> JinjaTemplate:
     return JinjaTemplate(source, name="test", variables=variables)
 
 
+around = st.text(st.sampled_from("[]<>/0 9\U000f5eec|:"), max_size=4)
+
+
+@given(st.lists(around, min_size=4, max_size=4), st.lists(st.sampled_from("ab[]0"), min_size=4))
+def test_what_a_template_writes_beside_contents_is_kept(
+    literals: list[str], said: list[str]
+) -> None:
+    """Mistral's template writes [/INST] directly after a user's content."""
+    before, after, opens, ends = literals
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        f"{{{{ {before!r} + m.content + {after!r} }}}}{{% else %}}"
+        f"{{{{ {opens!r} + m.content + {ends!r} }}}}{{% endif %}}{{% endfor %}}"
+    )
+    names = ("user", "assistant") * 2
+    made = talk(*zip(names, said, strict=False))
+    found = jinja(source).render(made, Turns.ALL)
+    parts = {"user": (before, after), "assistant": (opens, ends)}
+    expected = [
+        f"{parts[name][0]}{text}{parts[name][1]}" for name, text in zip(names, said, strict=False)
+    ]
+    assert found.text == "".join(expected)
+
+
+@pytest.mark.parametrize("mark", ["\U000f5eed", "\U000f5eee", "\U000f5eef"])
+def test_marks_of_contents_are_refused_where_they_are_not_wlbs(mark: str) -> None:
+    with pytest.raises(ValueError, match="which marks contents here"):
+        jinja(CHATML).render(talk(("user", mark), ("assistant", "a")), Turns.ALL)
+    with pytest.raises(ValueError, match="which marks contents here"):
+        jinja(CHATML + mark)
+
+
+@pytest.mark.parametrize("number", ["f5eee", "f5eef"])
+def test_marks_of_blocks_that_a_template_makes_itself_are_refused(number: str) -> None:
+    hidden = CHATML + f"{{{{ '\\U000{number}' }}}}"
+    with pytest.raises(ValueError, match=r"the chat template (ends|leaves) a generation block"):
+        jinja(hidden).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)
+
+
 def encoder(source: str, *, turns: Turns = Turns.ALL, **variables: str) -> ChatEncoder:
     tokenizer = byte_tokenizer([*CHATML_TOKENS, *LLAMA3_TOKENS])
     return ChatEncoder(tokenizer, jinja(source, **variables), turns=turns)

@@ -67,13 +67,16 @@ def local_ids(case: Case, rank: int) -> list[int]:
     return ids + [-(rank * case.rows + i) - 1 for i in range(len(ids), case.rows)]
 
 
-@given(cases())
-def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
+WINDOWS = st.one_of(st.just(0), st.integers(1, 30))
+
+
+@given(cases(), WINDOWS)
+def test_every_row_sees_its_own_piece_up_to_itself(case: Case, sliding: int) -> None:
     gathered = np.array([i for r in case.ranks for i in local_ids(case, r)])
-    starts = offsets_of(case.sharding.lengths)
+    starts, latest = offsets_of(case.sharding.lengths), slice(-sliding, None)
     seen_rows = 0
     for rank in case.ranks:
-        made = attention_rows(case.sharding, rank, case.rows)
+        made = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
         mine = local_ids(case, rank)
         keys = np.array(mine) if made.call.kv_index is None else gathered[made.call.kv_index]
         q, k = made.call.cu_seqlens_q.tolist(), made.call.cu_seqlens_k.tolist()
@@ -84,24 +87,26 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case) -> None:
         for segment in range(len(q) - 1):
             num_q, num_k = q[segment + 1] - q[segment], k[segment + 1] - k[segment]
             assert 0 < num_q <= num_k
+            if sliding and made.call.kv_index is not None and mine[q[segment]] >= 0:
+                assert num_k < num_q + sliding  # each key is seen by a query
             for i in range(num_q):
                 row = q[segment] + i
                 visible = keys[k[segment] : k[segment] + num_k - num_q + i + 1].tolist()
                 if mine[row] < 0:
-                    assert visible == mine[first_filler : row + 1]
+                    assert visible[latest] == mine[first_filler : row + 1][latest]
                     assert made.positions[row] == row - first_filler
                 else:
                     piece = int(np.searchsorted(starts, mine[row], side="right")) - 1
-                    assert visible == list(range(int(starts[piece]), mine[row] + 1))
+                    assert visible[latest] == list(range(int(starts[piece]), mine[row] + 1))[latest]
                     assert made.positions[row] == mine[row] - int(starts[piece])
                 seen_rows += 1
     assert seen_rows == case.sharding.cp * case.rows
 
 
-@given(cases(min_cp=2), st.integers(0, 2**32 - 1))
-def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
+@given(cases(min_cp=2), st.integers(0, 2**32 - 1), WINDOWS)
+def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int, sliding: int) -> None:
     for rank in case.ranks:
-        made = attention_rows(case.sharding, rank, case.rows)
+        made = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
         assert made.call.kv_index is not None
         assert made.call.inverse is not None
         num_rows, num_keys = case.sharding.cp * case.rows, made.call.kv_index.size
@@ -118,22 +123,24 @@ def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int) -> None:
         )
 
 
-@given(cases(min_cp=2), st.integers(0, 2**32 - 1))
-def test_an_exchange_by_need_brings_the_same_keys_and_gradients(case: Case, seed: int) -> None:
+@given(cases(min_cp=2), st.integers(0, 2**32 - 1), WINDOWS)
+def test_an_exchange_by_need_brings_the_same_keys_and_gradients(
+    case: Case, seed: int, sliding: int
+) -> None:
     """Numbers stand for the all-to-all: rank i's part of what each rank j sends, one j after the
     other."""
     needed = replace(case.sharding, exchange=KeyExchange.NEEDED)
-    made = [attention_rows(needed, rank, case.rows) for rank in case.ranks]
+    made = [attention_rows(needed, rank, case.rows, sliding=sliding) for rank in case.ranks]
     sent: list[list[IntArray]] = []
     for rows in made:
         assert rows.sent is not None
         sent.append(np.split(rows.sent.index[0], np.cumsum(rows.sent.splits[0, 1])[:-1]))
-    moved = rows_moved(case.sharding)
+    moved = rows_moved(case.sharding, sliding=sliding)
     draw = np.random.default_rng(seed)
     grads_of_rows = [np.zeros((case.rows, 2), np.int64) for _ in case.ranks]
     returned: list[list[IntArray]] = [[] for _ in case.ranks]
     for rank, rows in enumerate(made):
-        gathered = attention_rows(case.sharding, rank, case.rows)
+        gathered = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
         assert rows.sent is not None
         assert rows.call.kv_index is not None
         assert rows.call.inverse is not None
@@ -184,7 +191,12 @@ class Exchanged:
         return cls(stages=stages)
 
 
-@given(cases(min_cp=2), st.sampled_from(KeyExchange), st.integers(1, 4), st.integers(1, 6))
+@given(
+    cases(min_cp=2),
+    st.sampled_from([KeyExchange.GATHER, KeyExchange.NEEDED]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+)
 def test_stages_bring_each_key_of_other_ranks_once(
     case: Case, exchange: KeyExchange, stages: int, tile: int
 ) -> None:
@@ -225,11 +237,50 @@ def test_stages_bring_each_key_of_other_ranks_once(
                 arrived.stages[s][rank].size for s in range(stages)
             ]
             # Gradients come back in the order in which rows were sent.
-            sent = np.concatenate(rows.sent.index)
-            grads = np.append(np.arange(1, sent.size + 1), 0)
-            total = np.zeros(case.rows, np.int64)
-            np.add.at(total, sent, grads[:-1])
-            assert grads[rows.sent.returned].sum(0).tolist() == total.tolist()
+            assert adjoint(np.concatenate(rows.sent.index), rows.sent.returned, case.rows)
+
+
+def adjoint(index: IntArray, returned: IntArray, num_rows: int) -> bool:
+    """Returns whether `returned` adds up, of each row, what comes back for its uses in `index`."""
+    grads = np.append(np.arange(1, index.size + 1), 0)
+    total = np.zeros(num_rows, np.int64)
+    np.add.at(total, index, grads[:-1])
+    return grads[returned].sum(0).tolist() == total.tolist()
+
+
+@given(cases(min_cp=2), st.integers(1, 3))
+def test_rows_of_other_nodes_come_once_a_node(case: Case, near: int) -> None:
+    """Numbers stand for the all-to-alls; what lands is passed on to all that read it."""
+    direct = replace(case.sharding, exchange=KeyExchange.NEEDED)
+    plan = replace(direct, exchange=KeyExchange.RELAYED, ranks_per_node=near)
+    by_way, at_once = (
+        [attention_rows(p, rank, case.rows, overlap=True) for rank in case.ranks]
+        for p in (plan, direct)
+    )
+    (landed, of_node), (expected,) = (
+        Exchanged.of(made, case.rows).stages for made in (by_way, at_once)
+    )
+    node = np.arange(plan.cp) // near
+    for n in range(int(node[-1]) + 1):
+        mine = [landed[rank] for rank in case.ranks if node[rank] == n]
+        rows = np.concatenate(mine)
+        assert np.unique(rows).size == rows.size
+        assert not np.any(node[rows // MOST] == n)
+        assert max(x.size for x in mine) - min(x.size for x in mine) <= 1
+    relays = [rows.sent.relay for rows in by_way if rows.sent and rows.sent.relay]
+    assert len(relays) == plan.cp
+    passed_on: list[list[IntArray]] = []
+    for relay, rows in zip(relays, landed, strict=True):
+        passed_on.append(np.split(rows[relay.index], np.cumsum(relay.splits[1])[:-1]))
+        assert adjoint(relay.index, relay.returned, rows.size)
+    for rank, (made, once) in enumerate(zip(by_way, at_once, strict=True)):
+        far = np.concatenate([parts[rank] for parts in passed_on])
+        assert relays[rank].splits[0].tolist() == [parts[rank].size for parts in passed_on]
+        calls = zip((far, of_node[rank]), made.calls, strict=True)
+        seen = np.concatenate([rows[call.kv_index] for rows, call in calls])
+        assert sorted(seen.tolist()) == sorted(expected[rank][once.call.kv_index].tolist())
+        assert made.sent is not None
+        assert adjoint(np.concatenate(made.sent.index), made.sent.returned, case.rows)
 
 
 @given(cases())

@@ -159,6 +159,7 @@ OPTIONS = [
     ("cp.overlap=true", "kernels.fused=off"),
     ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
     ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
+    ("cp.overlap=true", "sharding.exchange=relayed"),
     ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
     ("kernels.deterministic=true", "kernels.fused=off"),
     ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),

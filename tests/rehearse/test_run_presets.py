@@ -84,6 +84,16 @@ def test_presets_of_other_families_run() -> None:
             assert ranks != "all" or found.proof.num_communicators == found.proof.num_seen
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["mistral_7b_32k", "gemma3_4b_128k"])
+def test_presets_with_windows_run(name: str) -> None:
+    """With all layers, of both kinds, and the rows of windows by need."""
+    spec = spec_of(name, "wlb", layers=0)
+    sharding = replace(spec.sharding, exchange=ExchangeChoice.NEEDED)
+    for found in passed([replace(spec, sharding=sharding)], ranks=ONE_PER_STAGE):
+        expect_planned_memory(found, least=0.8)
+
+
 @pytest.mark.nightly  # a small model's are in test_run_layouts.py
 def test_other_alternatives_of_systems_run() -> None:
     for found in passed([spec_of("7b_128k", name, layers=1) for name in FORCED], ranks="0,48"):

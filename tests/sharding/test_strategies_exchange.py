@@ -58,11 +58,18 @@ def test_no_strategy_is_slower_for_knowing_the_exchange(
     tp, cp = layout
     cost = replace(COST, parallel=ParallelSpec(tp=tp, cp=cp, pp=1), overlaps=overlaps)
     how = {"cp": cp, "strategy": strategy, "cost": cost}
-    auto, gather, needed = (shard(lengths, **how, exchange=name) for name in ExchangeChoice)
+    names = [name for name in ExchangeChoice if overlaps or name != ExchangeChoice.RELAYED]
+    made = {name: shard(lengths, **how, exchange=name) for name in names}
+    auto, gather, needed = (
+        made[name] for name in (ExchangeChoice.AUTO, ExchangeChoice.GATHER, ExchangeChoice.NEEDED)
+    )
     blind = replace(gather, exchange=KeyExchange.NEEDED)
     assert time_ns(needed, cost) <= time_ns(blind, cost) + 1
-    assert time_ns(auto, cost) <= min(time_ns(needed, cost), time_ns(gather, cost)) + 1
-    for plan in (auto, needed):
+    # auto passes rows on only in groups of several nodes that have several ranks each.
+    if not 1 < cost.cp_ranks_per_node < cp:
+        made.pop(ExchangeChoice.RELAYED, None)
+    assert all(time_ns(auto, cost) <= time_ns(plan, cost) + 1 for plan in made.values())
+    for plan in made.values():
         plan.validate()
 
 
@@ -95,3 +102,19 @@ def test_free_exchanges_are_gathers() -> None:
 def test_an_unknown_exchange_is_refused() -> None:
     with pytest.raises(UserError, match="exchange = 'ring' is not one of auto, gather, needed"):
         shard([8], cp=2, strategy="balanced", cost=FLOPS, exchange="ring")
+
+
+def test_rows_are_passed_on_only_where_ranks_are_known_to_share_nodes() -> None:
+    layout = ParallelSpec(tp=1, cp=16, pp=1)
+    cost = replace(COST, parallel=layout, overlaps=True)
+    plan = shard([120_000], cp=16, strategy="balanced", cost=cost, exchange="auto")
+    assert (plan.exchange, plan.ranks_per_node) == (KeyExchange.RELAYED, 8)
+    assert time_ns(plan, cost) < 0.9 * time_ns(
+        replace(plan, exchange=KeyExchange.NEEDED, ranks_per_node=0), cost
+    )
+    assert ShardingPlan.from_json(plan.to_json()).digest() == plan.digest()
+    for other in (replace(cost, overlaps=False), FlopsWorkload(quadratic_ns=1)):
+        with pytest.raises(UserError, match=r"set cp\.overlap = true, or exchange = needed"):
+            shard([120_000], cp=16, strategy="balanced", cost=other, exchange="relayed")
+    with pytest.raises(UserError, match="ranks_per_node = 0 with exchange = relayed"):
+        replace(plan, ranks_per_node=0)

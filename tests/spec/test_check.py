@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from wlb.spec import RunSpec, apply, check, list_keys, load, resolve_dp
+from wlb.spec import RopeKind, RunSpec, apply, check, list_keys, load, resolve_dp
 from wlb.spec.keys import nest
 
 # One pipeline rank and one stage: the smallest layout that is accepted.
@@ -84,6 +84,23 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         (
             {"model__rope_scaling__original_context": 0},
             "model.rope_scaling.original_context = 0 must be at least 1",
+        ),
+        (
+            {"model__rope_scaling__kind": RopeKind.YARN, "model__rope_scaling__beta_slow": 32},
+            "model.rope_scaling.beta_slow = 32.0 must be below beta_fast = 32.0",
+        ),
+        (
+            {"model__full_every": 2},
+            "model.full_every = 2 and model.full_first = 0 say which layers",
+        ),
+        (
+            {"model__sliding_window": 64, "model__full_first": 1000},
+            "model.sliding_window = 64, but no layer has a window with model.full_every = 0 and",
+        ),
+        ({"model__attention_softcap": -1}, "model.attention_softcap = -1.0 must be at least 0"),
+        (
+            {"model__rope_scaling__kind": RopeKind.YARN, "model__rope_theta": 1},
+            "model.rope_theta = 1.0 must be above 1 for model.rope_scaling.kind = yarn",
         ),
         (
             {"model__rope_scaling__low_freq_factor": 4},

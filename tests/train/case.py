@@ -115,9 +115,10 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
 
 
 def job_of(spec: RunSpec) -> Job:
-    """Returns what `start.train` gives the ranks of a new run, without held-out documents."""
+    """Returns what `start.train` gives the ranks of a new run, without held-out documents, and
+    makes its folder."""
     stores = open_stores(spec, Console(quiet=True))
-    return Job(
+    job = Job(
         spec=ready(spec, stores, spec.parallel.world_size),
         train_store=stores.train,
         heldout_store="",
@@ -125,6 +126,8 @@ def job_of(spec: RunSpec) -> Job:
         title=spec.run.name,
         started_s=0.0,
     )
+    job.directory.mkdir(parents=True, exist_ok=True)
+    return job
 
 
 class Run:

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wlb.kernels import Segments, attend
-from wlb.model import Llama, LocalAttend, Rows, build_reference, inverse_frequencies, rope_tables
+from wlb.model import Llama, build_reference, capped, local_rows
 from wlb.spec import ModelSpec, RopeScaling, apply
 from wlb.train.checkpoint import saver
 from wlb.weights.config import config_json
@@ -39,15 +38,9 @@ def some_tokens(num: int, vocab_size: int) -> Tensor:
 @torch.no_grad()
 def logits(model: Llama, tokens_T: Tensor) -> Tensor:
     """Returns logits of one document, float32, shape [T, V] without the vocabulary's padding."""
-    num = tokens_T.shape[0]
-    segments = Segments.from_offsets([0, num], [0, num], device="cpu")
-    cos, sin = rope_tables(torch.arange(num), inverse_frequencies(model.spec))
-    rows = Rows(
-        cos=cos,
-        sin=sin,
-        attend=LocalAttend(lambda q, k, v: attend(q, k, v, segments, backend="reference")),
-    )
-    return (model.model(tokens_T, rows) @ model.head.weight.T)[:, : model.spec.vocab_size]
+    rows = local_rows(model.spec, [0, tokens_T.shape[0]])
+    found = (model.model(tokens_T, rows) @ model.head.weight.T)[:, : model.spec.vocab_size]
+    return capped(found, model.spec.logit_softcap)
 
 
 def model_of(folder: Path) -> Llama:

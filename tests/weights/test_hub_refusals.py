@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,47 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.case import SPEC, hub_tensors, write_hub
+from wlb.plan import UserError
+from wlb.spec import Activation, ModelSpec, RopeScaling
 from wlb.train.checkpoint.folder import write_manifest
 from wlb.weights import export, hub_export, import_folder
+from wlb.weights.config import config_json
 
+GEMMA2 = {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA3 |= {"rope_scaling": None, "rope_parameters": None}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model_type": (
-        {"model_type": "gemma2"},
-        r"model_type = 'gemma2' is not known here; wlb reads LlamaForCausalLM, MistralForCausalLM",
+        {"model_type": "gemma"},
+        r"model_type = 'gemma' is not known here; wlb reads Gemma2ForCausalLM, Gemma3ForCausalLM",
+    ),
+    "a gemma that sees what follows": (
+        GEMMA2 | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention = True is true: wlb's attention is causal",
+    ),
+    "a gemma of another activation": (
+        GEMMA2 | {"hidden_activation": "relu"},
+        "hidden_activation = 'relu' is not gelu_pytorch_tanh",
+    ),
+    "a gemma without a window": (
+        GEMMA2 | {"sliding_window": None},
+        "sliding_window = None is null, but layers of a gemma2 slide",
+    ),
+    "a cap that transformers ignores": (
+        GEMMA3 | {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping = 50.0 is ignored by transformers for this model",
+    ),
+    "a scaled base of sliding layers": (
+        GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "sliding_attention: rope_type = 'linear' is not default",
+    ),
+    "rope of other kinds of layers": (
+        GEMMA3 | {"rope_parameters": {"chunked_attention": {}}},
+        "rope_parameters = .* must hold full_attention and sliding_attention and nothing else",
+    ),
+    "a key of gemma in a llama": (
+        {"final_logit_softcapping": 30.0},
+        "final_logit_softcapping = 30.0 is not known here and may change",
     ),
     "no model_type": ({"model_type": ...}, r"model_type = \(missing\) is not known"),
     "model_type of another type": ({"model_type": []}, r"model_type = \[\] is not known"),
@@ -24,17 +59,47 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["LlamaForSequenceClassification"]},
         r"architectures = \['LlamaForSequenceClassification'\] is not known",
     ),
-    "windows": (
-        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True},
-        "use_sliding_window = True needs windows",
+    "a window of a llama": ({"use_sliding_window": True}, "is true, but a llama has no windows"),
+    "a window that may be in use": (
+        {"sliding_window": 4096},
+        "sliding_window = 4096 is not said to be in use or not",
     ),
-    "a layer with a window": (
+    "a layer with a window, and no window": (
         {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        "layer_types = .* has others than full_attention",
+        "layer_types = .* has layers that slide, but sliding_window is not in use",
+    ),
+    "other layers": (
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types = .* has others than full_attention and sliding_attention",
+    ),
+    "too many layer types": (
+        {"layer_types": ["full_attention"] * 3},
+        "layer_types = .* does not have 2 entries, one a layer",
+    ),
+    "a pattern without a period": (
+        {
+            "model_type": "qwen2",
+            "architectures": ["Qwen2ForCausalLM"],
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": [
+                f"{kind}_attention" for kind in ["sliding", "full", "full", "sliding", "full"]
+            ],
+        },
+        "layer_types = .* is not every n-th layer with all keys",
+    ),
+    "a mistral whose layers contradict": (
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "layer_types": ["full_attention"] * 2,
+        },
+        "layer_types = .* contradicts a window of 4096 tokens",
     ),
     "a qwen that does not say": (
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": ...},
@@ -47,17 +112,24 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"quantization_config": {"quant_method": "gptq"}},
         r"quantization_config = .*gptq.* means quantised weights; import the original",
     ),
-    "sliding window": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4096},
-        "sliding_window = 4096: wlb's attention has no window",
+    "dynamic scaling": (
+        {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        "rope_scaling: rope_type = 'dynamic' is not known here; wlb computes default, llama3",
     ),
-    "a mistral that does not say": (
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-        "sliding_window = 4096: wlb's attention has no window",
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e3}, "rope_scaling": None},
+        "rope_parameters: rope_type = 'longrope' is not known here",
     ),
-    "yarn": (
-        {"rope_parameters": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "rope_scaling: rope_type = 'yarn' is not known here; wlb computes default and llama3",
+    "a scaling of another type": (
+        {"rope_parameters": ..., "rope_scaling": {"type": [], "factor": 4.0}},
+        r"rope_type = \[\] is not known here",
+    ),
+    "yarn between pairs": (
+        {
+            "rope_parameters": ...,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False},
+        },
+        "truncate = False is not true: wlb's YaRN blends between whole pairs",
     ),
     "rope by layer type": (
         {"rope_scaling": None, "rope_parameters": {"full": {"rope_type": "default"}}},
@@ -239,6 +311,49 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     shard.write_bytes(b"no safetensors")
     rewritten()
     broken(r"broken is not a whole checkpoint .*; use another one")
+
+
+GEMMA_PARTS = ModelSpec(
+    activation=Activation.GELU_TANH,
+    branch_norms=True,
+    zero_centred_norms=True,
+    scaled_embeddings=True,
+    sliding_window=4,
+)
+EXPORTS: dict[str, tuple[ModelSpec, str]] = {
+    "both of Qwen's": (
+        ModelSpec(qkv_bias=True, qk_norm=True),
+        "no model of transformers has biases",
+    ),
+    "heads of Qwen2": (ModelSpec(qkv_bias=True, head_dim=16), "heads of Qwen2"),
+    "windows in some of Llama's layers": (
+        ModelSpec(sliding_window=8, full_every=2),
+        "model.full_every = 2, model.full_first = 0: no model of transformers that wlb writes",
+    ),
+    "a capped Llama": (
+        ModelSpec(logit_softcap=30.0),
+        "lacks model.zero_centred_norms, model.branch_norms, model.scaled_embeddings, model.slid",
+    ),
+    "a Gemma 3 with capped scores": (
+        replace(GEMMA_PARTS, qk_norm=True, attention_softcap=50.0),
+        "for a gemma3_text of transformers it has model.attention_softcap",
+    ),
+    "a Gemma 2 with two bases": (
+        replace(GEMMA_PARTS, sliding_rope_theta=1e4),
+        "for a gemma2 of transformers it has model.sliding_rope_theta",
+    ),
+    "a Gemma 3 that is scaled everywhere": (
+        replace(GEMMA_PARTS, qk_norm=True, rope_scaling=RopeScaling(factor=2.0)),
+        "does not scale RoPE in the sliding layers of Gemma 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_model_that_no_family_has_is_not_exported(name: str) -> None:
+    spec, says = EXPORTS[name]
+    with pytest.raises(UserError, match=says):
+        config_json(spec, max_positions=64, bos_id=None, eos_ids=(), dtype="float32")
 
 
 def test_an_export_that_fails_leaves_nothing(

@@ -27,6 +27,13 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+}
 COMMON: dict[str, Any] = {
     "vocab_size": 301,
     "hidden_size": 32,
@@ -44,6 +51,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "many-heads": {"num_key_value_heads": 4, "rope_parameters": {"rope_theta": 300.0}},
     "head-dim": {"head_dim": 12, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
     "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}},
+    "yarn": {"head_dim": 16, "rope_parameters": YARN},
+    "yarn-mscale": {
+        "head_dim": 16,
+        "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.3},
+    },
+    "yarn-factor": {"rope_parameters": YARN | {"attention_factor": 1.5, "beta_slow": 2.0}},
     "llama3-tied": {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
 }
 
@@ -78,6 +92,9 @@ def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: P
     assert (logits(ours, tokens) - want).abs().max() > 1e-3
     assert made.model.spec.tied_embeddings == (name == "llama3-tied")
     assert made.model.eos_ids == (3,)
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 QWEN = {"qwen2": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 12}}
@@ -150,18 +167,89 @@ def test_a_mixture_of_experts_is_the_same_there_and_back(name: str, tmp_path: Pa
     torch.testing.assert_close(looked, want, atol=1e-5, rtol=0)
 
 
-def test_a_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
+    "mistral": ("mistral", {"sliding_window": 24, "head_dim": 12}, (24, 0, 0)),
+    "mistral-0.2": ("mistral", {"sliding_window": None, "head_dim": 12}, (0, 0, 0)),
+    "qwen2-last": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+        (24, 0, 1),
+    ),
+    "qwen3-alternating": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        (24, 2, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    family, config, expected = WINDOWS[name]
     torch.manual_seed(0)
-    config = transformers.MistralConfig(
-        **COMMON, head_dim=12, sliding_window=None, attn_implementation="eager"
-    )
-    theirs = transformers.MistralForCausalLM(config).eval()
+    made = transformers.AutoConfig.for_model(family, **COMMON | config, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_config(made).eval()
     theirs.save_pretrained(tmp_path / "hub")
-    ours = model_of(import_folder(tmp_path / "hub", tmp_path / "imported").checkpoint)
+    imported = import_folder(tmp_path / "hub", tmp_path / "imported")
+    spec = imported.model.spec
+    assert (spec.sliding_window, spec.full_every, spec.full_first) == expected
     tokens = some_tokens(100, 301)
-    torch.testing.assert_close(
-        logits(ours, tokens), their_logits(theirs, tokens), atol=1e-5, rtol=0
-    )
+    want = their_logits(theirs, tokens)
+    ours = model_of(imported.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    export(imported.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+
+
+_BOTH = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "2": ("gemma2", {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0}),
+    "2-uncapped": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "sliding_window": 5},
+    ),
+    "3": ("gemma3_text", {"num_hidden_layers": 7, "rope_parameters": _BOTH}),
+    "3-default": ("gemma3_text", {"query_pre_attn_scalar": 12}),
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_a_gemma_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    """Norms are drawn at random, as their weights start at zero."""
+    family, changed = GEMMAS[name]
+    torch.manual_seed(0)
+    keys = COMMON | {"head_dim": 12, "sliding_window": 24} | changed
+    config = transformers.AutoConfig.for_model(family, **keys, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
+    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    tokens = some_tokens(100, 301)
+    want = their_logits(theirs, tokens)
+    assert want.abs().max() > 0.5
+    ours = model_of(made.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    # The window matters at these sizes.
+    ours.spec = replace(ours.spec, sliding_window=ours.spec.sliding_window - 1)
+    assert (logits(ours, tokens) - want).abs().max() > 1e-4
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+    assert import_folder(tmp_path / "exported", tmp_path / "again").model.spec == made.model.spec
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])

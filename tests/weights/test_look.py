@@ -1,6 +1,7 @@
 """Tests a loaded model: logits, greedy generation with kept keys, texts and conversations."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.prepare.chat_case import byte_tokenizer
 from tests.weights.case import SPEC, logits, model_of, some_tokens, write_hub
 from tests.weights.test_hub_export_chat import IM_END, model_folder, prepare, trained_on
+from wlb.spec import RopeScaling
 from wlb.weights import export, import_folder, load
 
 
@@ -56,6 +58,18 @@ def test_greedy_generation_equals_whole_passes_and_transformers(
         given, attention_mask=torch.ones_like(given), max_new_tokens=30, do_sample=False
     )
     assert theirs_made[0].tolist() == whole
+
+
+def test_windows_slide_over_kept_keys(tmp_path: Path) -> None:
+    """Token by token as in a whole pass, where every other layer sees 6 keys."""
+    spec = replace(SPEC, sliding_window=6, full_every=2, qk_norm=True)
+    spec = replace(spec, rope_scaling=RopeScaling())
+    model = load(import_folder(write_hub(tmp_path / "hub", spec=spec), tmp_path / "a").checkpoint)
+    whole = some_tokens(20, SPEC.vocab_size).tolist()
+    made = model.greedy(whole, most=12, stops=())
+    for _ in range(12):
+        whole.append(int(model.logits(whole)[-1].argmax()))
+    assert made == whole[20:]
 
 
 @pytest.mark.parametrize("tokens", [[], [[1]], [SPEC.vocab_size], [-1]])

@@ -3,7 +3,8 @@
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
 The library's loop stays; its batches become padding-free rows, balanced over ranks x accumulation
-steps by packing with delay. Attention must keep documents apart: see README.md. Own loops:
+steps by packing with delay. Attention must keep documents apart: see README.md; with
+`Balance(cp=2)` it does, and two processes share each micro-batch (`transformers_cp`). Own loops:
 `BalancedBatchSampler` as a DataLoader's batch_sampler.
 """
 
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Sampler
 from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.dealt import DealtRows, RankBalance
+from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
 from wlb.cost import WorkloadModel
 from wlb.plan import IGNORE, IntArray, IntLike, UserError, int_array
 from wlb.planner import LLAMA2_7B, Planner
@@ -48,7 +50,9 @@ class Balance:
     context_window: typical tokens of a micro-batch and limit of a row. s_max: limit of a
     micro-batch, default 1.5 windows. step_tokens: limit of a step on all ranks. max_delay: most
     steps that a row waits. cost: workload model; the default has LLaMA2-7B's ratio of attention to
-    linear FLOPs, `wlb.workload_of` makes one of a measured GPU. seed: of the shuffle.
+    linear FLOPs, `wlb.workload_of` makes one of a measured GPU. seed: of the shuffle. cp: processes
+    that share each micro-batch, which then may be cp times as long; their number must divide that
+    of all processes. strategy, exchange: of `ContextSharder`, read with cp > 1.
     """
 
     context_window: int
@@ -57,12 +61,16 @@ class Balance:
     max_delay: int = 10
     cost: WorkloadModel = LLAMA2_7B
     seed: int = 0
+    cp: int = 1
+    strategy: str = "adaptive"
+    exchange: str = "gather"
 
     def planner(
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
         """A planner over rows of these lengths; UserError for one above the window.
-        Every field is a keyword of `Planner.for_lengths`."""
+        Every field but `exchange` is a keyword of `Planner.for_lengths`."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "exchange"}
         return Planner.for_lengths(
             lengths,
             num_micro_batches=num_ranks * accumulation_steps,
@@ -70,7 +78,7 @@ class Balance:
             long_documents="refuse",
             epochs=epochs,
             shuffle=True,
-            **{field.name: getattr(self, field.name) for field in fields(self)},
+            **given,
         )
 
 
@@ -78,7 +86,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     """Micro-batches of all ranks as lists of dataset rows, for accelerate to shard.
 
     DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator()): after accelerate's
-    `prepare`, batch i belongs to rank i % num_ranks. Without accelerate, use `of_rank`.
+    `prepare`, batch i belongs to process i % num_processes. Without accelerate, use `of_rank`. With
+    Balance's cp, each micro-batch comes cp times, for the consecutive processes that share it.
 
     All epochs are planned as one stream: rows held back in one epoch come in the next, and every
     row is trained once per epoch overall. An epoch iterates 1/epochs of all steps, rounded up,
@@ -86,7 +95,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     learning-rate schedule should be `num_steps` long. Steps depend on lengths and options only:
     resuming needs no state besides skipped batches. Iterating past `epochs` is an IndexError.
 
-    lengths: tokens of each dataset row. accumulation_steps: micro-batches per rank and step.
+    lengths: tokens of each dataset row. num_ranks: data-parallel ranks, which are processes / cp.
+    accumulation_steps: micro-batches per rank and step.
     """
 
     # accelerate's BatchSamplerShard requires None for varying sizes.
@@ -127,19 +137,25 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Choose the epoch to iterate next, from 0."""
         self.epoch = epoch
 
+    @property
+    def num_processes(self) -> int:
+        """Data-parallel ranks times Balance's cp."""
+        return self.dealt.num_ranks * self.balance.cp
+
     def __len__(self) -> int:
-        """Micro-batches of the epoch on all ranks."""
-        return len(self._steps()) * self.dealt.num_micro_batches
+        """Micro-batches of the epoch on all processes."""
+        return len(self._steps()) * self.dealt.num_micro_batches * self.balance.cp
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self._steps():
             self.warn_of_empty_epochs()
         for step in self._steps():
             for rows in self.dealt.step(step):
-                yield rows.tolist()
+                for _ in range(self.balance.cp):
+                    yield rows.tolist()
 
     def of_rank(self, rank: int) -> "RankBatches":
-        """One rank's micro-batches, for loops without accelerate."""
+        """One process's micro-batches, for loops without accelerate."""
         return RankBatches(self, rank)
 
     def rank_balance(self) -> RankBalance:
@@ -169,12 +185,12 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 class RankBatches(Sampler[list[int]]):
-    """One rank's micro-batches of a BalancedBatchSampler; it shares the sampler's epoch."""
+    """One process's micro-batches of a BalancedBatchSampler; it shares the sampler's epoch."""
 
     def __init__(self, batches: BalancedBatchSampler, rank: int) -> None:
-        if not 0 <= rank < batches.dealt.num_ranks:
+        if not 0 <= rank < batches.num_processes:
             raise UserError(
-                f"rank = {rank} is not one of the {batches.dealt.num_ranks} that were planned for"
+                f"rank = {rank} is not one of the {batches.num_processes} that were planned for"
             )
         self.batches, self.rank = batches, rank
 
@@ -183,11 +199,11 @@ class RankBatches(Sampler[list[int]]):
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return len(self.batches) // self.batches.dealt.num_ranks
+        return len(self.batches) // self.batches.num_processes
 
     def __iter__(self) -> Iterator[list[int]]:
         for i, rows in enumerate(self.batches):
-            if i % self.batches.dealt.num_ranks == self.rank:
+            if i % self.batches.num_processes == self.rank:
                 yield rows
 
 
@@ -215,15 +231,23 @@ class BalancedTrainer:
     data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
     UserError before training for settings that would lose, repeat or mix rows or train masked
     tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
-    dispatch_batches and split_batches, and ranks that share a sequence.
+    dispatch_batches and split_batches, and ranks that share a sequence by other means than
+    Balance's cp. context: of Balance's cp, None with 1.
     """
 
     balanced_batches: BalancedBatchSampler
+    context: ContextParallel | None
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
         asked = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         super().__init__(*args, **kwargs)
+        check_at_least("cp of Balance", balance.cp, 1)
+        self.context = None
+        if balance.cp > 1:
+            names = ("cp", "strategy", "exchange", "cost")
+            options = {name: getattr(balance, name) for name in names}
+            self.context = context_of_trainer(self, **options)
         given = asked.get("data_collator") is not None
         self._chosen_collator = None if given else cast(Any, self).data_collator
 
@@ -242,7 +266,8 @@ class BalancedTrainer:
                 dataset = self._remove_unused_columns(dataset, description="training")
         _check_accelerator(self.accelerator, self.get_sp_size())
         args, lengths = self.args, _lengths(dataset)
-        num_ranks = args.world_size // (self.get_tp_size() * self.get_cp_size())
+        cp = self.balance.cp * self.get_cp_size()
+        num_ranks = args.world_size // (self.get_tp_size() * cp)
         if num_ranks < 1:
             raise UserError(f"{args.world_size} processes are too few for the trainer's tp and cp")
         batches = BalancedBatchSampler(
@@ -256,7 +281,7 @@ class BalancedTrainer:
             DataLoader(
                 dataset,
                 batch_sampler=batches,
-                collate_fn=collator,
+                collate_fn=collator if self.context is None else self.context.collator(collator),
                 num_workers=args.dataloader_num_workers,
                 pin_memory=args.dataloader_pin_memory,
                 persistent_workers=args.dataloader_persistent_workers,

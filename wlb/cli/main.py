@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from wlb import __version__
 from wlb.cli import (
@@ -44,19 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.
     """
-    parser = argparse.ArgumentParser(
-        prog="wlb",
-        description="Workload-balanced 4-D parallelism for LLM training.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"wlb {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    sample.add_parser(commands)
-    weights.add_parsers(commands)
-    completion.add_parser(commands)
+    parser, commands = parser_of()
     words = sys.argv[1:] if arguments is None else arguments
     if not words:
         parser.print_help()
@@ -76,6 +64,31 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"wlb {options.command}: interrupted", file=sys.stderr)
         return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Shortens messages, which quote the value of an option whatever its length."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(shortened(message))
+
+
+def parser_of() -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of the command line, and its commands."""
+    parser = _Parser(
+        prog="wlb",
+        description="Workload-balanced 4-D parallelism for LLM training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"wlb {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    sample.add_parser(commands)
+    weights.add_parsers(commands)
+    completion.add_parser(commands)
+    return parser, commands
 
 
 @contextmanager

@@ -13,11 +13,18 @@ MOST_PROCESSES = 4096
 
 
 def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str], Any]:
-    """The type of an option for numbers up to `most`, beyond which a command would not end."""
+    """The type of an option for numbers of at most `most` in magnitude, beyond which a command
+    would not end; infinity means "no limit" where a command permits it."""
+    what = "a whole number" if kind is int else "a number"
 
     def parsed(text: str) -> Any:
-        value = kind(text)
-        # Infinity means "no limit" where an option permits it.
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shortened(text, 40)!r} is not {what}") from None
+        # NaN is neither within nor beyond any bound.
+        if value != value:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
         if abs(value) > most and abs(value) != float("inf"):
             raise argparse.ArgumentTypeError(f"{shortened(text, 40)} must be at most {most}")
         return value

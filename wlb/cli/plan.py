@@ -13,7 +13,7 @@ from typing import Any
 from wlb import __version__
 from wlb.cli import output, settings, sources
 from wlb.cli.options import add_flag, add_json, add_text, add_value, number
-from wlb.cost import ProfiledWorkload, ideal_kernels_ns, workload_for
+from wlb.cost import ProfiledWorkload, ideal_kernels_ns, rows_of_layer, workload_for
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
@@ -25,7 +25,6 @@ from wlb.plan import (
     check_between,
     local_tokens,
     rows_gathered,
-    rows_moved,
 )
 from wlb.planner import Planner
 from wlb.report import packing_page, packing_table, remarks, saving_line, uneven, weight_remark
@@ -267,7 +266,7 @@ def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload)
         if name == own:
             counts.update(plan.strategy for plan in made)
             exchanges.update(str(plan.exchange) for plan in made)
-            needed = _needed_share(made, row_multiple=spec.row_multiple)
+            needed = _needed_share(made, cost, row_multiple=spec.row_multiple)
     listed = ", ".join(f"{name} {ratio:.3f}" for name, ratio in over.items())
     text = (
         f"sharding ({own}, CP {cp}), first {len(plans)} steps: {_counted(counts)} micro-batches; "
@@ -289,7 +288,9 @@ def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-def _needed_share(plans: Sequence[ShardingPlan], *, row_multiple: int) -> float:
+def _needed_share(
+    plans: Sequence[ShardingPlan], cost: ProfiledWorkload, *, row_multiple: int
+) -> float:
     """Rows that the busiest ranks need over those that an all-gather brings."""
     gathered = sum(
         rows_gathered(
@@ -297,7 +298,7 @@ def _needed_share(plans: Sequence[ShardingPlan], *, row_multiple: int) -> float:
         )
         for plan in plans
     )
-    received = sum(int(rows_moved(plan).sum(axis=1).max()) for plan in plans)
+    received = sum(float(rows_of_layer(plan, cost).sum(axis=1).max()) for plan in plans)
     return received / gathered if gathered else 0.0
 
 

@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
     add_text(parser, "--system", "SYSTEM", f"settings of a system: {', '.join(SYSTEMS)}")
     text = f"{ALL}, {ONE_PER_STAGE} (of each pipeline position), or numbers as in 0,63"
     add_value(parser, "--ranks", ONE_PER_STAGE, text)
-    add_value(parser, "--steps", 3, "steps to rehearse")
+    add_value(parser, "--steps", 3, "steps to rehearse", most=10_000)
     text = "ranks that are rehearsed at a time, a process each"
     add_value(parser, "--jobs", 1, text, most=MOST_PROCESSES)
     add_text(parser, "--trace", "FILE", "write kernels and transfers for Perfetto")

@@ -24,7 +24,7 @@ def add_parser(commands: Any) -> None:
         "source", metavar="RUN_OR_CHECKPOINT", help="a checkpoint, or a run (its newest)"
     )
     add_text(parser, "--prompt", "TEXT", "what the model goes on from", required=True)
-    add_value(parser, "--tokens", 64, "most tokens to make")
+    add_value(parser, "--tokens", 64, "most tokens to make", most=2**20)
     text = "continue the text as it is, although the model was trained on conversations"
     add_flag(parser, "--plain", text)
     add_text(parser, "--tokenizer", "FILE", "a tokenizer.json to use instead of the store's")

@@ -74,8 +74,10 @@ from wlb.cost.surface import limit_growth as limit_growth
 from wlb.cost.workload import FlopsWorkload as FlopsWorkload
 from wlb.cost.workload import HiddenExchange as HiddenExchange
 from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
+from wlb.cost.workload import SlidingLayers as SlidingLayers
 from wlb.cost.workload import Transfers as Transfers
 from wlb.cost.workload import WorkloadModel as WorkloadModel
+from wlb.cost.workload import rows_of_layer as rows_of_layer
 from wlb.cost.workload import workload_for as workload_for
 from wlb.cost.workload import workload_of as workload_of
 from wlb.cost.workspace import AttentionCall as AttentionCall

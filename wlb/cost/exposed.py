@@ -12,15 +12,15 @@ from dataclasses import replace
 import numpy as np
 
 from wlb.cost.latency import exchange_ns
-from wlb.cost.workload import HiddenExchange, WorkloadModel
+from wlb.cost.workload import HiddenExchange, SlidingLayers, WorkloadModel, rows_of_layer
 from wlb.plan import (
     FloatArray,
     IntArray,
     KeyExchange,
+    Relay,
     ShardingPlan,
     gather_bounds,
     offsets_of,
-    rows_moved,
     rows_moved_in_stages,
     rows_read,
     stage_bounds,
@@ -33,7 +33,8 @@ def waits_ns(
 ) -> tuple[FloatArray, FloatArray]:
     """What each CP rank waits for its exchange, forward and backward, shape [cp] each.
 
-    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap` out.
+    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap` out, as layers with a sliding
+    window do; with `cp.stages` those wait for the rows of the mean layer.
     """
     if plan.cp == 1:
         return np.zeros(1), np.zeros(1)
@@ -41,14 +42,25 @@ def waits_ns(
         whole = exchange_ns(plan, cost, num_rows=num_rows)
         forward, backward = (np.full(plan.cp, float(ns)) for ns in whole)
         return forward, backward
-    moved = None if plan.exchange == KeyExchange.GATHER else rows_moved(plan)
+    moved = None if plan.exchange == KeyExchange.GATHER else rows_of_layer(plan, cost)
     rows = plan.num_tokens if num_rows is None else num_rows
     hidden = cost.products_ns(rows)
     is_split = overlaps and cost.overlaps
-    if is_split and cost.stages > 1:
-        return _waits_in_stages_ns(plan, cost, rows)
+    sliding_share = cost.sliding_share if isinstance(cost, SlidingLayers) else 0.0
+    is_relayed = plan.exchange == KeyExchange.RELAYED
+    if is_split and (cost.stages > 1 or is_relayed) and sliding_share < 1:
+        in_stages = _waits_of_relay_ns if is_relayed else _waits_in_stages_ns
+        staged = in_stages(plan, cost, rows)
+        if not sliding_share:
+            return staged
+        plain = waits_ns(plan, cost, num_rows=num_rows, overlaps=False)
+        both = zip(staged, plain, strict=True)
+        forward, backward = (s * (1 - sliding_share) + p * sliding_share for s, p in both)
+        return forward, backward
     there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
+    # Sliding layers compute in one call, which begins when all keys are there.
+    own = own * (1 - sliding_share)
     forward = np.maximum(0.0, there - hidden.there - own[0])
     backward = np.maximum(0.0, back - hidden.back - own[1]) + max(0.0, again - hidden.again)
     return forward, backward
@@ -71,7 +83,7 @@ def _waits_in_stages_ns(
         parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=cost.stages)]
     travels = np.array([cost.transfers_ns(*part, cp=plan.cp) for part in parts_of])
     hidden = cost.products_ns(num_rows)
-    own, parts, calls = _attention_in_stages_ns(plan, cost)
+    own, parts, calls = _attention_in_stages_ns(plan, cost, _keys_in_stages(plan, cost.stages))
     zero = np.zeros(plan.cp)
     # Of each rank, when its kernels are done, with the transfers' start as zero.
     at, arrived = hidden.there + own[0], zero
@@ -95,17 +107,52 @@ def _waits_in_stages_ns(
     return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
 
 
+def _waits_of_relay_ns(
+    plan: ShardingPlan, cost: WorkloadModel, num_rows: int
+) -> tuple[FloatArray, FloatArray]:
+    """`waits_ns` of an exchange that brings each row to a node once, as `_waits_in_stages_ns`.
+
+    Rows land while keys of the own node come, on a communicator of their own, and are passed on
+    when own keys are done; in backward they are passed on first, and their gradients take the same
+    way back (`wlb.parallel.overlap_op`).
+    """
+    assert isinstance(cost, HiddenExchange)
+    relay = Relay(sharding=plan, near=plan.ranks_per_node)
+    passed = relay.passed_on.copy()
+    np.fill_diagonal(passed, 0)
+    moved = (relay.landed, relay.moved_near, passed)
+    land, near, passing = (cost.transfers_ns(rows, 0, cp=plan.cp) for rows in moved)
+    hidden = cost.products_ns(num_rows)
+    keys = np.stack([_of_documents(plan, rows) for rows in (relay.read_far, relay.read_near)])
+    own, (of_far, of_near), calls = _attention_in_stages_ns(plan, cost, keys)
+    at = np.maximum(hidden.there + own[0], land.there)
+    passed_on = max(float(at.max()), near.there) + passing.there
+    at = np.maximum(at, near.there) + of_near[0]
+    at = np.maximum(at, passed_on) + of_far[0]
+    computes = own + of_far + of_near
+    forward = float(at.max() - hidden.there - computes[0].max())
+    begin = max(hidden.again, land.again)
+    passed_on = max(begin, near.again) + passing.again
+    at = passed_on + of_far[1]
+    landed_back = float(at.max()) + passing.back
+    at = np.maximum(at, near.again) + of_near[1]
+    near_back = max(landed_back, float(at.max())) + near.back
+    at = np.maximum(at, landed_back)
+    returned = max(near_back, float(at.max()) + land.back)
+    done = np.maximum(at + own[1] + hidden.back, returned)
+    backward = float(done.max() - hidden.again - hidden.back - computes[1].max())
+    return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
+
+
 def _attention_in_stages_ns(
-    plan: ShardingPlan, cost: WorkloadModel
+    plan: ShardingPlan, cost: WorkloadModel, keys: IntArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
     the launches of all calls but two, [2, cp]. A span's time with others' keys is divided among
-    stages as those keys are."""
-    assert isinstance(cost, HiddenExchange)
+    stages as those `keys` are, shape [stages, num_spans]."""
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
     others = np.array(cost.segment_times_ns(num_q, plan.stop), np.float64) - own
-    keys = _keys_in_stages(plan, cost.stages)
     shares = keys / np.maximum(1, keys.sum(axis=0))
     launches = cost.attention_call_ns(num_q, plan.stop, plan.rank_offsets)
 
@@ -114,7 +161,7 @@ def _attention_in_stages_ns(
         return np.array(sums, np.float64)
 
     parts = np.array([of_ranks(others * share) for share in shares])
-    return of_ranks(own), parts, (cost.stages - 1) * np.array(launches, np.float64)
+    return of_ranks(own), parts, (len(keys) - 1) * np.array(launches, np.float64)
 
 
 def _keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
@@ -134,10 +181,15 @@ def _keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
         sizes = np.diff(at, axis=0)
     else:
         sizes = np.diff(stage_bounds(plan, read, stages=stages), axis=0)
-    of_piece = np.zeros((stages, plan.lengths.size, plan.cp), np.int64)
-    for s in range(stages):
-        np.add.at(of_piece[s], plan.piece, sizes[s])
-    return of_piece[:, plan.piece, rank]
+    return np.stack([_of_documents(plan, rows) for rows in sizes])
+
+
+def _of_documents(plan: ShardingPlan, rows: IntArray) -> IntArray:
+    """Of each span, the rows of its document that its rank reads, shape [num_spans]. rows: of each
+    span by each rank, [num_spans, cp]."""
+    of_piece = np.zeros((plan.lengths.size, plan.cp), np.int64)
+    np.add.at(of_piece, plan.piece, rows)
+    return of_piece[plan.piece, rank_of_span(plan)]
 
 
 def over_gather_ns(
@@ -150,7 +202,7 @@ def over_gather_ns(
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return 0, 0
-    gather = replace(plan, exchange=KeyExchange.GATHER)
+    gather = replace(plan, exchange=KeyExchange.GATHER, ranks_per_node=0)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
     forward, backward = (round(float(a.max() - b.max())) for a, b in zip(waits, plain, strict=True))

@@ -24,10 +24,11 @@ LINEAR_BACKWARD_FACTOR = 2
 """Products in backward of a matrix product: the input's gradient and the weight's."""
 
 
-def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
+def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
     """Query-key pairs of segments of `q` rows that end at key `kv` (bottom-right causal).
 
-    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. Shape [n].
+    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. With a
+    sliding window it sees the latest `sliding` of them (0 = all). Shape [n].
     """
     q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
     if (i := first_true((q < 0) | (q > kv))) is not None:
@@ -35,18 +36,31 @@ def causal_pairs(q: IntArray, kv: IntArray) -> IntArray:
             f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
             f"needs 0 <= q <= kv"
         )
-    return q * kv - q * (q - 1) // 2
+    pairs = q * kv - q * (q - 1) // 2
+    if not sliding:
+        return pairs
+    # Row i leaves out kv - q + i + 1 - sliding keys, from the row on where that is above 0.
+    hidden = kv - q + 1 - sliding
+    first = np.clip(-hidden, 0, q)
+    return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
 
 
-def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
+def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 0) -> FloatArray:
     """Pairs that a kernel on whole tiles of `tile_rows` query rows computes (Section 5.3).
 
     Tile t of ceil(q / tile_rows) computes all its rows over the keys of its last row, kv - q +
     (t + 1) * tile_rows, at most kv: 16 rows cost as much as 128. Tiles of one row give
-    `causal_pairs`. Floats, because mean lengths are allowed.
+    `causal_pairs`. Floats, because mean lengths are allowed. With a sliding window a tile computes
+    no keys before those of its first row's window.
     """
     num_tiles = np.ceil(q / tile_rows)
     full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
+    if sliding:
+        # Tile t leaves out kv - q + t * tile_rows + 1 - sliding keys, where that is above 0.
+        left_out = kv - q + 1 - sliding
+        first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
+        last = np.maximum(first, num_tiles) - 1
+        full = full - (num_tiles - first) * (left_out + tile_rows * (first + last) / 2)
     return np.where(q > 0, tile_rows * (full + kv), 0.0)
 
 
@@ -99,13 +113,16 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
     1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
     Experts: a token is read once and written K times on its way, and the reverse on its way back,
-    in both passes: residuals. `norms_keys` has norms of Q's and K's values; adding biases
-    (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals.
+    in both passes: residuals. A `query_factor` is one more rotation of Q. `norms_keys` has norms of
+    Q's and K's values; adding biases (`qkv_bias`) reads and writes Q, K and V, and reads their
+    gradients: residuals.
     """
     hidden, ffn = model.hidden_size, model.active_ffn_size
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
-    normed = 2 * hidden + rotated * model.norms_keys
+    normed = model.norms_per_layer * hidden + rotated * model.norms_keys
+    # Multiplying queries by a factor reads and writes as rotating them does.
+    rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     return {
         "norm": (2 * normed, 3 * normed),
@@ -118,8 +135,9 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
-    norms, residuals = 2 + 2 * model.norms_keys, 2 + 3 * model.qkv_bias
-    return {"norm": norms, "residual": residuals, "rotary": 2, "swiglu": 1}
+    norms, residuals = model.norms_per_layer + 2 * model.norms_keys, 2 + 3 * model.qkv_bias
+    rotary = 2 + (model.query_factor() != 1.0)
+    return {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
 
 
 def layer_linear_flops(model: ModelSpec) -> int:
@@ -156,6 +174,9 @@ def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
     Floats, because a million-token document of a large model passes 2^63; exact below 2^53.
     """
     lengths = np.asarray(lengths, np.int64)
-    pairs = causal_pairs(lengths, lengths).astype(np.float64)
-    per_pair = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim * model.num_layers
+    sliding, num_sliding = model.sliding_window, model.num_sliding_layers
+    pairs = causal_pairs(lengths, lengths) * float(model.num_layers - num_sliding)
+    if num_sliding:
+        pairs = pairs + causal_pairs(lengths, lengths, sliding=sliding) * float(num_sliding)
+    per_pair = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim
     return per_pair * pairs + linear_flops_per_token(model) * lengths.astype(np.float64)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.cost.workload import ExchangePrices, ProfiledWorkload, WorkloadModel
-from wlb.plan import IntArray, IntLike, KeyExchange, ShardingPlan, UserError, offsets_of, rows_moved
+from wlb.cost.workload import ExchangePrices, ProfiledWorkload, WorkloadModel, rows_of_layer
+from wlb.plan import IntArray, IntLike, KeyExchange, ShardingPlan, UserError, offsets_of
 from wlb.plan.sharding import RankTimes
 
 
@@ -66,7 +66,7 @@ def exchange_ns(
             f"{type(cost).__name__} has no method needed_exchange_ns, by which an exchange by need "
             f"is priced; add it, or set exchange = gather"
         )
-    return cost.needed_exchange_ns(rows_moved(plan))
+    return cost.needed_exchange_ns(rows_of_layer(plan, cost))
 
 
 def kernels_ns(

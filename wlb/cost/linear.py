@@ -62,7 +62,7 @@ residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
 
 
 def rows_ns(
-    profile: KernelProfile, rows: IntArray, is_near: BoolArray, *, row_bytes: float
+    profile: KernelProfile, rows: IntArray | FloatArray, is_near: BoolArray, *, row_bytes: float
 ) -> FloatArray:
     """Time of each number of rows between two ranks in an all-to-all: in a node at an all-gather's
     bandwidth, elsewhere over the rank's own link. is_near: whether a node has both; shape of rows
@@ -105,7 +105,12 @@ class LinearCost:
         if self.recompute != Recompute.FULL:
             return work
         calls = elementwise_calls(self.model)
-        return replace(work, calls=calls | {"residual": calls["residual"] - 1})
+        calls |= {"residual": calls["residual"] - 1}
+        if not self.model.branch_norms:
+            return replace(work, calls=calls)
+        # The last norm needs the last product, which is therefore made again.
+        calls |= {"norm": calls["norm"] - 1}
+        return replace(work, calls=calls, matrices=range(7), tp=TP_FORWARD)
 
     @property
     def kv_gathers_again(self) -> bool:
@@ -239,7 +244,7 @@ class LinearCost:
         there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
         return round(there), round(again + back)
 
-    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """(forward, backward) all-to-alls of the rows that ranks need, as `kv_exchange_ns`.
 
         moved: rows that rank i receives of rank j's, [cp, cp] with i first. Gradients go the other
@@ -248,7 +253,9 @@ class LinearCost:
         there, again, back = self.transfers_ns(moved, 0, cp=len(moved))
         return round(there), round(again + back)
 
-    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Work:
+    def transfers_ns(
+        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
+    ) -> Work:
         """K and V in forward and again in backward, and their gradients' way back, of the layers of
         a pipeline rank. moved: as in `needed_exchange_ns`; None: an all-gather of `num_tokens`."""
         if moved is None:
@@ -271,7 +278,7 @@ class LinearCost:
         tokens = num_tokens * self.num_layers
         return q[0] * tokens, rest[1] * tokens, q[1] * tokens
 
-    def _all_to_all_ns(self, moved: IntArray, value_bytes: int) -> float:
+    def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
         """One layer's all-to-all: an all-gather's latency, and the rank that sends or receives
         longest.
 

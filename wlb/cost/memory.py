@@ -7,7 +7,7 @@ formulas.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from wlb.cost import experts
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
-from wlb.plan import KeyExchange, ShardingPlan, rows_moved
+from wlb.plan import IntArray, KeyExchange, Relay, ShardingPlan, rows_moved
 from wlb.spec import (
     Dtype,
     ExchangeChoice,
@@ -195,7 +195,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     local = _local(spec, micro_batch_tokens)
     if spec.training.recompute == Recompute.FULL:
         return local * (model.hidden_size * size + experts.order_bytes(model)) // tp
-    values = 3 * model.hidden_size + 2 * model.q_dim
+    values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
     if model.norms_keys:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
@@ -279,29 +279,48 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
 
 def _sent_rows(spec: RunSpec, local: int) -> int:
     """Rows of keys in a buffer of their own while they travel by need, at most all ranks'."""
-    is_gather = spec.parallel.cp == 1 or spec.sharding.exchange == ExchangeChoice.GATHER
-    return 0 if is_gather else spec.parallel.cp * local
+    cp, exchange = spec.parallel.cp, spec.sharding.exchange
+    if cp == 1 or exchange == ExchangeChoice.GATHER:
+        return 0
+    # Rows that land and are passed on are at most as many again, half of all in two nodes.
+    passes_on = spec.cp.overlap and exchange != ExchangeChoice.NEEDED
+    return cp * local + passes_on * (cp * local // 2)
 
 
 class KeyBytes(NamedTuple):
     """Bytes of K and V of one layer on one rank: rows that its exchange brings together, and rows
     on their way to others. Own ones are among both, but with an all-gather those that are sent are
-    own ones only, and by need with cp.overlap there are none."""
+    own ones only, and by need with cp.overlap there are none. Rows of other nodes that are passed
+    on (`wlb.plan.relay`) count where they land and where they are read."""
 
     arrived: int
     sent: int
 
 
 def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
-    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte."""
+    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte; of a layer
+    without a sliding window, if the model has one."""
     if sharding.cp == 1:
         return KeyBytes(0, 0)
     row_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
     if sharding.exchange == KeyExchange.GATHER:
         return KeyBytes(sharding.cp * local_tokens * row_bytes, local_tokens * row_bytes)
-    moved, own = rows_moved(sharding), 0 if spec.cp.overlap else local_tokens
+    model = spec.model
+    slides = model.num_sliding_layers == model.num_layers
+    moved = rows_moved(sharding, sliding=model.sliding_window if slides else 0)
+    own = 0 if spec.cp.overlap and not slides else local_tokens
     rows = (own + int(moved[rank].sum()), own + int(moved[:, rank].sum()))
+    if sharding.exchange == KeyExchange.RELAYED and not slides:
+        relay = Relay(sharding=sharding, near=sharding.ranks_per_node)
+        legs = (relay.landed, relay.moved_near, relay.passed_on)
+        there, away = _both_ways(legs, rank)
+        rows = (sum(int(x.sum()) for x in there), sum(int(x.sum()) for x in away))
     return KeyBytes(*(n * row_bytes for n in rows))
+
+
+def _both_ways(legs: Sequence[IntArray], rank: int) -> tuple[list[IntArray], list[IntArray]]:
+    """What a rank receives and sends in each exchange of rows, [cp, cp] each."""
+    return [leg[rank] for leg in legs], [leg[:, rank] for leg in legs]
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:
@@ -401,13 +420,16 @@ def _has_fsdp(spec: RunSpec) -> bool:
 
 
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
-    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 and their gradient
-    in compute dtype, the rows of all TP ranks and their gradient, the head's gradient twice."""
+    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 (two with a soft
+    cap) and their gradient in compute dtype, the rows of all TP ranks and their gradient, the
+    head's gradient twice."""
     if pp_rank < spec.parallel.pp - 1:
         return 0
     tp, size, width = spec.parallel.tp, _compute_bytes(spec), spec.model.hidden_size
     rows, vocabulary = _local(spec, tokens), spec.model.padded_vocab_size // tp
-    of_chunk = min(spec.training.loss_chunk, rows) * vocabulary * (size + FLOAT32_BYTES)
+    num_float32 = 1 + (spec.model.logit_softcap > 0)
+    of_value = size + num_float32 * FLOAT32_BYTES
+    of_chunk = min(spec.training.loss_chunk, rows) * vocabulary * of_value
     return (
         of_chunk
         + rows * width * size * (1 + (tp > 1))

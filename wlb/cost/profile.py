@@ -170,14 +170,20 @@ class AttentionTable:
         return float(low + weight * (high - low))
 
     def times_ns(
-        self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int
+        self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
         """Forward and backward ns of each segment in one layer, shape [n], without launches and
         groups. Padded rows choose the throughput, so that all lengths of a tile cost the same; a
-        segment below the grid costs as much as the smallest in it; zero rows are free."""
+        segment below the grid costs as much as the smallest in it; zero rows are free.
+
+        sliding: keys that a query sees, 0 = all. Windows are not measured: a tile's keys are
+        counted, at the throughput of a segment that is no longer than the window.
+        """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
-        work = tile_pairs(rows, keys, tile_rows=self.tile_rows)
+        work = tile_pairs(rows, keys, tile_rows=self.tile_rows, sliding=sliding)
         work = np.where(q > 0, work * (head_dim * num_heads / self.efficiency(num_heads)), 0.0)
+        if sliding:
+            rows, keys = np.minimum(rows, sliding), np.minimum(keys, sliding)
         tiled = self._tiled(rows)
         cells = self.forward.cells(tiled, keys)
         rates = [self.forward.read(cells), self.backward.read(cells)]
@@ -185,7 +191,8 @@ class AttentionTable:
             # Segments without a prefix need no explicit mask, so they are at least as fast as the
             # surface; a measurement that says otherwise is noise.
             for i, curve in enumerate((self.square_forward, self.square_backward)):
-                rates[i] = np.where(q == kv, np.maximum(curve.at(tiled), rates[i]), rates[i])
+                is_square = (q == kv) & ((kv <= sliding) if sliding else True)
+                rates[i] = np.where(is_square, np.maximum(curve.at(tiled), rates[i]), rates[i])
         # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
         forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / rates[0]
         backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / rates[1]

@@ -19,7 +19,7 @@ from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
 from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
-from wlb.plan import IntArray, IntLike, UserError
+from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
 from wlb.plan.arrays import first_true
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 
@@ -68,9 +68,9 @@ class WorkloadModel(Protocol):
 class ExchangePrices(Protocol):
     """A workload that also prices the exchange by need; others are refused for needed and auto."""
 
-    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
-        backward. moved: rows that rank i receives of rank j's (`rows_moved`), shape [cp, cp]."""
+        backward. moved: rows that rank i receives of rank j's (`rows_of_layer`), shape [cp, cp]."""
         ...
 
 
@@ -100,7 +100,9 @@ class HiddenExchange(Protocol):
     @property
     def cp_ranks_per_node(self) -> int: ...
 
-    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Transfers:
+    def transfers_ns(
+        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
+    ) -> Transfers:
         """Collectives of a micro-batch of `num_tokens`; moved: see `needed_exchange_ns`, None for
         an all-gather."""
         ...
@@ -108,6 +110,29 @@ class HiddenExchange(Protocol):
     def products_ns(self, num_tokens: int) -> Transfers:
         """Matrix products that run meanwhile."""
         ...
+
+
+@runtime_checkable
+class SlidingLayers(Protocol):
+    """A workload some of whose layers have a sliding window of keys; others have none.
+
+    sliding_window: keys that a query sees in them. sliding_share: those layers over all.
+    """
+
+    @property
+    def sliding_window(self) -> int: ...
+
+    @property
+    def sliding_share(self) -> float: ...
+
+
+def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
+    """Rows that rank i reads of rank j's in the mean layer, shape [cp, cp] (`rows_moved`)."""
+    if not isinstance(cost, SlidingLayers) or not cost.sliding_share:
+        return rows_moved(plan)
+    share = cost.sliding_share
+    sliding = rows_moved(plan, sliding=cost.sliding_window)
+    return rows_moved(plan) * (1 - share) + sliding * share
 
 
 def _ns(values: FloatArray) -> IntArray:
@@ -186,7 +211,7 @@ class FlopsWorkload:
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return 0, 0
 
-    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """Free, as all collectives (`ExchangePrices`)."""
         return 0, 0
 
@@ -258,6 +283,16 @@ class ProfiledWorkload:
         """Layers of a pipeline rank."""
         return self.linear.num_layers
 
+    @property
+    def sliding_window(self) -> int:
+        """Keys that a query sees in a sliding layer (`SlidingLayers`)."""
+        return self.model.sliding_window
+
+    @property
+    def sliding_share(self) -> float:
+        """Sliding layers over all; pipeline ranks are taken to have equal shares."""
+        return self.model.num_sliding_layers / self.model.num_layers
+
     def workload_ns(self, lengths: IntLike) -> IntArray:
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
@@ -299,7 +334,7 @@ class ProfiledWorkload:
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
 
-    def needed_exchange_ns(self, moved: IntArray) -> tuple[int, int]:
+    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """Of the busiest rank, in the layers of a pipeline rank (`ExchangePrices`)."""
         return self.linear.needed_exchange_ns(moved)
 
@@ -312,7 +347,9 @@ class ProfiledWorkload:
         """CP ranks that follow each other in a node (`HiddenExchange`)."""
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
 
-    def transfers_ns(self, moved: IntArray | None, num_tokens: int, *, cp: int) -> Transfers:
+    def transfers_ns(
+        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
+    ) -> Transfers:
         """Collectives of keys in the layers of a pipeline rank (`HiddenExchange`)."""
         return Transfers(*self.linear.transfers_ns(moved, num_tokens, cp=cp))
 
@@ -378,11 +415,22 @@ class ProfiledWorkload:
         return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
     def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
-        forward, backward = self.table.times_ns(
-            q, kv, num_heads=self.heads_per_rank, head_dim=self.model.head_size
-        )
-        layers = self.num_layers_per_rank
-        return forward * layers, (backward + forward * self.linear.again.attention) * layers
+        """Of all layers of a pipeline rank: of those that see all keys, and of the sliding ones."""
+        forward, backward = np.zeros(q.shape), np.zeros(q.shape)
+        sliding = self.num_layers_per_rank * self.sliding_share
+        for layers, window in (
+            (self.num_layers_per_rank - sliding, 0),
+            (sliding, self.model.sliding_window),
+        ):
+            if layers:
+                times = self.table.times_ns(
+                    *(q, kv),
+                    num_heads=self.heads_per_rank,
+                    head_dim=self.model.head_size,
+                    sliding=window,
+                )
+                forward, backward = forward + times[0] * layers, backward + times[1] * layers
+        return forward, backward + forward * self.linear.again.attention
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:

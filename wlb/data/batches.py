@@ -322,6 +322,12 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
     what, keys: owner of the state and the keys that select the data, for the message.
     """
     expected = counts | identity.keys()
+    # It may have been read from a file.
+    if not isinstance(cast(object, state), dict):
+        raise UserError(
+            f"the state of {what} has {sorted(expected)}, this one is {type(state).__name__}; "
+            f"resume with the {keys} of the checkpoint, or start a new run"
+        )
     if state.keys() | ({IDENTITY} & expected) != expected:
         raise UserError(
             f"the state of {what} has {sorted(expected)}, this one {sorted(state)}; resume with "

@@ -224,6 +224,8 @@ class BlendedBatches(BatchStream):
         UserError for a state of another blend."""
         names = {*_COUNTS, *_COLUMNS}
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
+        if not all(isinstance(state[name], list) for name in _COLUMNS):
+            raise UserError(f"the state of a blend has no lists {_COLUMNS}; it is damaged")
         counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
         sizes = {len(state[name]) for name in _COLUMNS}
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)

@@ -61,10 +61,9 @@ class StoreInfo:
         with malformed(where, remedy):
             data = read_object(path, remedy=remedy)
         of = Fields(data, where, remedy=remedy)
-        about, targets = data.get("preparation", {}), data.get("targets")
-        for name, value, kind in (("preparation", about, dict), ("targets", targets or "", str)):
-            if not isinstance(value, kind):
-                raise of.error(name, f"must be {kind.__name__}")
+        about = data.get("preparation", {})
+        if not isinstance(about, dict):
+            raise of.error("preparation", "must be dict")
         tokenizer = of.text("tokenizer", "") or None
         if tokenizer and Path(tokenizer).name != tokenizer:
             raise of.error("tokenizer", "must be the name of a file beside the store")
@@ -80,7 +79,7 @@ class StoreInfo:
             tokenizer=tokenizer,
             source=of.text("source", ""),
             preparation=about,
-            targets=targets,
+            targets=None if data.get("targets") is None else of.text("targets"),
         )
 
     def write(self, path: Path) -> None:

@@ -5,5 +5,6 @@ from wlb.kernels.backend import Backend as Backend
 from wlb.kernels.observe import AttentionObserver as AttentionObserver
 from wlb.kernels.observe import observing as observing
 from wlb.kernels.op import BACKENDS as BACKENDS
+from wlb.kernels.segments import Scores as Scores
 from wlb.kernels.segments import Segments as Segments
 from wlb.kernels.select import select_backend as select_backend

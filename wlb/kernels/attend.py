@@ -1,7 +1,8 @@
 """attend: causal attention of many packed segments in one call, on any backend.
 
-Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], with scores
-scaled by 1 / sqrt(D). Query head h uses key/value head h // (H / G). Shapes: `wlb.kernels.backend`.
+Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], or to the latest
+of them (`Scores.sliding`), with scores scaled by 1 / sqrt(D). Query head h uses key/value head h //
+(H / G). Shapes: `wlb.kernels.backend`.
 """
 
 import torch

@@ -11,6 +11,7 @@ from wlb.kernels.flash_package import (
     before_ampere,
     wrong_head_size,
 )
+from wlb.kernels.segments import Scores
 from wlb.spec import AttentionBackend
 
 _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
@@ -97,6 +98,13 @@ class Flash4Backend(FlashBackend):
         if major != 9 and not is_blackwell:
             return f"compute capability 9.x or 10.x only, not {major}.{minor}"
         return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
+
+    def wrong_scores(self, major: int, scores: Scores) -> str | None:
+        if scores.softcap:
+            return "its backward cannot cap scores (attention_softcap)"
+        if scores.sliding and major == 9:
+            return "its backward has sliding windows on compute capability 10.x only"
+        return None
 
 
 FLASH2, FLASH3, FLASH4 = Flash2Backend(), Flash3Backend(), Flash4Backend()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wlb.kernels.backend import Gradients, SavedTensors, kernel_name
-from wlb.kernels.segments import Segments
+from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.plan import UserError
 from wlb.spec import AttentionBackend
 
@@ -122,26 +122,36 @@ class FlashBackend:
         self.deterministic = deterministic
         self.name = kernel_name(self.backend, deterministic=deterministic)
 
-    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    def why_not(
+        self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
+    ) -> str | None:
         """Why this backend cannot compute, in words; None if it can. Cheap checks come first."""
         if reason := wrong_tensors(device, dtype) or self.package.missing():
             return reason
         capability = compute_capability(device)
         if capability is None:
             return "torch sees no GPU here to ask for its compute capability"
-        return self.wrong_device(*capability, head_size) or self.package.problem()
+        if wrong := self.wrong_device(*capability, head_size):
+            return wrong
+        return self.wrong_scores(capability[0], scores) or self.package.problem()
 
     def lacks_package_only(
-        self, *, device: torch.device, dtype: torch.dtype, head_size: int
+        self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> bool:
         """Whether this backend could compute here if its package were installed as it should be."""
         capability = None if wrong_tensors(device, dtype) else compute_capability(device)
         if capability is None or self.wrong_device(*capability, head_size):
             return False
+        if self.wrong_scores(capability[0], scores):
+            return False
         return (self.package.missing() or self.package.problem()) is not None
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         raise NotImplementedError
+
+    def wrong_scores(self, major: int, scores: Scores) -> str | None:
+        """Why the package cannot compute these scores on GPUs of this compute capability."""
+        return None
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -176,10 +186,16 @@ class FlashBackend:
         segments: Segments,
         values: dict[str, Any],
     ) -> Any:
-        cu_q, cu_k, max_q, max_k = segments.arguments
+        cu_q, cu_k, max_q, max_k = segments.lengths
         scale = qkv[0].shape[-1] ** -0.5
         every_call = (*qkv, cu_q, cu_k, max(self.least_max_q, max_q), max_k, scale)
-        mask = {name: segments.is_causal for name in _CAUSAL if name in function.constants}
+        mask: dict[str, Any] = {
+            name: segments.is_causal for name in _CAUSAL if name in function.constants
+        }
+        if sliding := segments.scores.sliding:
+            mask |= {"window_size_left": sliding - 1, "window_size_right": 0}
+        if segments.scores.softcap:
+            mask["softcap"] = segments.scores.softcap
         return self.kernels[function.name](
             **dict(zip(_EVERY_CALL, every_call, strict=True)),
             **{name: values[name] for name in function.by_name},

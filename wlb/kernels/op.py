@@ -78,10 +78,12 @@ def attend_op(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, H, D] and log-sum-exp [H, T]; only the output is differentiable."""
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     _check_rows(q_THD, k_SGD, segments)
     out_THD, lse_HT = forward(backend, q_THD, k_SGD, v_SGD, segments)
     return out_THD.contiguous(), lse_HT.contiguous()
@@ -99,18 +101,20 @@ def attend_backward_op(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
 ) -> Gradients:
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q_THD, k_SGD, v_SGD, cu_seqlens_q, cu_seqlens_k, max_q, max_k, backend = inputs
+    q_THD, k_SGD, v_SGD, cu_seqlens_q, cu_seqlens_k, *static = inputs
     ctx.save_for_backward(q_THD, k_SGD, v_SGD, *output, cu_seqlens_q, cu_seqlens_k)
-    ctx.static = (max_q, max_k, backend)
+    ctx.static = static
     ctx.set_materialize_grads(False)
 
 
@@ -118,9 +122,9 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     grad_THD, _ = grads
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
-        return (None,) * 8
+        return (None,) * 10
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
-    return (*dq_dk_dv, None, None, None, None, None)
+    return *dq_dk_dv, *(None,) * 7
 
 
 attend_op.register_autograd(_differentiate, setup_context=_keep)

@@ -23,7 +23,7 @@ class ReferenceBackend:
         out_THD, lse_HT = torch.empty_like(q_THD), empty_lse(q_THD)
         for rows, keys in _slices(segments):
             v_kGD = v_SGD[keys]
-            scores_GRqk = _scores(q_THD[rows], k_SGD[keys], segments.is_causal)
+            scores_GRqk, _ = _scores(q_THD[rows], k_SGD[keys], segments)
             weights_GRqk = scores_GRqk.softmax(dim=-1)
             out_qGRD = torch.einsum("grqk,kgd->qgrd", weights_GRqk, v_kGD)
             out_THD[rows] = out_qGRD.flatten(1, 2)
@@ -41,7 +41,7 @@ class ReferenceBackend:
             q_qGRD, grad_qGRD = (
                 x[rows].unflatten(1, (num_kv_heads, -1)) for x in (q_THD, grad_THD)
             )
-            scores_GRqk = _scores(q_THD[rows], k_SGD[keys], segments.is_causal)
+            scores_GRqk, slope = _scores(q_THD[rows], k_SGD[keys], segments)
             lse_GRq1, delta_GRq1 = (
                 x.unflatten(0, (num_kv_heads, -1))[..., None]
                 for x in (lse_HT[:, rows], delta_TH[rows].t())
@@ -50,7 +50,8 @@ class ReferenceBackend:
             weights_GRqk = weights.to(q_THD.dtype)
             dv_SGD[keys] = torch.einsum("grqk,qgrd->kgd", weights_GRqk, grad_qGRD)
             dweights_GRqk = torch.einsum("qgrd,kgd->grqk", grad_qGRD, v_SGD[keys])
-            dscores_GRqk = (weights * (dweights_GRqk - delta_GRq1)).to(q_THD.dtype)
+            dscores = weights * (dweights_GRqk - delta_GRq1)
+            dscores_GRqk = (dscores if slope is None else dscores * slope).to(q_THD.dtype)
             dq_qGRD = torch.einsum("grqk,kgd->qgrd", dscores_GRqk, k_SGD[keys]) * scale
             dq_THD[rows] = dq_qGRD.flatten(1, 2)
             dk_SGD[keys] = torch.einsum("grqk,qgrd->kgd", dscores_GRqk, q_qGRD * scale)
@@ -68,12 +69,19 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
             yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
 
 
-def _scores(q_qHD: Tensor, k_kGD: Tensor, is_causal: bool) -> Tensor:
-    """Scores [G, R, q, k], minus infinity for masked keys."""
+def _scores(q_qHD: Tensor, k_kGD: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
+    """Scores [G, R, q, k], minus infinity for masked keys; and, if they are capped, the derivative
+    of the cap at each."""
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
-    scores_GRqk = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD)
-    if not is_causal:
-        return scores_GRqk
+    scores_GRqk, slope = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD), None
+    if cap := segments.scores.softcap:
+        share = (scores_GRqk / cap).tanh()
+        scores_GRqk, slope = share * cap, 1 - share * share
+    if not segments.is_causal:
+        return scores_GRqk, slope
     seen_qk = torch.ones(scores_GRqk.shape[-2:], dtype=torch.bool, device=q_qHD.device)
-    seen_qk = seen_qk.tril(k_kGD.shape[0] - q_qHD.shape[0])
-    return scores_GRqk.masked_fill(~seen_qk, float("-inf"))
+    last = k_kGD.shape[0] - q_qHD.shape[0]
+    seen_qk = seen_qk.tril(last)
+    if sliding := segments.scores.sliding:
+        seen_qk = seen_qk.triu(last - sliding + 1)
+    return scores_GRqk.masked_fill(~seen_qk, float("-inf")), slope

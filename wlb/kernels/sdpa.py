@@ -1,10 +1,10 @@
 """Attention by torch's scaled_dot_product_attention: the CPU's backend, and float32 on CUDA.
 
 Segments of similar lengths (rounded up below 512) form a class, whose rows are gathered into a
-padded batch for one call. Padding is behind a segment's rows, where the causal mask hides it, so
-results are exact; rounding adds at most 41%. With `key_rows`, gradients of a row's uses are added
-in float32 by gathers, deterministically. Shapes: B segments of Q query and K key rows a class; P
-padded rows of all classes; N source rows.
+padded batch for one call. Masks hide padding, so results are exact; rounding adds at most 41%.
+Sliding segments are cut into blocks. Gradients of a key row's uses are added in float32 by gathers,
+deterministically. Shapes: B segments of Q query and K key rows a class; P padded rows of all
+classes; N source rows.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name, sum_dtype
+from wlb.kernels.capped import capped_backward, capped_forward
 from wlb.kernels.segments import Segments, copy_to_device
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PADDED_BELOW = 512
+_LEAST_BLOCK, MOST_BLOCK = 128, 1024
+"""Query rows of a block of a sliding segment: as many as it sees keys, within these bounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +67,7 @@ class _Rows:
 
 class _Class(NamedTuple):
     """Segments that one call computes. mask: None if they are square, split at their prefix, or
-    not causal and without padded keys."""
+    not causal and without padded keys; one for all where they are alike."""
 
     num_segments: int
     num_queries: int
@@ -125,6 +128,8 @@ class SdpaBackend:
     ) -> tuple[Tensor, Tensor]:
         plan = _plan(q_THD, k_SGD, segments)
         call = _forward_on_cpu if q_THD.device.type == "cpu" else _forward_elsewhere
+        if segments.scores.softcap:
+            call = partial(_forward_capped, segments.scores.softcap)
         batches = (plan.batch_queries(q_THD), plan.batch_keys(k_SGD), plan.batch_keys(v_SGD))
         results = [call(*x) for x in zip(plan.classes, *batches, strict=True)]
         out_PHD, lse_PH = (_unbatch(list(parts)) for parts in zip(*results, strict=True))
@@ -134,6 +139,8 @@ class SdpaBackend:
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         plan = _plan(q_THD, k_SGD, segments)
         call = _backward_on_cpu if q_THD.device.type == "cpu" else _backward_elsewhere
+        if segments.scores.softcap:
+            call = partial(_backward_capped, segments.scores.softcap)
         batches = (
             plan.batch_queries(grad_THD, fill=0.0),
             plan.batch_queries(q_THD),
@@ -175,6 +182,23 @@ def _backward_on_cpu(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradi
         dq, dk, dv = prefixed_backward(grad_BHQD, saved)
     else:
         dq, dk, dv = flash_backward(grad_BHQD, *saved, 0.0, c.is_causal, attn_mask=c.mask_B1QK)
+    return dq, _sum_heads(dk, k_BGKD.shape[1]), _sum_heads(dv, k_BGKD.shape[1])
+
+
+def _forward_capped(
+    softcap: float, c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
+) -> tuple[Tensor, Tensor]:
+    k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
+    return capped_forward(q_BHQD, k_BHKD, v_BHKD, c.mask_B1QK, c.is_causal, softcap)
+
+
+def _backward_capped(
+    softcap: float, c: _Class, grad_BHQD: Tensor, saved: SavedTensors
+) -> Gradients:
+    q_BHQD, k_BGKD, v_BGKD, out_BHQD, lse_BHQ = saved
+    k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
+    saved = SavedTensors(q_BHQD, k_BHKD, v_BHKD, out_BHQD, lse_BHQ)
+    dq, dk, dv = capped_backward(grad_BHQD, saved, c.mask_B1QK, c.is_causal, softcap)
     return dq, _sum_heads(dk, k_BGKD.shape[1]), _sum_heads(dv, k_BGKD.shape[1])
 
 
@@ -238,33 +262,58 @@ def _plan(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> _Classes:
 
 
 def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _Classes:
-    starts_q, starts_k = np.array(segments.offsets_q), np.array(segments.offsets_k)
-    lengths_q, lengths_k = np.diff(starts_q), np.diff(starts_k)
-    members: dict[tuple[bool, int, int], list[int]] = {}
+    starts_q, lengths_q, starts_k, lengths_k = _blocks(segments)
+    sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
+    members: dict[tuple[bool, bool, int, int], list[int]] = {}
     for i, (num_q, num_k) in enumerate(zip(lengths_q.tolist(), lengths_k.tolist(), strict=True)):
         if num_q:
-            square = segments.is_causal and num_q == num_k
-            key = (square, _rounded(num_q), _rounded(num_k))
+            slides = 0 < sliding < num_k
+            square = segments.is_causal and num_q == num_k and not slides
+            key = (square, slides, _rounded(num_q), _rounded(num_k))
             members.setdefault(key, []).append(i)
     device = segments.cu_seqlens_q.device
     classes: list[_Class] = []
-    for (square, num_q, num_k), who in members.items():
-        is_long = min(num_q, num_k) > _PADDED_BELOW
+    for (square, slides, num_q, num_k), who in members.items():
+        is_long = min(num_q, num_k) > _PADDED_BELOW and not slides and not capped
         is_split = segments.is_causal and not square and device.type == "cpu" and is_long
         mask, keys_of = None, lengths_k[who]
         if segments.is_causal and not square and not is_split:
-            mask = _mask(keys_of - lengths_q[who], num_q, num_k, device, dtype)
+            rows_of, shape = lengths_q[who], (num_q, num_k)
+            mask = _mask(keys_of, rows_of, shape, device, dtype, sliding=sliding if slides else 0)
         if not segments.is_causal and (keys_of < num_k).any():
-            mask = _mask(keys_of - 1, num_q, num_k, device, dtype, is_causal=False)
+            mask = _mask(keys_of, np.ones_like(keys_of), (num_q, num_k), device, dtype)
         is_causal = segments.is_causal and mask is None
         classes.append(_Class(len(who), num_q, num_k, is_split, mask, is_causal))
-    queries = [(n, starts_q[who], lengths_q[who]) for (_, n, _), who in members.items()]
-    keys = [(n, starts_k[who], lengths_k[who]) for (_, _, n), who in members.items()]
+    queries = [(n, starts_q[who], lengths_q[who]) for (*_, n, _), who in members.items()]
+    keys = [(n, starts_k[who], lengths_k[who]) for (*_, n), who in members.items()]
+    is_shared = segments.key_rows is not None or sliding > 0 or capped
     return _Classes(
         classes=tuple(classes),
         queries=_rows(queries, segments.num_queries, device),
-        keys=_rows(keys, num_key_rows, device, row_of=segments.key_rows),
+        keys=_rows(keys, num_key_rows, device, row_of=segments.key_rows, is_shared=is_shared),
     )
+
+
+def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Starts and lengths of queries and of keys, of each segment; one whose keys slide out of sight
+    is cut into blocks of query rows with the keys that they see, so that its work is linear in its
+    length, and one with capped scores, so that they fit into memory."""
+    q, k = np.array(segments.offsets_q), np.array(segments.offsets_k)
+    num_q, num_k = np.diff(q), np.diff(k)
+    sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
+    if not sliding and not (capped and segments.is_causal):
+        return q[:-1], num_q, k[:-1], num_k
+    rows = min(max(sliding, _LEAST_BLOCK), MOST_BLOCK) if sliding else MOST_BLOCK
+    is_whole = (num_k <= sliding) & (not capped)
+    rows_of = np.where(is_whole, np.maximum(num_q, 1), rows)
+    num_blocks = -(-num_q // rows_of)
+    of = np.repeat(np.arange(num_q.size), num_blocks)
+    first = np.arange(of.size) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+    first = first * rows_of[of]
+    size = np.minimum(rows_of[of], num_q[of] - first)
+    seen = num_k[of] - num_q[of] + first
+    begin = np.maximum(0, seen - sliding + 1) if sliding else np.zeros_like(seen)
+    return q[of] + first, size, k[of] + begin, seen + size - begin
 
 
 def _rounded(length: int) -> int:
@@ -280,19 +329,29 @@ PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}
 
 
 def _mask(
-    first_B: np.ndarray,
-    num_queries: int,
-    num_keys: int,
+    keys_B: np.ndarray,
+    queries_B: np.ndarray,
+    shape: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
     *,
-    is_causal: bool = True,
+    sliding: int = 0,
 ) -> Tensor:
-    """0 if query i attends to key j, i.e. j <= first + i with first = Lk - Lq, else -inf; if not
-    causal j <= first. Additive and in the queries' dtype: torch would convert a bool mask in every
-    call, and keep it."""
-    last_BQ1 = first_B[:, None, None] + np.arange(num_queries)[:, None] * is_causal
-    hidden = copy_to_device(np.arange(num_keys) > last_BQ1, device)[:, None]
+    """0 if query i attends to key j, else -inf, [B or 1, 1, Q, K]: j <= Lk - Lq + i, and with
+    `sliding` above that less it. Padded queries see what the last one does, so that each row has a
+    key. Segments of one query see all their keys: that masks padded keys alone. Additive and in the
+    queries' dtype: torch would convert a bool mask in every call, and keep it."""
+    both = np.stack([keys_B, queries_B])
+    if (both == both[:, :1]).all():
+        # One mask serves all.
+        both = both[:, :1]
+    keys_B11, queries_B11 = both[..., None, None]
+    last_BQ1 = keys_B11 - queries_B11 + np.minimum(np.arange(shape[0])[:, None], queries_B11 - 1)
+    key_K = np.arange(shape[1])
+    is_hidden = key_K > last_BQ1
+    if sliding:
+        is_hidden |= key_K <= last_BQ1 - sliding
+    hidden = copy_to_device(is_hidden, device)[:, None]
     mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
     return mask.masked_fill_(hidden, float("-inf"))
 
@@ -303,9 +362,10 @@ def _rows(
     device: torch.device,
     *,
     row_of: np.ndarray | None = None,
+    is_shared: bool = False,
 ) -> _Rows:
     """classes: (padded length, starts, lengths) of each class's segments. row_of: source row of
-    each position; None if positions are source rows."""
+    each position; None if positions are source rows. is_shared: rows may have several uses."""
     takes: list[np.ndarray] = []
     reals: list[np.ndarray] = []
     for padded, starts, lengths in classes:
@@ -317,7 +377,7 @@ def _rows(
     if row_of is not None:
         take = row_of[take].astype(np.int64)
     where = np.flatnonzero(real)
-    uses = _uses(take[where], where, is_shared=row_of is not None)
+    uses = _uses(take[where], where, is_shared=is_shared)
     first = np.full(num_rows, -1)
     first[uses[0][0]] = uses[0][1]
     is_same = np.array_equal(take, np.arange(num_rows))

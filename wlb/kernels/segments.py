@@ -14,6 +14,7 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from wlb.plan import UserError
+from wlb.spec import ModelSpec
 
 T = TypeVar("T")
 
@@ -35,6 +36,35 @@ class HostPart:
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a layer does with attention's scores besides the causal mask.
+
+    sliding: keys that a query sees, its own included and the latest others; 0 = all. softcap: a
+    score s becomes softcap * tanh(s / softcap) before the mask; 0 = it stays.
+    """
+
+    sliding: int = 0
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.sliding < 0 or not 0 <= self.softcap < float("inf"):
+            raise UserError(f"{self} must have finite numbers of at least 0")
+
+    @classmethod
+    def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
+        """Those of a model's layers, with or without a sliding window."""
+        return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
+
+    def __str__(self) -> str:
+        said = [f"a sliding window of {self.sliding}"] if self.sliding else []
+        said += [f"scores capped at {self.softcap:g}"] if self.softcap else []
+        return " and ".join(said)
+
+
+PLAIN = Scores()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Boundaries of one call's segments, made by `from_offsets`: int32 [num_segments + 1] each.
@@ -49,6 +79,7 @@ class Segments:
     max_k: int
     host: HostPart = field(repr=False)
     is_causal: bool = True
+    scores: Scores = PLAIN
 
     @classmethod
     def from_offsets(
@@ -59,6 +90,7 @@ class Segments:
         device: torch.device | str,
         key_rows: np.ndarray | None = None,
         is_causal: bool = True,
+        scores: Scores = PLAIN,
     ) -> "Segments":
         """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments. key_rows:
         for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer."""
@@ -69,6 +101,8 @@ class Segments:
             raise UserError(f"cu_q has {q.size - 1} segments, cu_k {k.size - 1}")
         num_q, num_k = np.diff(q), np.diff(k)
         short = np.flatnonzero(num_k < num_q) if is_causal else np.flatnonzero(num_k < 1)
+        if scores.sliding and not is_causal:
+            raise UserError(f"{scores} needs a causal call: {is_causal = }")
         if short.size and not is_causal:
             raise UserError(f"segment {short[0]} has no key; leave it out of a call without mask")
         if short.size:
@@ -91,7 +125,7 @@ class Segments:
         )
         _HOST_PARTS[cu_seqlens_q] = host
         max_q, max_k = int(num_q.max(initial=0)), int(num_k.max(initial=0))
-        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal)
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal, scores)
 
     @classmethod
     def of(
@@ -100,10 +134,12 @@ class Segments:
         cu_seqlens_k: torch.Tensor,
         max_q: int,
         max_k: int,
+        sliding: int = 0,
+        softcap: float = 0.0,
         *,
         is_causal: bool = True,
     ) -> "Segments":
-        """The segments that these two tensors were made for.
+        """The segments that these two tensors were made for. sliding, softcap: see `Scores`.
 
         For others, e.g. copies or modified ones, key_rows is None, and a backend that asks for
         offsets waits for the device.
@@ -120,7 +156,8 @@ class Segments:
             # made for.
             if is_new:
                 _HOST_PARTS[cu_seqlens_q] = host
-        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal)
+        scores = Scores(sliding=sliding, softcap=softcap)
+        return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal, scores)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
         """Returns itself: `of` would not recognise copies of the tensors."""
@@ -144,8 +181,13 @@ class Segments:
         return self.host.offsets
 
     @property
-    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, float]:
         """Arguments of a custom op, from which `of` makes these segments again."""
+        return *self.lengths, self.scores.sliding, self.scores.softcap
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Offsets of queries and keys and most of each in a segment, as kernels take them."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k
 
     @property
@@ -166,7 +208,7 @@ class Segments:
 
     def derive(self, name: str, make: Callable[["Segments"], T]) -> T:
         """make(self), computed at the first call with this name and shared by all layers."""
-        derived = self.host.derived
+        derived, name = self.host.derived, f"{name} {self.is_causal} {self.scores}"
         if name not in derived:
             derived[name] = make(self)
         return derived[name]

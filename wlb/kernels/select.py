@@ -7,12 +7,14 @@ the same kernels in their own build; sdpa computes everything, alone in float32 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from wlb.kernels.backend import kernel_name
 from wlb.kernels.flash import DETERMINISTIC_FLASH_BACKENDS, FLASH_BACKENDS
 from wlb.kernels.flash_package import FlashBackend, wrong_tensors
+from wlb.kernels.segments import PLAIN, Scores
 from wlb.kernels.torch_varlen import TORCH_VARLEN, TORCH_VARLEN_DETERMINISTIC, TorchVarlenBackend
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
@@ -69,9 +71,16 @@ class _Computed:
     dtype: torch.dtype
     head_size: int
     deterministic: bool
+    scores: Scores
 
     def __str__(self) -> str:
-        return f"{self.dtype} on {self.device.type} with heads of {self.head_size}"
+        heads = f"{self.dtype} on {self.device.type} with heads of {self.head_size}"
+        return f"{heads} and {self.scores}" if str(self.scores) else heads
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        names = ("device", "dtype", "head_size", "scores")
+        return {name: getattr(self, name) for name in names}
 
     def why_not(self, backend: AttentionBackend) -> str | None:
         """Why a backend cannot compute this, in words; None if it can."""
@@ -79,7 +88,7 @@ class _Computed:
         # sdpa can compute everything.
         if checked is None:
             return None
-        return checked.why_not(device=self.device, dtype=self.dtype, head_size=self.head_size)
+        return checked.why_not(**self._asked)
 
     def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
         better = self._better_than(backend)
@@ -91,9 +100,7 @@ class _Computed:
         """The first in AUTO_ORDER that this GPU could run if its package were installed."""
         for other in AUTO_ORDER[: AUTO_ORDER.index(backend)]:
             checked = _CHECKED[kernel_name(other, deterministic=self.deterministic)]
-            if isinstance(checked, FlashBackend) and checked.lacks_package_only(
-                device=self.device, dtype=self.dtype, head_size=self.head_size
-            ):
+            if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._asked):
                 return (
                     f"{other} is made for this GPU and not used: {checked.package.problem()}; "
                     f"install it: {checked.package.install}"
@@ -108,11 +115,18 @@ def select_backend(
     dtype: torch.dtype,
     head_size: int,
     deterministic: bool = False,
+    scores: Scores = PLAIN,
 ) -> str:
     """The kernel of `BACKENDS` that will compute; UserError if an explicit choice cannot."""
-    return choose_backend(
-        requested, device=device, dtype=dtype, head_size=head_size, deterministic=deterministic
-    ).kernel
+    choice = choose_backend(
+        requested,
+        device=device,
+        dtype=dtype,
+        head_size=head_size,
+        deterministic=deterministic,
+        scores=scores,
+    )
+    return choice.kernel
 
 
 def choose_backend(
@@ -122,8 +136,11 @@ def choose_backend(
     dtype: torch.dtype,
     head_size: int,
     deterministic: bool = False,
+    scores: Scores = PLAIN,
 ) -> Choice:
-    run = _Computed(device=device, dtype=dtype, head_size=head_size, deterministic=deterministic)
+    run = _Computed(
+        device=device, dtype=dtype, head_size=head_size, deterministic=deterministic, scores=scores
+    )
     if requested != AttentionBackend.AUTO:
         if why := run.why_not(requested):
             raise UserError(

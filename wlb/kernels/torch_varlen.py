@@ -19,7 +19,7 @@ from wlb.kernels.flash_package import (
     wrong_head_size,
     wrong_tensors,
 )
-from wlb.kernels.segments import Segments
+from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.plan import UserError
 
 MAX_HEAD_SIZE = 256
@@ -35,8 +35,12 @@ class TorchVarlenBackend:
         self.deterministic = deterministic
         self.name = kernel_name("torch_varlen", deterministic=deterministic)
 
-    def why_not(self, *, device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    def why_not(
+        self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
+    ) -> str | None:
         """Why this backend cannot compute, in words; None if it can or if no GPU can be asked."""
+        if scores.softcap:
+            return "torch's kernel cannot cap scores (attention_softcap)"
         if why := wrong_tensors(device, dtype) or wrong_head_size(head_size, MAX_HEAD_SIZE):
             return why
         capability = compute_capability(device)
@@ -47,7 +51,7 @@ class TorchVarlenBackend:
     ) -> tuple[Tensor, Tensor]:
         _check(q_THD)
         out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
-            q_THD, k_SGD, v_SGD, *segments.arguments, segments.is_causal, None, _window(segments)
+            q_THD, k_SGD, v_SGD, *segments.lengths, segments.is_causal, None, _window(segments)
         )
         return out_THD, lse_HT
 
@@ -57,7 +61,7 @@ class TorchVarlenBackend:
         mask = (segments.is_causal, rng_state, None, _window(segments))
         with fixed_order(self.deterministic):
             dq_THD, dk_SGD, dv_SGD = torch.ops.torch_attn._varlen_attn_backward(
-                grad_THD, *saved, *segments.arguments, *mask
+                grad_THD, *saved, *segments.lengths, *mask
             )
         return dq_THD, dk_SGD, dv_SGD
 
@@ -67,6 +71,10 @@ TORCH_VARLEN_DETERMINISTIC = TorchVarlenBackend(deterministic=True)
 
 
 def _window(segments: Segments) -> list[int]:
+    if segments.scores.softcap:
+        raise UserError(f"torch_varlen cannot compute {segments.scores}; use sdpa")
+    if segments.scores.sliding:
+        return [segments.scores.sliding - 1, 0]
     return _CAUSAL if segments.is_causal else _WITHOUT_MASK
 
 

@@ -6,20 +6,21 @@ Layers with weights, which tensor parallelism changes, go through an `Ops` objec
 calls the modules.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from wlb.model.experts import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
-from wlb.model.norm import normalise
+from wlb.model.norm import norm_of, normalise
 from wlb.model.rope import rotate
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated
 from wlb.plan import digest
-from wlb.spec import ModelSpec
+from wlb.spec import Activation, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the parameters at both ends of a model."""
@@ -60,11 +61,20 @@ class LocalAttend:
         return x_TC + y_TC
 
 
+class LayerRows(NamedTuple):
+    """What layers of one kind take of a micro-batch: tables of RoPE, [T, 1, D / 2]; attention."""
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides tokens or hidden states. cos, sin: [T, 1, D / 2]. labels:
-    [T], on the last stage alone. loss_scale: factor of the summed loss that it returns. experts: of
-    a model with experts; None routes padding too."""
+    """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
+    see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
+    it returns. sliding: what layers with a sliding window take instead. experts: of a
+    model with experts; None routes padding too."""
 
     cos: Tensor
     sin: Tensor
@@ -72,6 +82,14 @@ class Rows:
     labels: Tensor | None = None
     loss_scale: float = 1.0
     experts: ExpertRows | None = None
+    sliding: LayerRows | None = None
+
+    def of(self, *, slides: bool) -> LayerRows:
+        """What a layer takes."""
+        if not slides:
+            return LayerRows(self.cos, self.sin, self.attend)
+        assert self.sliding is not None, "the model has layers with a sliding window"
+        return self.sliding
 
 
 class Ops:
@@ -105,9 +123,10 @@ class Ops:
 
 
 class Attention(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
+        self.query_factor = spec.query_factor(slides=slides)
         self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
@@ -115,22 +134,24 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = _head_norms(spec)
         self.norms_rows = spec.qk_norm_rows
 
-    def forward(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Any]:
+    def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
         # The projections are passed without names, so that they are freed when the call returns.
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 
-    def _project(self, x_TC: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def _project(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
         v_TGD = self._heads(next(projected))
         begun = rows.attend.begin(k_TGD, v_TGD)
         q_THD = self._rotated(next(projected), rows, self.q_norm)
+        if self.query_factor != 1.0:
+            q_THD = q_THD * self.query_factor
         return q_THD, k_TGD, v_TGD, begun
 
-    def _rotated(self, x_TF: Tensor, rows: Rows, norm: nn.RMSNorm | None) -> Tensor:
+    def _rotated(self, x_TF: Tensor, rows: LayerRows, norm: nn.RMSNorm | None) -> Tensor:
         if self.norms_rows and norm is not None:
             x_TF, norm = self.ops.norm(norm, x_TF), None
         x_THD = self._heads(x_TF)
@@ -147,47 +168,63 @@ def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
     if not spec.norms_keys:
         return None, None
     sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
-    q_norm, k_norm = (nn.RMSNorm(size, eps=spec.norm_eps) for size in sizes)
+    q_norm, k_norm = (norm_of(spec, size) for size in sizes)
     return q_norm, k_norm
 
 
 class Mlp(nn.Module):
-    def __init__(self, width: int, hidden_size: int, ops: Ops) -> None:
+    def __init__(self, width: int, hidden_size: int, activation: Activation, ops: Ops) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.activation = ops, activation
         self.gate_proj = nn.Linear(width, hidden_size, bias=False)
         self.up_proj = nn.Linear(width, hidden_size, bias=False)
         self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
     def forward(self, x_TC: Tensor, _: ExpertRows | None = None) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
-        return self.ops.fan_in(swiglu(gate, up, fused=self.ops.fused), self.down_proj)
+        made = gated(gate, up, self.activation, fused=self.ops.fused)
+        return self.ops.fan_in(made, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
+    """slides: its window of keys slides (`ModelSpec.slides`)."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
-        self.ops = ops
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
-        self.self_attn = Attention(spec, ops)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps)
+        self.ops, self.slides = ops, slides
+        self.input_layernorm = norm_of(spec, spec.hidden_size)
+        self.self_attn = Attention(spec, ops, slides=slides)
+        # Gemma has a norm of this name behind attention, LLaMA before the MLP.
+        self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
+        self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
+        if spec.branch_norms:
+            self.pre_feedforward_layernorm = norm_of(spec, spec.hidden_size)
+            self.post_feedforward_layernorm = norm_of(spec, spec.hidden_size)
         self.mlp = _mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
-        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), rows)
+        mine = rows.of(slides=self.slides)
+        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), mine)
+        if self.pre_feedforward_layernorm is not None:
+            branch_TC = self.ops.norm(self.post_attention_layernorm, branch_TC)
         x_TC = x_TC + branch_TC
-        return rows.attend.add(x_TC, self.second_half(x_TC, rows.experts), attended)
+        branch_TC = self.second_half(x_TC, rows.experts)
+        if self.post_feedforward_layernorm is not None:
+            branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
+        return mine.attend.add(x_TC, branch_TC, attended)
 
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
-        return self.mlp(self.ops.norm(self.post_attention_layernorm, x_TC), experts)
+        norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
+        return self.mlp(self.ops.norm(norm, x_TC), experts)
 
 
 def _mlp(spec: ModelSpec, ops: Ops) -> nn.Module:
     if not spec.experts.num:
-        return Mlp(spec.hidden_size, spec.ffn_hidden_size, ops)
+        return Mlp(spec.hidden_size, spec.ffn_hidden_size, spec.activation, ops)
     shared = spec.experts.shared_hidden_size
-    return MixtureMlp(spec, ops, Mlp(spec.hidden_size, shared, ops) if shared else None)
+    made = Mlp(spec.hidden_size, shared, spec.activation, ops) if shared else None
+    return MixtureMlp(spec, ops, made)
 
 
 class Decoder(nn.Module):
@@ -200,15 +237,27 @@ class Decoder(nn.Module):
         self.ops = ops
         size = (spec.padded_vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(*size) if is_first else None
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(spec, ops) for i in layers})
-        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.norm_eps) if is_last else None
+        made = {str(i): DecoderLayer(spec, ops, slides=spec.slides(i)) for i in layers}
+        self.layers = nn.ModuleDict(made)
+        self.norm = norm_of(spec, spec.hidden_size) if is_last else None
+        self.embedding_scale = spec.hidden_size**0.5 if spec.scaled_embeddings else 1.0
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         if self.embed_tokens is not None:
             x = self.ops.embed(self.embed_tokens, x)
+            if self.embedding_scale != 1.0:
+                # Gemma was trained with a factor that is rounded as the rows are.
+                x = x * _rounded(self.embedding_scale, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rows)
         return x if self.norm is None else self.ops.norm(self.norm, x)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A positive number as `dtype` has it, found without a tensor."""
+    bits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    fraction, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)
 
 
 class Llama(nn.Module):
@@ -259,6 +308,7 @@ class Llama(nn.Module):
             vocab_size=self.spec.vocab_size,
             chunk=self.loss_chunk,
             vocabulary=self.ops.vocabulary,
+            softcap=self.spec.logit_softcap,
         )
         return loss * rows.loss_scale
 
@@ -271,14 +321,16 @@ def initial_weight(
 
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
-    if they end a residual branch (GPT-2); norms are one, biases zero, a tied head the embedding.
+    if they end a residual branch (GPT-2); norms are one (as weights around zero: zero), biases
+    zero, a tied head the embedding.
     """
     if len(shape) == 3:
         return initial_experts(
             name, shape, first_expert, seed, lambda n, s, k: initial_weight(n, s, spec, seed=k)
         )
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)
+        is_zero = name.endswith(".bias") or spec.zero_centred_norms
+        return torch.zeros(shape) if is_zero else torch.ones(shape)
     if spec.tied_embeddings and name == HEAD:
         name = EMBEDDING
     ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))

@@ -48,6 +48,7 @@ class _HeadLoss(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         vocabulary: VocabularyShard,
+        softcap: float,
         wants_grad: bool,
     ) -> Tensor:
         x = vocabulary.gather(x_TC)
@@ -56,7 +57,9 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         for begin in range(0, x.shape[0], chunk):
             rows = slice(begin, begin + chunk)
-            part, dlogits = _chunk(x[rows], weight_VC, labels_T[rows], vocab_size, vocabulary)
+            part, dlogits = _chunk(
+                x[rows], weight_VC, labels_T[rows], vocab_size, vocabulary, softcap
+            )
             loss = loss + part
             if dx is not None and dweight is not None:
                 dlogits = dlogits.to(x.dtype)
@@ -74,15 +77,28 @@ class _HeadLoss(torch.autograd.Function):
         (factor,) = grads
         dx, dweight = ctx.saved_tensors
         dweight = (dweight * factor).to(ctx.dtype)
-        return (dx * factor).to(dx.dtype), dweight, None, None, None, None, None
+        return (dx * factor).to(dx.dtype), dweight, *(None,) * 6
+
+
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """softcap * tanh(logits / softcap), or the logits where softcap is 0."""
+    return (logits / softcap).tanh() * softcap if softcap else logits
 
 
 def _chunk(
-    x_TC: Tensor, weight_VC: Tensor, labels_T: Tensor, vocab_size: int, vocabulary: VocabularyShard
+    x_TC: Tensor,
+    weight_VC: Tensor,
+    labels_T: Tensor,
+    vocab_size: int,
+    vocabulary: VocabularyShard,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Summed loss of the rows, float32, and its gradient for the logits, [T, V]."""
     logits = (x_TC @ weight_VC.t()).float()
-    size = logits.shape[1]
+    size, share = logits.shape[1], None
+    if softcap:
+        share = (logits / softcap).tanh()
+        torch.mul(share, softcap, out=logits)
     # Entries that pad the vocabulary get probability zero, so that they never change the loss.
     real = max(0, min(size, vocab_size - vocabulary.offset))
     logits[:, real:] = float("-inf")
@@ -98,6 +114,8 @@ def _chunk(
     loss = torch.where(valid, total.log() - target, 0.0).sum()
     dlogits = exponents.mul_((valid / total)[:, None])
     dlogits.scatter_add_(1, index, -(here & valid).to(dlogits.dtype)[:, None])
+    if share is not None:
+        dlogits.mul_(share.square_().neg_().add_(1.0))
     return loss, dlogits
 
 
@@ -109,14 +127,15 @@ def head_loss(
     vocab_size: int,
     chunk: int,
     vocabulary: VocabularyShard = WHOLE,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Summed cross-entropy of the rows against `labels_T` (IGNORE = not trained), float32 scalar.
 
     x_TC: this process's rows after the final norm. weight_VC: its shard of the head. vocab_size:
-    entries without padding. chunk: rows of logits in memory at a time.
+    entries without padding. chunk: rows of logits in memory at a time. softcap: see `capped`.
     """
     wants_grad = torch.is_grad_enabled() and (x_TC.requires_grad or weight_VC.requires_grad)
     loss: Tensor = _HeadLoss.apply(  # pyright: ignore[reportAssignmentType]
-        x_TC, weight_VC, labels_T, vocab_size, chunk, vocabulary, wants_grad
+        x_TC, weight_VC, labels_T, vocab_size, chunk, vocabulary, softcap, wants_grad
     )
     return loss

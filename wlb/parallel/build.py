@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils.checkpoint import checkpoint
 
+from wlb.kernels import Scores
 from wlb.kernels.fused.select import FusedChoice, choose_fused
 from wlb.kernels.select import Choice, choose_backend
 from wlb.model import Llama, Ops, initial_weight
@@ -45,6 +46,7 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
         dtype=dtype,
         head_size=head_size,
         deterministic=spec.kernels.deterministic,
+        scores=Scores.of(spec.model, slides=spec.model.num_sliding_layers > 0),
     )
 
 

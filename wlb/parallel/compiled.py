@@ -7,6 +7,7 @@ and one if FSDP's hooks pass views between layers. No CUDA graphs, which would b
 length. Not for zero-bubble schedules: their weight queue outlives the memory of compiled code.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,19 +50,21 @@ def _compile(layer: Any, backend: str) -> None:
             mark_static(residual, 1)
         # The tables are marked here rather than by the thread that makes them, because mark_static
         # has another meaning while this thread compiles.
-        for table in (rows.cos, rows.sin):
+        cos, sin, _ = rows.of(slides=layer.slides)
+        for table in (cos, sin):
             mark_static(table, [1, 2])
         return compiled(x_TC, rows)
 
     layer.forward = call
 
 
-def mark_lengths(rows: Rows, indices: list[Tensor]) -> None:
-    """Mark lengths as independent symbolic sizes. indices: tensors that only custom ops read."""
+def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
+    """Mark lengths as independent symbolic sizes. tables: of RoPE. indices: tensors that only
+    custom ops read."""
     for tensor in indices:
         for dim in range(tensor.dim()):
             mark_unbacked(tensor, dim)
-    for table in (rows.cos, rows.sin):
+    for table in tables:
         maybe_mark_dynamic(table, 0)
 
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.kernels import BACKENDS, Segments, attend, select_backend
+from wlb.kernels import BACKENDS, Scores, Segments, attend, select_backend
 from wlb.kernels.fused import choose_fused
-from wlb.kernels.segments import copy_to_device
+from wlb.kernels.segments import PLAIN, copy_to_device
 from wlb.parallel.collectives import agree, wait
 from wlb.parallel.context_op import AddAndGatherAgain, context_attend, gather_kv
 from wlb.parallel.overlap_op import attend_while_gathering
@@ -63,7 +63,7 @@ class KvGather(NamedTuple):
     own_slot: Tensor
 
 
-class AttentionCall(NamedTuple):
+class CallOnDevice(NamedTuple):
     """`CallRows`, on the device."""
 
     segments: Segments
@@ -73,8 +73,16 @@ class AttentionCall(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = [*self.segments.arguments, *self[1:]]
+        found = [*self.segments.lengths, *self[1:]]
         return [x for x in found if isinstance(x, Tensor)]
+
+
+class RelayTensors(NamedTuple):
+    """`RelayedRows`: index and returned on the device, splits on the host."""
+
+    index: Tensor
+    splits: Tensor
+    returned: Tensor
 
 
 class GatherAgain(NamedTuple):
@@ -93,8 +101,9 @@ class ContextAttention:
     segments: of the call that reads the rank's own keys: with all others, or of `own`. calls, own:
     see `AttentionRows`; calls is empty with one CP rank. sent (of each stage [N]), returned [W, T]
     and, on the host, splits [stages, 2, cp]: see `SentRows`; without entries or None with an
-    all-gather. `from_plan` compares the ranks' arguments; the executor, whose plans' digests are
-    compared, uses `from_rows`.
+    all-gather. relay: see `RelayedRows`. near_name: the group in which rows are passed on, of the
+    same ranks, so that what stays in a node does not wait for what leaves it. `from_plan` compares
+    the ranks' arguments; the executor, whose plans' digests are compared, uses `from_rows`.
     """
 
     segments: Segments
@@ -103,14 +112,16 @@ class ContextAttention:
     backend: str
     cp: int
     group_name: str
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[CallOnDevice, ...]
     keep_gathered_kv: bool
     fused: bool = False
     gradient_dtype: torch.dtype = torch.float32
     sent: tuple[Tensor, ...] = ()
     returned: Tensor | None = None
     splits: Tensor | None = None
-    own: AttentionCall | None = None
+    own: CallOnDevice | None = None
+    relay: RelayTensors | None = None
+    near_name: str = ""
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
@@ -124,8 +135,8 @@ class ContextAttention:
             list(self.sent),
             self.returned,
             self.splits,
-            self.cp,
-            self.group_name,
+            None if self.relay is None else self.relay.returned,
+            *self._groups,
             self.wire_dtype,
             self.fused,
         )
@@ -154,38 +165,49 @@ class ContextAttention:
         begun = self.begin(k_TGD, v_TGD) if begun is None else begun
         assert begun is not None
         local = k_TGD.detach(), v_TGD.detach()
-        how = (self.backend, self.cp, self.group_name, self.keep_gathered_kv, self.fused)
+        kept = (self.keep_gathered_kv, self.fused)
         if self.own is None:
             (call,) = self.calls
             indices = (call.index, call.inverse, list(self.sent), self.splits)
-            arguments = (*indices, *call.segments.arguments, *how)
+            of_call = (self.backend, self.cp, self.group_name, *kept)
+            arguments = (*indices, *call.segments.arguments, *of_call)
             out_THD, _, slots = context_attend(
                 q_THD, *local, begun.rows_R2GD, begun.slots, *arguments
             )
         else:
             out_THD, _, slots = attend_while_gathering(
-                q_THD, *local, *begun, *self._own_and_stages(self.own), *how
+                *(q_THD, *local, *begun, *self._own_and_stages(self.own)),
+                *(self.backend, *self._groups, *kept),
             )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
-    def _own_and_stages(self, own: AttentionCall) -> tuple[Any, ...]:
+    def _own_and_stages(self, own: CallOnDevice) -> tuple[Any, ...]:
         """Arguments of `attend_while_gathering` that describe its calls."""
-        cu_q, cu_k, max_q, max_k = zip(*(x.segments.arguments for x in self.calls), strict=True)
+        cu_q, cu_k, max_q, max_k = zip(*(x.segments.lengths for x in self.calls), strict=True)
         stages = ([x.query_rows for x in self.calls], [x.index for x in self.calls])
         inverses = [x.inverse for x in self.calls]
-        tensors = (own.index, own.inverse, *own.segments.arguments[:2], *stages, inverses)
-        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits)
-        return *tensors, *exchanged, *own.segments.arguments[2:], list(max_q), list(max_k)
+        of_own, softcap = own.segments.lengths, self.segments.scores.softcap
+        tensors = (own.index, own.inverse, *of_own[:2], *stages, inverses)
+        relay = (None,) * 3 if self.relay is None else self.relay
+        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits, *relay)
+        return *tensors, *exchanged, *of_own[2:], list(max_q), list(max_k), softcap
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
         """x + y, where backward starts gathering K and V again; else attention's backward does."""
         if attended is None:
             return x_SC + y_SC
         slots, *local = attended
-        how = (self.splits, self.cp, self.group_name, len(slots))
+        relay = None if self.relay is None else self.relay.returned
+        how = (self.splits, relay, *self._groups, len(slots))
         stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
         out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
+
+    @property
+    def _groups(self) -> tuple[int, str, str]:
+        """cp, and the names of the first stage's group and of the others'."""
+        later = self.near_name if self.relay is not None else ""
+        return self.cp, self.group_name, later or self.group_name
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -198,9 +220,10 @@ class ContextAttention:
     def indices(self) -> list[Tensor]:
         """Tensors on the device that the custom ops take besides q, k and v."""
         if not self.calls:
-            return [x for x in self.segments.arguments if isinstance(x, Tensor)]
+            return [x for x in self.segments.lengths if isinstance(x, Tensor)]
         calls = self.calls if self.own is None else (*self.calls, self.own)
         found = [x for call in calls for x in call.tensors] + list(self.sent)
+        found += [] if self.relay is None else [self.relay.index, self.relay.returned]
         return found if self.returned is None else [*found, self.returned]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -229,26 +252,30 @@ class ContextAttention:
         gradient_dtype: torch.dtype = torch.float32,
         fused: bool = False,
         on_device: Mapping[str, Tensor] | None = None,
+        near: dist.ProcessGroup | None = None,
+        scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
-        `index_arrays` if they are there already."""
+        `index_arrays` if they are there already. scores: their window is that of `rows`."""
         arrays = index_arrays(rows)
         if on_device is None:
             on_device = to_device(arrays, device)
         calls = [
-            _call(call, on_device, str(s), backend, device, is_causal=rows.own is None)
+            _call(call, on_device, str(s), backend, device, scores, is_causal=rows.own is None)
             for s, call in enumerate(rows.calls)
             if arrays
         ]
         own = None
         if rows.own is not None:
             _check_gives_lse(backend, device)
-            own = _call(rows.own, on_device, "own", backend, device)
+            own = _call(rows.own, on_device, "own", backend, device, scores)
         if calls:
             segments = (own or calls[0]).segments
         else:
             (alone,) = rows.calls
-            segments = Segments.from_offsets(alone.cu_seqlens_q, alone.cu_seqlens_k, device=device)
+            segments = Segments.from_offsets(
+                alone.cu_seqlens_q, alone.cu_seqlens_k, device=device, scores=scores
+            )
         stages = range(0 if rows.sent is None else len(rows.sent.index))
         return cls(
             segments=segments,
@@ -262,6 +289,8 @@ class ContextAttention:
             sent=tuple(on_device[f"sent {s}"] for s in stages),
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
+            relay=_relay(rows, on_device),
+            near_name="" if near is None else near.group_name,
             keep_gathered_kv=keep_gathered_kv,
             gradient_dtype=gradient_dtype,
             fused=fused,
@@ -286,24 +315,20 @@ class ContextAttention:
         fused: FusedKernels = FusedKernels.AUTO,
         overlap: bool = False,
         stages: int = 1,
+        scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
 
         A collective call: bad or different arguments raise a UserError on every rank instead of
         hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
         as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
-        a multiple of it. overlap, stages: as in `[cp]`.
+        a multiple of it. overlap, stages: as in `[cp]`, for scores without a sliding window.
         """
-        declared: dict[str, Any] = {
-            "num_heads": num_heads,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "dtype": dtype,
-        }
-        exchange: dict[str, Any] = {
-            "keep_gathered_kv": keep_gathered_kv,
-            "gradient_dtype": gradient_dtype,
-        }
+        declared: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        declared |= {"head_dim": head_dim, "dtype": dtype}
+        exchange: dict[str, Any] = {"keep_gathered_kv": keep_gathered_kv}
+        exchange |= {"gradient_dtype": gradient_dtype}
+        how: dict[str, Any] = {"overlap": overlap, "stages": stages}
         heads, num_rows, adds_fused, problem = None, 0, False, None
         num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
         try:
@@ -311,24 +336,24 @@ class ContextAttention:
             num_rows = _num_rows(sharding_plan, num_ranks, row_multiple)
             heads = HeadShape(**declared)
             _check_gradient_dtype(gradient_dtype)
-            backend = _resolved(backend, device, heads, deterministic)
+            backend = _resolved(backend, device, heads, deterministic, scores)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= _identity(sharding_plan) | {"rows": num_rows}
-            declared |= {"overlap": overlap, "stages": stages}
-            declared |= {"device": device.type, "backend": backend}
+            declared |= _identity(sharding_plan) | {"rows": num_rows} | how
+            declared |= {"device": device.type, "backend": backend, "scores": str(scores)}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
             problem = error
         agree(declared | exchange, problem, group=group)
         assert heads is not None
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, num_rows, overlap=overlap, stages=stages),
+            attention_rows(sharding_plan, rank, num_rows, **how, sliding=scores.sliding),
             group=group,
             heads=heads,
             backend=backend,
             device=torch.device(device),
             **exchange,
             fused=adds_fused,
+            scores=scores,
         )
 
 
@@ -352,7 +377,9 @@ def _check_gradient_dtype(dtype: torch.dtype) -> None:
         raise UserError(f"gradient_dtype = {dtype!r} is not one of {known}")
 
 
-def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministic: bool) -> str:
+def _resolved(
+    backend: str, device: torch.device, heads: HeadShape, deterministic: bool, scores: Scores
+) -> str:
     """The kernel that computes; UserError for one that cannot."""
     if backend in set(AttentionBackend):
         return select_backend(
@@ -361,6 +388,7 @@ def _resolved(backend: str, device: torch.device, heads: HeadShape, deterministi
             dtype=heads.dtype,
             head_size=heads.head_dim,
             deterministic=deterministic,
+            scores=scores,
         )
     if backend not in BACKENDS:
         raise UserError(f"backend = {backend!r} is not one of auto, {', '.join(BACKENDS)}")
@@ -381,9 +409,10 @@ def _call(
     name: str,
     backend: str,
     device: torch.device,
+    scores: Scores,
     *,
     is_causal: bool = True,
-) -> AttentionCall:
+) -> CallOnDevice:
     """name: of its arrays among `index_arrays`."""
     segments = Segments.from_offsets(
         rows.cu_seqlens_q,
@@ -391,9 +420,17 @@ def _call(
         device=device,
         key_rows=rows.kv_index if BACKENDS[backend].takes_key_rows else None,
         is_causal=is_causal,
+        scores=scores,
     )
     index, inverse = (on_device[f"{kind} {name}"] for kind in ("kv_index", "inverse"))
-    return AttentionCall(segments, index, inverse, on_device.get(f"query_rows {name}"))
+    return CallOnDevice(segments, index, inverse, on_device.get(f"query_rows {name}"))
+
+
+def _relay(rows: AttentionRows, on_device: Mapping[str, Tensor]) -> RelayTensors | None:
+    if rows.sent is None or rows.sent.relay is None:
+        return None
+    splits = torch.from_numpy(rows.sent.relay.splits)
+    return RelayTensors(on_device["relay"], splits, on_device["relay returned"])
 
 
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
@@ -407,6 +444,8 @@ def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     if rows.sent is not None:
         found |= {f"sent {s}": index for s, index in enumerate(rows.sent.index)}
         found["returned"] = rows.sent.returned
+        if rows.sent.relay is not None:
+            found |= {"relay": rows.sent.relay.index, "relay returned": rows.sent.relay.returned}
     return {name: array for name, array in found.items() if array is not None}
 
 

@@ -29,16 +29,19 @@ def start_gather(
     splits: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
 ) -> list[Tensor]:
     """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage. splits: see
-    `SentRows`; it is on the host, so that nothing waits for the device."""
+    `SentRows`; it is on the host, so that nothing waits for the device. later_name: the group of
+    all stages but the first."""
     both = torch.stack([k_TGD, v_TGD], 1)
     if splits is None:
         parts = both.split(returned_rows(inverse_UR, sent_N, cp))
         return [_collectives.all_gather_into_tensor(x, cp, group_name) for x in parts]
+    names = [group_name, *[later_name] * (len(sent_N) - 1)]
     return [
-        _collectives.all_to_all_single(both.index_select(0, index), received, sent, group_name)
-        for index, (received, sent) in zip(sent_N, splits.tolist(), strict=True)
+        _collectives.all_to_all_single(both.index_select(0, index), received, sent, name)
+        for index, (received, sent), name in zip(sent_N, splits.tolist(), names, strict=True)
     ]
 
 
@@ -50,6 +53,22 @@ def start_return(
     if splits is None:
         return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
     received, sent = splits[stage].tolist()
+    return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
+
+
+def pass_on(landed: Tensor, index_M: Tensor, splits: Tensor, group_name: str) -> Tensor:
+    """Start bringing rows that landed on ranks of this node to those that read them, [R, 2, G, D];
+    see `RelayedRows`."""
+    received, sent = splits.tolist()
+    return _collectives.all_to_all_single(
+        landed.index_select(0, index_M), received, sent, group_name
+    )
+
+
+def return_to_landing(dkv_R2GD: Tensor, splits: Tensor, group_name: str) -> Tensor:
+    """Start bringing gradients to where their rows landed, those of each reader after the
+    other's."""
+    received, sent = splits.tolist()
     return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
 
 
@@ -94,14 +113,25 @@ def gradient_slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-def gathered_rows(like: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
+def arriving_rows(inverse_UR: list[Tensor], relay_WL: Tensor | None) -> list[int]:
+    """Rows that each stage brings; where rows are passed on, the first brings those that land."""
+    rows = [inverse.shape[1] for inverse in inverse_UR]
+    return rows if relay_WL is None else [relay_WL.shape[1], *rows[1:]]
+
+
+def gathered_rows(
+    like: Tensor, inverse_UR: list[Tensor], relay_WL: Tensor | None = None
+) -> list[Tensor]:
     """Buffers for the rows that arrive, without values."""
-    return [gathered_like(like, inverse.shape[1]) for inverse in inverse_UR]
+    return [gathered_like(like, rows) for rows in arriving_rows(inverse_UR, relay_WL)]
 
 
-def slots_again(k_TGD: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
+def slots_again(
+    k_TGD: Tensor, inverse_UR: list[Tensor], relay_WL: Tensor | None = None
+) -> list[Tensor]:
     """Slots for the gather of backward, [R, 2, G, D] each."""
-    return [gradient_slot(k_TGD, inverse.shape[1], k_TGD.dtype) for inverse in inverse_UR]
+    rows = arriving_rows(inverse_UR, relay_WL)
+    return [gradient_slot(k_TGD, num, k_TGD.dtype) for num in rows]
 
 
 def returned_rows(inverse_UR: list[Tensor], sent_N: list[Tensor], cp: int) -> list[int]:
@@ -119,13 +149,15 @@ def _fake_gather(
     sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
+    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    return gathered_rows(k_TGD, inverse_UR), *slots
+    return gathered_rows(k_TGD, inverse_UR, relay_WL), *slots
 
 
 @custom_op("gather_kv", fake=_fake_gather)
@@ -136,8 +168,10 @@ def gather_kv(
     sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
+    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -147,11 +181,12 @@ def gather_kv(
     The second result is the slots for the gradients of the local K and V, of the stages' rows
     together [T, 2, G, D], or [N, 2, G, D] before they are added up, which travel in dtype `wire`.
     Backward waits for them: autograd runs it after the nodes of q, which are made later. The third
-    is a slot for gradients that do not travel (`overlap_op`), [T, 2, G, D]. inverse_UR is read for
-    R only.
+    is a slot for gradients that do not travel (`overlap_op`), [T, 2, G, D]. inverse_UR and relay_WL
+    (`RelayedRows.returned`) are read for R only.
     """
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name), *slots
+    how = (cp, group_name, later_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how), *slots
 
 
 def _gradient_slots(
@@ -203,7 +238,7 @@ def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> N
 def _receive(
     ctx: Any, _: Any, returning: list[Tensor | None], own_T2GD: Tensor | None
 ) -> tuple[Any, ...]:
-    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 6)
+    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 8)
     if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
@@ -213,7 +248,13 @@ def _receive(
 gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
 
 
-@custom_op("gather_kv_again", fake=lambda _, k, v, inverses, *__: gathered_rows(k, inverses))
+def _fake_gather_again(
+    _: Tensor, k_TGD: Tensor, _v: Tensor, inverse_UR: list[Tensor], *arguments: Any
+) -> list[Tensor]:
+    return gathered_rows(k_TGD, inverse_UR, arguments[2])
+
+
+@custom_op("gather_kv_again", fake=_fake_gather_again)
 def gather_kv_again(
     grad_SC: Tensor,
     k_TGD: Tensor,
@@ -221,12 +262,15 @@ def gather_kv_again(
     inverse_UR: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
+    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
+    later_name: str,
 ) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, cp, group_name)
+    how = (cp, group_name, later_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
@@ -245,25 +289,27 @@ class AddAndGatherAgain(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGD: Tensor,
         splits: Tensor | None,
+        relay_WL: Tensor | None,
         cp: int,
         group_name: str,
+        later_name: str,
         num_stages: int,
         *tensors: Tensor,
     ) -> Tensor:
-        ctx.cp, ctx.group_name, ctx.num_stages = cp, group_name, num_stages
-        ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
+        ctx.how, ctx.num_stages = (cp, group_name, later_name), num_stages
+        ctx.save_for_backward(k_TGD, v_TGD, splits, relay_WL, *tensors[num_stages:])
         return x_SC + y_SC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SC,) = grads
-        k_TGD, v_TGD, splits, *rest = ctx.saved_tensors
+        k_TGD, v_TGD, splits, relay_WL, *rest = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_stages
-        if ctx.needs_input_grad[8]:
+        if ctx.needs_input_grad[10]:
             inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
-            how = (splits, ctx.cp, ctx.group_name)
+            how = (splits, relay_WL, *ctx.how)
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
-        return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(rest)
+        return grad_SC, grad_SC, *(None,) * 8, *gathering, *(None,) * len(rest)
 
 
 def _fake_attend(
@@ -288,6 +334,8 @@ def context_attend(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -299,7 +347,7 @@ def context_attend(
     arriving, slot: `gather_kv`'s of the one stage. The output is differentiable in q and in the
     slot, whose gradient is that of k and v, still travelling. fused: of `gradients_by_row`.
     """
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     k, v = segment_keys(_collectives.wait_tensor(arriving[0]), index_K, segments, backend)
     out_THD, lse = forward(backend, q_THD, k, v, segments)
     return out_THD.contiguous(), lse.contiguous(), slots_again(k_TGD, [inverse_UR])
@@ -316,7 +364,7 @@ def _fake_backward(
     like = k_TGD if kv_gather is None else kv_gather
     assert like is not None
     *_, wire, _ = arguments
-    inverse, sent, cp = arguments[3], arguments[4], arguments[11]
+    inverse, sent, cp = arguments[3], arguments[4], arguments[13]
     (num_rows,) = returned_rows([inverse], sent, cp)
     return q_THD.new_empty(q_THD.shape), gathered_like(like, num_rows).to(wire)
 
@@ -338,6 +386,8 @@ def context_attend_backward(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    sliding: int,
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
@@ -346,11 +396,12 @@ def context_attend_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q and of the local K and V: [T, 2, G, D], or by need [N, 2, G, D], in dtype
     `wire`, which only `receive_kv_gradient` may read. Give either k and v or kv_gather."""
-    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+    segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, cp, group_name)
+        how = (cp, group_name, group_name)
+        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, *how)
         (kv_gather,) = gathers
         del gathers
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)
@@ -369,9 +420,8 @@ def context_attend_backward(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q_THD, k_TGD, v_TGD, (kv_gather,), (slot,), index, inverse, sent, splits = inputs[:9]
-    *offsets, max_q, max_k = inputs[9:13]
-    *static, keep_gathered, fused = inputs[13:]
-    ctx.static = (max_q, max_k, *static, slot.dtype, fused)
+    offsets, (*static, keep_gathered, fused) = inputs[9:11], inputs[11:]
+    ctx.static = (*static, slot.dtype, fused)
     ctx.keeps_gathered, ctx.num_sent = keep_gathered, len(sent)
     kept = (None, None, kv_gather) if keep_gathered else (k_TGD, v_TGD, None)
     out_THD, lse, _ = output
@@ -382,7 +432,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _differentiate(
     ctx: Any, grad_THD: Tensor | None, _: Any, gathering: list[Tensor | None]
 ) -> tuple[Any, ...]:
-    rest = (None, None, [None] * ctx.num_sent, *(None,) * 10)
+    rest = (None, None, [None] * ctx.num_sent, *(None,) * 12)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, [None], [None], *rest

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wlb.model import ExpertRows, Llama, Rows, inverse_frequencies, rope_tables
+from wlb.kernels import Scores
+from wlb.model import ExpertRows, LayerRows, Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.experts import add_up_loads
-from wlb.parallel.mesh import Mesh
+from wlb.parallel.mesh import NEAR, Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
-from wlb.parallel.rows import TokenReader, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import AttentionRows, TokenReader, attention_rows, rank_labels, rank_tokens
 from wlb.parallel.tied import add_tied_gradients, without_copy
 from wlb.plan import PipelinePlan
 from wlb.spec import Recompute, RunSpec
@@ -66,7 +67,11 @@ class Executor:
             dtype=dtype,
         )
         self._recomputes_attention = spec.training.recompute == Recompute.FULL
-        self._frequencies = inverse_frequencies(spec.model, mesh.device)
+        model = spec.model
+        self._kinds = sorted({model.slides(layer) for layer in range(model.num_layers)})
+        self._frequencies = {
+            slides: inverse_frequencies(model, mesh.device, slides=slides) for slides in self._kinds
+        }
         self.pipeline: Pipeline | None = None
         if mesh.parallel.pp > 1:
             stages = [
@@ -162,18 +167,61 @@ class Executor:
     ) -> None:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.at.cp
-        how = self.spec.cp
-        index = attention_rows(sharding, cp_rank, local, overlap=how.overlap, stages=how.stages)
-        arrays = {"positions": index.positions, **index_arrays(index)}
+        by_kind = {
+            slides: attention_rows(
+                sharding,
+                cp_rank,
+                local,
+                overlap=self.spec.cp.overlap,
+                stages=self.spec.cp.stages,
+                sliding=self.spec.model.sliding_window if slides else 0,
+            )
+            for slides in self._kinds
+        }
+        arrays = {"positions": by_kind[self._kinds[0]].positions}
+        for slides, index in by_kind.items():
+            arrays |= {_name(name, slides): a for name, a in index_arrays(index).items()}
         if made.tokens is not None:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
         if self.mesh.at.pp == self.mesh.parallel.pp - 1:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
         on_device = to_device(arrays, self.mesh.device)
-        cos, sin = rope_tables(on_device["positions"], self._frequencies)
-        attention = ContextAttention.from_rows(
+        attentions = {
+            slides: self._attention(index, on_device, slides=slides)
+            for slides, index in by_kind.items()
+        }
+        positions, bases = on_device["positions"], self._frequencies
+        made_tables = {slides: rope_tables(positions, base) for slides, base in bases.items()}
+        if not self.spec.model.sliding_rope_theta:
+            made_tables = dict.fromkeys(bases, made_tables[self._kinds[0]])
+        of_kind = {
+            slides: LayerRows(*made_tables[slides], attention)
+            for slides, attention in attentions.items()
+        }
+        tables = [table for pair in made_tables.values() for table in pair]
+        # Where all layers slide, nothing takes what is there for the others.
+        rows = Rows(
+            **of_kind[self._kinds[0]]._asdict(),
+            labels=on_device.get("labels"),
+            loss_scale=loss_scale,
+            sliding=of_kind.get(True),
+            experts=self._expert_rows(plan, i, loss_scale),
+        )
+        indices = [index for made in attentions.values() for index in made.indices]
+        if self.spec.training.compile:
+            mark_lengths(tables, indices)
+        if made.tokens is not None:
+            made.tokens.append(on_device["tokens"])
+        made.rows.append(rows)
+        made.tensors.extend([*on_device.values(), *tables, *indices])
+
+    def _attention(
+        self, index: AttentionRows, on_device: dict[str, Tensor], *, slides: bool
+    ) -> ContextAttention:
+        return ContextAttention.from_rows(
             index,
             group=self.mesh.group("cp") if self.mesh.parallel.cp > 1 else None,
+            near=None if self.mesh.near is None else self.mesh.near.get_group(NEAR),
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,
@@ -182,20 +230,10 @@ class Executor:
             keep_gathered_kv=self.spec.cp.keep_gathered_kv or self._recomputes_attention,
             gradient_dtype=getattr(torch, self.spec.cp.gradient_dtype),
             fused=self._fused,
-            on_device=on_device,
+            on_device={name: on_device[_name(name, slides)] for name in index_arrays(index)},
+            scores=Scores.of(self.spec.model, slides=slides),
         )
-        labels = on_device.get("labels")
-        rows = Rows(
-            cos=cos,
-            sin=sin,
-            attend=attention,
-            labels=labels,
-            loss_scale=loss_scale,
-            experts=self._expert_rows(plan, i, loss_scale),
-        )
-        if self.spec.training.compile:
-            mark_lengths(rows, attention.indices)
-        if made.tokens is not None:
-            made.tokens.append(on_device["tokens"])
-        made.rows.append(rows)
-        made.tensors.extend([*on_device.values(), cos, sin, *attention.indices])
+
+
+def _name(name: str, slides: bool) -> str:
+    return f"sliding {name}" if slides else name

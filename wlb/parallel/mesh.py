@@ -25,6 +25,8 @@ FSDP = "fsdp"
 HSDP = ("replicate", "shard")
 EXPERT_SHARD, EP = "expert_shard", "ep"
 """Axes of the mesh of experts: dp x cp x tp as (FSDP of experts, different experts)."""
+NEAR = "cp_near"
+"""A second communicator of a CP group, for rows that stay in a node (`wlb.plan.relay`)."""
 
 
 class Coordinates(NamedTuple):
@@ -50,7 +52,8 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
     flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard). experts: axes (pp, expert_shard, ep), for a model with experts."""
+    shard). experts: axes (pp, expert_shard, ep), for a model with experts. near: `NEAR`, of a run
+    whose CP ranks pass rows on."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -59,6 +62,7 @@ class Mesh:
     fsdp: DeviceMesh
     sharding: DeviceMesh
     experts: DeviceMesh | None = None
+    near: DeviceMesh | None = None
 
     @property
     def at(self) -> Coordinates:
@@ -80,7 +84,7 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp` and of `sharding`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.near)
         return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     @property
@@ -113,6 +117,8 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
     if mesh.experts is not None:
         groups += [(axis, mesh.experts.get_group(axis)) for axis in (EXPERT_SHARD, EP)]
+    if mesh.near is not None:
+        groups.append((NEAR, mesh.near.get_group(NEAR)))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
     for name, group in groups:
         if group is not None and group.size() > 1:
@@ -121,10 +127,16 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
 
 
 def build_mesh(
-    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, experts: bool = False
+    parallel: ParallelSpec,
+    device: torch.device,
+    *,
+    shard_size: int = 0,
+    passes_on: bool = False,
+    experts: bool = False,
 ) -> Mesh:
     """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
-    the weights, a divisor of dp * cp; 0 = all of them. experts: whether the model has any."""
+    the weights, a divisor of dp * cp; 0 = all of them. passes_on: whether CP ranks may pass rows
+    on within a node. experts: whether the model has any."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -134,6 +146,9 @@ def build_mesh(
     ranks = torch.from_numpy(rank_grid(parallel))
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
     fsdp = device_mesh["dp", "cp"]._flatten(FSDP)
+    near = None
+    if passes_on and parallel.cp > 1:
+        near = device_mesh["cp"]._unflatten(0, (1, parallel.cp), ("cp_alone", NEAR))
     return Mesh(
         parallel=parallel,
         device=device,
@@ -142,6 +157,7 @@ def build_mesh(
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
         experts=_experts(ranks, parallel, device) if experts else None,
+        near=near,
     )
 
 

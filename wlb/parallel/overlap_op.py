@@ -1,10 +1,11 @@
 """Context attention in several calls: own keys first, then others', stage by stage, as they arrive.
 
 wlb::attend_while_gathering and its backward take the place of wlb::context_attend's. Each call
-hides the next stage's transfer. The calls' results are merged by their log-sum-exps, which is
-exact. In backward the calls over others' keys come first, so that each one's gradients travel
-while the next computes, and own keys last. Shapes, besides those of `context_op`: T2 query rows
-and K2 keys of a stage's call, K1 keys of the first.
+hides the next stage's transfer; results are merged by their log-sum-exps, which is exact. Backward
+takes own keys last, so that gradients travel while others compute. Where rows are passed on within
+a node (`RelayedRows`), stage 0 has those of other nodes, which forward computes last and backward
+first. Shapes, besides those of `context_op`: T2 query rows and K2 keys of a stage's call, K1 keys
+of the first; M rows that are passed on of L that landed.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,9 @@ from wlb.parallel.context_op import (
     gathered_like,
     gradient_slot,
     gradients_by_row,
+    pass_on,
     reads_buffer,
+    return_to_landing,
     returned_rows,
     segment_keys,
     slots_again,
@@ -46,6 +49,25 @@ class _Call(NamedTuple):
         if reads_buffer(self.segments, backend):
             return dq, torch.stack([dk, dv], 1).to(sum_dtype(dk))
         return dq, gradients_by_row(dk, dv, self.inverse, fused=fused)
+
+
+class _Stages(NamedTuple):
+    """The calls over others' keys: lists of the ops' arguments."""
+
+    query_rows: list[Tensor]
+    index_K2: list[Tensor]
+    inverse_UR: list[Tensor]
+    cu_q: list[Tensor]
+    cu_k: list[Tensor]
+    max_q: list[int]
+    max_k: list[int]
+    softcap: float
+
+    def of(self, s: int) -> tuple[Tensor, _Call]:
+        """The query rows of stage s, and its call."""
+        where = (self.cu_q[s], self.cu_k[s], self.max_q[s], self.max_k[s])
+        segments = Segments.of(*where, 0, self.softcap, is_causal=False)
+        return self.query_rows[s], _Call(segments, self.index_K2[s], self.inverse_UR[s])
 
 
 def _merge(
@@ -117,13 +139,18 @@ def attend_while_gathering(
     cu_k: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
+    relay_M: Tensor | None,
+    relay_splits: Tensor | None,
+    relay_WL: Tensor | None,
     own_max_q: int,
     own_max_k: int,
     max_q: list[int],
     max_k: list[int],
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
+    later_name: str,
     keep_gathered: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -133,25 +160,32 @@ def attend_while_gathering(
     output is differentiable in q and in the slots, whose gradients are those of k and v: travelling
     and not.
     """
-    own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k)
+    own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
     both = torch.stack([k_TGD, v_TGD], 1)
     out, lse = forward(backend, q_THD, *segment_keys(both, own_index, own, backend), own)
     # Outputs of several merges are rounded once, at the end.
     merged_in = sum_dtype(out) if len(arriving) > 1 else out.dtype
     out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
     del both, out, lse
-    for s, rows in enumerate(query_rows):
-        others = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
+    stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
+    order = list(range(len(query_rows)))
+    if relay_M is not None and relay_splits is not None:
+        landed = _collectives.wait_tensor(arriving[0])
+        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
+        order.reverse()
+        del landed
+    for s in order:
+        rows, call = stages.of(s)
         kv_R2GD = _collectives.wait_tensor(arriving[s])
-        k, v = segment_keys(kv_R2GD, index_K2[s], others, backend)
-        other = forward(backend, q_THD.index_select(0, rows), k, v, others)
+        k, v = segment_keys(kv_R2GD, call.index, call.segments, backend)
+        other = forward(backend, q_THD.index_select(0, rows), k, v, call.segments)
         _merge(out_THD, lse_HT, other, rows)
         del kv_R2GD, k, v, other
-    return out_THD.to(q_THD.dtype), lse_HT, slots_again(k_TGD, inverse_UR)
+    return out_THD.to(q_THD.dtype), lse_HT, slots_again(k_TGD, inverse_UR, relay_WL)
 
 
 def _returned(arguments: tuple[Any, ...]) -> list[int]:
-    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[18]
+    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[22]
     return returned_rows(inverse_UR, sent_N, cp)
 
 
@@ -184,40 +218,61 @@ def attend_while_gathering_backward(
     cu_k: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
+    relay_M: Tensor | None,
+    relay_splits: Tensor | None,
+    relay_WL: Tensor | None,
     own_max_q: int,
     own_max_k: int,
     max_q: list[int],
     max_k: list[int],
+    softcap: float,
     backend: str,
     cp: int,
     group_name: str,
+    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Gradients of q; of each stage those of the local K and V, of all [T, 2, G, D] or by need [N,
     2, G, D] in dtype `wire`, which only `receive_kv_gradient` may read; and those of this rank's
     own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
-    own = _Call(Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k), own_index, own_inverse)
-    where = (inverse_UR, sent_N, splits, cp, group_name)
+    own_segments = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
+    own = _Call(own_segments, own_index, own_inverse)
+    where = (inverse_UR, sent_N, splits, cp, group_name, later_name)
     arriving = arriving or start_gather(k_TGD, v_TGD, *where)
+    if relay_M is not None and relay_splits is not None:
+        landed = _collectives.wait_tensor(arriving[0])
+        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
+        del landed
     # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
     grad_THD = grad_THD.contiguous()
     of_queries = _QueryGradient(q_THD, len(query_rows))
+    stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
     returning: list[Tensor] = []
-    for s, rows in enumerate(query_rows):
-        segments = Segments.of(cu_q[s], cu_k[s], max_q[s], max_k[s], is_causal=False)
-        others = _Call(segments, index_K2[s], inverse_UR[s])
+    for s in range(len(query_rows)):
+        rows, others = stages.of(s)
         # Autograd may hold the gather; all else of a stage is freed before the next call.
         kv_R2GD = _collectives.wait_tensor(arriving[0])
         del arriving[0]
         q, grad, out = (x.index_select(0, rows) for x in (q_THD, grad_THD, out_THD))
         lse = lse_HT.index_select(1, rows)
-        saved = SavedTensors(q, *segment_keys(kv_R2GD, index_K2[s], segments, backend), out, lse)
+        keys = segment_keys(kv_R2GD, others.index, others.segments, backend)
+        saved = SavedTensors(q, *keys, out, lse)
         dq, dkv_R2GD = others.backward(backend, grad, saved, fused=fused)
-        del kv_R2GD, q, grad, out, lse, saved
+        del kv_R2GD, q, grad, out, lse, keys, saved
         of_queries.add(dq, rows)
-        returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, group_name))
+        if s == 0 and relay_splits is not None:
+            returning.append(return_to_landing(dkv_R2GD.to(wire), relay_splits, later_name))
+        else:
+            name = later_name if s else group_name
+            returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, name))
         del dq, dkv_R2GD
+    if relay_WL is not None:
+        # Gradients of landed rows are added up over their readers, and go on to the rows' owners.
+        back = _collectives.wait_tensor(returning[0])
+        landed = gradients_by_row(back[:, 0], back[:, 1], relay_WL, fused=fused).to(wire)
+        returning[0] = start_return(landed, splits, 0, cp, group_name)
+        del back, landed
     both = torch.stack([k_TGD, v_TGD], 1)
     keys = segment_keys(both, own_index, own.segments, backend)
     saved = SavedTensors(q_THD, *keys, out_THD, lse_HT)
@@ -231,15 +286,15 @@ _NUM_BEFORE = 10
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q_THD, k_TGD, v_TGD, arriving, slots, _, *own = inputs[:_NUM_BEFORE]
-    *lists, splits = inputs[_NUM_BEFORE : _NUM_BEFORE + 7]
-    *static, keep_gathered, fused = inputs[_NUM_BEFORE + 7 :]
+    lists, exchange = inputs[_NUM_BEFORE : _NUM_BEFORE + 6], inputs[_NUM_BEFORE + 6 :][:4]
+    *static, keep_gathered, fused = inputs[_NUM_BEFORE + 10 :]
     ctx.static = (*static, slots[0].dtype, fused)
     ctx.num_arriving, ctx.keeps_gathered = len(arriving), keep_gathered
     kept = arriving if keep_gathered else []
     ctx.sizes = [len(kept), *(len(tensors) for tensors in lists)]
     out_THD, lse_HT, _ = output
     flat = [tensor for tensors in (kept, *lists) for tensor in tensors]
-    ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_HT, *own, splits, *flat)
+    ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_HT, *own, *exchange, *flat)
     ctx.set_materialize_grads(False)
 
 
@@ -248,19 +303,19 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     _, *sizes = ctx.sizes
     empty = [None] * ctx.num_arriving
-    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 10)
+    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 15)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, empty, empty, None, *rest
     q_THD, k_TGD, v_TGD, out_THD, lse_HT, *saved = ctx.saved_tensors
-    own, splits, flat = saved[:4], saved[4], saved[5:]
+    own, exchange, flat = saved[:4], saved[4:8], saved[8:]
     ends = [sum(ctx.sizes[: i + 1]) for i in range(len(ctx.sizes))]
     arriving, *lists = (flat[end - size : end] for end, size in zip(ends, ctx.sizes, strict=True))
     if gathering[0] is not None and not ctx.keeps_gathered:
         arriving = gathering
     dq_THD, returning, own_T2GD = attend_while_gathering_backward(
         *(grad_THD, q_THD, k_TGD, v_TGD, arriving, out_THD, lse_HT),
-        *(*own, *lists, splits, *ctx.static),
+        *(*own, *lists, *exchange, *ctx.static),
     )
     return dq_THD, None, None, empty, returning, own_T2GD, *rest
 

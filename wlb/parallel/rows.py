@@ -4,8 +4,9 @@ Local rows are the tokens of the rank's spans in order, then padding to T_local.
 attention segment of its own with label IGNORE, so it affects neither loss nor gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -18,10 +19,13 @@ from wlb.plan import (
     Layout,
     MicroBatch,
     RankSpans,
+    Relay,
     ShardingPlan,
+    UserError,
     gather_bounds,
     offsets_of,
     ranges,
+    ranges_read,
     rows_read,
     stage_bounds,
 )
@@ -99,15 +103,37 @@ class SentRows:
     stage the local rows that are sent, rank after rank, N of all stages. Without `overlap` a rank
     sends all its rows to itself as well. returned: shape [W, T_local], where of N the row's
     gradient comes back for the w-th time, in the order of stages and ranks, or N if it does not.
+    relay: if the first stage's rows are those of other nodes, which are passed on where they land.
     """
 
     splits: npt.NDArray[np.int64]
     index: tuple[IntArray, ...]
     returned: npt.NDArray[np.int64]
+    relay: "RelayedRows | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedRows:
+    """What a rank passes on of the rows that landed on it (`wlb.plan.relay`), L of them.
+
+    splits: shape [2, cp], rows received from each rank of the node, its own included, and passed on
+    to each. index: which of L rows are passed on, rank after rank, M of them. returned: shape [W,
+    L], where of M the gradient of a landed row comes back for the w-th time, or M.
+    """
+
+    splits: npt.NDArray[np.int64]
+    index: IntArray
+    returned: npt.NDArray[np.int64]
 
 
 def attention_rows(
-    sharding: ShardingPlan, rank: int, local_tokens: int, *, overlap: bool = False, stages: int = 1
+    sharding: ShardingPlan,
+    rank: int,
+    local_tokens: int,
+    *,
+    overlap: bool = False,
+    stages: int = 1,
+    sliding: int = 0,
 ) -> AttentionRows:
     """Index arrays of `rank` for T_local = `local_tokens`.
 
@@ -127,12 +153,21 @@ def attention_rows(
     positions = np.concatenate([spans.positions, np.arange(padding)])
     if sharding.cp == 1:
         return AttentionRows(positions, (CallRows(cu_q, cu_k, None, None),))
-    base = spans.piece_offsets[spans.piece]
-    prefix_tokens = ranges(base, base + spans.stop)
+    base, first_key = spans.piece_offsets[spans.piece], spans.first_keys(sliding)
+    prefix_tokens = ranges(base + first_key, base + spans.stop)
+    if sharding.exchange == KeyExchange.RELAYED and not overlap:
+        raise UserError("an exchange by way of nodes needs cp.overlap = true")
+    overlap = overlap and not sliding
     stages = stages if overlap else 1
-    if sharding.exchange == KeyExchange.NEEDED:
+    if sharding.exchange == KeyExchange.RELAYED and overlap:
+        sent, rows, num_rows = _relayed(sharding, rank, local_tokens)
+        own = 0
+    elif sharding.exchange != KeyExchange.GATHER:
         kept = 0 if overlap else local_tokens
-        sent, rows = _by_need(sharding, rank, local_tokens, kept, stages)
+        if sliding:
+            sent, rows = _by_window(sharding, rank, local_tokens, sliding)
+        else:
+            sent, rows = _by_need(sharding, rank, local_tokens, kept, stages)
         num_rows = sent.splits[:, 0].sum(axis=1)
         own = int(sent.splits[0, 0, :rank].sum())
     else:
@@ -144,7 +179,10 @@ def attention_rows(
         first, calls = _own_first(spans, arrived, prefix_tokens, num_rows, local_tokens)
         return AttentionRows(positions, calls, sent, first)
     kv_index = np.concatenate([arrived, own + tail])
-    inverse = _inverse(spans, kv_index, spans.stop, num_rows=int(num_rows[0]))
+    num_keys = spans.stop - first_key
+    if sliding:
+        cu_k = offsets_of(np.append(num_keys, padding) if padding else num_keys)
+    inverse = _inverse(spans, kv_index, num_keys, num_rows=int(num_rows[0]))
     return AttentionRows(positions, (CallRows(cu_q, cu_k, kv_index, inverse),), sent)
 
 
@@ -240,6 +278,96 @@ def _by_need(
         at += int(splits[s, 0].sum())
     returned = _uses(np.concatenate(index), num_rows=local_tokens)
     return SentRows(splits=splits, index=tuple(index), returned=returned), rows
+
+
+def _relayed(
+    sharding: ShardingPlan, rank: int, local_tokens: int
+) -> tuple[SentRows, IntArray, IntArray]:
+    """`_by_need` in two stages, rows of other nodes and rows of this one; and rows of either that
+    arrive, [2]."""
+    relay = Relay(sharding=sharding, near=sharding.ranks_per_node)
+    offsets = sharding.rank_offsets
+    own = slice(int(offsets[rank]), int(offsets[rank + 1]))
+    held = offsets_of(sharding.stop[own] - sharding.start[own])[:-1]
+    rows = np.full(sharding.num_tokens, -1, np.int64)
+    token = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
+    far, near = relay.read_far[:, rank], relay.read_near[:, rank]
+    begin = offsets_of(far)
+    rows[ranges(token, token + far)] = np.arange(begin[-1])
+    rows[ranges(token, token + near)] = begin[-1] + np.arange(int(near.sum()))
+    splits = np.zeros((2, 2, sharding.cp), np.int64)
+    splits[0] = relay.landed[rank], relay.landed[:, rank]
+    splits[1] = relay.moved_near[rank], relay.moved_near[:, rank]
+    index = np.concatenate(list(_landing_elsewhere(relay, rank, own, held)))
+    sizes = relay.read_near[own].T
+    start = np.broadcast_to(held, sizes.shape)
+    to_near = ranges(start.ravel(), (start + sizes).ravel())
+    both = np.concatenate([index, to_near])
+    sent = SentRows(
+        splits=splits,
+        index=(index, to_near),
+        returned=_uses(both, num_rows=local_tokens),
+        relay=_passed_on(relay, rank),
+    )
+    return sent, rows, np.array([int(far.sum()), int(near.sum())])
+
+
+def _landing_elsewhere(relay: Relay, rank: int, own: slice, held: IntArray) -> Iterator[IntArray]:
+    """The rank's rows that land on each other rank, in the order of ranks; held: the first local
+    row of each of its spans."""
+    for node in range(int(relay.nodes[-1]) + 1):
+        landing, cuts = relay.landing(node)
+        first = offsets_of(landing)[:-1][own]
+        last = first + landing[own]
+        for low, high in pairwise(cuts.tolist()):
+            begin = np.clip(first, low, high)
+            yield ranges(held + begin - first, held + np.clip(last, low, high) - first)
+
+
+def _passed_on(relay: Relay, rank: int) -> RelayedRows:
+    node = int(relay.nodes[rank])
+    landing, cuts = relay.landing(node)
+    ranks = relay.ranks_of(node)
+    low, high = cuts[rank - ranks.start], cuts[rank - ranks.start + 1]
+    first = offsets_of(landing)[:-1]
+    begin = np.clip(first, low, high) - low
+    parts = [
+        ranges(begin, np.clip(first + relay.read_far[:, other], low, high) - low) for other in ranks
+    ]
+    index = np.concatenate(parts)
+    splits = np.stack([relay.passed_on[rank], relay.passed_on[:, rank]])
+    return RelayedRows(splits, index, _uses(index, num_rows=int(high - low)))
+
+
+def _by_window(
+    sharding: ShardingPlan, rank: int, local_tokens: int, sliding: int
+) -> tuple[SentRows, IntArray]:
+    """`_by_need` in one stage for layers with a sliding window, whose ranks read several ranges of
+    a span; all own rows are kept."""
+    read, offsets, cp = ranges_read(sharding, sliding=sliding), sharding.rank_offsets, sharding.cp
+    own = slice(int(offsets[rank]), int(offsets[rank + 1]))
+    held = offsets_of(sharding.stop[own] - sharding.start[own])
+    padding = local_tokens - int(held[-1])
+    rows = np.full(sharding.num_tokens, -1, np.int64)
+    mine = read.of(read.reader == rank)
+    size = mine.last - mine.first
+    token = (offsets_of(sharding.lengths)[sharding.piece] + sharding.start)[mine.span]
+    # The rank's own rows end with its padding.
+    begin = offsets_of(size)[:-1] + padding * (mine.span >= own.stop)
+    rows[ranges(token + mine.first, token + mine.last)] = ranges(begin, begin + size)
+    splits = np.zeros((1, 2, cp), np.int64)
+    np.add.at(splits[0, 0], rank_of_span(sharding)[mine.span], size)
+    theirs = read.of((read.span >= own.start) & (read.span < own.stop))
+    start = np.append(held[theirs.span - own.start] + theirs.first, held[-1])
+    size = np.append(theirs.last - theirs.first, padding)
+    # To itself the rank sends its padding as well.
+    reader = np.append(theirs.reader, rank)
+    order = np.argsort(reader, kind="stable")
+    index = ranges(start[order], (start + size)[order])
+    np.add.at(splits[0, 1], reader, size)
+    splits[0, 0, rank] = local_tokens
+    returned = _uses(index, num_rows=local_tokens)
+    return SentRows(splits=splits, index=(index,), returned=returned), rows
 
 
 def _uses(index: IntArray, *, num_rows: int) -> npt.NDArray[np.int64]:

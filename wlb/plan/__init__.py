@@ -23,9 +23,12 @@ from wlb.plan.documents import split_long as split_long
 from wlb.plan.errors import RunError as RunError
 from wlb.plan.errors import UserError as UserError
 from wlb.plan.exchange import KeyRows as KeyRows
+from wlb.plan.exchange import ReadRanges as ReadRanges
 from wlb.plan.exchange import gather_bounds as gather_bounds
 from wlb.plan.exchange import key_rows as key_rows
 from wlb.plan.exchange import least_rows_received as least_rows_received
+from wlb.plan.exchange import ranges_read as ranges_read
+from wlb.plan.exchange import rank_of_span as rank_of_span
 from wlb.plan.exchange import rows_gathered as rows_gathered
 from wlb.plan.exchange import rows_moved as rows_moved
 from wlb.plan.exchange import rows_moved_in_stages as rows_moved_in_stages
@@ -55,6 +58,7 @@ from wlb.plan.ranks import Straggler as Straggler
 from wlb.plan.ranks import TimedPass as TimedPass
 from wlb.plan.ranks import places_from_json as places_from_json
 from wlb.plan.ranks import places_to_json as places_to_json
+from wlb.plan.relay import Relay as Relay
 from wlb.plan.sharding import KeyExchange as KeyExchange
 from wlb.plan.sharding import RankSpans as RankSpans
 from wlb.plan.sharding import ShardingPlan as ShardingPlan

@@ -188,6 +188,8 @@ class Pieces(_Columns):
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Pieces.start", self.start, 0)
+        # Without this a difference may be beyond 64 bits, and come out positive.
+        check_minimum("Pieces.stop", self.stop, 1)
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 
     def __getitem__(self, i: int) -> Piece:

@@ -1,18 +1,20 @@
 """Which rows of keys and values each CP rank reads of the others', from a sharding alone.
 
 Queries of a span see keys [0, stop) of their piece, so a rank reads of each piece the prefix up to
-its furthest span, and of every span on another rank the first rows, one contiguous range. An
-exchange by need moves these rows and no others; an all-gather moves all rows. Cost: arrays of
-[num_spans, cp], without a loop over tokens.
+its furthest span, and of every span on another rank the first rows, one contiguous range. With a
+sliding window of W keys (`sliding`; 0 = all) a span [start, stop) sees [start - W + 1, stop), and a
+rank may read several ranges of a span. An exchange by need moves these rows and no others; an
+all-gather moves all rows. Cost: arrays of [num_spans, cp], without a loop over tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb.plan.arrays import IntArray
-from wlb.plan.sharding import KeyExchange, ShardingPlan
+from wlb.plan.sharding import KeyExchange, ShardingPlan, ranges
 
 STAGE_ROWS = 128
 """Rows of a kernel's tile of keys, of which stages have whole numbers."""
@@ -22,7 +24,8 @@ STAGE_ROWS = 128
 class KeyRows:
     """Key rows that micro-batches exchange, each counted at the CP rank that receives most.
 
-    num_by_need: micro-batches whose ranks receive only rows that they read. received: rows of all
+    num_by_need: micro-batches whose ranks receive only rows that they read; those that come by way
+    of another rank count where they are read. received: rows of all
     micro-batches; gathered: the same if all were by all-gathers.
     """
 
@@ -43,15 +46,28 @@ class KeyRows:
         return self.received / self.gathered if self.gathered else 1.0
 
 
-def key_rows(shardings: Sequence[ShardingPlan], local_tokens: Sequence[int]) -> KeyRows:
-    """Key rows of micro-batches with these rows on every CP rank, padding included."""
+def key_rows(
+    shardings: Sequence[ShardingPlan],
+    local_tokens: Sequence[int],
+    *,
+    sliding: int = 0,
+    sliding_share: float = 0.0,
+) -> KeyRows:
+    """Key rows of micro-batches with these rows on every CP rank, padding included, in the mean
+    layer: `sliding_share` of all have a window of `sliding` keys."""
     by_need = received = gathered = 0
     for sharding, rows in zip(shardings, local_tokens, strict=True):
         all_rows = rows_gathered(sharding, local_tokens=rows)
         gathered += all_rows
-        is_needed = sharding.exchange == KeyExchange.NEEDED and sharding.cp > 1
+        is_needed = sharding.exchange != KeyExchange.GATHER and sharding.cp > 1
         by_need += is_needed
-        received += int(rows_moved(sharding).sum(axis=1).max()) if is_needed else all_rows
+        if not is_needed:
+            received += all_rows
+            continue
+        moved = rows_moved(sharding).sum(axis=1) * (1 - sliding_share)
+        if sliding_share:
+            moved += rows_moved(sharding, sliding=sliding).sum(axis=1) * sliding_share
+        received += round(float(moved.max()))
     return KeyRows(num_by_need=by_need, received=received, gathered=gathered)
 
 
@@ -65,8 +81,60 @@ def rows_read(sharding: ShardingPlan) -> IntArray:
     return np.maximum(furthest - sharding.start[:, None], 0)
 
 
-def rows_moved(sharding: ShardingPlan) -> IntArray:
+class ReadRanges(NamedTuple):
+    """Rows [first, last) of span `span` that rank `reader` reads, by reader, span and row; shape
+    [n] each. Of its own spans a rank reads all rows, each in one range."""
+
+    reader: IntArray
+    span: IntArray
+    first: IntArray
+    last: IntArray
+
+    def of(self, chosen: "np.ndarray") -> "ReadRanges":
+        """Those of a mask or of indices."""
+        return ReadRanges(*(column[chosen] for column in self))
+
+
+def ranges_read(sharding: ShardingPlan, *, sliding: int = 0) -> ReadRanges:
+    """What every rank reads of every span."""
+    if not sliding:
+        read = rows_read(sharding)
+        reader, span = np.nonzero(read.T)
+        return ReadRanges(reader, span, np.zeros_like(span), read[span, reader])
+    rank, piece, start, stop = (
+        *(rank_of_span(sharding), sharding.piece),
+        *(sharding.start, sharding.stop),
+    )
+    # A rank's spans of a piece in order: each brings what the one before did not.
+    order = np.lexsort((start, piece, rank))
+    rank, piece, end = rank[order], piece[order], stop[order]
+    begin = np.maximum(0, start[order] - sliding + 1)
+    joins = (rank[1:] == rank[:-1]) & (piece[1:] == piece[:-1])
+    begin[1:] = np.where(joins, np.maximum(begin[1:], end[:-1]), begin[1:])
+    # The spans that hold these keys follow each other among a piece's spans, which tile it.
+    held = np.lexsort((start, sharding.piece))
+    far = int(sharding.lengths.max(initial=0)) + 1
+    at = sharding.piece[held] * far
+    low = np.searchsorted(at + stop[held], piece * far + begin, side="right")
+    high = np.searchsorted(at + start[held], piece * far + end, side="left")
+    of, holder = np.repeat(np.arange(rank.size), high - low), held[ranges(low, high)]
+    found = ReadRanges(
+        rank[of],
+        holder,
+        np.maximum(begin[of], start[holder]) - start[holder],
+        np.minimum(end[of], stop[holder]) - start[holder],
+    )
+    return found.of(np.lexsort((found.first, found.span, found.reader)))
+
+
+def rows_moved(sharding: ShardingPlan, *, sliding: int = 0) -> IntArray:
     """Rows that rank i reads of rank j's, shape [cp, cp] with i first; zero for i = j."""
+    if sliding:
+        reader, span, first, last = ranges_read(sharding, sliding=sliding)
+        moved = np.zeros((sharding.cp, sharding.cp), np.int64)
+        np.add.at(moved, (reader, rank_of_span(sharding)[span]), last - first)
+        np.fill_diagonal(moved, 0)
+        return moved
     running = np.zeros((sharding.piece.size + 1, sharding.cp), np.int64)
     np.cumsum(rows_read(sharding), axis=0, out=running[1:])
     offsets = sharding.rank_offsets

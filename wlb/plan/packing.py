@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan.arrays import IntArray, check_minimum, digest, int_array, offsets_of
+from wlb.plan.arrays import IntArray, check_at_least, check_minimum, digest, int_array, offsets_of
 from wlb.plan.documents import Pieces
+from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord, parsing
 from wlb.plan.read_file import load_arrays, malformed
 
@@ -215,6 +216,7 @@ class Carry(PlainRecord):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slot", int_array("Carry.slot", self.slot))
+        check_at_least("Carry.next_step", self.next_step, 0)
         if self.slot.size != len(self.pieces):
             raise ValueError(f"{self.slot.size} slots for {len(self.pieces)} waiting pieces")
 
@@ -260,9 +262,12 @@ class Carry(PlainRecord):
         remedy = "give the file that it wrote"
         arrays = load_arrays(path, what, remedy=remedy)
         with malformed(what, remedy):
+            policy, next_step = arrays.pop("policy"), arrays.pop("next_step")
+            if policy.dtype.kind != "U" or next_step.dtype.kind not in "iu" or next_step.ndim:
+                raise UserError(f"{what}: its policy is no text or its next step no whole number")
             return cls(
-                policy=str(arrays.pop("policy")),
-                next_step=int(arrays.pop("next_step")),
+                policy=str(policy),
+                next_step=int(next_step),
                 slot=arrays.pop("slot"),
                 pieces=Pieces.from_file_columns(arrays),
             )

@@ -44,11 +44,13 @@ class Span(NamedTuple):
 
 
 class KeyExchange(StrEnum):
-    """How CP ranks get each other's keys and values: an all-gather of all rows, or an all-to-all of
-    the rows that each rank reads (`wlb.plan.exchange`)."""
+    """How CP ranks get each other's keys and values: an all-gather of all rows, an all-to-all of
+    the rows that each rank reads (`wlb.plan.exchange`), or these with each row once a node
+    (`wlb.plan.relay`)."""
 
     GATHER = "gather"
     NEEDED = "needed"
+    RELAYED = "relayed"
 
 
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
@@ -81,7 +83,8 @@ class ShardingPlan(RankTimes):
     [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
     spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
     rank's attention kernels and launches, shape [cp]; zeros where it is not predicted. exchange:
-    how the ranks get each other's keys.
+    how the ranks get each other's keys. ranks_per_node: neighbouring ranks of a node, for
+    `KeyExchange.RELAYED`; otherwise 0.
     """
 
     strategy: str
@@ -93,11 +96,18 @@ class ShardingPlan(RankTimes):
     forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     exchange: KeyExchange = KeyExchange.GATHER
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         if self.exchange not in set(KeyExchange):
             raise UserError(f"exchange = {self.exchange!r} is not one of {', '.join(KeyExchange)}")
         object.__setattr__(self, "exchange", KeyExchange(self.exchange))
+        is_relayed = self.exchange == KeyExchange.RELAYED
+        if is_relayed != (self.ranks_per_node > 0):
+            raise UserError(
+                f"ranks_per_node = {self.ranks_per_node} with exchange = {self.exchange}; it is at "
+                f"least 1 for {KeyExchange.RELAYED}, and 0 for others"
+            )
         for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
         for name in ("forward_ns", "backward_ns"):
@@ -173,6 +183,8 @@ class ShardingPlan(RankTimes):
         """60 bits that tell two shardings apart, equal on every host."""
         # Plans with an all-gather have the digests of versions that knew no other exchange.
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
+        if self.ranks_per_node:
+            exchange = (*exchange, self.ranks_per_node)
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)
 
@@ -180,7 +192,8 @@ class ShardingPlan(RankTimes):
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         names = (*_COLUMNS, "latency_ns")
         columns = {n: getattr(self, n).tolist() for n in names}
-        return {"strategy": self.strategy, "exchange": str(self.exchange), **columns}
+        near = {"ranks_per_node": self.ranks_per_node} if self.ranks_per_node else {}
+        return {"strategy": self.strategy, "exchange": str(self.exchange), **near, **columns}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":
@@ -225,6 +238,11 @@ class RankSpans:
     def cu_seqlens_k(self) -> IntArray:
         """Offsets of each span's keys (the piece's prefix [0, stop)), shape [num_spans + 1]."""
         return offsets_of(self.stop)
+
+    def first_keys(self, sliding: int = 0) -> IntArray:
+        """The first key of its piece that each span reads, with a window of `sliding` keys (0 =
+        all), shape [num_spans]."""
+        return np.maximum(0, self.start - sliding + 1) if sliding else np.zeros_like(self.start)
 
     @property
     def positions(self) -> IntArray:

@@ -10,7 +10,7 @@ input, from the parent process only.
 import contextlib
 import os
 import pickle
-import secrets
+import select
 import shutil
 import signal
 import socket
@@ -30,58 +30,17 @@ from multiprocessing.connection import (
     deliver_challenge,
     wait,
 )
-from pathlib import Path
 from typing import Any
 
-from wlb.data.leftovers import made_and_held, own_name, sweep
-from wlb.plan import (
-    NO_CHANGES,
-    PipelinePlan,
-    PlannerState,
-    PriceSchedule,
-    RunError,
-    StepPlan,
-    UserError,
-)
+from wlb.data.leftovers import made_and_held, sweep
+from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PriceSchedule, StepPlan
 from wlb.planner.compose import Planner
+from wlb.planner.signs import Address, PlannerLost, PlanningError, SignsOfLife
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BEAT_S = 0.25
 """Seconds between a planner process's signs of life."""
-_LONGEST = 100
-_BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
-"""Beginning of the last line of a UserError's traceback."""
 _DIED = "the planner process of this node has died"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where a planner process listens: a socket path and the key that clients must know."""
-
-    path: str
-    key: bytes
-
-    @property
-    def folder(self) -> Path:
-        """Of the socket; nobody else can read it."""
-        return Path(self.path).parent
-
-    @property
-    def alive(self) -> Path:
-        """A file that has the number of the process, which touches it as long as it runs."""
-        return self.folder / "alive"
-
-    @classmethod
-    def new(cls, token: str = "", node: int = 0, folder: str = "") -> "Address":
-        """The address for a node of the run that drew `token` (empty = draw one here).
-
-        folder: its owner removes it when the run is over, however the run ends.
-        """
-        token = token or secrets.token_hex(16)
-        if folder and len(folder) < _LONGEST - len("/planner-9999/socket"):
-            return cls(path=f"{folder}/planner-{node}/socket", key=token.encode())
-        own = own_name(f"planner.{token[:16]}.{node}")
-        return cls(path=str(own / "socket"), key=token.encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +55,11 @@ class PlanningJob:
     num_clients: int
 
 
-class PlanningError(RuntimeError):
-    """A step could not be planned, or the process that plans is gone."""
-
-    @classmethod
-    def of(cls, trace: str) -> "PlanningError":
-        """Return one line for bad input, with its traceback as a note; else the traceback."""
-        last = trace.rstrip().rpartition("\n")[2]
-        if not last.startswith(_BAD_INPUT):
-            return cls(f"planning failed:\n{trace}")
-        error = cls(f"planning failed: {last.removeprefix(_BAD_INPUT)}")
-        error.add_note(trace)
-        return error
-
-
 class PlannerProcess:
-    """A running planner process; `close` ends it. It also ends when its last client leaves."""
+    """A running planner process; `close` ends it. It also ends when its last client leaves.
+
+    silence_s: see `SignsOfLife`; PlannerLost if it is stopped before it listens.
+    """
 
     def __init__(
         self,
@@ -122,6 +70,7 @@ class PlannerProcess:
         ahead: int,
         num_clients: int,
         address: Address | None = None,
+        silence_s: float = 0.0,
     ) -> None:
         self.address = address or Address.new()
         self._folder = self.address.folder
@@ -140,13 +89,33 @@ class PlannerProcess:
                 [sys.executable, "-m", "wlb.planner.service"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
             )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(pickle.dumps(job))
-        self._process.stdin.close()
-        if self._process.stdout.readline() != b"listening\n":
-            self._remove_folder()
+        try:
+            self._hand_over(
+                pickle.dumps(job), SignsOfLife(self.address, silence_s, pid=self._process.pid)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _hand_over(self, job: bytes, signs: SignsOfLife) -> None:
+        """Give the process its job and wait until it listens. A stopped one reads no more than the
+        pipe holds."""
+        given, said = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert said is not None
+        signs.begin()
+        os.set_blocking(given.fileno(), False)
+        rest = memoryview(job)
+        # A process that ended at its start reads nothing; what it said is read below.
+        with contextlib.suppress(BrokenPipeError):
+            while rest:
+                signs.await_file(given.fileno(), select.POLLOUT)
+                rest = rest[os.write(given.fileno(), rest) :]
+        given.close()
+        signs.await_file(said.fileno(), select.POLLIN)
+        if said.readline() != b"listening\n":
             raise PlanningError(
                 f"the planner process ended with {self._process.wait()} at its start"
             )
@@ -154,8 +123,9 @@ class PlannerProcess:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -165,83 +135,18 @@ class PlannerProcess:
             os.close(held)
 
 
-class PlannerLost(PlanningError, RunError):
-    """The process that plans has died or is stopped."""
-
-
-class SignsOfLife:
-    """Tells a planner process that computes for long from one that is stopped.
-
-    Its thread touches a file; code outside of Python may hold that thread up, but takes processor
-    time. silence_s: without a sign for so long it counts as stopped; 0 = never.
-    """
-
-    def __init__(self, address: Address, silence_s: float) -> None:
-        self._file, self.silence_s = address.alive, silence_s
-        self._last: tuple[int, int] | None = None
-        self._sign_s = self._looked_s = 0.0
-
-    @property
-    def look_s(self) -> float | None:
-        """Seconds between two looks of one who waits; None = no look."""
-        return min(1.0, self.silence_s / 10) if self.silence_s else None
-
-    def begin(self) -> None:
-        """Begin to wait for an answer."""
-        self._sign_s = self._looked_s = time.monotonic()
-        self._last = None
-
-    def look(self) -> None:
-        """PlannerLost if there was no sign for `silence_s`."""
-        now_s, sign = time.monotonic(), self._sign()
-        # A late look means that this process was suspended itself.
-        if sign != self._last or now_s - self._looked_s > self.silence_s / 2:
-            self._sign_s, self._last = now_s, sign
-        self._looked_s = now_s
-        if now_s - self._sign_s > self.silence_s:
-            raise self.lost()
-
-    def lost(self) -> PlannerLost:
-        """The error of a planner process that is stopped."""
-        pid, state = self._pid(), ""
-        with contextlib.suppress(OSError, IndexError):
-            state = f", state {_process_status(pid)[0]}"
-        return PlannerLost(
-            f"the planner process of this node (process {pid} on {socket.gethostname()}{state}) "
-            f"gave no sign of life for {self.silence_s:g} s: it is stopped; go on from the last "
-            f"checkpoint with --resume"
-        )
-
-    def _sign(self) -> tuple[int, int]:
-        """When the file was touched, and the processor time so far; 0 where it cannot be told."""
-        touched_ns = ticks = 0
-        with contextlib.suppress(OSError):
-            touched_ns = self._file.stat().st_mtime_ns
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            ticks = sum(map(int, _process_status(self._pid())[11:13]))
-        return touched_ns, ticks
-
-    def _pid(self) -> str:
-        try:
-            return self._file.read_text() or "?"
-        except OSError:
-            return "?"
-
-
-def _process_status(pid: str) -> list[str]:
-    """Fields of Linux's /proc/PID/stat from the state (one letter) on: 11 and 12 are user and
-    system time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
     """As multiprocessing's Client, but no read waits longer than `signs.silence_s`."""
     with socket.socket(socket.AF_UNIX) as opened:
-        opened.connect(address.path)
         if signs.silence_s:
             whole_s, part_s = divmod(signs.silence_s, 1)
             limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            opened.connect(address.path)
+        except BlockingIOError:  # Nobody accepts, and no more may queue.
+            raise signs.lost() from None
         connection: Connection[Any, Any] = Connection(opened.detach())
     try:
         answer_challenge(connection, address.key)
@@ -298,6 +203,8 @@ class PlanClient:
             self._connection.send(prices)
         except ConnectionError:
             raise PlannerLost(_DIED) from None
+        except BlockingIOError:
+            raise self._signs.lost() from None
 
     def close(self) -> None:
         self._connection.close()

@@ -15,16 +15,22 @@ if TYPE_CHECKING:
 
 MOST_SOURCE = 1 << 20
 """Most characters of a template; models' have some thousand."""
-MARK = "\U000f5eed"
-"""A private-use character that marks contents; conversations that contain it are refused."""
-BEGIN, END = f"{MARK}[", f"{MARK}]"
-MARKS = re.compile(f"({MARK}\\[|{MARK}\\]|{MARK}[0-9]+{MARK})")
+MARK, BEGIN, END = "\U000f5eed", "\U000f5eee", "\U000f5eef"
+"""Private-use characters: of contents, and of begins and ends of generation blocks. What a template
+writes beside a content, such as "[", cannot complete one. Conversations and templates that contain
+one are refused."""
+MARKS = re.compile(f"({BEGIN}|{END}|{MARK}[0-9]+{MARK})")
 """Finds the marks of generation blocks, and of contents (`marker`)."""
 
 
 def marker(message: int) -> str:
     """What stands for the content of a message."""
     return f"{MARK}{message}{MARK}"
+
+
+def mark_in(text: str) -> str:
+    """The first of the marks that `text` contains, escaped; "" for none."""
+    return next((ascii(mark) for mark in (MARK, BEGIN, END) if mark in text), "")
 
 
 def compile_template(source: str, name: str, spent: Spent) -> tuple["Template", bool, set[str]]:
@@ -35,6 +41,8 @@ def compile_template(source: str, name: str, spent: Spent) -> tuple["Template", 
             f"{name} is not a Jinja template: it has {len(source)} characters, must have at most "
             f"{MOST_SOURCE}; give the template of a model"
         )
+    if found := mark_in(source):
+        raise UserError(f"chat template {name} contains {found}, which marks contents here")
     from jinja2 import TemplateError, meta, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

@@ -7,6 +7,7 @@ content to mark (it only calls tools) owns what is between the known begin and e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from wlb.plan import UserError
 from wlb.prepare.jinja_compile import BEGIN, END, MARKS
 
 
@@ -101,6 +102,8 @@ def _scan(marked: str, num_messages: int) -> tuple[list[range], list[_Gap], dict
         if token == BEGIN:
             opened.append(at)
         elif token == END:
+            if not opened:
+                raise UserError("the chat template ends a generation block that it did not begin")
             blocks.append(range(opened.pop(), at))
         elif MARKS.fullmatch(token):
             contents[int(token[1:-1])] = at
@@ -108,6 +111,8 @@ def _scan(marked: str, num_messages: int) -> tuple[list[range], list[_Gap], dict
             at += len(token)
         else:
             at += len(token)
+    if opened:
+        raise UserError("the chat template leaves a generation block without its end")
     gaps: list[_Gap] = []
     before, begin = -1, 0
     for message, start, stop in [*edges, (num_messages, at, at)]:

@@ -28,7 +28,7 @@ from wlb.prepare.chat_template import (
 )
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import token_text
-from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, marker
+from wlb.prepare.jinja_compile import MARKS, compile_template, mark_in, marker
 from wlb.prepare.jinja_limits import Spent, TemplateLimit
 from wlb.prepare.jinja_pieces import (
     TemplatePiece,
@@ -99,10 +99,10 @@ class JinjaTemplate:
         messages = conversation.messages
         contents = [message.content for message in messages]
         for i, content in enumerate(contents):
-            if MARK in content:
-                raise UserError(f"message {i} contains {MARK!a}, which marks contents here")
-        if MARK in conversation.literals:
-            raise UserError(f"its tools or tool calls contain {MARK!a}, which marks contents here")
+            if found := mark_in(content):
+                raise UserError(f"message {i} contains {found}, which marks contents here")
+        if found := mark_in(conversation.literals):
+            raise UserError(f"its tools or tool calls contain {found}, which marks contents here")
         forms = tuple(map(_Form.of, messages))
         shape = self._shape(forms, conversation.tools)
         contents = self._as_rendered(shape, contents, forms, conversation.tools)

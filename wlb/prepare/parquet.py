@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from wlb.plan import UserError
+from wlb.plan.read_file import WRONG_SHAPE, told
 
 Columns = Callable[[Sequence[str]], tuple[str, ...]]
 """Chooses the columns of a table to read; UserError, without the path, where some are absent."""
@@ -32,8 +33,9 @@ def open_parquet(path: str) -> Any:
         ) from None
     try:
         return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a Parquet file or is corrupt ({error})") from None
+    # Names of a damaged footer may be no text.
+    except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
+        raise UserError(f"{path} is not a Parquet file or is corrupt ({told(error)})") from None
 
 
 def group_sizes(path: str) -> list[int]:
@@ -48,17 +50,19 @@ def parquet_records(
     """(row in the file, values of `columns`) of the rows of row groups; text as bytes."""
     pa = _pyarrow()
     file = open_parquet(path)
-    names = columns(file.schema_arrow.names)
     row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
     try:
+        names = columns(file.schema_arrow.names)
         chosen: dict[str, Any] = {"row_groups": list(groups), "columns": list(names)}
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, **chosen):
             values = [_values(batch.column(batch.schema.names.index(name))) for name in names]
             for items in zip(*values, strict=True):
                 yield row, dict(zip(names, items, strict=True))
                 row += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is corrupt near row {row} ({error}); get it again") from None
+    except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is corrupt near row {row} ({told(error)}); get it again") from None
 
 
 def _values(column: Any) -> list[Any]:

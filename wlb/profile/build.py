@@ -90,6 +90,22 @@ def build(
 ) -> BuiltProfile:
     """Fits all blocks; raises UserError, naming missing measurements, if too little was
     measured."""
+    try:
+        return _built(records, model, layouts, grid, origin)
+    except KeyError as error:
+        raise UserError(
+            f"a record of the sweep lacks {error}, which its kind has; remove the sweep's file, or "
+            f"the line, to measure it again"
+        ) from error
+
+
+def _built(
+    records: Sequence[Record],
+    model: ModelSpec,
+    layouts: Sequence[HeadLayout],
+    grid: AttentionGrid,
+    origin: SweepOrigin,
+) -> BuiltProfile:
     provenance = origin.provenance("wlb profile")
 
     def call_of(record: Record) -> Call:

@@ -19,6 +19,8 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 
 Numbers = dict[str, float]
+_MOST = 1e30
+"""Largest number of a record: times in ns, bytes and ratios are far smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,10 @@ class RecordFile:
         self._file.close()
 
     def _read(self, header: Mapping[str, Any]) -> None:
-        first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
+        try:
+            first, *lines = self.path.read_text("utf-8").splitlines(keepends=True)
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path} is not a file of sweep records; move it away") from None
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
             raise UserError(f"{self.path} is not a file of sweep records; move it away")
@@ -99,12 +104,10 @@ class RecordFile:
             if isinstance(data.get("start"), dict):
                 self.starts.append(data["start"])
                 continue
-            try:
-                record = Record(**data)
-            except TypeError:
+            if (record := _record_of(data)) is None:
                 raise UserError(
                     f"line {number} of {self.path} is no record of a sweep; remove it or the file"
-                ) from None
+                )
             self.records[_key(record.kind, record.point)] = record
 
     def run(self, tasks: Sequence[Task]) -> Iterator[Record]:
@@ -138,6 +141,22 @@ def _loaded(line: str) -> dict[str, Any]:
     except UserError:
         return {}
     return data if isinstance(data, dict) else {}
+
+
+def _record_of(data: dict[str, Any]) -> Record | None:
+    """The record of a line; None for one that no sweep writes."""
+    try:
+        record = Record(**data)
+        texts = (record.kind, record.failed)
+        valid = all(isinstance(text, str) for text in texts) and isinstance(record.point, dict)
+        valid = valid and isinstance(record.numbers, dict)
+    except TypeError:
+        return None
+    return record if valid and all(map(_is_number, record.numbers.values())) else None
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and -_MOST <= value <= _MOST  # type: ignore[operator]
 
 
 def _measured(task: Task) -> Record:

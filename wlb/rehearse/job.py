@@ -66,6 +66,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
         started_s=0.0,
         calibrate=folder / "calibrated.json" if spec.telemetry.enabled else None,
     )
+    job.directory.mkdir(parents=True, exist_ok=True)
     # The loop looks two steps ahead.
     plans = list(islice(planner.steps(), steps + 2))
     if len(plans) < steps:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes, rows_ns
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
+from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
 from wlb.rehearse.gpu import Splits
@@ -80,14 +80,17 @@ class Prices:
         segments = _segments(args)
         q = np.diff(segments.offsets_q).astype(np.float64)
         k = np.diff(segments.offsets_k).astype(np.float64)
-        hidden = q * (q - 1) / 2
+        # torch's kernel takes (keys to the left, to the right) of a query's own.
+        windows = [a for a in args if isinstance(a, list | tuple) and len(a) == 2]
+        sliding = max(0, next((int(left) for left, _ in windows), -1) + 1)
         if next((not a for a in args if isinstance(a, bool)), False):
             # Without a mask: the profile has causal kernels, of which these are a part.
-            share, k = q * k / (q * k + hidden + q), k + q
+            share, k = q * k / (q * k + q * (q - 1) / 2 + q), k + q
         else:
             share = np.ones_like(q)
-        pairs = float(((q * k - hidden) * share).sum()) * heads * head_dim
-        times = self.table.times_ns(q, k, num_heads=heads, head_dim=head_dim)
+        seen = causal_pairs(q.astype(np.int64), k.astype(np.int64), sliding=sliding)
+        pairs = float((seen * share).sum()) * heads * head_dim
+        times = self.table.times_ns(q, k, num_heads=heads, head_dim=head_dim, sliding=sliding)
         launch = self.table.launch_backward_ns if is_backward else self.table.launch_forward_ns
         per_pair = BACKWARD_FLOPS_PER_PAIR if is_backward else FORWARD_FLOPS_PER_PAIR
         time_ns = max(LAUNCH_NS, float((times[is_backward] * share).sum()) + launch)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import WorkloadModel, kernels_ns, waits_ns
-from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError, rows_moved
+from wlb.cost import HiddenExchange, WorkloadModel, kernels_ns, rows_of_layer, waits_ns
+from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError
 from wlb.spec import ExchangeChoice
 
 GATHER = ExchangeChoice.GATHER
@@ -41,13 +41,13 @@ def cheapest(
         best = int(slowest.argmin())
         plan = plans[best]
     else:
-        names = list(KeyExchange) if exchange == ExchangeChoice.AUTO else [KeyExchange(exchange)]
-        found: list[tuple[tuple[float, int], int, ShardingPlan]] = []
+        names = _tried(ExchangeChoice(exchange), cost, cp=plans[0].cp)
+        found: list[tuple[tuple[float, float], int, ShardingPlan]] = []
         for i in map(int, np.argsort(slowest, kind="stable")):
             # Waits only add to the kernels, so no plan from here on can be the fastest.
             if found and slowest[i] > found[0][0][0]:
                 break
-            tried = (replace(plans[i], exchange=name) for name in names)
+            tried = (_exchanging(plans[i], name, cost) for name in names)
             kernels = forward[i], backward[i]
             found += [(_with_waits(plan, cost, kernels), i, plan) for plan in tried]
             found = [min(found, key=lambda one: one[:2])]
@@ -60,12 +60,34 @@ def cheapest(
     )
 
 
+def _tried(exchange: ExchangeChoice, cost: WorkloadModel, *, cp: int) -> list[KeyExchange]:
+    """The exchanges that are compared. auto passes rows on only where ranks share nodes, and the
+    group has several; UserError for a workload that cannot tell where rows are to be passed on."""
+    knows = isinstance(cost, HiddenExchange)
+    if exchange == ExchangeChoice.RELAYED and not (knows and cost.overlaps):
+        raise UserError(
+            f"{type(cost).__name__} does not say which ranks share a node, or has no overlap; set "
+            f"cp.overlap = true, or exchange = needed"
+        )
+    if exchange != ExchangeChoice.AUTO:
+        return [KeyExchange(exchange)]
+    passes_on = knows and cost.overlaps and 1 < cost.cp_ranks_per_node < cp
+    return [name for name in KeyExchange if passes_on or name != KeyExchange.RELAYED]
+
+
+def _exchanging(plan: ShardingPlan, name: KeyExchange, cost: WorkloadModel) -> ShardingPlan:
+    near = 0
+    if name == KeyExchange.RELAYED and isinstance(cost, HiddenExchange):
+        near = cost.cp_ranks_per_node
+    return replace(plan, exchange=name, ranks_per_node=near)
+
+
 def _with_waits(
     plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
-) -> tuple[float, int]:
+) -> tuple[float, float]:
     """The slowest rank's time of both passes, with what is waited for the exchange, and the rows
     that travel by need. kernels: forward and backward of each rank, [cp] each."""
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
     is_gather = plan.exchange == KeyExchange.GATHER
-    return slowest, 0 if is_gather else int(rows_moved(plan).sum())
+    return slowest, 0 if is_gather else float(rows_of_layer(plan, cost).sum())

@@ -1,33 +1,82 @@
 """The [model] section: shapes and parts of a decoder of the LLaMA and Qwen families."""
 
+import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from wlb.plan import UserError
 from wlb.spec.experts import ExpertsSpec
 from wlb.spec.keys import check_declared, key
 
 
+class Activation(StrEnum):
+    """What the MLP's gate goes through: SiLU (SwiGLU), or GELU's tanh approximation (GeGLU)."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class RopeKind(StrEnum):
+    """How RoPE's frequencies are scaled: as Llama 3 does; all by the factor; YaRN."""
+
+    LLAMA3 = "llama3"
+    LINEAR = "linear"
+    YARN = "yarn"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Llama-3's frequency scaling; off while factor is 1."""
+    """Scaling of RoPE's frequencies for longer texts; off while factor is 1."""
 
+    kind: RopeKind = key(RopeKind.LLAMA3, "what scales the frequencies; off while factor is 1")
     factor: float = key(
         1.0, "context length relative to the length in pre-training; 1 = off", above=0, at_most=1e6
     )
     low_freq_factor: float = key(
         1.0,
-        "wavelengths above original_context / this are scaled by the whole factor",
+        "llama3: wavelengths above original_context / this are scaled by the whole factor",
         at_least=0,
         at_most=1e9,
     )
     high_freq_factor: float = key(
-        4.0, "wavelengths below original_context / this are not scaled", at_least=0, at_most=1e9
+        4.0,
+        "llama3: wavelengths below original_context / this are not scaled",
+        at_least=0,
+        at_most=1e9,
+    )
+    beta_fast: float = key(
+        32.0, "yarn: pairs that turn more often in original_context are kept", above=0, at_most=1e9
+    )
+    beta_slow: float = key(
+        1.0,
+        "yarn: pairs that turn less often in original_context are divided",
+        above=0,
+        at_most=1e9,
+    )
+    attention_factor: float = key(
+        0.0, "yarn: factor of Q and K; 0 = 0.1 ln(factor) + 1", at_least=0, at_most=1000
     )
     original_context: int = key(
         8192, "context length in pre-training", unit="tokens", at_least=1, at_most=2**40
     )
 
+    @property
+    def is_on(self) -> bool:
+        return self.factor != 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """A factor of attention's scores: YaRN's of Q times that of K."""
+        if self.kind != RopeKind.YARN or not self.is_on:
+            return 1.0
+        return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
+
     def check(self) -> None:
+        if self.kind == RopeKind.YARN and not self.beta_slow < self.beta_fast:
+            raise UserError(
+                f"model.rope_scaling.beta_slow = {self.beta_slow} must be below beta_fast = "
+                f"{self.beta_fast}"
+            )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise UserError(
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
@@ -49,11 +98,57 @@ class ModelSpec:
     head_dim: int = key(
         0, "size of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
     )
-    ffn_hidden_size: int = key(1408, "hidden size of the SwiGLU MLP", at_least=1, at_most=2**24)
+    ffn_hidden_size: int = key(1408, "hidden size of the gated MLP", at_least=1, at_most=2**24)
+    activation: Activation = key(Activation.SILU, "what the MLP's gate goes through")
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
     qk_norm_rows: bool = key(
         False, "rows of Q and K, all heads together, go through an RMSNorm before RoPE (OLMoE)"
+    )
+    query_scale_size: int = key(
+        0,
+        "attention's scores are divided by the square root of this; 0 = the size of a head",
+        at_least=0,
+        at_most=2**20,
+    )
+    branch_norms: bool = key(
+        False, "attention and MLP go through another RMSNorm before they are added (Gemma)"
+    )
+    zero_centred_norms: bool = key(False, "RMSNorm multiplies by 1 + its weight (Gemma)")
+    scaled_embeddings: bool = key(
+        False, "embeddings are multiplied by the square root of hidden_size (Gemma)"
+    )
+    sliding_window: int = key(
+        0,
+        "keys that a query sees in layers whose window slides, its own included; 0 = all keys in "
+        "all layers",
+        unit="tokens",
+        at_least=0,
+        at_most=2**40,
+    )
+    full_every: int = key(
+        0,
+        "with sliding_window: each n-th layer sees all keys (Gemma 2: 2, Gemma 3: 6); 0 = none",
+        at_least=0,
+        at_most=10_000,
+    )
+    full_first: int = key(
+        0,
+        "with sliding_window: so many first layers see all keys (Qwen2's max_window_layers)",
+        at_least=0,
+        at_most=10_000,
+    )
+    attention_softcap: float = key(
+        0.0,
+        "attention's scores s become this * tanh(s / this); 0 = they stay",
+        at_least=0,
+        at_most=1e9,
+    )
+    logit_softcap: float = key(
+        0.0,
+        "the head's logits s become this * tanh(s / this); 0 = they stay",
+        at_least=0,
+        at_most=1e9,
     )
     tied_embeddings: bool = key(
         False, "the head is the embedding; with pipeline stages both ends add their gradients"
@@ -63,6 +158,13 @@ class ModelSpec:
         0.02, "standard deviation of the initial weights", at_least=0, at_most=1000
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
+    sliding_rope_theta: float = key(
+        0.0,
+        "base of the rotary frequencies in layers whose window slides, which are not scaled "
+        "(Gemma 3); 0 = as in the others",
+        at_least=0,
+        at_most=1e15,
+    )
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
@@ -77,6 +179,22 @@ class ModelSpec:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
+
+    def slides(self, layer: int) -> bool:
+        """Whether a query of this layer sees the latest `sliding_window` keys alone."""
+        is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
+        return self.sliding_window > 0 and layer >= self.full_first and not is_full
+
+    @property
+    def num_sliding_layers(self) -> int:
+        return sum(map(self.slides, range(self.num_layers)))
+
+    def query_factor(self, *, slides: bool = False) -> float:
+        """What a layer's queries are multiplied with before attention, whose scores are over
+        sqrt(head size). slides: its window does."""
+        is_scaled = not (slides and self.sliding_rope_theta)
+        factor = self.rope_scaling.score_factor if is_scaled else 1.0
+        return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
 
     @property
     def active_ffn_size(self) -> int:
@@ -102,12 +220,17 @@ class ModelSpec:
         """Of a layer's norms, which tensor parallelism does not divide."""
         of_heads = 2 * self.head_size if self.qk_norm else 0
         of_heads += (self.q_dim + self.kv_dim) * self.qk_norm_rows
-        return 2 * self.hidden_size + of_heads
+        return self.norms_per_layer * self.hidden_size + of_heads
 
     @property
     def norms_keys(self) -> bool:
         """Whether Q and K are normalised, by head or by row."""
         return self.qk_norm or self.qk_norm_rows
+
+    @property
+    def norms_per_layer(self) -> int:
+        """Norms of rows in a layer."""
+        return 4 if self.branch_norms else 2
 
     @property
     def num_parameters(self) -> int:
@@ -130,6 +253,31 @@ class ModelSpec:
             raise UserError(
                 "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
                 "of heads or of rows; set one of them to false"
+            )
+        if self.experts.num and self.activation != Activation.SILU:
+            raise UserError(
+                f"model.activation = {self.activation} is not built for model.experts; use silu"
+            )
+        if self.rope_scaling.kind == RopeKind.YARN and self.rope_theta <= 1:
+            raise UserError(
+                f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "
+                f"= yarn, which takes its logarithm"
+            )
+        if (self.full_every or self.full_first) and not self.sliding_window:
+            raise UserError(
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
+                f"say which layers have no window, but model.sliding_window = 0: no layer has one"
+            )
+        if self.sliding_rope_theta and not self.sliding_window:
+            raise UserError(
+                f"model.sliding_rope_theta = {self.sliding_rope_theta}, but no layer slides: "
+                f"model.sliding_window = 0"
+            )
+        if self.sliding_window and not self.num_sliding_layers:
+            raise UserError(
+                f"model.sliding_window = {self.sliding_window}, but no layer has a window with "
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first}; "
+                f"lower them, or set model.sliding_window = 0"
             )
         if not self.head_dim and self.hidden_size % self.num_heads:
             raise UserError(

@@ -22,11 +22,12 @@ class Remainder(StrEnum):
 
 
 class ExchangeChoice(StrEnum):
-    """How CP ranks get keys and values of others; `wlb.plan.KeyExchange`, or the faster one."""
+    """How CP ranks get keys and values of others; `wlb.plan.KeyExchange`, or the fastest one."""
 
     AUTO = "auto"
     GATHER = "gather"
     NEEDED = "needed"
+    RELAYED = "relayed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class ShardingSection:
     exchange: ExchangeChoice = key(
         ExchangeChoice.GATHER,
         "how CP ranks get keys and values of others: gather = all rows, by an all-gather; needed = "
-        "each rank the rows that its spans read, by an all-to-all; auto = whichever is predicted "
-        "to be faster for the micro-batch",
+        "each rank the rows that its spans read, by an all-to-all; relayed = the same, a row of "
+        "another node once a node, passed on within it (needs cp.overlap); auto = whichever is "
+        "predicted to be fastest for the micro-batch",
     )

@@ -11,7 +11,8 @@ from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
 from wlb.planner import open_planner
-from wlb.planner.service import Address, PlanClient, PlannerProcess
+from wlb.planner.service import PlanClient, PlannerProcess
+from wlb.planner.signs import Address
 from wlb.spec import RunSpec
 
 
@@ -42,6 +43,7 @@ class PlanFeed:
                 ahead=spec.planner.ahead,
                 num_clients=world.local_world_size,
                 address=address,
+                silence_s=spec.training.heartbeat_s,
             )
         dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.

@@ -12,6 +12,7 @@ from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.shared_folder import remove_left_tokens
 from wlb.train.faults.lock import NAME as LOCK
 from wlb.train.faults.lock import RunLock
 from wlb.train.job import Job, directory_of
@@ -25,6 +26,7 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
     UserError where nothing can be written, or another process trains that run."""
     with claiming(job.spec):
         lock.take()
+        remove_left_tokens(job.directory)
         if _move_older_aside(job, console):
             lock.take_next()
         with tempfile.TemporaryFile(dir=job.directory) as file:

@@ -61,7 +61,7 @@ class Trainer:
         clock = StepClock.of(mesh.device) if spec.telemetry.enabled else None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
-        self.reducer = StepReducer(mesh, tuple(STRATEGIES))
+        self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run.stop_file, rank=mesh.rank)
         self.context = self._context(clock)

@@ -8,6 +8,7 @@ in float64 for more than eight million ranks. Each pipeline has its own slots.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor
 from wlb.kernels.segments import copy_to_device
 from wlb.parallel.mesh import Mesh
 from wlb.plan import FloatArray, KeyRows, PipelinePlan, StepPlan, key_rows
+from wlb.spec import ModelSpec
 from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
@@ -52,8 +54,15 @@ class StepSums:
 class StepReducer:
     """Builds a rank's contribution, reduces it, and checks the digests."""
 
-    def __init__(self, mesh: Mesh, strategies: tuple[str, ...]) -> None:
+    def __init__(
+        self, mesh: Mesh, strategies: tuple[str, ...], model: ModelSpec | None = None
+    ) -> None:
+        """model: whose sliding layers exchange fewer key rows; None: without any."""
         self.mesh, self.strategies = mesh, strategies
+        self._sliding: dict[str, Any] = {}
+        if model is not None and model.num_sliding_layers:
+            share = model.num_sliding_layers / model.num_layers
+            self._sliding = {"sliding": model.sliding_window, "sliding_share": share}
         self._slots = 1 + mesh.parallel.dp
         self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
@@ -114,7 +123,7 @@ class StepReducer:
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
             # One rank of each pipeline contributes its counts.
             return out
-        rows = key_rows(done.shardings, done.local_tokens)
+        rows = key_rows(done.shardings, done.local_tokens, **self._sliding)
         out[2:_BEFORE_STRATEGIES] = [rows.num_by_need, rows.received, rows.gathered]
         for sharding in done.shardings:
             out[0] += float(sharding.latency_ns.max())

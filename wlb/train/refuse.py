@@ -163,4 +163,7 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 def _meaning(model: ModelSpec) -> dict[str, object]:
     """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
-    return {"norm_eps": model.norm_eps, "rope_theta": model.rope_theta, **scaling}
+    names = ("norm_eps", "rope_theta", "sliding_window", "full_every", "full_first")
+    names += ("attention_softcap", "logit_softcap", "activation", "query_scale_size")
+    names += ("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta")
+    return {name: getattr(model, name) for name in names} | scaling

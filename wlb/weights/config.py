@@ -4,23 +4,38 @@ Reads the keys of transformers 4 and 5 with transformers' defaults for missing k
 forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
-from wlb.spec import ModelSpec, RopeScaling
+from wlb.spec import ModelSpec, RopeKind, RopeScaling
 from wlb.weights import experts
+from wlb.weights.gemma import (
+    GEMMA,
+    KEYS,
+    POSITIONS,
+    SIZE,
+    full_rope,
+    gemma_json,
+    gemma_type,
+    is_gemma,
+    read_gemma,
+)
+from wlb.weights.windows import flag, read_window, window_json
 
 ARCHITECTURES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     **experts.ARCHITECTURES,
 }
-"""Architectures by model_type. Mistral without a sliding window computes the same as Llama."""
+"""Architectures by model_type."""
 _QWEN3_HEAD = 128
 """Default of transformers for a Qwen3 whose config.json has no head_dim."""
 
@@ -29,7 +44,7 @@ _READ = """
     initializer_range intermediate_size layer_types max_position_embeddings mlp_bias model_type
     num_attention_heads num_hidden_layers num_key_value_heads partial_rotary_factor pretraining_tp
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
-    tie_word_embeddings vocab_size
+    tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
 # Names, versions, how transformers runs the model; other tokens; dropout, which is off where logits
 # are computed; settings of generation, which older versions wrote here too.
@@ -38,8 +53,8 @@ _HARMLESS = """
     torchscript return_dict output_hidden_states output_attentions attn_implementation
     _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled tf_legacy_loss
     chunk_size_feed_forward tokenizer_class finetuning_task task_specific_params problem_type
-    id2label label2id unsloth_version unsloth_fixed max_sequence_length max_window_layers
-    use_sliding_window is_llama_config is_decoder gradient_checkpointing
+    id2label label2id unsloth_version unsloth_fixed max_sequence_length
+    is_llama_config is_decoder gradient_checkpointing
     pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
@@ -49,14 +64,11 @@ _HARMLESS = """
 """
 _ROPE = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor partial_rotary_factor
-    original_max_position_embeddings
+    original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
+    truncate
 """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
-
-_FULL = "full_attention"
-_MISTRAL_WINDOW = 4096
-"""Default of transformers for a Mistral whose config.json has no sliding_window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +92,19 @@ def read_config(path: Path) -> HubModel:
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
     is_qwen = model_type.startswith("qwen")
-    max_positions = keys.whole("max_position_embeddings", 32768 if is_qwen else 2048)
-    theta, scaling = _rope(keys, max_positions)
+    positions = POSITIONS.get(model_type, 32768 if is_qwen else 2048)
+    max_positions = keys.whole("max_position_embeddings", positions)
+    family, windows = _family(keys, model_type), read_window(keys, model_type)
+    rope_keys = keys
+    if model_type == "gemma3_text":
+        rope_keys, base = full_rope(keys)
+        family |= {"sliding_rope_theta": base} if windows else {}
+    theta, scaling = _rope(rope_keys, max_positions)
     # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
-    head_dim = _QWEN3_HEAD if model_type == "qwen3" else 0
+    head_dim = {"qwen3": _QWEN3_HEAD, **dict.fromkeys(GEMMA, SIZE)}.get(model_type, 0)
+    # A Gemma that does not say has one matrix.
+    tied = {"tie_word_embeddings": model_type in GEMMA} | values
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
         hidden_size=keys.whole("hidden_size"),
@@ -94,14 +114,13 @@ def read_config(path: Path) -> HubModel:
         head_dim=keys.whole("head_dim") if values.get("head_dim") else head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
-        qkv_bias=model_type == "qwen2",
-        qk_norm=model_type.startswith("qwen3"),
-        qk_norm_rows=model_type == "olmoe",
         experts=experts.read_experts(keys, model_type),
-        tied_embeddings=_flag(keys, "tie_word_embeddings"),
+        tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
+        **family,
+        **windows,
     )
     try:
         spec.check()
@@ -113,6 +132,17 @@ def read_config(path: Path) -> HubModel:
         bos_id=next(iter(_token_ids(keys, "bos_token_id", spec.vocab_size)), None),
         eos_ids=_token_ids(keys, "eos_token_id", spec.vocab_size),
     )
+
+
+def _family(keys: Fields, model_type: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` that a family has besides sizes and windows."""
+    if model_type in GEMMA:
+        return read_gemma(keys, model_type)
+    return {
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type.startswith("qwen3"),
+        "qk_norm_rows": model_type == "olmoe",
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +171,7 @@ def config_json(
 ) -> dict[str, Any]:
     """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
     model_type = _type_of(spec)
-    scaling = spec.rope_scaling
-    llama3 = {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_context,
-    }
-    rope = None if scaling.factor == 1.0 else llama3
+    rope = _rope_json(spec.rope_scaling)
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -169,20 +191,42 @@ def config_json(
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
         **_FIXED.get(model_type, {}),
-        **experts.experts_json(spec, model_type),
+        **(experts.experts_json(spec, model_type) or window_json(spec, model_type)),
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
         "use_cache": True,
-    }
+    } | (gemma_json(spec, model_type, rope) if model_type in GEMMA else {})
+
+
+def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
+    """RoPE's scaling as in config.json; None without one."""
+    if not scaling.is_on:
+        return None
+    said: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
+    match scaling.kind:
+        case RopeKind.LINEAR:
+            return said
+        case RopeKind.LLAMA3:
+            said |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+            }
+        case RopeKind.YARN:
+            said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            if scaling.attention_factor:
+                said["attention_factor"] = scaling.attention_factor
+    return said | {"original_max_position_embeddings": scaling.original_context}
 
 
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
-    "qwen2": {"use_sliding_window": False, "sliding_window": None},
-    "qwen3": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
+    "mistral": {},
+    **{name: {} for name in GEMMA},
+    "qwen2": {},
+    "qwen3": {"attention_bias": False},
 }
 """Keys of a config.json by model_type whose values wlb's parts decide."""
 
@@ -196,6 +240,8 @@ def _type_of(spec: ModelSpec) -> str:
             "model.qk_norm_rows = true without experts: transformers has it in OLMoE alone, here; "
             "export a model without"
         )
+    if is_gemma(spec):
+        return gemma_type(spec)
     if spec.qkv_bias and spec.qk_norm:
         raise UserError(
             "model.qkv_bias = true and model.qk_norm = true: no model of transformers has biases "
@@ -208,7 +254,9 @@ def _type_of(spec: ModelSpec) -> str:
                 f"hidden_size / num_heads = {spec.hidden_size // spec.num_heads} wide"
             )
         return "qwen2"
-    return "qwen3" if spec.qk_norm else "llama"
+    if spec.qk_norm:
+        return "qwen3"
+    return "mistral" if spec.sliding_window else "llama"
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
@@ -232,45 +280,21 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     values = keys.values
     if values.get("quantization_config"):
         raise keys.error("quantization_config", "means quantised weights; import the original ones")
-    if values.get("hidden_act", "silu") not in ("silu", "swish"):
+    is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
+    # Gemma's key has another name; what older files have under this one does not count.
+    if not is_silu and model_type not in GEMMA:
         raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
     for name in ("attention_bias", "mlp_bias"):
-        if _flag(keys, name):
+        if flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
-    layers: Any = values.get("layer_types") or []
-    if not isinstance(layers, list) or set(map(str, cast("list[Any]", layers))) - {_FULL}:
-        raise keys.error("layer_types", "has others than full_attention, the only one of wlb")
+    known = _KNOWN.union(KEYS.split() if model_type in GEMMA else ())
     for name, value in values.items():
-        if name not in _KNOWN and value not in (None, False, {}, []):
+        if name not in known and value not in (None, False, {}, []):
             raise keys.error(
                 name, "is not known here and may change what the model computes; remove it if not"
             )
-    _refuse_window(keys, is_mistral=model_type == "mistral")
-
-
-def _flag(keys: Fields, name: str) -> bool:
-    value = keys.values.get(name)
-    if value not in (None, False, True):
-        raise keys.error(name, "must be true or false")
-    return bool(value)
-
-
-def _refuse_window(keys: Fields, *, is_mistral: bool) -> None:
-    values = keys.values
-    if _flag(keys, "use_sliding_window"):
-        raise keys.error("use_sliding_window", "needs windows, which wlb's attention lacks")
-    if not is_mistral and values.get("sliding_window") is not None:
-        if values.get("use_sliding_window") is not False:
-            raise keys.error("sliding_window", "is in use: wlb's attention has no window; set null")
-        return
-    window = values.get("sliding_window", _MISTRAL_WINDOW)
-    if is_mistral and window is not None:
-        raise UserError(
-            f"{keys.where}: sliding_window = {window}: wlb's attention has no window; only a "
-            f"Mistral with sliding_window = null computes the same as a Llama"
-        )
 
 
 def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
@@ -305,21 +329,44 @@ def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, Ro
     for each in (keys, rope):
         if each.real("partial_rotary_factor", 1.0) != 1.0:
             raise each.error("partial_rotary_factor", "is not 1: wlb rotates whole heads")
-    match rope.values.get("rope_type", rope.values.get("type", "default")):
-        case "default":
-            return theta, RopeScaling()
-        case "llama3":
-            return theta, RopeScaling(
-                factor=rope.real("factor"),
-                low_freq_factor=rope.real("low_freq_factor"),
-                high_freq_factor=rope.real("high_freq_factor"),
-                original_context=rope.whole("original_max_position_embeddings", max_positions),
-            )
-        case other:
-            raise UserError(
-                f"{rope.where}: rope_type = {other!r} is not known here; wlb computes default and "
-                f"llama3"
-            )
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind == "default":
+        return theta, RopeScaling()
+    if kind not in list(RopeKind):
+        raise UserError(
+            f"{rope.where}: rope_type = {kind!r} is not known here; wlb computes default, "
+            f"{', '.join(RopeKind)}"
+        )
+    return theta, _scaling(RopeKind(kind), rope, max_positions)
+
+
+def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
+    factor = rope.real("factor")
+    if kind == RopeKind.LINEAR:
+        return RopeScaling(kind=kind, factor=factor)
+    original = rope.whole("original_max_position_embeddings", max_positions)
+    if kind == RopeKind.LLAMA3:
+        return RopeScaling(
+            factor=factor,
+            low_freq_factor=rope.real("low_freq_factor"),
+            high_freq_factor=rope.real("high_freq_factor"),
+            original_context=original,
+        )
+    if rope.values.get("truncate") is False:
+        raise rope.error("truncate", "is not true: wlb's YaRN blends between whole pairs")
+    scales = [rope.real(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+    of_attention = rope.real("attention_factor", 0.0)
+    if not of_attention and all(scales) and factor > 1:
+        above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+        of_attention = above / below
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        beta_fast=rope.real("beta_fast", 32.0),
+        beta_slow=rope.real("beta_slow", 1.0),
+        attention_factor=of_attention,
+        original_context=original,
+    )
 
 
 def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:

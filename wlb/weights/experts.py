@@ -25,6 +25,11 @@ HARMLESS = "router_aux_loss_coef output_router_logits router_jitter_noise"
 MIXTRAL_THETA = 1e6
 """Default of transformers for a Mixtral whose config.json has no rope_theta."""
 
+_LACKED = (
+    *("sliding_window", "attention_softcap", "logit_softcap", "query_scale_size"),
+    *("branch_norms", "zero_centred_norms", "scaled_embeddings"),
+)
+"""Keys of a model that no family with experts has."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -83,6 +88,12 @@ def type_of(spec: ModelSpec) -> str:
             "model.experts.balance = bias: Qwen3-MoE, Mixtral and OLMoE have no biases of experts, "
             "by which this model chooses them; train with aux_loss or none for an export"
         )
+    for name in _LACKED:
+        if value := getattr(spec, name):
+            raise UserError(
+                f"model.{name} = {value}: no model of transformers that wlb writes has it beside "
+                f"experts; this model cannot be exported"
+            )
     if spec.qkv_bias:
         raise UserError("model.qkv_bias = true: no model of transformers has it beside experts")
     if spec.qk_norm:

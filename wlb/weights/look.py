@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wlb.kernels import Segments, attend, select_backend
-from wlb.model import Llama, Rows, inverse_frequencies, rope_tables
+from wlb.kernels import Scores, Segments, attend, select_backend
+from wlb.model import LayerRows, Llama, Rows, capped, inverse_frequencies, rope_tables
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, JinjaTemplate, load_tokenizer
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import byte_ids
-from wlb.spec import AttentionBackend, Dtype
+from wlb.spec import AttentionBackend, Dtype, ModelSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.hub_export import stops_of, tensor_dtype
 from wlb.weights.saved import open_saved
@@ -32,7 +32,7 @@ class _KeptKeys:
     """Attention (`wlb.model.Attend`) of new rows over all rows so far; layers call it in order."""
 
     attention: _Attention
-    num_layers: int
+    model: ModelSpec
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
     layer: int = 0
 
@@ -47,7 +47,7 @@ class _KeptKeys:
             k, v = self.kept[self.layer]
             self.kept[self.layer] = (torch.cat([k, k_TGD]), torch.cat([v, v_TGD]))
         found = self.kept[self.layer]
-        self.layer = (self.layer + 1) % self.num_layers
+        self.layer = (self.layer + 1) % self.model.num_layers
         return found
 
     def attend(
@@ -55,7 +55,10 @@ class _KeptKeys:
     ) -> tuple[Tensor, None]:
         k_SGD, v_SGD = begun
         rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
-        segments = Segments.from_offsets(*rows, device=q_THD.device)
+        # `begin` has counted this layer.
+        slides = self.model.slides((self.layer - 1) % self.model.num_layers)
+        scores = Scores.of(self.model, slides=slides)
+        segments = Segments.from_offsets(*rows, device=q_THD.device, scores=scores)
         return self.attention(q_THD, k_SGD, v_SGD, segments), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
@@ -151,20 +154,26 @@ class LoadedModel:
         def attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
             return attend(q, k, v, segments, backend=self.attention)
 
-        return _KeptKeys(attention, self.module.spec.num_layers)
+        return _KeptKeys(attention, self.module.spec)
 
     @torch.no_grad()
     def _forward(self, ids_T: Tensor, kept: _KeptKeys) -> Tensor:
         """Hidden states of new tokens, shape [T, C]."""
         places = torch.arange(kept.num_rows, kept.num_rows + ids_T.shape[0], device=ids_T.device)
-        frequencies = inverse_frequencies(self.module.spec).to(ids_T.device)
-        cos, sin = rope_tables(places, frequencies)
-        return self.module.model(ids_T, Rows(cos=cos, sin=sin, attend=kept))
+        spec = self.module.spec
+
+        def of(*, slides: bool) -> LayerRows:
+            frequencies = inverse_frequencies(spec, ids_T.device, slides=slides)
+            return LayerRows(*rope_tables(places, frequencies), kept)
+
+        rows = Rows(**of(slides=False)._asdict(), sliding=of(slides=True))
+        return self.module.model(ids_T, rows)
 
     @torch.no_grad()
     def _head(self, x_TC: Tensor) -> Tensor:
-        logits_TV = x_TC @ self.module.head.weight.t()
-        return logits_TV[:, : self.module.spec.vocab_size].float()
+        spec = self.module.spec
+        logits_TV = (x_TC @ self.module.head.weight.t())[:, : spec.vocab_size].float()
+        return capped(logits_TV, spec.logit_softcap)
 
 
 def load(
@@ -197,6 +206,7 @@ def load(
         device=torch.device(device),
         dtype=taken,
         head_size=saved.spec.head_size,
+        scores=Scores.of(saved.spec, slides=saved.spec.num_sliding_layers > 0),
     )
     return LoadedModel(
         folder=saved.folder,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests.kernels.fused.interpreter import interpret
 from wlb.kernels.fused import fused_norm, fused_rotate, fused_sum_uses, fused_swiglu
 from wlb.kernels.fused.op import fused_norm_backward, fused_swiglu_backward
+from wlb.model.norm import ZeroCentredNorm, normalise
 from wlb.model.rope import rotate
 from wlb.model.swiglu import swiglu
 from wlb.parallel.context_op import gradients_by_row
@@ -123,6 +124,21 @@ def test_norm_is_as_exact_as_the_plain_code(rows: int, width: int, dtype: torch.
     hold(lambda x, w: fused_norm(x, w, 1e-5)[0], plain, *tensors, random(width, dtype=dtype))
 
 
+@given(rows=st.integers(0, 9), width=st.integers(1, 70), dtype=DTYPES)
+def test_norm_around_zero_is_as_exact_as_the_plain_code(
+    rows: int, width: int, dtype: torch.dtype
+) -> None:
+    """Its weights reach the kernel in float32, because 1 + weight does not fit the rows' dtype."""
+    norm = ZeroCentredNorm(width, eps=1e-5)
+    tensors = [random(rows, width, dtype=dtype, seed=i) for i in range(2)]
+    hold(
+        lambda x, w: normalise(norm, x, w, fused=True),
+        lambda x, w: normalise(norm, x, w),
+        *tensors,
+        random(width, dtype=dtype, seed=2),
+    )
+
+
 def test_norm_of_wide_rows_reads_its_weight_again() -> None:
     """Rows beyond 8192 columns, as of a 405B model, take another path in the kernel."""
     width = 8200
@@ -162,7 +178,7 @@ def test_sums_of_uses_have_the_plain_code_s_bits(
 def test_sums_of_a_plan_s_uses() -> None:
     """A document of 37 tokens has two spans on rank 0 of two, so its first rows have two uses."""
     plan = per_document([37, 5, 1], cp=2)
-    rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=2, row_multiple=1))
+    rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=2, row_multiple=1)).call
     assert rows.kv_index is not None
     assert rows.inverse is not None
     assert rows.inverse.shape[0] == 2
@@ -178,7 +194,7 @@ def test_sums_of_gradients_that_return_by_need() -> None:
     rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=4, row_multiple=4))
     assert rows.sent is not None
     assert rows.sent.returned.shape == (4, 12)
-    both = random(rows.sent.index.size, 2, 2, 4, dtype=torch.float32)
+    both = random(rows.sent.index[0].size, 2, 2, 4, dtype=torch.float32)
     grads, returned = (both[:, 0], both[:, 1]), torch.from_numpy(rows.sent.returned)
     plain = gradients_by_row(*grads, returned)
     assert torch.equal(gradients_by_row(*grads, returned, fused=True), plain)

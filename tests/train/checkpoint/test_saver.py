@@ -80,7 +80,6 @@ def test_training_goes_on_while_a_copy_is_written(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, job = one_rank(spec_of(tmp_path, corpus))
-    job.directory.mkdir(parents=True)
     may_write, write = threading.Event(), saver.state_dict_saver.save
 
     def later(*arguments: Any, **named: Any) -> Any:

@@ -24,8 +24,7 @@ pytestmark = pytest.mark.process
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     corpus = write_corpus(tmp_path / "texts")
     saved = {"asynchronous": False, "keep": 1}
-    made, job = one_rank(spec_of(tmp_path, corpus, checkpoint=saved))
-    job.directory.mkdir(parents=True)
+    made, _ = one_rank(spec_of(tmp_path, corpus, checkpoint=saved))
     try:
         yield made
     finally:

@@ -122,7 +122,6 @@ def broken_run(
     told = {"heartbeat_s": HEARTBEAT_S, **training}
     spec = relaid(small_spec(folder, corpus, training=told), "cp2-pp2")
     job = job_of(spec)
-    job.directory.mkdir(parents=True)
     with pytest.raises(RankFailure) as caught:
         run_local(rank_main, 4, job, who, how, timeout_s=600, awaits_report=True)
     return caught.value

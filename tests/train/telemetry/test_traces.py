@@ -4,11 +4,14 @@ import gzip
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.train.case import small_spec, train, write_corpus
 from wlb.spec import load
+from wlb.train.telemetry.traces import TraceSteps
+from wlb.train.telemetry.wall import WallTimes
 
 
 @pytest.mark.process
@@ -56,3 +59,12 @@ def test_a_run_writes_the_traces_it_is_asked_for_and_says_where_its_time_went(
 def test_steps_are_counted_from_1() -> None:
     with pytest.raises(ValueError, match=r"trace_steps = \[0\]: steps are counted from 1"):
         load("demo", ["telemetry.trace_steps=[0]"])
+
+
+def test_a_trace_does_not_bring_back_a_folder_that_was_renamed(tmp_path: Path) -> None:
+    hook = TraceSteps(tmp_path / "renamed", 0)
+    stopped, made = list[bool](), SimpleNamespace()
+    hook._running = SimpleNamespace(stop=lambda: stopped.append(True))
+    hook.record(SimpleNamespace(wall=WallTimes(started_s=0.0)), made)
+    assert stopped == [True]
+    assert not (tmp_path / "renamed").exists()

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
@@ -35,7 +34,9 @@ from wlb.parallel.mesh import Mesh
 from wlb.plan import PlannerState, RunError, UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
+from wlb.train.checkpoint.reading import CheckpointReader
 from wlb.train.optimizer import Optimizers
 
 _FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -79,8 +80,10 @@ class _Task:
 class CheckpointSaver:
     """Saver of one rank; all ranks construct it and call the same methods in the same order.
 
-    directory: of the run's checkpoints. profile: name of the kernel profile. origin: the checkpoint
-    that the run started from; its record of an imported model is copied.
+    directory: of the run's checkpoints, in the run's folder, which must exist: saves go into that
+    folder for as long as the saver is open, also after it was renamed. profile: name of the kernel
+    profile. origin: the checkpoint that the run started from; its record of an imported model is
+    copied.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class CheckpointSaver:
         profile: str,
         origin: Path | None = None,
     ) -> None:
-        self.directory, self.spec, self.mesh = directory, spec, mesh
+        self.spec, self.mesh = spec, mesh
+        self._held = HeldFolder(directory.parent)
+        self.directory = self._held.path / directory.name
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
@@ -148,8 +153,9 @@ class CheckpointSaver:
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Wait for the current save."""
+        """Wait for the current save, and let go of the run's folder."""
         self._pool.shutdown(wait=True)
+        self._held.close()
 
     def _write(self, task: _Task) -> Saved:
         num_bytes, error = 0, ""
@@ -159,7 +165,7 @@ class CheckpointSaver:
             num_bytes = self._write_all(task)
         # Training continues without this checkpoint. DCP's exception is a BaseException.
         except (Exception, CheckpointException) as failure:
-            error = _cause_of(failure)
+            error = self._held.named(_cause_of(failure))
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
@@ -201,7 +207,6 @@ class CheckpointSaver:
     def _make_room(self, partial: Path) -> None:
         if partial.exists():
             shutil.rmtree(partial)
-        # Without parents: a run's folder that was removed or renamed does not come back.
         self.directory.mkdir(exist_ok=True)
         partial.mkdir()
 
@@ -257,29 +262,18 @@ class CheckpointSaver:
         shutil.rmtree(replaced, ignore_errors=True)
 
 
-class _Reader(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files only once."""
-
-    _known: Metadata | None = None
-
-    def read_metadata(self) -> Metadata:
-        if self._known is None:
-            self._known = super().read_metadata()
-        return self._known
-
-
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
     """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
     returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum."""
     _verify(saved_in, mesh)
     tensors = _tensors(stages, optimizers)
     rng = _rng(mesh.rank)
-    reader = _Reader(str(saved_in))
-    known = reader.read_metadata().state_dict_metadata
+    reader = CheckpointReader(saved_in)
+    known = reader.names
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
     in_files = _asked_of(saved_in, stages, tensors) | rng
-    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
+    reader.load(in_files, host_group())
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
     _set_rng(rng, mesh.rank)
@@ -324,9 +318,9 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
     else:
         _verify(saved_in, mesh)
     tensors = _weights(stages)
-    reader = _Reader(str(saved_in))
+    reader = CheckpointReader(saved_in)
     in_files = _asked_of(saved_in, stages, tensors)
-    state_dict_loader.load(in_files, storage_reader=reader, process_group=host_group())
+    reader.load(in_files, host_group())
     _set_weights(stages, tensors)
 
 

@@ -1,6 +1,12 @@
-"""Check that all ranks see the same run folder: rank 0 writes a token that every rank looks for."""
+"""Check that all ranks see the same run folder: rank 0 writes a token that every rank looks for.
+
+Rank 0 holds the token's lock as long as it is needed, which the kernel releases when rank 0 is
+killed: the next start removes tokens that nobody holds.
+"""
 
 import contextlib
+import os
+import re
 import secrets
 import socket
 import time
@@ -8,11 +14,44 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from wlb.data.lock import NoLocks, is_named, lock
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.world import World
 from wlb.plan import UserError
 from wlb.train.checkpoint.folder import SEEN_WITHIN_S
+
+_TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
+
+
+def remove_left_tokens(directory: Path) -> None:
+    """Remove tokens in `directory` of processes that were killed. Where files cannot be locked
+    their owners cannot be told, and they stay."""
+    for path in directory.glob(".token-*"):
+        if _TOKEN.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                _remove_if_left(path)
+
+
+def _remove_if_left(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if lock(descriptor):
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _made_and_held(path: Path) -> int:
+    """Make a token and lock it for this process; closing the descriptor lets go of it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with contextlib.suppress(NoLocks):
+            lock(descriptor, waits=True)
+        # Another process may have taken it for left over before it was locked.
+        if is_named(descriptor, path):
+            return descriptor
+        os.close(descriptor)
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
@@ -22,10 +61,12 @@ def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WIT
     dist.broadcast_object_list(token, src=0, group=host_group())
     path = directory / f".token-{token[0]}"
     problem: Exception | None = None
+    held = -1
     try:
         if world.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            remove_left_tokens(directory)
+            held = _made_and_held(path)
         end = time.monotonic() + within_s
         while not path.exists():
             if time.monotonic() >= end:
@@ -40,6 +81,7 @@ def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WIT
     try:
         agree({"run.output_dir": token[0]}, problem, group=host_group())
     finally:
-        if world.rank == 0:
+        if held >= 0:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
+            os.close(held)

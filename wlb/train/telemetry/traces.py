@@ -35,11 +35,15 @@ class TraceSteps(Hook):
             self._write(run)
 
     def _write(self, run: RunContext) -> None:
-        self._running.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        running, self._running = self._running, None
+        running.stop()
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            # The run's folder was removed or renamed, with which KeepFolder ends the run.
+            return
         path = self.folder / f"step-{run.steps_done:08d}-rank-{self.rank}.json.gz"
-        self._running.export_chrome_trace(str(path))
-        self._running = None
+        running.export_chrome_trace(str(path))
         run.report.say(f"trace of step {run.steps_done}: {path} (https://ui.perfetto.dev)")
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:

@@ -1,0 +1,41 @@
+"""Inputs of a model in one process, whose documents are whole and whose keys are all there."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wlb.kernels import Scores, Segments, attend
+from wlb.model.llama import LayerRows, LocalAttend, Rows
+from wlb.model.rope import inverse_frequencies, rope_tables
+from wlb.plan import IntArray
+from wlb.spec import ModelSpec
+
+
+def local_rows(
+    spec: ModelSpec,
+    offsets: Sequence[int] | IntArray,
+    *,
+    backend: str = "reference",
+    labels: Tensor | None = None,
+    loss_scale: float = 1.0,
+) -> Rows:
+    """Rows of documents that begin at `offsets`, shape [documents + 1]: [0, 3, 5] are two, of 3
+    and 2 tokens. backend: of `wlb.kernels.BACKENDS`."""
+    device = torch.device("cpu") if labels is None else labels.device
+    lengths = np.diff(np.asarray(offsets)).tolist()
+    positions = torch.cat([torch.arange(n, device=device) for n in [0, *lengths]])
+
+    def of(*, slides: bool) -> LayerRows:
+        scores = Scores.of(spec, slides=slides)
+        segments = Segments.from_offsets(offsets, offsets, device=device, scores=scores)
+
+        def call(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+            return attend(q_THD, k_TGD, v_TGD, segments, backend=backend)
+
+        tables = rope_tables(positions, inverse_frequencies(spec, device, slides=slides))
+        return LayerRows(*tables, LocalAttend(call))
+
+    full, sliding = of(slides=False), of(slides=True) if spec.num_sliding_layers else None
+    return Rows(**full._asdict(), labels=labels, loss_scale=loss_scale, sliding=sliding)

@@ -1,0 +1,137 @@
+"""Gemma 2 and the text models of Gemma 3 in config.json: what differs from LLaMA's keys.
+
+Both have norms around zero and behind their branches, scaled embeddings and GeGLU. Gemma 2 caps
+scores and logits; Gemma 3 has norms of heads and another base of RoPE in sliding layers.
+"""
+
+from typing import Any, cast
+
+from wlb.plan import UserError
+from wlb.plan.read_file import Fields
+from wlb.spec import Activation, ModelSpec
+
+GEMMA = ("gemma2", "gemma3_text")
+KEYS = """
+    attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar
+    rope_local_base_freq sliding_window_pattern _sliding_window_pattern use_bidirectional_attention
+    cache_implementation
+"""
+"""Keys of config.json that only these families have."""
+_GELU = ("gelu_pytorch_tanh",)
+SIZE = 256
+"""Default of transformers for `head_dim` and `query_pre_attn_scalar`."""
+_FULL_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
+POSITIONS = {"gemma2": 8192, "gemma3_text": 131_072}
+"""Defaults of transformers for `max_position_embeddings`."""
+
+
+def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` besides windows and sizes; UserError for what wlb does not compute."""
+    values = keys.values
+    if values.get("use_bidirectional_attention"):
+        raise keys.error("use_bidirectional_attention", "is true: wlb's attention is causal")
+    if values.get("hidden_activation", _GELU[0]) not in _GELU:
+        raise keys.error("hidden_activation", f"is not {_GELU[0]}, which Gemma has")
+    if model_type == "gemma3_text" and values.get("attn_logit_softcapping"):
+        raise keys.error("attn_logit_softcapping", "is ignored by transformers for this model")
+    is_second = model_type == "gemma2"
+    return {
+        "activation": Activation.GELU_TANH,
+        "branch_norms": True,
+        "zero_centred_norms": True,
+        "scaled_embeddings": True,
+        "qk_norm": not is_second,
+        "query_scale_size": keys.whole("query_pre_attn_scalar", SIZE),
+        "attention_softcap": _cap(keys, "attn_logit_softcapping", 50.0 if is_second else 0.0),
+        "logit_softcap": _cap(keys, "final_logit_softcapping", 30.0 if is_second else 0.0),
+    }
+
+
+def _cap(keys: Fields, name: str, default: float) -> float:
+    """A cap; null is none, an absent key transformers' default."""
+    return keys.real(name, 0.0) if name in keys.values else default
+
+
+def full_rope(keys: Fields) -> tuple[Fields, float]:
+    """A Gemma 3's keys as if all its layers had the RoPE of those that see all keys, and the base
+    of those that slide."""
+    values: dict[str, Any] = dict(keys.values)
+    both: Any = values.get("rope_parameters") or {}
+    where = f"{keys.where}: rope_parameters"
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(both, dict) or set(cast("dict[str, Any]", both)) - set(kinds):
+        raise keys.error("rope_parameters", f"must hold {' and '.join(kinds)} and nothing else")
+    parts: list[Any] = [cast("dict[str, Any]", both).get(kind) or {} for kind in kinds]
+    if not all(isinstance(part, dict) for part in parts):
+        raise keys.error("rope_parameters", "must hold a JSON object for each kind of layer")
+    full, sliding = cast("list[dict[str, Any]]", parts)
+    local = Fields(sliding, f"{where}: sliding_attention")
+    if local.values.get("rope_type", "default") != "default":
+        raise local.error("rope_type", "is not default: wlb does not scale RoPE in sliding layers")
+    theta = full.get("rope_theta") or values.get("rope_theta")
+    values |= {"rope_parameters": full, "rope_theta": _FULL_BASE if theta is None else theta}
+    base = local.real("rope_theta", keys.real("rope_local_base_freq", _LOCAL_BASE))
+    return Fields(values, keys.where), base
+
+
+def is_gemma(spec: ModelSpec) -> bool:
+    """Whether a model has parts that, of the families of config.json, only Gemma has."""
+    return bool(
+        spec.zero_centred_norms
+        or spec.branch_norms
+        or spec.scaled_embeddings
+        or spec.activation != Activation.SILU
+        or spec.attention_softcap
+        or spec.logit_softcap
+        or spec.query_scale_size
+        or spec.sliding_rope_theta
+    )
+
+
+def gemma_type(spec: ModelSpec) -> str:
+    """The Gemma whose parts are a model's; UserError if it lacks some or has others."""
+    has = {
+        "zero_centred_norms": spec.zero_centred_norms,
+        "branch_norms": spec.branch_norms,
+        "scaled_embeddings": spec.scaled_embeddings,
+        "sliding_window": spec.sliding_window > 0,
+    }
+    lacking = [name for name, is_there in has.items() if not is_there]
+    model_type = "gemma3_text" if spec.qk_norm else "gemma2"
+    if spec.activation != Activation.GELU_TANH:
+        lacking.append("activation = gelu_tanh")
+    found = [name for name in ("qkv_bias",) if getattr(spec, name)]
+    only = ("attention_softcap",) if spec.qk_norm else ("sliding_rope_theta",)
+    found += [name for name in only if getattr(spec, name)]
+    if lacking or found:
+        words = f"lacks model.{', model.'.join(lacking)}" if lacking else ""
+        words += " and " if lacking and found else ""
+        words += f"has model.{', model.'.join(found)}" if found else ""
+        raise UserError(
+            f"the model has parts of Gemma alone, but for a {model_type} of transformers it {words}"
+        )
+    return model_type
+
+
+def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -> dict[str, Any]:
+    """Keys of config.json besides LLaMA's, some of which they replace."""
+    said: dict[str, Any] = {
+        "hidden_activation": _GELU[0],
+        "hidden_act": _GELU[0],
+        "query_pre_attn_scalar": spec.query_scale_size or spec.head_size,
+        "attn_logit_softcapping": spec.attention_softcap or None,
+        "final_logit_softcapping": spec.logit_softcap or None,
+        "attention_bias": False,
+    }
+    if model_type == "gemma3_text":
+        local = spec.sliding_rope_theta or spec.rope_theta
+        if not spec.sliding_rope_theta and spec.rope_scaling.is_on:
+            raise UserError(
+                "model.sliding_rope_theta = 0 with model.rope_scaling: transformers does not scale "
+                "RoPE in the sliding layers of Gemma 3"
+            )
+        full = {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})}
+        sliding = {"rope_theta": local, "rope_type": "default"}
+        said["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        said["rope_local_base_freq"] = local
+    return said

@@ -1,0 +1,123 @@
+"""Sliding windows in config.json: which layers have one, read and written by family.
+
+A Mistral's window is that of all layers, a Gemma's that of all but every n-th; a Qwen's
+(`use_sliding_window`) that of the layers that `layer_types` names, or of those from
+`max_window_layers` on. A Llama has none.
+"""
+
+from typing import Any, cast
+
+from wlb.plan import UserError
+from wlb.plan.read_file import Fields
+from wlb.spec import ModelSpec
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_WINDOW, _FIRST = 4096, 28
+"""Defaults of transformers for `sliding_window` and `max_window_layers`."""
+_PERIODS = {"gemma2": 2, "gemma3_text": 6}
+"""Gemma's layers that see all keys: every second, and `sliding_window_pattern`, by default 6."""
+
+
+def flag(keys: Fields, name: str) -> bool:
+    """A key that is true, false, or null or absent, which mean false."""
+    value = keys.values.get(name)
+    if value not in (None, False, True):
+        raise keys.error(name, "must be true or false")
+    return bool(value)
+
+
+def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
+    """Fields of `ModelSpec` that a config.json's windows give; UserError for what wlb lacks."""
+    window, num_layers = _window(keys, model_type), keys.whole("num_hidden_layers", at_most=10_000)
+    types = _layer_types(keys, num_layers)
+    if model_type in ("llama", "mistral"):
+        # transformers does not read the list for them.
+        slide = [window > 0] * num_layers
+        if types is not None and types != slide:
+            raise keys.error("layer_types", f"contradicts a window of {window or 'no'} tokens")
+    elif types is None and model_type in _PERIODS:
+        every = keys.whole("sliding_window_pattern", _PERIODS[model_type])
+        slide = [(i + 1) % every > 0 for i in range(num_layers)]
+    elif types is None:
+        first = keys.whole("max_window_layers", _FIRST, at_least=0)
+        slide = [window > 0 and i >= first for i in range(num_layers)]
+    else:
+        slide = types
+    if not any(slide):
+        return {}
+    if not window:
+        raise keys.error("layer_types", "has layers that slide, but sliding_window is not in use")
+    return {"sliding_window": window, **_pattern(keys, slide)}
+
+
+def _window(keys: Fields, model_type: str) -> int:
+    """Keys that a query sees in sliding layers; 0 without any."""
+    values = keys.values
+    is_used = flag(keys, "use_sliding_window")
+    if model_type in _PERIODS and values.get("sliding_window", _WINDOW) is None:
+        raise keys.error("sliding_window", f"is null, but layers of a {model_type} slide")
+    if model_type == "mistral" or model_type in _PERIODS:
+        said = values.get("sliding_window", _WINDOW)
+        return 0 if said is None else keys.whole("sliding_window", _WINDOW)
+    if model_type.startswith("qwen") and is_used:
+        is_null = "sliding_window" in values and values["sliding_window"] is None
+        return 0 if is_null else keys.whole("sliding_window", _WINDOW)
+    if is_used:
+        raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
+    if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
+        raise keys.error("sliding_window", "is not said to be in use or not; set null to leave it")
+    return 0
+
+
+def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
+    """Whether each layer slides; None where the list is absent."""
+    said: Any = keys.values.get("layer_types")
+    if said is None or said == []:
+        return None
+    named = cast("list[Any]", said) if isinstance(said, list) else []
+    if not named or any(one not in (_FULL, _SLIDING) for one in named):
+        raise keys.error("layer_types", f"has others than {_FULL} and {_SLIDING}")
+    if len(named) != num_layers:
+        raise keys.error("layer_types", f"does not have {num_layers} entries, one a layer")
+    return [one == _SLIDING for one in named]
+
+
+def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
+    """full_every and full_first of these layers, at least one of which slides."""
+    leading = slide.index(True)
+    full = next((i for i in range(leading, len(slide)) if not slide[i]), None)
+    periods = [0] if full is None else [n for n in range(2, full + 2) if (full + 1) % n == 0]
+    for every in periods:
+        for first in (0, leading):
+            made = ModelSpec(
+                num_layers=len(slide), sliding_window=1, full_every=every, full_first=first
+            )
+            if [made.slides(i) for i in range(len(slide))] == slide:
+                return {"full_every": every, "full_first": first}
+    raise keys.error(
+        "layer_types", "is not every n-th layer with all keys, nor the first ones: wlb has no other"
+    )
+
+
+def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
+    """Keys of config.json for a model's windows; UserError where the family cannot have them."""
+    window = spec.sliding_window or None
+    if model_type == "mistral":
+        if spec.full_every or spec.full_first:
+            raise UserError(
+                f"model.full_every = {spec.full_every}, model.full_first = {spec.full_first}: no "
+                f"model of transformers that wlb writes is a Llama with windows in some layers; a "
+                f"Mistral has them in all"
+            )
+        return {"sliding_window": window}
+    if model_type == "llama":
+        return {}
+    types = [_SLIDING if spec.slides(i) else _FULL for i in range(spec.num_layers)]
+    if model_type in _PERIODS:
+        # Older versions of transformers read the period instead of the list.
+        period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
+        return {"sliding_window": window, "layer_types": types} | period
+    # Transformers takes the list where there is one, other readers the number of first layers.
+    said = {"use_sliding_window": window is not None, "sliding_window": window}
+    first = types.index(_SLIDING) if window else spec.num_layers
+    return said | {"max_window_layers": first, "layer_types": types}
