@@ -129,7 +129,11 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
     spec = spec_of(case)
     where = rank_device(world, device)
     mesh: Mesh = build_mesh(
-        spec.parallel, where, shard_size=case.shard_size, passes_on=spec.passes_rows_on
+        spec.parallel,
+        where,
+        shard_size=case.shard_size,
+        passes_on=spec.passes_rows_on,
+        experts=bool(spec.model.experts.num),
     )
     executor = Executor(spec, mesh)
     reference = fresh_reference(spec)

@@ -13,6 +13,7 @@ from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_token
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
     ExchangeChoice,
+    ExpertsSpec,
     FsdpSection,
     ModelSpec,
     ParallelSpec,
@@ -73,6 +74,8 @@ class Case:
     exchange: KeyExchange = KeyExchange.GATHER
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
+    ep: int = 1
+    experts: ExpertsSpec = ExpertsSpec()
     keys: tuple[tuple[str, Any], ...] = ()
     """Other keys of the model and their values."""
 
@@ -94,6 +97,9 @@ class Case:
         name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
+        if self.experts.num:
+            name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
+            name += f"-{self.experts.balance}"
         name += "".join(f"-{key}{value}" for key, value in self.keys)
         name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
@@ -115,12 +121,12 @@ def spec_of(case: Case) -> RunSpec:
         ),
     )
     values: dict[str, Any] = dict(case.keys)
-    model = replace(model, **dict.fromkeys(case.parts, True), **values)
+    model = replace(model, **dict.fromkeys(case.parts, True), **values, experts=case.experts)
     return check(
         replace(
             spec,
             model=model,
-            parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp),
+            parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp, ep=case.ep),
             tp=replace(spec.tp, overlap=case.overlap),
             cp=replace(
                 spec.cp,

@@ -21,6 +21,7 @@ TABLE_1 = {
 }
 FAMILIES = {
     "qwen3_8b_128k": (64, 8_191_783_936),
+    "qwen3_30b_a3b_128k": (64, 30_532_646_912),
     "llama32_1b_64k": (16, 1_235_814_400),
     "mistral_7b_32k": (16, 7_241_732_096),
     "gemma3_4b_128k": (16, 3_880_263_168 + 192 * 2560),
@@ -29,7 +30,7 @@ FAMILIES = {
 
 
 def test_the_presets_are_the_demos_table_1_and_the_405b_job() -> None:
-    demos = ["demo", "demo_single", "sft_demo", "qwen3_demo", "gemma3_demo"]
+    demos = ["demo", "demo_single", "sft_demo", "qwen3_demo", "qwen3_moe_demo", "gemma3_demo"]
     assert presets() == sorted([*demos, *TABLE_1, "405b_128k", *FAMILIES])
 
 

@@ -32,6 +32,6 @@ def test_any_text_and_nested_sections_read_back(tmp_path: Path) -> None:
 def test_sections_that_a_search_chooses_are_written_whole() -> None:
     values = tomllib.loads(to_toml(RunSpec()))
     assert sorted(values) == ["packing", "parallel", "pp", "sharding"]
-    assert values["parallel"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 0}
+    assert values["parallel"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 0, "ep": 1}
     assert values["packing"]["queue_thresholds"] == [0.2, 0.63]
     assert values["packing"]["literal"] is False

@@ -13,7 +13,7 @@ from tests.sets import full
 from tests.train.case import relaid, small_spec, train, write_corpus
 from tests.weights.case import SPEC, hub_tensors, logits, model_of, some_tokens, write_hub
 from wlb.spec import Dtype, RopeScaling
-from wlb.weights import export, import_folder
+from wlb.weights import export, import_folder, load
 
 transformers = pytest.importorskip(
     "transformers", reason="compares with transformers: pip install 'wlb-llm[test]'"
@@ -125,6 +125,46 @@ def test_a_qwen_is_the_same_there_and_back(name: str, is_tied: bool, tmp_path: P
     again = loaded(tmp_path / "exported")
     assert type(again) is type(theirs)
     torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    | {"norm_topk_prob": True, "head_dim": 12},
+    "qwen3_moe-plain": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kind = name.partition("-")[0]
+    config = transformers.AutoConfig.for_model(
+        kind, **COMMON | MIXTURES[name], attn_implementation="eager"
+    )
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path / "hub", max_shard_size="60KB")
+    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    experts = made.model.spec.experts
+    asked = MIXTURES[name]
+    assert experts.num == asked.get("num_experts", asked.get("num_local_experts"))
+    assert experts.per_token == asked["num_experts_per_tok"]
+    assert experts.normalised == (name in ("qwen3_moe", "mixtral"))
+    tokens = some_tokens(200, 301)
+    want = their_logits(theirs, tokens)
+    ours = model_of(made.checkpoint)
+    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
+    export(made.checkpoint, tmp_path / "exported")
+    again = loaded(tmp_path / "exported")
+    assert type(again) is type(theirs)
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+    looked = load(made.checkpoint).logits(tokens)
+    torch.testing.assert_close(looked, want, atol=1e-5, rtol=0)
 
 
 WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {

@@ -92,13 +92,15 @@ def planned_gib(spec: RunSpec) -> float:
 
 
 def num_communicators(spec: RunSpec) -> int:
-    """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, and of the
-    groups of HSDP. Groups of one rank have none."""
+    """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, of the
+    groups of HSDP, and of experts. Groups of one rank have none."""
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
     sizes += [p.cp] if spec.passes_rows_on else []
     if spec.shard_size < p.fsdp_size:
         sizes += [spec.shard_size, p.fsdp_size // spec.shard_size]
+    if spec.model.experts.num:
+        sizes += [p.ep, p.expert_ranks // p.ep]
     return sum(size > 1 for size in sizes)
 
 

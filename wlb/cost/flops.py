@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from wlb.plan import IntArray
 from wlb.plan.arrays import first_true
-from wlb.spec import ModelSpec
+from wlb.spec import ExpertsSpec, ModelSpec
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -79,19 +79,22 @@ def attention_backward_flops(
 
 
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """A model whose layers have a TP rank's matrices, and norms of all tokens."""
+    """A model whose layers have a TP rank's matrices, and norms of all tokens. Experts, whose rows
+    TP divides, become one MLP as large as those that compute a token."""
     return replace(
         model,
         num_heads=model.num_heads // tp,
         num_kv_heads=model.num_kv_heads // tp,
         head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_hidden_size // tp,
+        ffn_hidden_size=model.active_ffn_size // tp,
+        experts=ExpertsSpec(),
     )
 
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down."""
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. Experts that compute
+    a token count as one MLP."""
+    hidden, ffn = model.hidden_size, model.active_ffn_size
     return (
         (hidden, model.q_dim),
         (hidden, model.kv_dim),
@@ -109,18 +112,21 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
     Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
     1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
-    A `query_factor` is one more rotation of Q. `qk_norm` has norms of Q's and K's values; adding
-    biases (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals.
+    Experts: a token is read once and written K times on its way, and the reverse on its way back,
+    in both passes: residuals. A `query_factor` is one more rotation of Q. `norms_keys` has norms of
+    Q's and K's values; adding biases (`qkv_bias`) reads and writes Q, K and V, and reads their
+    gradients: residuals.
     """
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    hidden, ffn = model.hidden_size, model.active_ffn_size
+    routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
-    normed = model.norms_per_layer * hidden + rotated * model.qk_norm
+    normed = model.norms_per_layer * hidden + rotated * model.norms_keys
     # Multiplying queries by a factor reads and writes as rotating them does.
     rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
     return {
         "norm": (2 * normed, 3 * normed),
-        "residual": (6 * hidden + 2 * biased, 6 * hidden + biased),
+        "residual": (6 * hidden + 2 * biased + routed, 6 * hidden + biased + routed),
         "rotary": (2 * rotated, 2 * rotated),
         "swiglu": (3 * ffn, 5 * ffn),
         "embedding": (2 * hidden, 3 * hidden),
@@ -129,14 +135,16 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
-    norms, residuals = model.norms_per_layer + 2 * model.qk_norm, 2 + 3 * model.qkv_bias
+    norms, residuals = model.norms_per_layer + 2 * model.norms_keys, 2 + 3 * model.qkv_bias
     rotary = 2 + (model.query_factor() != 1.0)
     return {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
 
 
 def layer_linear_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one token in one layer's matrices; backward is twice that."""
-    return 2 * sum(rows * columns for rows, columns in layer_matrices(model))
+    """Forward FLOPs of one token in one layer's matrices, a router's too; backward is twice
+    that."""
+    router = model.hidden_size * model.experts.num
+    return 2 * (router + sum(rows * columns for rows, columns in layer_matrices(model)))
 
 
 def head_flops(model: ModelSpec) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from wlb.cost.experts import routed_wire_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
     elementwise_calls,
@@ -129,6 +130,11 @@ class LinearCost:
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
+        if self.parallel.ep > 1:
+            once = routed_wire_ns(self.model, self.parallel, self.profile)
+            # There and back in each pass; backward that runs again only brings rows there.
+            again = once * (self.recompute != Recompute.NONE)
+            terms["ep_comm"] = (2 * once, 2 * once, again)
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
@@ -187,6 +193,17 @@ class LinearCost:
     def weight_products_ns_per_token(self) -> float:
         """Time for one token of the matrix products that give weights' gradients."""
         return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
+
+    @property
+    def routed_ns_per_token(self) -> Work:
+        """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
+        shared by all ranks of an EP group."""
+        experts = self.model.experts
+        if not experts.num:
+            return 0.0, 0.0, 0.0
+        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
+        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        return forward * routed, backward * routed, again * routed
 
     @property
     def embedding_ns_per_token(self) -> Passes:

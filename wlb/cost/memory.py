@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from wlb.cost import experts
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
 from wlb.plan import IntArray, KeyExchange, Relay, ShardingPlan, rows_moved
@@ -181,7 +182,9 @@ def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
     """Bytes of a stage's gradients on one TP rank: float32, and with FSDP their reduced shard."""
     count = stage_parameters(spec, stage=stage)
-    shard = -(-count // spec.shard_size) if _has_fsdp(spec) else 0
+    shard = (
+        experts.stored_parameters(spec, count, spec.stage_layers[stage]) if _has_fsdp(spec) else 0
+    )
     return FLOAT32_BYTES * (count + shard)
 
 
@@ -191,16 +194,16 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     size = _compute_bytes(spec)
     local = _local(spec, micro_batch_tokens)
     if spec.training.recompute == Recompute.FULL:
-        return local * model.hidden_size * size // tp
+        return local * (model.hidden_size * size + experts.order_bytes(model)) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
-    if model.qk_norm:
+    if model.norms_keys:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
     if spec.training.recompute == Recompute.NONE:
-        values += model.hidden_size + 3 * model.ffn_hidden_size
+        values += model.hidden_size + experts.mlp_values(model)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
-    float32_values = model.num_heads + model.qk_norm * (model.num_heads + model.num_kv_heads)
-    per_token = size * values + FLOAT32_BYTES * float32_values
+    float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
+    per_token = size * values + FLOAT32_BYTES * float32_values + experts.order_bytes(model)
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
 
@@ -232,7 +235,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     """Bytes of the MLP's backward; of attention's while its kernel runs and while gradients of K
     and V are added up; and of activations recomputed for attention's."""
     local = _local(spec, tokens)
-    values = 2 * spec.model.hidden_size + 3 * spec.model.ffn_hidden_size // spec.parallel.tp
+    values = 2 * spec.model.hidden_size + 3 * spec.model.active_ffn_size // spec.parallel.tp
+    values += experts.exchanged_values(spec.model) // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
     kept, half, whole = (
         layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=tokens)
@@ -378,7 +382,8 @@ def memory_of_rank(
     size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
     parameters = _parameters(spec, pp_rank=pp_rank)
-    shard = -(-parameters // spec.shard_size)
+    layers = sum(spec.stage_layers[stage] for stage in spec.stages_of(pp_rank))
+    shard = experts.stored_parameters(spec, parameters, layers)
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
@@ -410,7 +415,8 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
 
 
 def _has_fsdp(spec: RunSpec) -> bool:
-    return spec.parallel.fsdp_size > 1 or spec.training.dtype != Dtype.FLOAT32
+    is_divided = spec.parallel.fsdp_size > 1 or experts.divides_experts(spec)
+    return is_divided or spec.training.dtype != Dtype.FLOAT32
 
 
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
@@ -489,9 +495,11 @@ def _compute_bytes(spec: RunSpec) -> int:
 
 
 def layer_parameters(spec: RunSpec) -> int:
-    """Parameters of a decoder layer on one TP rank."""
-    norms = spec.model.num_layer_norm_parameters
-    return (spec.model.num_layer_parameters - norms) // spec.parallel.tp + norms
+    """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank."""
+    model, held = spec.model, experts.experts_of_layer(spec)
+    whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
+    divided = model.num_layer_parameters - whole - held * spec.parallel.ep
+    return divided // spec.parallel.tp + whole + held
 
 
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:

@@ -338,6 +338,10 @@ class ProfiledWorkload:
         """Of the busiest rank, in the layers of a pipeline rank (`ExchangePrices`)."""
         return self.linear.needed_exchange_ns(moved)
 
+    def pooled_ns(self, tokens: IntArray) -> IntArray:
+        """The part of micro-batches' work that ranks of an EP group share: experts' products."""
+        return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
+
     @property
     def cp_ranks_per_node(self) -> int:
         """CP ranks that follow each other in a node (`HiddenExchange`)."""

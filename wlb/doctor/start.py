@@ -200,6 +200,7 @@ def _examined(
                 spec.parallel,
                 device,
                 shard_size=spec.fsdp.shard_size,
+                experts=bool(spec.model.experts.num),
                 passes_on=spec.passes_rows_on,
             )
             limit_collectives(options.limit_s + 2 * GRACE_S, mesh)

@@ -1,5 +1,6 @@
 """Plain LLaMA over packed rows."""
 
+from wlb.model.experts import ExpertRows as ExpertRows
 from wlb.model.llama import Attend as Attend
 from wlb.model.llama import LayerRows as LayerRows
 from wlb.model.llama import Llama as Llama

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from wlb.model.experts import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
 from wlb.model.norm import norm_of, normalise
 from wlb.model.rope import rotate
 from wlb.model.swiglu import gated
 from wlb.plan import digest
-from wlb.spec import ModelSpec
+from wlb.spec import Activation, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the parameters at both ends of a model."""
@@ -72,13 +73,15 @@ class LayerRows(NamedTuple):
 class Rows:
     """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
     see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
-    it returns. sliding: what layers with a sliding window take instead."""
+    it returns. sliding: what layers with a sliding window take instead. experts: of a
+    model with experts; None routes padding too."""
 
     cos: Tensor
     sin: Tensor
     attend: Attend
     labels: Tensor | None = None
     loss_scale: float = 1.0
+    experts: ExpertRows | None = None
     sliding: LayerRows | None = None
 
     def of(self, *, slides: bool) -> LayerRows:
@@ -128,8 +131,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
-        self.q_norm = norm_of(spec, spec.head_size) if spec.qk_norm else None
-        self.k_norm = norm_of(spec, spec.head_size) if spec.qk_norm else None
+        self.q_norm, self.k_norm = _head_norms(spec)
+        self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
@@ -149,6 +152,8 @@ class Attention(nn.Module):
         return q_THD, k_TGD, v_TGD, begun
 
     def _rotated(self, x_TF: Tensor, rows: LayerRows, norm: nn.RMSNorm | None) -> Tensor:
+        if self.norms_rows and norm is not None:
+            x_TF, norm = self.ops.norm(norm, x_TF), None
         x_THD = self._heads(x_TF)
         if norm is not None:
             x_THD = self.ops.norm(norm, x_THD)
@@ -158,15 +163,24 @@ class Attention(nn.Module):
         return x_TF.unflatten(-1, (-1, self.head_size))
 
 
-class Mlp(nn.Module):
-    def __init__(self, spec: ModelSpec, ops: Ops) -> None:
-        super().__init__()
-        self.ops, self.activation = ops, spec.activation
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.ffn_hidden_size, bias=False)
-        self.down_proj = nn.Linear(spec.ffn_hidden_size, spec.hidden_size, bias=False)
+def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
+    """Norms of Q and K: of each head, of all heads of a row, or none."""
+    if not spec.norms_keys:
+        return None, None
+    sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
+    q_norm, k_norm = (norm_of(spec, size) for size in sizes)
+    return q_norm, k_norm
 
-    def forward(self, x_TC: Tensor) -> Tensor:
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden_size: int, activation: Activation, ops: Ops) -> None:
+        super().__init__()
+        self.ops, self.activation = ops, activation
+        self.gate_proj = nn.Linear(width, hidden_size, bias=False)
+        self.up_proj = nn.Linear(width, hidden_size, bias=False)
+        self.down_proj = nn.Linear(hidden_size, width, bias=False)
+
+    def forward(self, x_TC: Tensor, _: ExpertRows | None = None) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         made = gated(gate, up, self.activation, fused=self.ops.fused)
         return self.ops.fan_in(made, self.down_proj)
@@ -186,7 +200,7 @@ class DecoderLayer(nn.Module):
         if spec.branch_norms:
             self.pre_feedforward_layernorm = norm_of(spec, spec.hidden_size)
             self.post_feedforward_layernorm = norm_of(spec, spec.hidden_size)
-        self.mlp = Mlp(spec, ops)
+        self.mlp = _mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
         mine = rows.of(slides=self.slides)
@@ -194,15 +208,23 @@ class DecoderLayer(nn.Module):
         if self.pre_feedforward_layernorm is not None:
             branch_TC = self.ops.norm(self.post_attention_layernorm, branch_TC)
         x_TC = x_TC + branch_TC
-        branch_TC = self.second_half(x_TC)
+        branch_TC = self.second_half(x_TC, rows.experts)
         if self.post_feedforward_layernorm is not None:
             branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
         return mine.attend.add(x_TC, branch_TC, attended)
 
-    def second_half(self, x_TC: Tensor) -> Tensor:
+    def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
-        return self.mlp(self.ops.norm(norm, x_TC))
+        return self.mlp(self.ops.norm(norm, x_TC), experts)
+
+
+def _mlp(spec: ModelSpec, ops: Ops) -> nn.Module:
+    if not spec.experts.num:
+        return Mlp(spec.hidden_size, spec.ffn_hidden_size, spec.activation, ops)
+    shared = spec.experts.shared_hidden_size
+    made = Mlp(spec.hidden_size, shared, spec.activation, ops) if shared else None
+    return MixtureMlp(spec, ops, made)
 
 
 class Decoder(nn.Module):
@@ -291,14 +313,21 @@ class Llama(nn.Module):
         return loss * rows.loss_scale
 
 
-def initial_weight(name: str, shape: torch.Size, spec: ModelSpec, *, seed: int) -> Tensor:
-    """The whole initial value of a parameter, float32, on the CPU.
+def initial_weight(
+    name: str, shape: torch.Size, spec: ModelSpec, *, seed: int, first_expert: int = 0
+) -> Tensor:
+    """The whole initial value of a parameter, or of experts from `first_expert` on, float32, on the
+    CPU.
 
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
     if they end a residual branch (GPT-2); norms are one (as weights around zero: zero), biases
     zero, a tied head the embedding.
     """
+    if len(shape) == 3:
+        return initial_experts(
+            name, shape, first_expert, seed, lambda n, s, k: initial_weight(n, s, spec, seed=k)
+        )
     if len(shape) == 1:
         is_zero = name.endswith(".bias") or spec.zero_centred_norms
         return torch.zeros(shape) if is_zero else torch.ones(shape)

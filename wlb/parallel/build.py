@@ -21,6 +21,7 @@ from wlb.model import Llama, Ops, initial_weight
 from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import needs_fsdp, shard_stage, shard_start, share_streams
 from wlb.parallel.deferred import DeferringOps, WeightQueue
+from wlb.parallel.experts import divide_experts, is_expert, own_experts
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import TensorParallelOps, local_tensor, placement
 from wlb.parallel.tensor_op import TracedTensorParallelOps
@@ -73,6 +74,7 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
             )
         if mesh.parallel.tp > 1:
             _distribute(stage, mesh)
+        divide_experts(stage, mesh, getattr(stage.ops, "queue", None))
         recompute_layers(stage, spec.training.recompute)
         if spec.training.compile:
             compile_layers(stage, spec.training.compile_backend)
@@ -81,6 +83,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         stage.to_empty(device=mesh.device)
         for name, parameter in stage.named_parameters():
             _fill(parameter, name, spec, mesh)
+        for buffer in stage.buffers():
+            buffer.zero_()
         stages[index] = stage
     share_streams(stages.values())
     return stages
@@ -118,6 +122,8 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
 def _distribute(stage: Llama, mesh: Mesh) -> None:
     """Replace each parameter by this rank's tensor-parallel shard, a DTensor without storage."""
     for name, parameter in list(stage.named_parameters()):
+        if is_expert(name):
+            continue
         how = placement(name)
         local = _tp_shard(parameter.detach(), how, mesh).contiguous()
         value = DTensor.from_local(local, mesh.device_mesh["tp"], [how], run_check=False)
@@ -129,6 +135,14 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
     """Initialise one parameter. This is a separate function so that the whole value is freed before
     the next one is made."""
+    if is_expert(name):
+        is_sharded = needs_fsdp(mesh, compute_dtype(spec))
+        own = own_experts(spec.model.experts.num, mesh, is_sharded=is_sharded)
+        shape, seed = torch.Size((len(own), *parameter.shape[1:])), spec.run.seed
+        if own:
+            value = initial_weight(name, shape, spec.model, seed=seed, first_expert=own.start)
+            local_tensor(parameter).copy_(value)
+        return
     value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
     if mesh.parallel.tp > 1:
         value = _tp_shard(value, placement(name), mesh)

@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from wlb.model import Llama
 from wlb.parallel.collectives import all_reduce
-from wlb.parallel.mesh import Mesh
+from wlb.parallel.experts import experts_of, sharding_of_experts
+from wlb.parallel.mesh import EXPERT_SHARD, Mesh
 from wlb.parallel.tensor import local_tensor, placement
 from wlb.spec import FsdpSection
 
@@ -36,10 +37,17 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     options: dict[str, Any] = {"mesh": mesh.sharding, "mp_policy": policy}
-    layers = [
-        fully_shard(layer, reshard_after_forward=fsdp.reshard_after_forward, **options)
-        for layer in stage.model.layers.values()
+    reshards: dict[str, Any] = {"reshard_after_forward": fsdp.reshard_after_forward}
+    experts = {
+        i: fully_shard(held, **reshards, mesh=sharding_of_experts(mesh), mp_policy=policy)
+        for i, held in experts_of(stage).items()
+    }
+    # A layer's experts are gathered as a unit of their own, in both passes after their layer.
+    units = [
+        [fully_shard(layer, **reshards, **options), *([experts[i]] if i in experts else [])]
+        for i, layer in stage.model.layers.items()
     ]
+    layers = [module for unit in units for module in unit]
     # Keep embedding and head gathered: backward needs the head right after forward.
     whole = fully_shard(stage, reshard_after_forward=False, **options)
     for module in [*layers, whole]:
@@ -47,7 +55,7 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         # (https://github.com/pytorch/pytorch/pull/155915).
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _gather_ahead([whole, *layers], fsdp.prefetch)
+    _gather_ahead(whole, units, fsdp.prefetch)
     if fsdp.reshard_after_forward:
         _drop_after_each_pass(whole, layers)
 
@@ -82,25 +90,29 @@ class _SharedStreams(FSDPCommContext):
 
 
 def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
-    return mesh.fsdp_size > 1 or dtype != torch.float32
+    divided = mesh.fsdp_size > 1
+    if mesh.experts is not None:
+        divided |= mesh.experts[EXPERT_SHARD].size() > 1
+    return divided or dtype != torch.float32
 
 
-def _gather_ahead(modules: list[FSDPModule], ahead: int) -> None:
+def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]], ahead: int) -> None:
     """Make each module prefetch the next `ahead` ones: forward in order, backward in reverse.
 
-    modules: the stage, which begins both passes, then its layers. By default torch posts a gather
+    units: what each layer gathers. The stage begins both passes. By default torch posts a gather
     when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
     backward torch prefetches the module that ran before in forward, which is not always the next
     layer if several micro-batches are in flight.
     """
     if not ahead:
         return
-    stage, layers = modules[0], modules[1:]
-    for i, module in enumerate(modules):
-        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + ahead])
-    for i, layer in enumerate(layers):
-        layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
-    stage.set_modules_to_backward_prefetch(layers[-ahead:][::-1])
+    forward, backward = (
+        [stage, *(module for unit in order for module in unit)] for order in (units, units[::-1])
+    )
+    for i, module in enumerate(forward):
+        module.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + ahead])
+    for i, module in enumerate(backward):
+        module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + ahead])
 
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Scores
-from wlb.model import LayerRows, Llama, Rows, inverse_frequencies, rope_tables
+from wlb.model import ExpertRows, LayerRows, Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
+from wlb.parallel.experts import add_up_loads
 from wlb.parallel.mesh import NEAR, Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
@@ -123,6 +124,7 @@ class Executor:
         parameters = self.named_parameters()
         finish_gradients(parameters, self.mesh)
         add_tied_gradients(parameters, self.spec.model, self.mesh)
+        add_up_loads(self.stages.values(), made.rows, self.mesh)
         return self._sum(losses)
 
     @torch.no_grad()
@@ -151,6 +153,14 @@ class Executor:
 
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
+
+    def _expert_rows(self, plan: PipelinePlan, i: int, loss_scale: float) -> ExpertRows | None:
+        """The rows of a micro-batch that experts compute here: without padding, which is last."""
+        if not self.spec.model.experts.num:
+            return None
+        each = plan.local_tokens[i] // self.mesh.parallel.tp
+        real = int(plan.shardings[i].tokens[self.mesh.at.cp]) - self.mesh.at.tp * each
+        return ExpertRows(num=min(max(0, real), each), loss_scale=loss_scale)
 
     def _add_micro_batch(
         self, made: StepInputs, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
@@ -195,6 +205,7 @@ class Executor:
             labels=on_device.get("labels"),
             loss_scale=loss_scale,
             sliding=of_kind.get(True),
+            experts=self._expert_rows(plan, i, loss_scale),
         )
         indices = [index for made in attentions.values() for index in made.indices]
         if self.spec.training.compile:

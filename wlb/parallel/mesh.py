@@ -23,6 +23,8 @@ from wlb.spec.run import ParallelSpec
 AXES = ("pp", "dp", "cp", "tp")
 FSDP = "fsdp"
 HSDP = ("replicate", "shard")
+EXPERT_SHARD, EP = "expert_shard", "ep"
+"""Axes of the mesh of experts: dp x cp x tp as (FSDP of experts, different experts)."""
 NEAR = "cp_near"
 """A second communicator of a CP group, for rows that stay in a node (`wlb.plan.relay`)."""
 
@@ -50,7 +52,8 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
     flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard). near: `NEAR`, of a run whose CP ranks pass rows on."""
+    shard). experts: axes (pp, expert_shard, ep), for a model with experts. near: `NEAR`, of a run
+    whose CP ranks pass rows on."""
 
     parallel: ParallelSpec
     device: torch.device
@@ -58,6 +61,7 @@ class Mesh:
     device_mesh: DeviceMesh
     fsdp: DeviceMesh
     sharding: DeviceMesh
+    experts: DeviceMesh | None = None
     near: DeviceMesh | None = None
 
     @property
@@ -80,7 +84,7 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp` and of `sharding`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding, self.near)
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.near)
         return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
 
     @property
@@ -111,6 +115,8 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     if mesh.parallel.pp == mesh.world_size:
         groups.pop(0)
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
+    if mesh.experts is not None:
+        groups += [(axis, mesh.experts.get_group(axis)) for axis in (EXPERT_SHARD, EP)]
     if mesh.near is not None:
         groups.append((NEAR, mesh.near.get_group(NEAR)))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
@@ -121,11 +127,16 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
 
 
 def build_mesh(
-    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, passes_on: bool = False
+    parallel: ParallelSpec,
+    device: torch.device,
+    *,
+    shard_size: int = 0,
+    passes_on: bool = False,
+    experts: bool = False,
 ) -> Mesh:
     """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
     the weights, a divisor of dp * cp; 0 = all of them. passes_on: whether CP ranks may pass rows
-    on within a node."""
+    on within a node. experts: whether the model has any."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -145,8 +156,14 @@ def build_mesh(
         device_mesh=device_mesh,
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
+        experts=_experts(ranks, parallel, device) if experts else None,
         near=near,
     )
+
+
+def _experts(ranks: torch.Tensor, parallel: ParallelSpec, device: torch.device) -> DeviceMesh:
+    grid = ranks.reshape(parallel.pp, parallel.expert_ranks // parallel.ep, parallel.ep)
+    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", EXPERT_SHARD, EP))
 
 
 def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.parallel import collectives
-from wlb.parallel.mesh import NEAR, Mesh, used_groups
+from wlb.parallel.mesh import EP, NEAR, Mesh, used_groups
 
 _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
 """Float64 values of a call: NCCL chooses its algorithm, and connects for it, by size (8 bytes and
@@ -39,9 +39,9 @@ def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
     """Use the communicators of `mesh` once and wait for them; all ranks call it together.
 
     wraps: the pipeline's last rank sends to its first one (virtual stages). all_to_all: CP ranks
-    send each other rows (`sharding.exchange`). All ranks take the axes in one order, so that no two
-    communicators can wait for each other. BrokenCommunicator if a sum is wrong or a neighbour's
-    rank does not arrive.
+    send each other rows (`sharding.exchange`); ranks with different experts always do. All ranks
+    take the axes in one order, so that no two communicators can wait for each other.
+    BrokenCommunicator if a sum is wrong or a neighbour's rank does not arrive.
     """
     begin = time.perf_counter()
     checks: list[tuple[str, Tensor, Tensor]] = []
@@ -55,6 +55,8 @@ def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
         checks += checked_all_to_all("cp", mesh.group("cp"), mesh.device)
         if mesh.near is not None:
             checks += checked_all_to_all(NEAR, mesh.near.get_group(NEAR), mesh.device)
+    if mesh.experts is not None and mesh.parallel.ep > 1:
+        checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
     neighbours = 0
     if mesh.parallel.pp > 1:
         exchanged = list(_exchange(mesh, wraps=wraps))

@@ -107,7 +107,8 @@ class MeasuredStep(StepCounts):
 
     loss: mean over valid labels, in nats; grad_norm: before clipping; both None where the step
     updated nothing. step_time_s: wall time on the rank that writes the record. telemetry: times of
-    this step and those since the last record; None where it is off or not due.
+    this step and those since the last record; None where it is off or not due. expert_load: rows
+    of the most loaded expert over the mean one's, mean of layers; None without experts.
     """
 
     origin: ClassVar[str] = "measured"
@@ -115,6 +116,7 @@ class MeasuredStep(StepCounts):
     grad_norm: float | None = None
     step_time_s: float | None = None
     telemetry: Telemetry | None = None
+    expert_load: float | None = None
 
     @classmethod
     def of(
@@ -125,6 +127,7 @@ class MeasuredStep(StepCounts):
         grad_norm: float | None,
         step_time_s: float,
         telemetry: Telemetry | None,
+        expert_load: float | None = None,
     ) -> "MeasuredStep":
         """The measurements of the step that has `counts`."""
         return cls(
@@ -133,6 +136,7 @@ class MeasuredStep(StepCounts):
             grad_norm=grad_norm,
             step_time_s=step_time_s,
             telemetry=telemetry,
+            expert_load=expert_load,
         )
 
     @property
@@ -142,6 +146,8 @@ class MeasuredStep(StepCounts):
 
     def to_json(self) -> dict[str, Any]:
         data = StepCounts.to_json(self)
+        if self.expert_load is None:
+            del data["expert_load"]
         if self.telemetry is not None:
             data["telemetry"] = self.telemetry.to_json()
             data["imbalance"] = self.imbalance

@@ -137,9 +137,9 @@ class Saves:
 @dataclass(slots=True)
 class Tally:
     """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
-    executed steps. overdue: pieces later than packing.max_delay. telemetry: records after the
-    warm-up. refused: steps that were not finite, by the action taken; skipped_tokens: tokens of
-    skipped ones. rows: of hooks, by name."""
+    executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order. overdue: pieces
+    later than packing.max_delay. telemetry: records after the warm-up. refused: steps that were not
+    finite, by the action taken; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -147,6 +147,7 @@ class Tally:
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     shardings: dict[str, int] = field(default_factory=dict[str, int])
     key_rows: KeyRows = KeyRows()
+    expert_loads: list[float] = field(default_factory=list[float])
     token_delays: float = 0.0
     max_delay: int = 0
     overdue: int = 0
@@ -171,6 +172,8 @@ class Tally:
         for name, count in measured.sharding_counts:
             self.shardings[name] = self.shardings.get(name, 0) + count
         self.key_rows += measured.key_rows or KeyRows()
+        if measured.expert_load is not None:
+            self.expert_loads.append(measured.expert_load)
         self.token_delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
         self.overdue += predicted.num_overdue

@@ -51,6 +51,7 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
+from wlb.planner.meet import deal_rounds
 from wlb.planner.resume import hold_state
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
@@ -85,10 +86,11 @@ class Planner:
     source: of global batches. packer: the policy. cost: workload model used for balancing.
     strategy: `sharding.strategy`. remainder: `sharding.remainder`, the treatment of tokens left
     over by equal chunks. exchange: `sharding.exchange`. dp: pipelines that the micro-batches are
-    dealt to. cp: ranks that a micro-batch is sharded over. row_multiple: a rank's rows are a
-    multiple of it. baseline: a second packer on the same stream, which only predicts, or None.
-    reprice: the workload at other prices, which planners of runs have; a step is planned and
-    sharded at the prices that its state names.
+    dealt to. meets: neighbouring ones of them whose ranks meet in every layer. cp: ranks that a
+    micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a
+    second packer on the same stream, which only predicts, or None. reprice: the workload at other
+    prices, which planners of runs have; a step is planned and sharded at the prices that its state
+    names.
     """
 
     source: BatchSource
@@ -99,6 +101,7 @@ class Planner:
     remainder: Remainder = Remainder.MERGED
     exchange: ExchangeChoice = ExchangeChoice.GATHER
     dp: int = 1
+    meets: int = 1
     cp: int = 1
     row_multiple: int = 1
     reprice: Callable[[PriceFactors], WorkloadModel] | None = None
@@ -138,6 +141,7 @@ class Planner:
             remainder=spec.sharding.remainder,
             exchange=spec.sharding.exchange,
             dp=max(1, spec.parallel.dp),
+            meets=spec.parallel.meeting_pipelines,
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
             reprice=reprice,
@@ -272,13 +276,22 @@ class Planner:
         after = after.with_prices(state.prices)
         return StepPlan(
             packing=plan,
-            pipelines=deal(plan.workload_ns, plan.rows, self.dp),
+            pipelines=self._dealt(plan),
             cp=self.cp,
             row_multiple=self.row_multiple,
             predicted=predict(plan, num_padding_tokens=padded - plan.num_tokens),
             baseline=baseline,
             progress=PlanProgress.of(after),
         )
+
+    def _dealt(self, plan: PackingPlan) -> IntArray:
+        """The micro-batches of each pipeline, [dp, N / dp]."""
+        if self.meets == 1:
+            return deal(plan.workload_ns, plan.rows, self.dp)
+        work_ns = plan.workload_ns
+        if isinstance(self.cost, ProfiledWorkload):
+            work_ns = work_ns - self.cost.pooled_ns(plan.rows)
+        return deal_rounds(work_ns, plan.rows, self.dp, self.meets)
 
     def _baseline(
         self, state: PlannerState, step: int

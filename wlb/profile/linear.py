@@ -175,7 +175,7 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         )
     shared = {
         "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.ffn_hidden_size,
+        "ffn_hidden_size": model.active_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
     }
     for tp in tp_degrees:
@@ -195,7 +195,7 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         widths |= {("rotary", model.q_dim // tp), ("rotary", model.kv_dim // tp)}
-        widths.add(("swiglu", model.ffn_hidden_size // tp))
+        widths.add(("swiglu", model.active_ffn_size // tp))
     return sorted(widths)
 
 

@@ -20,7 +20,13 @@ from wlb.spec.run import KernelSection
 LAUNCH_NS = 2_500.0
 """Shortest time of a kernel."""
 ATTENTION, GEMM, REST = "attention", "GEMM", "element-wise"
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::bmm": 0}
+_PRODUCTS = {
+    "aten::mm": 0,
+    "aten::addmm": 1,
+    "aten::addmm_": 1,
+    "aten::bmm": 0,
+    "aten::_grouped_mm": 0,
+}
 """Index of the first factor."""
 _COLLECTIVES = (
     ("all_gather", Collective.ALL_GATHER),
@@ -56,6 +62,8 @@ class Prices:
         self, a: Tensor, b: Tensor, num_bytes: float
     ) -> tuple[str, float, float, float, int]:
         rows, inner, columns = a.shape[-2], a.shape[-1], b.shape[-1]
+        if a.ndim < b.ndim:
+            rows /= b.shape[0]  # of equally loaded experts
         flops = 2.0 * a.numel() * columns
         surface = self.profile.gemm.forward
         at = surface.cells(np.array([float(max(1, rows))]), np.array([float(inner * columns)]))

@@ -17,9 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from wlb.cost import gpu_budget, load_profile, workload_for
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
-from wlb.parallel.mesh import Mesh, build_mesh, coordinates
+from wlb.parallel.mesh import EP, EXPERT_SHARD, Mesh, build_mesh, coordinates
 from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
-from wlb.rehearse import cuda
+from wlb.rehearse import cuda, experts
 from wlb.rehearse.allocator import reserved
 from wlb.rehearse.gpu import GPU, Communicator
 from wlb.rehearse.memory import FOOTPRINT
@@ -174,6 +174,7 @@ def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
     spec = job.spec
+    experts.load_equally(spec)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     priced = with_backend(spec, "cuda")
     recorder = Recorder(Prices(workload_for(priced, "cuda"), priced.kernels), fakes)
@@ -182,7 +183,11 @@ def _trainer(
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     host.new_host_group(spec.training.timeout_s)  # as `world.init` does
     mesh = build_mesh(
-        spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size, passes_on=spec.passes_rows_on
+        spec.parallel,
+        cuda.DEVICE,
+        shard_size=spec.fsdp.shard_size,
+        experts=bool(spec.model.experts.num),
+        passes_on=spec.passes_rows_on,
     )
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)
@@ -201,6 +206,8 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
     if mesh.sharding is not mesh.fsdp:
         kinds = mesh.sharding.mesh_dim_names or ()
         named += [(f"fsdp {kind}", mesh.sharding.get_group(kind)) for kind in kinds]
+    if mesh.experts is not None:
+        named += [(axis, mesh.experts.get_group(axis)) for axis in (EP, EXPERT_SHARD)]
     out: dict[str, Communicator] = {}
     for axis, group in named:
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -213,7 +220,8 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
     model, tp = spec.model, spec.parallel.tp
     q, kv, ffn = model.q_dim // tp, model.kv_dim // tp, model.ffn_hidden_size // tp
     hidden, vocab = model.hidden_size, model.padded_vocab_size // tp
-    return {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
+    dense = {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
+    return dense | experts.weight_shapes(spec) if model.experts.num else dense
 
 
 @contextlib.contextmanager

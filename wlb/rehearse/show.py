@@ -15,7 +15,8 @@ from wlb.report.tables import new_table
 
 GIB = 1 << 30
 _MOST_FAULTS = 8
-_PARTS = ("attention", "GEMM", "element-wise", "tp", "cp", "fsdp", "pp")
+_AXES = ("tp", "cp", "ep", "fsdp", "expert_shard", "pp")
+_PARTS = ("attention", "GEMM", "element-wise", *_AXES)
 
 
 def show(found: Rehearsed, console: Console) -> None:
@@ -121,7 +122,7 @@ def _parts(found: Rehearsed) -> Table:
         parts = [part for part in _PARTS if part in step.parts]
         for part in parts:
             totals = step.parts[part]
-            communicates = part in ("tp", "cp", "fsdp", "pp")
+            communicates = part in _AXES
             table.add_row(
                 str(result.rank) if part == parts[0] else "",
                 part,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns, over_gather_ns
+from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
 from wlb.cost.linear import split_backward
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
@@ -70,7 +71,8 @@ class StepPrices:
     layer on each CP rank, [steps, dp, n, cp]. exchange_*_ns: how much longer one layer's exchange
     of keys takes than an all-gather, mostly negative, [steps, dp, n]. linear: all other work of one
     layer, with an all-gather, by kind of pass. ends: embedding and head, by (kind, is last stage).
-    message: by scope. layers: by stage.
+    message: by scope. layers: by stage. meets: neighbouring pipelines whose ranks meet in every
+    layer (experts); pooled: what they compute together of a token in one layer, by kind of pass.
     """
 
     tokens: IntArray
@@ -82,6 +84,8 @@ class StepPrices:
     ends: dict[tuple[PassKind, bool], TermPrices]
     message: dict[Scope, TermPrices]
     layers: tuple[int, ...]
+    meets: int = 1
+    pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -132,7 +136,41 @@ class StepPrices:
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
         """Time of a pass on its slowest CP rank, [steps, dp, n]."""
         linear = self.linear_ns(kind, stage)
-        return np.rint(self.attention_ns(kind, stage).max(axis=3) + linear).astype(np.int64)
+        alone = self.attention_ns(kind, stage).max(axis=3) + linear
+        return np.rint(self._met(alone, kind, stage)).astype(np.int64)
+
+    def _met(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
+        """Passes of pipelines that wait for each other in every layer: the longest, with experts
+        that compute the mean of their tokens. The weights' pass meets nobody."""
+        if self.meets == 1 or kind == PassKind.BACKWARD_WEIGHT:
+            return alone_ns
+        steps, dp, n = alone_ns.shape
+        grouped = (steps, dp // self.meets, self.meets, n)
+        pooled = self.pooled[kind] * self.layers[stage] * self.tokens
+        own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
+        together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
+        return np.broadcast_to(together, grouped).reshape(alone_ns.shape)
+
+    @property
+    def layer_wait(self) -> float:
+        """What ranks that meet in every layer compute between meetings: the sum of the slowest
+        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits.
+
+        Attention and what is proportional to a rank's own tokens, forward and backward without the
+        weights' pass. CP ranks of a pipeline meet too, in the exchange of keys.
+        """
+        steps, dp, n, cp = self.shape
+        slowest = mean = 0.0
+        for kind, terms in self.linear.items():
+            if kind == PassKind.BACKWARD_WEIGHT:
+                continue
+            is_forward = kind == PassKind.FORWARD
+            attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
+            dense = self.tokens * (terms.token_ns - self.pooled.get(kind, 0.0))
+            own = (attention + dense[..., None]).reshape(steps, dp // self.meets, self.meets, n, cp)
+            slowest += float(own.max(axis=(2, 4)).sum())
+            mean += float(own.mean(axis=(2, 4)).sum())
+        return slowest / mean if mean else 1.0
 
     def message_ns(self, scope: Scope) -> IntArray:
         """[steps, dp, n]."""
@@ -228,7 +266,23 @@ def prices_of(
         ends=end_terms(cost),
         message=message_terms(spec, cost),
         layers=spec.stage_layers,
+        meets=spec.parallel.meeting_pipelines,
+        pooled=_pooled(cost),
     )
+
+
+def _pooled(cost: ProfiledWorkload) -> dict[PassKind, float]:
+    """What EP ranks compute together of a token in one layer; a split backward has one of the two
+    products in each pass."""
+    layers = cost.num_layers_per_rank
+    forward, backward, again = (ns / layers for ns in cost.linear.routed_ns_per_token)
+    half = backward / LINEAR_BACKWARD_FACTOR
+    return {
+        PassKind.FORWARD: forward,
+        PassKind.BACKWARD: backward + again,
+        PassKind.BACKWARD_INPUT: half + again,
+        PassKind.BACKWARD_WEIGHT: half,
+    }
 
 
 def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[PassKind, TermPrices]:

@@ -9,6 +9,7 @@ moments and gradient and writes the first three, priced as the residual addition
 from dataclasses import dataclass
 
 from wlb.cost import Collective, CollectiveCost, Elementwise, ProfiledWorkload
+from wlb.cost.experts import experts_of_layer, stored_parameters
 from wlb.cost.linear import GRADIENT_BYTES
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES
@@ -63,7 +64,10 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     whole = (1,) * spec.num_stages
     is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
-    of_rank = [sum(counts[r :: parallel.pp]) / ranks for r in range(parallel.pp)]
+    # Experts that no other rank holds are neither gathered nor reduced.
+    alone = experts_of_layer(spec) * (parallel.expert_ranks == parallel.ep)
+    shared = [c - n * alone for c, n in zip(counts, spec.stage_layers, strict=True)]
+    of_rank = [_stored(spec, counts, pp_rank) for pp_rank in range(parallel.pp)]
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     dtype = DTYPE_BYTES[profile.dtype]
@@ -72,7 +76,7 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         """A stage's collectives, one a layer."""
         return tuple(
             round(layers * collective.time_ns(count * value_bytes / layers, num_ranks=ranks))
-            for count, layers in zip(counts, parts, strict=True)
+            for count, layers in zip(shared, parts, strict=True)
         )
 
     return ShardCosts(
@@ -86,6 +90,13 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         gather_parts=whole if is_ahead else parts,
         reduce_parts=parts if parallel.pp == 1 else whole,
     )
+
+
+def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
+    """Parameters that a rank updates, of stages with `counts` on a TP rank."""
+    stages = list(spec.stages_of(pp_rank))
+    layers = sum(spec.stage_layers[stage] for stage in stages)
+    return stored_parameters(spec, sum(counts[stage] for stage in stages), layers)
 
 
 def _refuse_unpriced(spec: RunSpec) -> None:

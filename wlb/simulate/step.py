@@ -30,7 +30,7 @@ from wlb.simulate.shards import ShardCosts, shard_costs
 from wlb.spec import RunSpec, check
 
 T = TypeVar("T")
-COMMUNICATION = ("tp_comm", "cp_comm")
+COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
 CHUNK = 64
 """Steps that one walk of the graph takes: its overhead is then small, and so is its memory."""
 

@@ -2,6 +2,9 @@
 
 from wlb.spec.check import check as check
 from wlb.spec.check import resolve_dp as resolve_dp
+from wlb.spec.experts import ExpertBalance as ExpertBalance
+from wlb.spec.experts import ExpertsSpec as ExpertsSpec
+from wlb.spec.experts import Scoring as Scoring
 from wlb.spec.keys import KeyHelp as KeyHelp
 from wlb.spec.keys import RenamedKeyWarning as RenamedKeyWarning
 from wlb.spec.keys import apply as apply

@@ -28,6 +28,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
+    _check_experts(spec)
     _check_overlap(spec)
     _check_sharding(spec)
     _check_online(spec)
@@ -155,12 +156,17 @@ def _check_layout(spec: RunSpec) -> None:
     divided = {
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.num_kv_heads,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
+        **_divided_mlp(spec),
         "the padded vocabulary": 256,
     }
     for name, value in divided.items():
         if value % parallel.tp:
             raise UserError(f"{name} = {value} is not a multiple of parallel.tp = {parallel.tp}")
+    if model.qk_norm_rows and parallel.tp > 1:
+        raise UserError(
+            f"parallel.tp = {parallel.tp} with model.qk_norm_rows = true: a TP rank has some heads "
+            f"of a row, which a norm of all heads needs; set parallel.tp = 1"
+        )
     shared, size = parallel.fsdp_size, spec.fsdp.shard_size
     # With dp = 0 the number of ranks that share parameters is not known yet.
     if size and parallel.dp and shared % size:
@@ -169,6 +175,44 @@ def _check_layout(spec: RunSpec) -> None:
             f"fsdp.shard_size = {size} does not divide the dp {parallel.dp} x cp {parallel.cp} = "
             f"{shared} ranks that share parameters; use one of {good}, or 0 for all of them"
         )
+
+
+def _divided_mlp(spec: RunSpec) -> dict[str, int]:
+    """What TP divides of an MLP, by key. Experts are divided by parallel.ep instead."""
+    experts = spec.model.experts
+    if not experts.num:
+        return {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
+    return {"model.experts.shared x hidden_size": experts.shared_hidden_size}
+
+
+def _check_experts(spec: RunSpec) -> None:
+    parallel, num = spec.parallel, spec.model.experts.num
+    if not num:
+        if parallel.ep > 1:
+            raise UserError(
+                f"parallel.ep = {parallel.ep} with model.experts.num = 0: there are no experts to "
+                f"divide; set parallel.ep = 1"
+            )
+        return
+    if num % parallel.ep:
+        raise UserError(
+            f"parallel.ep = {parallel.ep} does not divide model.experts.num = {num}; use a divisor"
+        )
+    if parallel.dp and parallel.expert_ranks % parallel.ep:
+        raise UserError(
+            f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
+            f"{parallel.tp} = {parallel.expert_ranks} ranks; use a divisor"
+        )
+    unbuilt = {
+        "fsdp.shard_size": spec.fsdp.shard_size,
+        "training.compile": spec.training.compile,
+        "cost.online": spec.cost.online,
+    }
+    for name, value in unbuilt.items():
+        if value:
+            raise UserError(
+                f"{name} = {str(value).lower()} is not built for model.experts; leave it out"
+            )
 
 
 def _check_online(spec: RunSpec) -> None:

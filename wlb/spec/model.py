@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from wlb.plan import UserError
+from wlb.spec.experts import ExpertsSpec
 from wlb.spec.keys import check_declared, key
 
 
@@ -101,6 +102,9 @@ class ModelSpec:
     activation: Activation = key(Activation.SILU, "what the MLP's gate goes through")
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    qk_norm_rows: bool = key(
+        False, "rows of Q and K, all heads together, go through an RMSNorm before RoPE (OLMoE)"
+    )
     query_scale_size: int = key(
         0,
         "attention's scores are divided by the square root of this; 0 = the size of a head",
@@ -162,6 +166,7 @@ class ModelSpec:
         at_most=1e15,
     )
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
     @property
     def kv_dim(self) -> int:
@@ -192,6 +197,11 @@ class ModelSpec:
         return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
 
     @property
+    def active_ffn_size(self) -> int:
+        """Hidden size of the MLPs that compute a token: of its experts, if there are any."""
+        return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
+
+    @property
     def padded_vocab_size(self) -> int:
         """Vocabulary size rounded up to a multiple of 256, independent of tp."""
         return -(-self.vocab_size // 256) * 256
@@ -200,13 +210,22 @@ class ModelSpec:
     def num_layer_parameters(self) -> int:
         attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
-        matrices = attention + 3 * self.hidden_size * self.ffn_hidden_size
-        return matrices + biases + self.num_layer_norm_parameters
+        mlp = 3 * self.hidden_size * self.ffn_hidden_size
+        if self.experts.num:
+            mlp = self.experts.parameters_of(self.hidden_size)
+        return attention + mlp + biases + self.num_layer_norm_parameters
 
     @property
     def num_layer_norm_parameters(self) -> int:
         """Of a layer's norms, which tensor parallelism does not divide."""
-        return self.norms_per_layer * self.hidden_size + 2 * self.qk_norm * self.head_size
+        of_heads = 2 * self.head_size if self.qk_norm else 0
+        of_heads += (self.q_dim + self.kv_dim) * self.qk_norm_rows
+        return self.norms_per_layer * self.hidden_size + of_heads
+
+    @property
+    def norms_keys(self) -> bool:
+        """Whether Q and K are normalised, by head or by row."""
+        return self.qk_norm or self.qk_norm_rows
 
     @property
     def norms_per_layer(self) -> int:
@@ -219,9 +238,26 @@ class ModelSpec:
         ends += self.hidden_size
         return self.num_layers * self.num_layer_parameters + ends
 
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that compute a token: without those of experts that it does not choose."""
+        experts = self.experts
+        idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
+        return self.num_parameters - bool(experts.num) * self.num_layers * idle
+
     def check(self) -> None:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
+        self.experts.check(self.hidden_size)
+        if self.qk_norm and self.qk_norm_rows:
+            raise UserError(
+                "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
+                "of heads or of rows; set one of them to false"
+            )
+        if self.experts.num and self.activation != Activation.SILU:
+            raise UserError(
+                f"model.activation = {self.activation} is not built for model.experts; use silu"
+            )
         if self.rope_scaling.kind == RopeKind.YARN and self.rope_theta <= 1:
             raise UserError(
                 f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "

@@ -3,6 +3,7 @@
 `wlb.spec.check` refuses values that would fail later, before any rank starts.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -126,6 +127,14 @@ class ParallelSpec:
         at_least=0,
         at_most=2**20,
     )
+    ep: int = key(
+        1,
+        "expert-parallel degree: ranks of dp x cp x tp, neighbours first, that hold different "
+        "experts (model.experts) and send each other their tokens",
+        unit="ranks",
+        at_least=1,
+        at_most=65_536,
+    )
 
     @property
     def model_ranks(self) -> int:
@@ -135,6 +144,16 @@ class ParallelSpec:
     def fsdp_size(self) -> int:
         """Ranks that share a stage's gradients: dp x cp; dp = 0 counts as 1."""
         return self.cp * max(1, self.dp)
+
+    @property
+    def meeting_pipelines(self) -> int:
+        """Neighbouring pipelines whose ranks meet in every layer, as EP groups span them."""
+        return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks over which a stage's experts are divided: dp x cp x tp; dp = 0 counts as 1."""
+        return self.tp * self.fsdp_size
 
     @property
     def world_size(self) -> int:

@@ -13,6 +13,7 @@ from wlb.data.reader import StoreReader
 from wlb.launch.position import Position
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
+from wlb.parallel.experts import load_sums
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepPlan
@@ -159,18 +160,20 @@ class Trainer:
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
         """Forward and backward of all micro-batches, and the step's sums over all ranks."""
         run, scale = self.context, self._loss_scale(plan)
-        loss = square = None
+        loss = square = load = None
         if plan.num_targets:
             inputs = run.inputs.take(pipeline, loss_scale=scale)
             self._load_ahead()
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.counted_parameters(), self.mesh)
+            load = load_sums(self.executor.stages.values())
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
             run.feed.peek(2),
             loss=loss,
             gradient_square=square,
+            expert_load=load,
             done=pipeline,
             stop=self.stop_request.now(),
         )

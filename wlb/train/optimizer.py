@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from wlb.parallel.data import scale_gradients
+from wlb.parallel.experts import is_expert, rebalance
 from wlb.spec import DecayedWeights, DecayShape, RateSchedule, RunSpec, TrainingSection
 
 _ENDS = ("embed_tokens", "lm_head")
@@ -84,17 +85,22 @@ class Optimizers:
     Checkpoints hold moments by parameter, so a resumed run may decay others (training.decay)."""
 
     def __init__(self, spec: RunSpec, stages: dict[int, nn.Module]) -> None:
-        self.spec = spec
+        self.spec, self._stages = spec, list(stages.values())
         self.by_stage: dict[int, torch.optim.AdamW] = {}
         self._decayed: dict[int, list[bool]] = {}
         for index, stage in stages.items():
-            groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+            # Experts are sharded over other ranks, and a fused step takes tensors of one mesh.
+            kinds = [
+                (decayed, of_experts) for of_experts in (False, True) for decayed in (True, False)
+            ]
+            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {kind: [] for kind in kinds}
             for name, parameter in stage.named_parameters():
-                groups[has_decay(spec.training.decay, name, parameter)].append(parameter)
+                decayed = has_decay(spec.training.decay, name, parameter)
+                groups[decayed, is_expert(name)].append(parameter)
             # A stage may have parameters of one kind only.
-            self._decayed[index] = [decayed for decayed, group in groups.items() if group]
+            self._decayed[index] = [kind[0] for kind, group in groups.items() if group]
             self.by_stage[index] = torch.optim.AdamW(
-                [{"params": groups[decayed]} for decayed in self._decayed[index]], fused=True
+                [{"params": group} for group in groups.values() if group], fused=True
             )
         self.configure()
         self.parameters = [p for stage in stages.values() for p in stage.parameters()]
@@ -107,6 +113,7 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+        rebalance(self._stages)
         self.clear()
 
     def configure(self) -> None:

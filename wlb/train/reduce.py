@@ -22,6 +22,8 @@ from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
 _STOPS = (Stop.FILE, Stop.SIGNAL)
+_SUMS = 4
+"""Loss, squared norm, and sum and number of layers' expert loads, before the counts."""
 _BEFORE_STRATEGIES = 5
 """Counts of a pipeline before those of its strategies."""
 
@@ -37,13 +39,15 @@ class StepSums:
     """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
     cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
     micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
-    without any. stop: the strongest request to stop."""
+    without any. expert_load: rows of the most loaded expert over the mean one's, mean of layers;
+    None without experts. stop: the strongest request to stop."""
 
     loss: float
     gradient_norm: float
     cp_imbalance: float
     shardings: dict[str, int]
     key_rows: KeyRows | None = None
+    expert_load: float | None = None
     stop: Stop = Stop.NO
 
 
@@ -68,16 +72,18 @@ class StepReducer:
         *,
         loss: Tensor | None = None,
         gradient_square: Tensor | None = None,
+        expert_load: Tensor | None = None,
         done: PipelinePlan | None = None,
         stop: Stop = Stop.NO,
     ) -> StepSums:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
-        loss, gradient_square, stop: this rank's share. done: the executed pipeline plan.
+        loss, gradient_square, stop: this rank's share. expert_load: of its layers
+        (`wlb.parallel.experts.load_sums`). done: the executed pipeline plan.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
-        host = np.concatenate([np.zeros(2), counts, self._digests(ahead)])
+        host = np.concatenate([np.zeros(_SUMS), counts, self._digests(ahead)])
         # The copy does not wait for the device.
         vector = copy_to_device(host, mesh.device)
         # TP ranks hold copies of the loss.
@@ -85,12 +91,15 @@ class StepReducer:
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
+        # All ranks of a stage know the same loads.
+        if expert_load is not None and mesh.at[:2] == (0, 0) and mesh.at.dp == 0:
+            vector[2:_SUMS] = expert_load
         dist.all_reduce(vector)
         # This is the step's only wait for the device.
         total = vector.tolist()
-        num_values = 2 + len(counts)
+        num_values = _SUMS + len(counts)
         self._check(total[num_values:], ahead)
-        slowest, mean, by_need, received, gathered, *rest = total[2:num_values]
+        slowest, mean, by_need, received, gathered, *rest = total[_SUMS:num_values]
         counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
@@ -102,6 +111,7 @@ class StepReducer:
             )
             if gathered
             else None,
+            expert_load=total[2] / total[3] if total[3] else None,
             stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
         )
 

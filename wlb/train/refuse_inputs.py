@@ -1,10 +1,11 @@
 """Refuses stores and checkpoints that a run cannot begin with; imports no torch, for dry runs."""
 
+from operator import attrgetter
 from pathlib import Path
 
 from wlb.data import BlendedStore, StoreName, TokenStore, open_store
 from wlb.plan import UserError
-from wlb.spec import LongDocuments, ModelSpec, RunSpec, apply
+from wlb.spec import ExpertBalance, LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 
 _SHAPES = (
@@ -17,7 +18,11 @@ _SHAPES = (
     "ffn_hidden_size",
     "qkv_bias",
     "qk_norm",
+    "qk_norm_rows",
     "tied_embeddings",
+    "experts.num",
+    "experts.hidden_size",
+    "experts.shared",
 )
 
 
@@ -61,11 +66,18 @@ def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
     checkpoint.check_files(saved_in)
     theirs = model_of(saved_in)
     for name in _SHAPES:
-        if getattr(theirs, name) != getattr(model, name):
+        read = attrgetter(name)
+        if read(theirs) != read(model):
             raise UserError(
-                f"{option}: {saved_in} has model.{name} = {getattr(theirs, name)}, this run "
-                f"{getattr(model, name)}; use the checkpoint's model, or start without {option}"
+                f"{option}: {saved_in} has model.{name} = {read(theirs)}, this run "
+                f"{read(model)}; use the checkpoint's model, or start without {option}"
             )
+    kinds = [each.experts.balance for each in (theirs, model)]
+    if kinds[0] == ExpertBalance.BIAS != kinds[1]:
+        raise UserError(
+            f"{option}: {saved_in} chooses experts by biases (model.experts.balance = bias), this "
+            f"run has {kinds[1]}; set it to bias, or start without {option}"
+        )
 
 
 def model_of(saved_in: Path) -> ModelSpec:

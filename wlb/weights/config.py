@@ -12,6 +12,7 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
+from wlb.weights import experts
 from wlb.weights.gemma import (
     GEMMA,
     KEYS,
@@ -32,6 +33,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **experts.ARCHITECTURES,
 }
 """Architectures by model_type."""
 _QWEN3_HEAD = 128
@@ -65,7 +67,7 @@ _ROPE = """
     original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
     truncate
 """
-_KNOWN = frozenset(f"{_READ} {_HARMLESS}".split())
+_KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
 
 
@@ -85,6 +87,8 @@ def read_config(path: Path) -> HubModel:
     values = read_object(path)
     keys = Fields(values, str(path))
     model_type = _architecture(keys)
+    if model_type == "mixtral" and not values.get("rope_parameters"):
+        values.setdefault("rope_theta", experts.MIXTRAL_THETA)
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
     is_qwen = model_type.startswith("qwen")
@@ -110,6 +114,7 @@ def read_config(path: Path) -> HubModel:
         head_dim=keys.whole("head_dim") if values.get("head_dim") else head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", 1e-6),
+        experts=experts.read_experts(keys, model_type),
         tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
@@ -133,7 +138,11 @@ def _family(keys: Fields, model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that a family has besides sizes and windows."""
     if model_type in GEMMA:
         return read_gemma(keys, model_type)
-    return {"qkv_bias": model_type == "qwen2", "qk_norm": model_type == "qwen3"}
+    return {
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type.startswith("qwen3"),
+        "qk_norm_rows": model_type == "olmoe",
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +190,8 @@ def config_json(
         "rope_scaling": rope,
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
-        **_FIXED[model_type],
-        **window_json(spec, model_type),
+        **_FIXED.get(model_type, {}),
+        **(experts.experts_json(spec, model_type) or window_json(spec, model_type)),
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
@@ -224,6 +233,13 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 def _type_of(spec: ModelSpec) -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
+    if spec.experts.num:
+        return experts.type_of(spec)
+    if spec.qk_norm_rows:
+        raise UserError(
+            "model.qk_norm_rows = true without experts: transformers has it in OLMoE alone, here; "
+            "export a model without"
+        )
     if is_gemma(spec):
         return gemma_type(spec)
     if spec.qkv_bias and spec.qk_norm:

@@ -51,6 +51,11 @@ class HubTensors:
         with _opened(source.file) as file:
             return file.get_tensor(source.name)
 
+    def read_parameter(self, parameter: Parameter) -> Tensor:
+        """Read a parameter, of experts all of them."""
+        found = [self.read(name) for name in parameter.in_files]
+        return torch.stack(found) if parameter.is_stack else found[0]
+
 
 def open_tensors(
     folder: Path, parameters: Iterable[Parameter], *, is_tied: bool, config: Path
@@ -60,7 +65,7 @@ def open_tensors(
     is_tied: the head is the embedding, which a folder may hold by both names. config: the model's
     config.json, for messages.
     """
-    expected = {p.name: p for p in parameters}
+    expected = {name: p for p in parameters for name in p.in_files}
     tensors: dict[str, StoredTensor] = {}
     for path, listed in _files(folder).items():
         header = _header(path)
@@ -84,10 +89,10 @@ def open_tensors(
             f"config.json describes another architecture"
         )
     for name, stored in tensors.items():
-        if stored.shape != expected[name].unpadded:
+        if stored.shape != expected[name].shape_in_files:
             raise UserError(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
-                f"wants {list(expected[name].unpadded)}"
+                f"wants {list(expected[name].shape_in_files)}"
             )
     return HubTensors(tensors=tensors)
 

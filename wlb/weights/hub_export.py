@@ -112,7 +112,8 @@ def _write_shards(
         name = SINGLE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        values = saved.read((p.name for p in shard), dtype)
+        read = saved.read((p.name for p in shard), dtype)
+        values = {n: part for p in shard for n, part in p.parts(read.pop(p.name)).items()}
         # transformers refuses files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
         # Newer safetensors make files private to the owner; use the folder's permissions.

@@ -78,7 +78,7 @@ def import_folder(source: Path, out: Path) -> Imported:
         checkpoint=out,
         model=model,
         toml=toml,
-        dtypes=tuple(sorted({name_of(tensors.stored(p).dtype) for p in parameters})),
+        dtypes=tuple(sorted({name_of(stored.dtype) for stored in tensors.tensors.values()})),
         num_padding_rows=model.spec.padded_vocab_size - model.spec.vocab_size,
     )
 
@@ -98,7 +98,7 @@ class _FromFiles(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         parameter = self._by_flat_name[write_item.index.fqn]
-        value = self._tensors.read(parameter.name)
+        value = self._tensors.read_parameter(parameter)
         if parameter.num_padding_rows:
             padding = value.new_zeros(parameter.num_padding_rows, *parameter.shape[1:])
             value = torch.cat([value, padding])
@@ -107,7 +107,7 @@ class _FromFiles(DefaultSavePlanner):
 
 def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
     planned = {
-        name: torch.empty(p.shape, dtype=tensors.stored(name).dtype, device="meta")
+        name: torch.empty(p.shape, dtype=tensors.stored(p.in_files[0]).dtype, device="meta")
         for name, p in parameters.items()
     }
     shards = shards_of(parameters.values(), lambda p: planned[p.name].nbytes, _FILE_BYTES)

@@ -197,7 +197,7 @@ def load(
     with torch.device("meta"):
         module = Llama(saved.spec).to(taken)
     module = module.to_empty(device=device).requires_grad_(False)
-    for name, value in module.named_parameters():
+    for name, value in module.state_dict().items():
         read = saved.read([name], taken)[name]
         value[: read.shape[0]] = read
         value[read.shape[0] :] = 0.0

@@ -19,7 +19,7 @@ from wlb.simulate.layout_search.layouts import (
 )
 from wlb.simulate.memory import pass_bytes, peak_held_bytes, rest_bytes, stage_gradients
 from wlb.simulate.order import pipeline_order
-from wlb.spec import Recompute, Schedule, check
+from wlb.spec import ExpertsSpec, Recompute, Schedule, check
 
 SCHEDULES = [
     (Schedule.ONE_F_ONE_B, 1),
@@ -87,6 +87,13 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
         "ranks of 4096 rows exceed the window"
         in by_reason["cp is too large for the window"].message
     )
+
+
+def test_experts_are_refused() -> None:
+    spec = spec_of()
+    mixture = replace(spec.model, experts=ExpertsSpec(num=8))
+    with pytest.raises(ValueError, match=r"experts.num = 8: a search of layouts .* is not built"):
+        layouts_of(replace(spec, model=mixture), gpus=8, choices=LayoutChoices())
 
 
 def test_restrictions() -> None:

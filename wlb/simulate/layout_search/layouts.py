@@ -145,6 +145,11 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
             f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are simulated with parameters that "
             f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
         )
+    if spec.model.experts.num:
+        raise UserError(
+            f"model.experts.num = {spec.model.experts.num}: a search of layouts for experts is not "
+            f"built, as it tries no degrees of parallel.ep; compare layouts with wlb simulate"
+        )
     out = Layouts()
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees

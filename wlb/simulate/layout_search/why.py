@@ -27,6 +27,7 @@ WORDS = {
     "elementwise": "element-wise operators",
     "tp_comm": "TP communication",
     "cp_comm": "CP communication",
+    "ep_comm": "EP communication",
     "calls": "launches and latency",
     "head": "head and loss",
     BUBBLE: "bubble",

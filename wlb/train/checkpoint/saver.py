@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
+from wlb.model.experts import BALANCE
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
@@ -271,7 +272,7 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     known = reader.names
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
-    in_files = _by_file_names(stages, tensors) | rng
+    in_files = _asked_of(saved_in, stages, tensors) | rng
     reader.load(in_files, host_group())
     _set_weights(stages, tensors)
     _set_optimizers(stages, optimizers, tensors)
@@ -318,7 +319,7 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
         _verify(saved_in, mesh)
     tensors = _weights(stages)
     reader = CheckpointReader(saved_in)
-    in_files = _by_file_names(stages, tensors)
+    in_files = _asked_of(saved_in, stages, tensors)
     reader.load(in_files, host_group())
     _set_weights(stages, tensors)
 
@@ -385,9 +386,19 @@ def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
     return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
 
 
+def _asked_of(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What is read of a checkpoint, by the names there: not the state of experts' balance if it
+    was another kind's (`model.experts.balance`), which then begins anew."""
+    named = _by_file_names(stages, tensors)
+    saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
+    if all(stage.spec.experts.balance == saved for stage in stages.values()):
+        return named
+    return {name: tensor for name, tensor in named.items() if not name.endswith(BALANCE)}
+
+
 def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
     for stage in stages.values():
-        names = [name for name, _ in stage.named_parameters()]
+        names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
         state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 

@@ -194,6 +194,15 @@ class TimeLeft:
         return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
+def _experts(table: Table, loads: list[float]) -> None:
+    if loads:
+        table.add_row(
+            "expert load",
+            f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
+            f"the most loaded expert over the mean one's, mean of layers",
+        )
+
+
 def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str) -> None:
     """Print a run's losses, balance, times and files. wall: where its time went."""
     table = facts_table("Summary")
@@ -220,6 +229,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
             f"micro-batches; the CP rank that received most: {tally.key_rows.share:.1%} of an "
             f"all-gather's rows",
         )
+    _experts(table, tally.expert_loads)
     tokens = tally.ours.tokens - tally.skipped_tokens
     rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(

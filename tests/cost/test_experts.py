@@ -1,0 +1,87 @@
+"""Tests sizes and prices of experts with literal numbers."""
+
+from dataclasses import replace
+
+import pytest
+
+from wlb.cost.budget import num_communicators
+from wlb.cost.experts import experts_of_layer, mlp_values, stored_parameters
+from wlb.cost.flops import layer_linear_flops, layer_matrices, rank_model
+from wlb.cost.memory import layer_activation_bytes, layer_parameters, memory_estimate
+from wlb.cost.workload import workload_for
+from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, Recompute, RunSpec, load
+
+MODEL = ModelSpec(
+    vocab_size=256,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    experts=ExpertsSpec(num=8, per_token=2, hidden_size=24, shared=1),
+)
+
+
+def tiny(recompute: Recompute = Recompute.NONE, **degrees: int) -> RunSpec:
+    spec = RunSpec()
+    return replace(
+        spec,
+        model=MODEL,
+        parallel=ParallelSpec(**degrees),
+        training=replace(spec.training, recompute=recompute),
+    )
+
+
+def test_a_token_is_computed_by_its_experts() -> None:
+    # Two chosen and one shared expert, 24 wide each, and the router's 16 x 8.
+    assert layer_matrices(MODEL)[4:] == ((16, 72), (16, 72), (72, 16))
+    attention = 16 * 16 * 2 + 2 * 16 * 8
+    assert layer_linear_flops(MODEL) == 2 * (attention + 3 * 16 * 72 + 16 * 8)
+    # A TP rank has half of the rows of all experts: as much as half of one MLP.
+    assert rank_model(MODEL, 2).ffn_hidden_size == 36
+    assert not rank_model(MODEL, 2).experts.num
+
+
+def test_parameters_of_a_rank() -> None:
+    spec = tiny(tp=2, cp=2, dp=2, ep=4)
+    assert experts_of_layer(spec) == 2 * 3 * 16 * 24  # 2 of 8 experts
+    attention, shared, norms, router = 768, 3 * 16 * 24, 32, 128
+    assert layer_parameters(spec) == (attention + shared) // 2 + norms + router + 2304
+    # 8 ranks are two groups of 4: a rank stores half of its experts, a quarter of the rest.
+    assert stored_parameters(spec, 2 * 2304 + 400, 2) == 2304 + 100
+    dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
+    assert stored_parameters(dense, 400, 2) == 100
+
+
+def test_what_a_layer_keeps() -> None:
+    # Rows of two experts, their gate and up; gate, up and product of the shared one.
+    assert mlp_values(MODEL) == 2 * (16 + 48) + 72
+    assert mlp_values(replace(MODEL, experts=ExpertsSpec(), ffn_hidden_size=5)) == 15
+    full = layer_activation_bytes(tiny(Recompute.FULL, dp=1), micro_batch_tokens=10)
+    assert full == 10 * (16 * 4 + 2 * 3 * 8)
+
+
+def test_ranks_that_share_experts_have_communicators() -> None:
+    spec = tiny(tp=2, cp=2, dp=2, ep=4)
+    dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
+    assert num_communicators(spec) == num_communicators(dense) + 2
+
+
+@pytest.mark.parametrize("how", list(Recompute))
+def test_expert_parallelism_costs_its_all_to_alls(how: Recompute) -> None:
+    keys = [f"training.recompute={how}", "model.vocab_size=151936"]
+    alone, shared = (
+        workload_for(load("qwen3_30b_a3b_128k", [*keys, f"parallel.ep={ep}"]), "cuda").ns_per_token
+        for ep in (1, 8)
+    )
+    assert shared.keys() - alone.keys() == {"ep_comm_forward", "ep_comm_backward"}
+    # Rows go there and back in each pass, and there once more if backward computes them again.
+    ratio = shared["ep_comm_backward"] / shared["ep_comm_forward"]
+    assert ratio == pytest.approx(1.0 if how == Recompute.NONE else 1.5)
+    assert {n: v for n, v in shared.items() if n in alone} == alone
+
+
+def test_the_preset_fits_and_has_its_published_parameters() -> None:
+    spec = load("qwen3_30b_a3b_128k")
+    assert spec.model.num_parameters == 30_532_646_912  # published, and 128 rows of padding twice
+    assert spec.model.num_active_parameters == pytest.approx(3.35e9, rel=0.01)
+    assert memory_estimate(spec).total_bytes < 70 * 2**30

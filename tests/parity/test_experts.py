@@ -1,0 +1,108 @@
+"""Tests that layouts with experts compute what one process computes (fp32, CPU, Gloo)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parity.body import expect_parity, global_loss, parity, whole
+from tests.parity.case import (
+    Case,
+    Reader,
+    fresh_reference,
+    packing,
+    pipeline_plan,
+    reference_loss,
+    spec_of,
+)
+from tests.sets import full
+from wlb.launch.local import run_local
+from wlb.parallel.execute import Executor
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
+from wlb.plan import KeyExchange
+from wlb.spec import Dtype, ExpertsSpec, Recompute, Schedule, Scoring
+
+pytestmark = pytest.mark.dist
+
+F1B = Schedule.ONE_F_ONE_B
+IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
+NEEDED = KeyExchange.NEEDED
+
+PLAIN = ExpertsSpec(num=8, per_token=2, hidden_size=16)
+SHARED = ExpertsSpec(num=8, per_token=3, hidden_size=16, shared=1, scoring=Scoring.SIGMOID)
+
+QUICK = [
+    Case(cp=2, experts=PLAIN, ep=2),
+    Case(dp=2, pp=2, experts=SHARED, ep=2, v=2, schedule=IZB, num_micro_batches=8),
+]
+CASES = [
+    # Experts as other weights: replicated, sharded by FSDP over all of dp x cp x tp.
+    Case(pp=2, schedule=F1B, experts=PLAIN),
+    Case(cp=2, experts=SHARED, row_multiple=3),
+    Case(tp=2, experts=SHARED),
+    Case(tp=2, cp=2, pp=2, v=2, experts=SHARED, exchange=NEEDED, recompute=Recompute.FULL),
+    Case(dp=2, experts=PLAIN, num_micro_batches=8, reshard=True),
+    # Expert parallelism over CP, DP and TP.
+    Case(cp=2, pp=2, experts=PLAIN, ep=2, v=2),
+    Case(tp=2, experts=SHARED, ep=2),
+    Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
+    Case(cp=2, dp=2, experts=SHARED, ep=2, num_micro_batches=8, reshard=True, prefetch=2),
+    Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=2, v=2, schedule=IZB, num_micro_batches=8),
+    Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=4, v=2, schedule=IZB, num_micro_batches=8),
+    Case(cp=2, pp=2, dp=2, experts=SHARED, ep=4, v=2, num_micro_batches=8, own_first=True),
+    Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=4, schedule=F1B, num_micro_batches=8),
+    Case(tp=2, cp=2, pp=2, experts=SHARED, ep=4, v=2, schedule=IZB),
+    Case(cp=2, pp=2, experts=PLAIN, ep=2, recompute=Recompute.FULL, schedule=F1B),
+    Case(cp=2, dp=2, experts=SHARED, ep=4, recompute=Recompute.FULL, num_micro_batches=8),
+    Case(cp=2, pp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, v=2),
+    Case(
+        pp=2,
+        dp=2,
+        experts=PLAIN,
+        ep=2,
+        v=2,
+        recompute=Recompute.SELECTIVE,
+        schedule=IZB,
+        num_micro_batches=8,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *full(*CASES)], ids=str)
+def test_layout_equals_one_process(case: Case) -> None:
+    results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
+    for result in results:
+        expect_parity(result)
+
+
+def bf16(world: World, case: Case) -> tuple[float, float, float, str]:
+    """Returns losses in bfloat16 and float32, and the worst cosine of a parameter's gradients."""
+    spec = spec_of(case)
+    spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
+    executor, plan = Executor(spec, mesh), packing(case.num_micro_batches)
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
+    local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    reference = fresh_reference(spec)
+    expected = reference_loss(reference, spec, plan, backward=True)
+    wanted, worst = dict(reference.named_parameters()), (1.0, "")
+    for name, parameter in executor.named_parameters().items():
+        assert parameter.dtype == torch.float32
+        got, other = parameter.grad, wanted[name].grad
+        assert got is not None
+        assert other is not None
+        cosine = torch.cosine_similarity(whole(got).flatten(), other.flatten(), dim=0)
+        worst = min(worst, (cosine.item(), name))
+    return global_loss(executor, local), expected, *worst
+
+
+@pytest.mark.full
+def test_bfloat16_is_near_float32() -> None:
+    """Rounded logits choose other experts for a few tokens, which changes those gradients."""
+    case = Case(cp=2, pp=2, experts=SHARED, ep=2, v=2, schedule=IZB)
+    for loss, expected, cosine, name in run_local(
+        bf16, case.world, case, start_group=True, timeout_s=600
+    ):
+        assert loss == pytest.approx(expected, rel=5e-3)
+        assert cosine > 0.9, name

@@ -1,0 +1,47 @@
+"""Tests that ranks of a model with experts are rehearsed: they match, and take planned memory."""
+
+import pytest
+
+from tests.sets import nightly
+from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
+from wlb.rehearse.show import verdict
+from wlb.spec import load
+
+pytestmark = [pytest.mark.process, pytest.mark.full]
+
+SMALL = ["data.context_window=4096", "model.vocab_size=512", "model.num_layers=12"]
+
+
+def test_all_ranks_of_a_pipeline_exchange_the_same_rows() -> None:
+    """Also where backward is split, and where ranks hold equal experts (4 of 8 ranks differ)."""
+    keys = ["parallel.tp=2", "parallel.cp=4", "parallel.pp=2", "parallel.ep=4"]
+    more = ["pp.schedule=interleaved_zero_bubble", "data.row_multiple=8", "data.num_windows=4"]
+    found = rehearse(load("qwen3_30b_a3b_128k", [*SMALL, *keys, *more]), ranks=ALL, steps=1, jobs=2)
+    assert found.passed, verdict(found)
+    (step,) = found.ranks[0].steps
+    exchanged = step.parts["ep"]
+    assert exchanged["calls"] > 0
+    assert step.parts["expert_shard"]["calls"] > 0
+    # The host reads rows of each layer and pass once, and the step's sums.
+    layers, micro_batches, passes = 6, 4, 2
+    waits = [wait.where.partition(":")[0] for wait in step.host_waits]
+    assert waits.count("wlb/parallel/experts.py") == layers * micro_batches * passes
+    assert waits.count("wlb/train/reduce.py") == 1
+
+
+@pytest.mark.parametrize("layers", nightly(48))
+def test_every_stage_of_the_preset_takes_the_memory_that_was_planned(layers: int) -> None:
+    spec = load("qwen3_30b_a3b_128k", [f"model.num_layers={layers}"])
+    found = rehearse(spec, ranks=ONE_PER_STAGE, steps=2, jobs=2)
+    assert found.passed, verdict(found)
+    for rank in found.ranks:
+        step = rank.steps[-1]
+        assert step.peak_bytes <= step.estimate_bytes
+
+
+def test_experts_over_several_pipelines_are_refused() -> None:
+    spec = load(
+        "qwen3_30b_a3b_128k", [*SMALL, "parallel.dp=2", "parallel.ep=32", "data.num_windows=8"]
+    )
+    with pytest.raises(ValueError, match="ep = 32 is more than cp 8 x tp 2"):
+        rehearse(spec)

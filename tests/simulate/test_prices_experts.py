@@ -1,0 +1,64 @@
+"""Tests the wait of pipelines that meet in every layer, with literal prices."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wlb.simulate.order import PassKind
+from wlb.simulate.prices import StepPrices, TermPrices
+
+KINDS = (PassKind.FORWARD, PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT)
+
+
+def prices(meets: int) -> StepPrices:
+    """Returns a step of two micro-batches on two pipelines: 100 and 200 tokens at a time, then 100
+    each; a token takes 2 ns of its own and 1 ns of experts', in two layers."""
+    tokens = np.array([[[100, 100], [200, 100]]])
+    attention = np.array([[[[50, 30], [0, 0]], [[10, 20], [40, 0]]]])
+    none = np.zeros_like(tokens)
+    return StepPrices(
+        tokens=tokens,
+        attention_forward_ns=attention,
+        attention_backward_ns=2 * attention,
+        exchange_forward_ns=none,
+        exchange_backward_ns=none,
+        linear={kind: TermPrices(per_token={"gemm": 3.0}) for kind in KINDS},
+        ends={},
+        message={},
+        layers=(2, 2),
+        meets=meets,
+        pooled=dict.fromkeys(KINDS, 1.0),
+    )
+
+
+def test_a_pass_takes_its_slowest_member_and_the_mean_of_experts_rows() -> None:
+    apart, together = prices(1), prices(2)
+    forward = apart.pass_ns(PassKind.FORWARD, 0)[0]
+    assert forward.tolist() == [[2 * (50 + 300), 2 * 300], [2 * (20 + 600), 2 * (40 + 300)]]
+    # Own work of place 0 is 50 + 200 and 20 + 400, of place 1 0 + 200 and 40 + 200; experts have
+    # 150 and 100 rows a rank.
+    met = together.pass_ns(PassKind.FORWARD, 0)[0]
+    assert met.tolist() == [[2 * (420 + 150), 2 * (240 + 100)]] * 2
+    backward = together.pass_ns(PassKind.BACKWARD_INPUT, 0)[0]
+    assert backward.tolist() == [[2 * (440 + 150), 2 * (280 + 100)]] * 2
+    weights = [p.pass_ns(PassKind.BACKWARD_WEIGHT, 0).tolist() for p in (apart, together)]
+    assert weights[0] == weights[1]
+
+
+def test_the_wait_is_the_slowest_rank_over_the_mean() -> None:
+    # Forward, CP ranks of both pipelines: 250 230 | 410 420 and 200 200 | 240 200.
+    slowest, mean = 420 + 240, (250 + 230 + 410 + 420) / 4 + (200 + 200 + 240 + 200) / 4
+    # Backward, with twice the attention.
+    slowest += 440 + 280
+    mean += (300 + 260 + 420 + 440) / 4 + (200 + 200 + 280 + 200) / 4
+    assert prices(2).layer_wait == pytest.approx(slowest / mean)
+    alone = prices(1).layer_wait
+    assert 1 < alone < prices(2).layer_wait
+    even = replace(
+        prices(2),
+        tokens=np.full((1, 2, 2), 100),
+        attention_forward_ns=np.ones((1, 2, 2, 2), np.int64),
+        attention_backward_ns=np.ones((1, 2, 2, 2), np.int64),
+    )
+    assert even.layer_wait == 1.0

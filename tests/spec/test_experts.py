@@ -1,0 +1,54 @@
+"""Tests the checks of experts: sizes, degrees, and what is not built for them."""
+
+from typing import Any
+
+import pytest
+
+from wlb.spec import load
+
+BASE = [
+    "model.experts.num=8",
+    "model.experts.hidden_size=32",
+    "model.hidden_size=64",
+    "parallel.dp=2",
+    "parallel.cp=2",
+]
+
+HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["parallel.ep=4"], ""),
+        (["parallel.tp=2", "parallel.ep=8"], ""),
+        (["model.experts.per_token=9"], "per_token = 9 is more than model.experts.num = 8"),
+        (["model.experts.hidden_size=20"], "hidden_size = 20 is not a multiple of 8.*use 24"),
+        (["model.hidden_size=68", "model.head_dim=8"], "model.hidden_size = 68 is not a multiple"),
+        (["parallel.ep=3"], "parallel.ep = 3 does not divide model.experts.num = 8"),
+        (["parallel.ep=8"], r"parallel.ep = 8 does not divide dp 2 x cp 2 x tp 1 = 4 ranks"),
+        (["model.experts.num=0", "parallel.ep=2"], "there are no experts to divide"),
+        (["fsdp.shard_size=2"], "fsdp.shard_size = 2 is not built for model.experts"),
+        (["training.compile=true"], "training.compile = true is not built for model.experts"),
+        (["cost.online=true"], "cost.online = true is not built for model.experts"),
+        (
+            ["model.experts.shared=1", "parallel.tp=3", *HEADS],
+            "experts.shared x hidden_size = 32 is not a multiple of parallel.tp = 3",
+        ),
+        (["model.qk_norm_rows=true", "parallel.tp=2"], "parallel.tp = 2 with model.qk_norm_rows"),
+        (["model.qk_norm_rows=true", "model.qk_norm=true"], "have one norm each"),
+    ],
+)
+def test_what_is_refused(keys: list[str], message: str, tmp_path: Any) -> None:
+    (tmp_path / "run.toml").write_text("", "utf-8")
+    if not message:
+        assert load(str(tmp_path / "run.toml"), BASE + keys).model.experts.num == 8
+        return
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path / "run.toml"), BASE + keys)
+
+
+def test_the_ffn_of_a_model_with_experts_is_unused(tmp_path: Any) -> None:
+    (tmp_path / "run.toml").write_text("", "utf-8")
+    spec = load(str(tmp_path / "run.toml"), [*BASE, "model.ffn_hidden_size=7", "parallel.tp=2"])
+    assert spec.model.active_ffn_size == 2 * 32

@@ -1,0 +1,151 @@
+"""Mixtures of experts in Hugging Face's folders: Qwen3-MoE, Mixtral and OLMoE.
+
+Files hold each expert's matrices by themselves; `wlb.model` holds a layer's in one stack. Keys of a
+config.json whose models `wlb.model` would compute differently are refused by name.
+"""
+
+from typing import Any
+
+from wlb.plan import UserError
+from wlb.plan.read_file import Fields
+from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
+
+ARCHITECTURES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+}
+"""Architectures with experts by model_type."""
+READ = """
+    num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+    decoder_sparse_step mlp_only_layers clip_qkv
+"""
+HARMLESS = "router_aux_loss_coef output_router_logits router_jitter_noise"
+"""Keys of training alone: of a loss that `model.experts.balance` may add, of its output, noise."""
+MIXTRAL_THETA = 1e6
+"""Default of transformers for a Mixtral whose config.json has no rope_theta."""
+
+_LACKED = (
+    *("sliding_window", "attention_softcap", "logit_softcap", "query_scale_size"),
+    *("branch_norms", "zero_centred_norms", "scaled_embeddings"),
+)
+"""Keys of a model that no family with experts has."""
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
+    """The experts of a config.json; none for a model without."""
+    if model_type not in ARCHITECTURES:
+        return ExpertsSpec()
+    if model_type == "mixtral":
+        return ExpertsSpec(
+            num=_number(keys, 8),
+            per_token=keys.whole("num_experts_per_tok", 2),
+            hidden_size=keys.whole("intermediate_size"),
+        )
+    if keys.values.get("clip_qkv") is not None:
+        raise keys.error("clip_qkv", "is not null: wlb does not clip Q, K and V")
+    if keys.whole("decoder_sparse_step", 1) != 1:
+        raise keys.error("decoder_sparse_step", "is not 1: wlb has experts in every layer")
+    if keys.values.get("mlp_only_layers"):
+        raise keys.error("mlp_only_layers", "is not empty: wlb has experts in every layer")
+    normalised = keys.values.get("norm_topk_prob")
+    if normalised not in (None, False, True):
+        raise keys.error("norm_topk_prob", "must be true or false")
+    is_olmoe = model_type == "olmoe"
+    width = (
+        keys.whole("intermediate_size") if is_olmoe else keys.whole("moe_intermediate_size", 768)
+    )
+    return ExpertsSpec(
+        num=_number(keys, 64 if is_olmoe else 128),
+        per_token=keys.whole("num_experts_per_tok", 8),
+        hidden_size=width,
+        normalised=bool(normalised),
+    )
+
+
+def _number(keys: Fields, default: int) -> int:
+    """Experts of a layer: transformers has two names for it, and takes either."""
+    names = [n for n in ("num_experts", "num_local_experts") if n in keys.values]
+    numbers = [keys.whole(name) for name in names] or [default]
+    if numbers[0] != numbers[-1]:
+        raise keys.error(names[0], f"contradicts {names[-1]} = {numbers[-1]}; remove the wrong one")
+    return numbers[0]
+
+
+def type_of(spec: ModelSpec) -> str:
+    """The model_type of a model with experts; UserError if transformers has none."""
+    experts = spec.experts
+    usual = {"shared": 0, "scoring": Scoring.SOFTMAX}
+    for name, value in usual.items():
+        if getattr(experts, name) != value:
+            raise UserError(
+                f"model.experts.{name} = {getattr(experts, name)}: Qwen3-MoE, Mixtral and OLMoE "
+                f"have {value}; this model cannot be exported"
+            )
+    if experts.balance == ExpertBalance.BIAS:
+        raise UserError(
+            "model.experts.balance = bias: Qwen3-MoE, Mixtral and OLMoE have no biases of experts, "
+            "by which this model chooses them; train with aux_loss or none for an export"
+        )
+    for name in _LACKED:
+        if value := getattr(spec, name):
+            raise UserError(
+                f"model.{name} = {value}: no model of transformers that wlb writes has it beside "
+                f"experts; this model cannot be exported"
+            )
+    if spec.qkv_bias:
+        raise UserError("model.qkv_bias = true: no model of transformers has it beside experts")
+    if spec.qk_norm:
+        return "qwen3_moe"
+    if spec.qk_norm_rows:
+        return "olmoe"
+    if not experts.normalised:
+        raise UserError(
+            "model.experts.normalised = false: Mixtral, which a model without qk_norm is, divides "
+            "scores by their sum; export one with true"
+        )
+    return "mixtral"
+
+
+def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
+    """What a config.json says of experts; nothing of a model without."""
+    experts = spec.experts
+    if not experts.num:
+        return {}
+    if model_type == "mixtral":
+        return {
+            "intermediate_size": experts.hidden_size,
+            "num_local_experts": experts.num,
+            "num_experts_per_tok": experts.per_token,
+            "sliding_window": None,
+        }
+    said: dict[str, Any] = {
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.per_token,
+        "norm_topk_prob": experts.normalised,
+        "attention_bias": False,
+    }
+    if model_type == "olmoe":
+        return said | {"intermediate_size": experts.hidden_size, "clip_qkv": None}
+    return said | {
+        "moe_intermediate_size": experts.hidden_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+def names_in_files(name: str, spec: ModelSpec) -> tuple[str, ...]:
+    """The tensors of a folder that make the parameter `name`: itself, or one an expert."""
+    is_mixtral = not spec.norms_keys
+    if not spec.experts.num or ".mlp." not in name:
+        return (name,)
+    layer, _, rest = name.partition(".mlp.")
+    block = f"{layer}.block_sparse_moe" if is_mixtral else f"{layer}.mlp"
+    if not rest.startswith("experts."):
+        return (f"{block}.{rest}",)
+    matrix = rest.split(".")[1]
+    matrix = _MIXTRAL[matrix] if is_mixtral else matrix
+    return tuple(f"{block}.experts.{i}.{matrix}.weight" for i in range(spec.experts.num))
