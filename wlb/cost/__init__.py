@@ -22,6 +22,7 @@ from wlb.cost.flops import layer_linear_flops as layer_linear_flops
 from wlb.cost.flops import linear_flops_per_token as linear_flops_per_token
 from wlb.cost.flops import tile_pairs as tile_pairs
 from wlb.cost.flops import window_flops as window_flops
+from wlb.cost.key_bytes import key_bytes as key_bytes
 from wlb.cost.latency import AttentionLatency as AttentionLatency
 from wlb.cost.latency import attention_latency as attention_latency
 from wlb.cost.latency import exchange_ns as exchange_ns
@@ -40,7 +41,6 @@ from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
 from wlb.cost.memory import MemoryEstimate as MemoryEstimate
 from wlb.cost.memory import in_flight as in_flight
-from wlb.cost.memory import key_bytes as key_bytes
 from wlb.cost.memory import memory_estimate as memory_estimate
 from wlb.cost.memory import memory_of_rank as memory_of_rank
 from wlb.cost.profile import AttentionTable as AttentionTable

@@ -114,6 +114,67 @@ class _QueryGradient:
         return dq_THD
 
 
+class _WayBack(NamedTuple):
+    """How gradients of K and V go to the ranks of their rows: arguments of backward's op."""
+
+    splits: Tensor | None
+    relay_splits: Tensor | None
+    relay_WL: Tensor | None
+    cp: int
+    group_name: str
+    later_name: str
+    wire: torch.dtype
+    fused: bool
+
+    def start(self, dkv_R2GD: Tensor, stage: int) -> Tensor:
+        """Send a stage's: to the rows' ranks, or to where they landed."""
+        sent = dkv_R2GD.to(self.wire)
+        if stage == 0 and self.relay_splits is not None:
+            return return_to_landing(sent, self.relay_splits, self.later_name)
+        name = self.later_name if stage else self.group_name
+        return start_return(sent, self.splits, stage, self.cp, name)
+
+    def go_on(self, returning: Tensor) -> Tensor:
+        """Add up over readers what came back to landed rows, and send it to the rows' ranks."""
+        if self.relay_WL is None:
+            return returning
+        back = _collectives.wait_tensor(returning)
+        landed = gradients_by_row(back[:, 0], back[:, 1], self.relay_WL, fused=self.fused)
+        return start_return(landed.to(self.wire), self.splits, 0, self.cp, self.group_name)
+
+
+def _with_passed_on(
+    arriving: list[Tensor], relay_M: Tensor | None, relay_splits: Tensor | None, near_name: str
+) -> list[Tensor]:
+    """`arriving`, where the first stage's rows have started from where they landed to those that
+    read them; as it is if none are passed on."""
+    if relay_M is None or relay_splits is None:
+        return list(arriving)
+    landed = _collectives.wait_tensor(arriving[0])
+    return [pass_on(landed, relay_M, relay_splits, near_name), *arriving[1:]]
+
+
+def _backward_of(
+    rows: Tensor,
+    call: _Call,
+    kv_R2GD: Tensor,
+    q_THD: Tensor,
+    grad_THD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    backend: str,
+    *,
+    fused: bool,
+) -> tuple[Tensor, Tensor]:
+    """Wait for a stage's keys; `_Call.backward` of its queries, which are `rows` of the local
+    ones."""
+    q, grad, out = (x.index_select(0, rows) for x in (q_THD, grad_THD, out_THD))
+    arrived = _collectives.wait_tensor(kv_R2GD)
+    keys = segment_keys(arrived, call.index, call.segments, backend)
+    saved = SavedTensors(q, *keys, out, lse_HT.index_select(1, rows))
+    return call.backward(backend, grad, saved, fused=fused)
+
+
 def _fake_attend(
     q: Tensor, k: Tensor, _v: Tensor, arriving: list[Tensor], *_: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -168,13 +229,9 @@ def attend_while_gathering(
     out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
     del both, out, lse
     stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
-    order = list(range(len(query_rows)))
-    if relay_M is not None and relay_splits is not None:
-        landed = _collectives.wait_tensor(arriving[0])
-        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
-        order.reverse()
-        del landed
-    for s in order:
+    arriving = _with_passed_on(arriving, relay_M, relay_splits, later_name)
+    order = range(len(query_rows))
+    for s in order if relay_M is None else reversed(order):
         rows, call = stages.of(s)
         kv_R2GD = _collectives.wait_tensor(arriving[s])
         k, v = segment_keys(kv_R2GD, call.index, call.segments, backend)
@@ -236,45 +293,26 @@ def attend_while_gathering_backward(
     """Gradients of q; of each stage those of the local K and V, of all [T, 2, G, D] or by need [N,
     2, G, D] in dtype `wire`, which only `receive_kv_gradient` may read; and those of this rank's
     own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
-    own_segments = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
-    own = _Call(own_segments, own_index, own_inverse)
+    of_own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
+    own = _Call(of_own, own_index, own_inverse)
     where = (inverse_UR, sent_N, splits, cp, group_name, later_name)
     arriving = arriving or start_gather(k_TGD, v_TGD, *where)
-    if relay_M is not None and relay_splits is not None:
-        landed = _collectives.wait_tensor(arriving[0])
-        arriving = [pass_on(landed, relay_M, relay_splits, later_name), *arriving[1:]]
-        del landed
-    # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
-    grad_THD = grad_THD.contiguous()
+    arriving = _with_passed_on(arriving, relay_M, relay_splits, later_name)
     of_queries = _QueryGradient(q_THD, len(query_rows))
     stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
+    way = _WayBack(splits, relay_splits, relay_WL, cp, group_name, later_name, wire, fused)
     returning: list[Tensor] = []
-    for s in range(len(query_rows)):
-        rows, others = stages.of(s)
+    of_all = (q_THD, grad_THD, out_THD, lse_HT)
+    for s, rows in enumerate(query_rows):
         # Autograd may hold the gather; all else of a stage is freed before the next call.
-        kv_R2GD = _collectives.wait_tensor(arriving[0])
-        del arriving[0]
-        q, grad, out = (x.index_select(0, rows) for x in (q_THD, grad_THD, out_THD))
-        lse = lse_HT.index_select(1, rows)
-        keys = segment_keys(kv_R2GD, others.index, others.segments, backend)
-        saved = SavedTensors(q, *keys, out, lse)
-        dq, dkv_R2GD = others.backward(backend, grad, saved, fused=fused)
-        del kv_R2GD, q, grad, out, lse, keys, saved
+        kv_R2GD = arriving.pop(0)
+        dq, dkv_R2GD = _backward_of(*stages.of(s), kv_R2GD, *of_all, backend, fused=fused)
+        del kv_R2GD
         of_queries.add(dq, rows)
-        if s == 0 and relay_splits is not None:
-            returning.append(return_to_landing(dkv_R2GD.to(wire), relay_splits, later_name))
-        else:
-            name = later_name if s else group_name
-            returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, name))
+        returning.append(way.start(dkv_R2GD, s))
         del dq, dkv_R2GD
-    if relay_WL is not None:
-        # Gradients of landed rows are added up over their readers, and go on to the rows' owners.
-        back = _collectives.wait_tensor(returning[0])
-        landed = gradients_by_row(back[:, 0], back[:, 1], relay_WL, fused=fused).to(wire)
-        returning[0] = start_return(landed, splits, 0, cp, group_name)
-        del back, landed
-    both = torch.stack([k_TGD, v_TGD], 1)
-    keys = segment_keys(both, own_index, own.segments, backend)
+    returning[0] = way.go_on(returning[0])
+    keys = segment_keys(torch.stack([k_TGD, v_TGD], 1), own_index, of_own, backend)
     saved = SavedTensors(q_THD, *keys, out_THD, lse_HT)
     own_dq, own_T2GD = own.backward(backend, grad_THD, saved, fused=fused)
     return of_queries.with_own(own_dq), returning, own_T2GD
