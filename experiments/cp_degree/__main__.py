@@ -216,7 +216,8 @@ attention, and what is waited for keys. All are priced by the same functions.
 Megatron's calls shard each document on all ranks of their sub-group, and a ring hides keys behind
 the attention of all chunks but one; between nodes it has the bandwidth of an all-gather.
 **staged** says what an exchange by need would be waited for if it went in as many stages and were
-hidden likewise, which wlb does not do; so it parts what a ring hides from what a schedule gains.
+hidden likewise; so it parts what a ring hides from what a schedule gains. It is what `cp.stages`
+(built since) would give without launches; `cp_traffic` has it with them, in two to four stages.
 
 Not modelled: launches of linear layers, which the hybrid scheduler's many calls have most of; what
 barriers and the first use of a group cost; padding of samples to multiples of 2 CP; broadcast of

@@ -1,13 +1,19 @@
 """Tests what rows say of communicators: wrong numbers, slow groups, the profile's bandwidth."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.doctor.patient import facts, gpu
+from tests.doctor.patient import facts, gpu, patient
 from wlb.cost import Collective, load_profile
 from wlb.doctor.finding import Verdict
-from wlb.doctor.network import GroupTiming, expected_bytes_per_s, link_findings
+from wlb.doctor.network import GroupTiming, expected_bytes_per_s, link_findings, measure_groups
+from wlb.launch.local import run_local
+from wlb.parallel.mesh import build_mesh
+from wlb.parallel.world import World
+from wlb.spec import load
 
 GPUS = [facts(rank, gpu=gpu(rank)) for rank in range(4)]
 H100 = load_profile("h100")
@@ -71,3 +77,31 @@ def test_wrong_numbers_fail_and_name_the_hosts() -> None:
 def test_one_rank_has_no_communicators() -> None:
     (row,) = link_findings([], GPUS, H100)
     assert row.verdict == Verdict.SKIP
+
+
+def test_rows_between_nodes_are_held_against_a_rank_s_own_link() -> None:
+    """In a node they have an all-gather's bandwidth."""
+    link = H100.collective(Collective.P2P, span_ranks=9).bytes_per_s
+    assert expected_bytes_per_s(timing(0, 8, axis="cp rows"), H100) == link
+    near = timing(0, 1, axis="cp rows")
+    assert expected_bytes_per_s(near, H100) == expected_bytes_per_s(timing(0, 1), H100)
+    (row,) = link_findings([near], GPUS, H100)
+    assert row.check == "communicator cp rows"
+    assert row.found.startswith("1 of 2 ranks, all_to_all: ")
+
+
+def measured_on_a_rank(world: World) -> dict[str, tuple[bool, float]]:
+    keys = ["parallel.cp=2", "parallel.dp=1", "sharding.exchange=auto", "cp.overlap=true"]
+    spec = load("demo_single", keys)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), passes_on=spec.passes_rows_on)
+    found = measure_groups(replace(patient(), spec=spec, mesh=mesh))
+    return {t.axis: (t.is_right, t.seconds) for t in found}
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_the_exchange_of_rows_is_measured_on_both_communicators_of_cp() -> None:
+    for found in run_local(measured_on_a_rank, 2, start_group=True, timeout_s=600):
+        # With CP ranks alone CP's communicator is the world's; the second one is not.
+        assert set(found) == {"world", "cp_near", "cp rows", "cp_near rows"}
+        assert all(is_right and seconds > 0 for is_right, seconds in found.values())

@@ -16,8 +16,9 @@ from wlb.cost.profile import Collective, KernelProfile
 from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
 from wlb.parallel import collectives
-from wlb.parallel.mesh import used_groups
-from wlb.parallel.warm import checked_collectives
+from wlb.parallel.mesh import NEAR, used_groups
+from wlb.parallel.warm import checked_all_to_all, checked_collectives
+from wlb.spec import ExchangeChoice
 
 WORLD = "world"
 OPS = {"pp": Collective.P2P, WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
@@ -26,6 +27,8 @@ collective."""
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
 """Bytes of the whole buffer in a quick and in a full examination."""
 REPEATS = (5, 20)
+ROWS = " rows"
+"""End of the name under which an all-to-all of keys' rows over an axis is told."""
 LEAST_OF_PROFILE = 0.5
 REMEDY = (
     "NCCL_DEBUG=INFO shows the transport; compare with nccl-tests, see NCCL_SOCKET_IFNAME and "
@@ -36,7 +39,9 @@ REMEDY = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTiming:
     """One communicator, as one rank measured it. first_s: of all first calls.
-    latency_s: of 8 bytes. seconds: of size_bytes. is_right: sums and rows were as they must be."""
+    latency_s: of 8 bytes. seconds: of size_bytes. is_right: sums and rows were as they must be.
+    axis: with `ROWS` at its end, an all-to-all of equal parts, which puts an all-gather's bytes on
+    the wire; op is what prices it, P2P between nodes."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -56,7 +61,40 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
     """This rank's communicators, one after the other; a collective call."""
     if patient.mesh is None:
         return []
-    return [measure_group(axis, group, patient) for axis, group in used_groups(patient.mesh)]
+    used = used_groups(patient.mesh)
+    found = [measure_group(axis, group, patient) for axis, group in used]
+    exchange, cp = patient.spec.sharding.exchange, patient.mesh.parallel.cp
+    if exchange != ExchangeChoice.GATHER and cp > 1:
+        of_keys = [("cp", patient.mesh.group("cp")), (NEAR, patient.mesh.near)]
+        found += [measure_rows(axis, group, patient) for axis, group in of_keys if group]
+    return found
+
+
+def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
+    """The all-to-all by which CP ranks bring each other the rows that they read."""
+    device, count, is_full = patient.device, group.size(), not patient.is_quick
+    size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
+    began = time.perf_counter()
+    calls = list(checked_all_to_all(axis, group, device))
+    is_right = all(found.item() == due.item() for _, found, due in calls)
+    first_s = time.perf_counter() - began
+    repeats, parts = REPEATS[is_full], [size // 4 // count] * count
+    small, own = torch.zeros(count, device=device), torch.zeros(sum(parts), device=device)
+    ones = [1] * count
+
+    def bring(rows: torch.Tensor, splits: list[int]) -> Callable[[], object]:
+        return lambda: collectives.all_to_all(rows, splits, splits, group)
+
+    return GroupTiming(
+        axis=axis + ROWS,
+        ranks=tuple(dist.get_process_group_ranks(group)),
+        op=Collective.ALL_GATHER,
+        size_bytes=size,
+        first_s=first_s,
+        latency_s=_seconds(bring(small, ones), device, repeats),
+        seconds=_seconds(bring(own, parts), device, repeats),
+        is_right=is_right,
+    )
 
 
 def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
@@ -164,7 +202,8 @@ def _of_axis(
         return failed(check, f"WRONG numbers in {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
     text = (
-        f"{len(groups)} of {len(slow.ranks)} ranks, {slow.op}: {slow.bytes_per_s / 1e9:.2f} to "
+        f"{len(groups)} of {len(slow.ranks)} ranks, {_call_of(slow)}: "
+        f"{slow.bytes_per_s / 1e9:.2f} to "
         f"{fast.bytes_per_s / 1e9:.2f} GB/s, 8 bytes in {_most(found, 'latency_s') * 1e6:.0f} us, "
         f"made in {_most(found, 'first_s'):.2f} s"
     )
@@ -181,9 +220,16 @@ def _of_axis(
 def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
     """Bandwidth on the wire that the profile prices this call with, its start included."""
     count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
+    if timing.axis.endswith(ROWS) and span > profile.ranks_per_node:
+        # Between nodes rows travel on the rank's own link (`wlb.cost.linear`).
+        return profile.collective(Collective.P2P, span_ranks=span).bytes_per_s
     cost = profile.collective(timing.op, span_ranks=span, num_ranks=count)
     seconds = cost.time_ns(timing.size_bytes, num_ranks=count) / 1e9
     return timing.size_bytes * timing.op.wire_share(count) / seconds
+
+
+def _call_of(timing: GroupTiming) -> str:
+    return "all_to_all" if timing.axis.endswith(ROWS) else str(timing.op)
 
 
 def _hosts(ranks: Sequence[int], everyone: Sequence[Facts]) -> str:

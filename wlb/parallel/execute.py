@@ -17,7 +17,7 @@ from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.experts import add_up_loads
-from wlb.parallel.mesh import NEAR, Mesh
+from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.rows import AttentionRows, TokenReader, attention_rows, rank_labels, rank_tokens
@@ -221,7 +221,7 @@ class Executor:
         return ContextAttention.from_rows(
             index,
             group=self.mesh.group("cp") if self.mesh.parallel.cp > 1 else None,
-            near=None if self.mesh.near is None else self.mesh.near.get_group(NEAR),
+            near=self.mesh.near,
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,

@@ -62,7 +62,7 @@ class Mesh:
     fsdp: DeviceMesh
     sharding: DeviceMesh
     experts: DeviceMesh | None = None
-    near: DeviceMesh | None = None
+    near: dist.ProcessGroup | None = None
 
     @property
     def at(self) -> Coordinates:
@@ -84,8 +84,9 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp` and of `sharding`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.near)
-        return [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
+        groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
+        return groups if self.near is None else [*groups, self.near]
 
     @property
     def shard_size(self) -> int:
@@ -118,7 +119,7 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     if mesh.experts is not None:
         groups += [(axis, mesh.experts.get_group(axis)) for axis in (EXPERT_SHARD, EP)]
     if mesh.near is not None:
-        groups.append((NEAR, mesh.near.get_group(NEAR)))
+        groups.append((NEAR, mesh.near))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
     for name, group in groups:
         if group is not None and group.size() > 1:
@@ -146,9 +147,6 @@ def build_mesh(
     ranks = torch.from_numpy(rank_grid(parallel))
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
     fsdp = device_mesh["dp", "cp"]._flatten(FSDP)
-    near = None
-    if passes_on and parallel.cp > 1:
-        near = device_mesh["cp"]._unflatten(0, (1, parallel.cp), ("cp_alone", NEAR))
     return Mesh(
         parallel=parallel,
         device=device,
@@ -157,8 +155,19 @@ def build_mesh(
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
         experts=_experts(ranks, parallel, device) if experts else None,
-        near=near,
+        near=_near(device_mesh) if passes_on and parallel.cp > 1 else None,
     )
+
+
+def _near(device_mesh: DeviceMesh) -> dist.ProcessGroup:
+    """A second group of the ranks of this rank's CP group."""
+    cp = device_mesh["cp"]
+    if cp.size() == dist.get_world_size():
+        # torch would take the world's group, which is CP's as well.
+        made = dist.new_group()
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+    return cp._unflatten(0, (1, cp.size()), ("cp_alone", NEAR)).get_group(NEAR)
 
 
 def _experts(ranks: torch.Tensor, parallel: ParallelSpec, device: torch.device) -> DeviceMesh:

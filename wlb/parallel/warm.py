@@ -54,7 +54,7 @@ def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
     if all_to_all and mesh.parallel.cp > 1:
         checks += checked_all_to_all("cp", mesh.group("cp"), mesh.device)
         if mesh.near is not None:
-            checks += checked_all_to_all(NEAR, mesh.near.get_group(NEAR), mesh.device)
+            checks += checked_all_to_all(NEAR, mesh.near, mesh.device)
     if mesh.experts is not None and mesh.parallel.ep > 1:
         checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
     neighbours = 0
