@@ -35,8 +35,8 @@ class Exchange(StrEnum):
 
     GATHER: an all-gather, behind the products that run meanwhile. NEEDED: by need or an all-gather,
     whichever is cheaper, likewise; OVERLAP: the same, own keys' attention first; STAGED: in as many
-    stages as ranks, behind the attention of all stages but one, without launches (`cp.stages` has them). RING: from
-    neighbour to neighbour while attention over the chunk before runs.
+    stages as ranks, behind the attention of all stages but one, without launches (`cp.stages` has
+    them). RING: from neighbour to neighbour while attention over the chunk before runs.
     """
 
     GATHER = "gather"
