@@ -140,8 +140,8 @@ def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-page") == 0
     assert profile(tmp_path, "--no-page", "--set", "model.hidden_size=96") == 2
     told = capsys.readouterr().err
-    assert "mine.sweep.jsonl holds the records of another sweep (model: {" in told
-    assert "'hidden_size': 96" in told
+    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
+    assert " there, 96 now); remove it" in told
     assert "remove it or give another --out" in told
 
 

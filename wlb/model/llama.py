@@ -180,7 +180,7 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(width, hidden_size, bias=False)
         self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
-    def forward(self, x_TC: Tensor, _: ExpertRows | None = None) -> Tensor:
+    def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         made = gated(gate, up, self.activation, fused=self.ops.fused)
         return self.ops.fan_in(made, self.down_proj)
@@ -216,7 +216,8 @@ class DecoderLayer(nn.Module):
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
-        return self.mlp(self.ops.norm(norm, x_TC), experts)
+        normed_TC = self.ops.norm(norm, x_TC)
+        return self.mlp(normed_TC) if experts is None else self.mlp(normed_TC, experts)
 
 
 def _mlp(spec: ModelSpec, ops: Ops) -> nn.Module:

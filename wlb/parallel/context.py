@@ -198,8 +198,8 @@ class ContextAttention:
             return x_SC + y_SC
         slots, *local = attended
         relay = None if self.relay is None else self.relay.returned
-        how = (self.splits, relay, *self._groups, len(slots))
-        stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
+        how = (self.splits, *self._groups, len(slots))
+        stages = (*slots, *(call.inverse for call in self.calls), *self.sent, relay)
         out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
 

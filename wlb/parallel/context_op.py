@@ -278,7 +278,8 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     tensors: of every stage context_attend's slot, whose gradient brings the gather to its backward,
     so that the MLP's and o_proj's products lie between its start and its wait; then the stages'
-    inverse_UR and sent_N.
+    inverse_UR and sent_N, and relay_WL. Never two of them: torch.compile (2.13) takes a forward
+    with as many arguments as parameters, of which `*tensors` is one, for one without ctx.
     """
 
     @staticmethod
@@ -289,27 +290,26 @@ class AddAndGatherAgain(torch.autograd.Function):
         k_TGD: Tensor,
         v_TGD: Tensor,
         splits: Tensor | None,
-        relay_WL: Tensor | None,
         cp: int,
         group_name: str,
         later_name: str,
         num_stages: int,
-        *tensors: Tensor,
+        *tensors: Tensor | None,
     ) -> Tensor:
         ctx.how, ctx.num_stages = (cp, group_name, later_name), num_stages
-        ctx.save_for_backward(k_TGD, v_TGD, splits, relay_WL, *tensors[num_stages:])
+        ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
         return x_SC + y_SC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_SC,) = grads
-        k_TGD, v_TGD, splits, relay_WL, *rest = ctx.saved_tensors
+        k_TGD, v_TGD, splits, *rest = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_stages
-        if ctx.needs_input_grad[10]:
-            inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
-            how = (splits, relay_WL, *ctx.how)
+        if ctx.needs_input_grad[9]:
+            inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages : -1]
+            how = (splits, rest[-1], *ctx.how)
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
-        return grad_SC, grad_SC, *(None,) * 8, *gathering, *(None,) * len(rest)
+        return grad_SC, grad_SC, *(None,) * 7, *gathering, *(None,) * len(rest)
 
 
 def _fake_attend(

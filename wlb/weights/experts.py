@@ -36,6 +36,9 @@ _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     """The experts of a config.json; none for a model without."""
     if model_type not in ARCHITECTURES:
+        for name in READ.split():
+            if keys.values.get(name) is not None:
+                raise keys.error(name, f"is of a model with experts, not of a {model_type}")
         return ExpertsSpec()
     if model_type == "mixtral":
         return ExpertsSpec(
