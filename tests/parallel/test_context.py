@@ -114,8 +114,8 @@ def cases(cp: int, how: How) -> list[Case]:
         (64,),
         (2 * cp, 3, 1, 1, 40),
     ]
-    if how.stages > 1:  # some ranges are long enough to be cut
-        lengths.append((how.stages * STAGE_ROWS * cp, 200, 7))
+    if how.stages > 1:  # up to CP 3 some ranges are long enough to be cut
+        lengths.append((how.stages * STAGE_ROWS * min(cp, 2), 200, 7))
     heads = itertools.cycle(HEADS)
     quanta = itertools.cycle([1, 4])
     return [
