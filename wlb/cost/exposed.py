@@ -22,10 +22,9 @@ from wlb.plan import (
     gather_bounds,
     offsets_of,
     rows_moved_in_stages,
-    rows_read,
     stage_bounds,
 )
-from wlb.plan.exchange import rank_of_span
+from wlb.plan.exchange import rank_of_span, rows_read_of_others
 
 
 def waits_ns(
@@ -170,8 +169,7 @@ def _keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
     Those behind the span, which a later span of the rank sees, are few and are left in.
     """
     rank = rank_of_span(plan)
-    read = rows_read(plan)
-    read[np.arange(rank.size), rank] = 0
+    read = rows_read_of_others(plan)
     if plan.exchange == KeyExchange.GATHER:
         first = offsets_of(plan.stop - plan.start)[:-1]
         first -= offsets_of(plan.tokens)[rank]

@@ -73,8 +73,8 @@ class LayerRows(NamedTuple):
 class Rows:
     """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
     see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
-    it returns. sliding: what layers with a sliding window take instead. experts: of a
-    model with experts; None routes padding too."""
+    it returns. sliding: what layers with a sliding window take instead. experts: of a model with
+    experts; None routes padding too."""
 
     cos: Tensor
     sin: Tensor

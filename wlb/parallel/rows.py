@@ -29,7 +29,7 @@ from wlb.plan import (
     rows_read,
     stage_bounds,
 )
-from wlb.plan.exchange import rank_of_span
+from wlb.plan.exchange import rank_of_span, rows_read_of_others
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
 
@@ -245,11 +245,10 @@ def _by_need(
     """What the rank sends and receives, and for each token of the packed sequence its row among
     those that arrive, stage after stage, shape [S], -1 for tokens that do not. kept: rows that the
     rank sends to itself, all or none."""
-    read, offsets = rows_read(sharding), sharding.rank_offsets
+    # Own rows are left out for all ranks: where stages cut depends on all rows of a receiver.
+    read = rows_read(sharding) if kept else rows_read_of_others(sharding)
+    offsets = sharding.rank_offsets
     own = slice(int(offsets[rank]), int(offsets[rank + 1]))
-    if not kept:
-        # Of all ranks, because where stages cut depends on all rows that a rank receives.
-        read[np.arange(read.shape[0]), rank_of_span(sharding)] = 0
     bounds = stage_bounds(sharding, read, stages=stages)
     rows = np.full(sharding.num_tokens, -1, np.int64)
     token = offsets_of(sharding.lengths)[sharding.piece] + sharding.start

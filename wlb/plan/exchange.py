@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb.plan.arrays import IntArray
+from wlb.plan.arrays import BoolArray, IntArray
 from wlb.plan.sharding import KeyExchange, ShardingPlan, ranges
 
 STAGE_ROWS = 128
@@ -25,8 +25,8 @@ class KeyRows:
     """Key rows that micro-batches exchange, each counted at the CP rank that receives most.
 
     num_by_need: micro-batches whose ranks receive only rows that they read; those that come by way
-    of another rank count where they are read. received: rows of all
-    micro-batches; gathered: the same if all were by all-gathers.
+    of another rank count where they are read. received: rows of all micro-batches; gathered: the
+    same if all were by all-gathers.
     """
 
     num_by_need: int = 0
@@ -90,7 +90,7 @@ class ReadRanges(NamedTuple):
     first: IntArray
     last: IntArray
 
-    def of(self, chosen: "np.ndarray") -> "ReadRanges":
+    def of(self, chosen: IntArray | BoolArray) -> "ReadRanges":
         """Those of a mask or of indices."""
         return ReadRanges(*(column[chosen] for column in self))
 
@@ -101,10 +101,8 @@ def ranges_read(sharding: ShardingPlan, *, sliding: int = 0) -> ReadRanges:
         read = rows_read(sharding)
         reader, span = np.nonzero(read.T)
         return ReadRanges(reader, span, np.zeros_like(span), read[span, reader])
-    rank, piece, start, stop = (
-        *(rank_of_span(sharding), sharding.piece),
-        *(sharding.start, sharding.stop),
-    )
+    rank, piece = rank_of_span(sharding), sharding.piece
+    start, stop = sharding.start, sharding.stop
     # A rank's spans of a piece in order: each brings what the one before did not.
     order = np.lexsort((start, piece, rank))
     rank, piece, end = rank[order], piece[order], stop[order]
@@ -135,12 +133,23 @@ def rows_moved(sharding: ShardingPlan, *, sliding: int = 0) -> IntArray:
         np.add.at(moved, (reader, rank_of_span(sharding)[span]), last - first)
         np.fill_diagonal(moved, 0)
         return moved
-    running = np.zeros((sharding.piece.size + 1, sharding.cp), np.int64)
-    np.cumsum(rows_read(sharding), axis=0, out=running[1:])
+    return between_ranks(sharding, rows_read_of_others(sharding))
+
+
+def rows_read_of_others(sharding: ShardingPlan) -> IntArray:
+    """`rows_read`, but of a rank's own spans none."""
+    read = rows_read(sharding)
+    read[np.arange(read.shape[0]), rank_of_span(sharding)] = 0
+    return read
+
+
+def between_ranks(sharding: ShardingPlan, rows: IntArray) -> IntArray:
+    """Rows of each rank's spans, shape [..., cp, cp] with the receiver first; rows: of each span to
+    each rank, shape [..., num_spans, cp]."""
+    running = np.zeros((*rows.shape[:-2], rows.shape[-2] + 1, rows.shape[-1]), np.int64)
+    np.cumsum(rows, axis=-2, out=running[..., 1:, :])
     offsets = sharding.rank_offsets
-    moved = (running[offsets[1:]] - running[offsets[:-1]]).T.copy()
-    np.fill_diagonal(moved, 0)
-    return moved
+    return (running[..., offsets[1:], :] - running[..., offsets[:-1], :]).swapaxes(-1, -2).copy()
 
 
 def stage_bounds(sharding: ShardingPlan, read: IntArray, *, stages: int) -> IntArray:
@@ -176,13 +185,8 @@ def gather_bounds(local_tokens: int, *, stages: int) -> IntArray:
 
 def rows_moved_in_stages(sharding: ShardingPlan, *, stages: int) -> IntArray:
     """`rows_moved` of each stage, shape [stages, cp, cp]; they add up to it."""
-    read = rows_read(sharding)
-    read[np.arange(read.shape[0]), rank_of_span(sharding)] = 0
-    sizes = np.diff(stage_bounds(sharding, read, stages=stages), axis=0)
-    running = np.zeros((stages, read.shape[0] + 1, sharding.cp), np.int64)
-    np.cumsum(sizes, axis=1, out=running[:, 1:])
-    offsets = sharding.rank_offsets
-    return (running[:, offsets[1:]] - running[:, offsets[:-1]]).transpose(0, 2, 1).copy()
+    bounds = stage_bounds(sharding, rows_read_of_others(sharding), stages=stages)
+    return between_ranks(sharding, np.diff(bounds, axis=0))
 
 
 def least_rows_received(sharding: ShardingPlan) -> IntArray:

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from wlb.plan.arrays import IntArray, offsets_of
-from wlb.plan.exchange import rank_of_span, rows_read
+from wlb.plan.arrays import BoolArray, IntArray, offsets_of
+from wlb.plan.exchange import between_ranks, rank_of_span, rows_read, rows_read_of_others
 from wlb.plan.sharding import ShardingPlan
 
 
@@ -31,7 +31,7 @@ class Relay:
         return np.arange(self.sharding.cp) // self.near
 
     @cached_property
-    def _is_far(self) -> "np.ndarray":
+    def _is_far(self) -> BoolArray:
         """Whether each span lies on another node than each rank, shape [num_spans, cp]."""
         return self.nodes[rank_of_span(self.sharding)][:, None] != self.nodes
 
@@ -43,9 +43,7 @@ class Relay:
     @cached_property
     def read_near(self) -> IntArray:
         """First rows of each span that each rank reads of others of its node, [num_spans, cp]."""
-        read = np.where(self._is_far, 0, rows_read(self.sharding))
-        read[np.arange(read.shape[0]), rank_of_span(self.sharding)] = 0
-        return read
+        return np.where(self._is_far, 0, rows_read_of_others(self.sharding))
 
     def ranks_of(self, node: int) -> range:
         return range(node * self.near, min(self.sharding.cp, (node + 1) * self.near))
@@ -88,16 +86,7 @@ class Relay:
     @cached_property
     def moved_near(self) -> IntArray:
         """Rows that rank i reads of rank j of its node, shape [cp, cp]; zero for i = j."""
-        running = offsets_of_columns(self.read_near)
-        offsets = self.sharding.rank_offsets
-        return (running[offsets[1:]] - running[offsets[:-1]]).T
-
-
-def offsets_of_columns(counts: IntArray) -> IntArray:
-    """Running sums of each column, beginning with zero, shape [rows + 1, columns]."""
-    out = np.zeros((counts.shape[0] + 1, counts.shape[1]), np.int64)
-    np.cumsum(counts, axis=0, out=out[1:])
-    return out
+        return between_ranks(self.sharding, self.read_near)
 
 
 def _overlaps(a: IntArray, b: IntArray) -> IntArray:
