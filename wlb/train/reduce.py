@@ -92,7 +92,8 @@ class StepReducer:
         if gradient_square is not None:
             vector[1] = gradient_square
         # All ranks of a stage know the same loads.
-        if expert_load is not None and mesh.at[:2] == (0, 0) and mesh.at.dp == 0:
+        at = mesh.at
+        if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
             vector[2:_SUMS] = expert_load
         dist.all_reduce(vector)
         # This is the step's only wait for the device.

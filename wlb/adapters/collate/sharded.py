@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from wlb.adapters.collate.boundaries import lengths_from_cu_seqlens, lengths_from_position_ids
-from wlb.cost import WorkloadModel
+from wlb.cost import ProfiledWorkload, WorkloadModel
 from wlb.parallel.rows import IGNORE, AttentionRows, attention_rows
 from wlb.plan import IntArray, ShardingPlan, UserError, check_at_least, digest, local_tokens
 from wlb.planner import LLAMA2_7B
@@ -22,6 +22,7 @@ from wlb.spec import ExchangeChoice
 
 ROWS_KEY = "wlb_context"
 """The batch's key, and the argument of a model's forward, that holds `ContextRows`."""
+EXCHANGES = (ExchangeChoice.AUTO, ExchangeChoice.GATHER, ExchangeChoice.NEEDED)
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -68,9 +69,12 @@ class ContextSharder:
             raise UserError(f"rank = {self.rank} is not one of the {self.cp} CP ranks")
         if self.strategy not in NAMES:
             raise UserError(f"strategy = {self.strategy!r} is not one of {', '.join(NAMES)}")
-        if self.exchange not in set(ExchangeChoice):
-            known = ", ".join(ExchangeChoice)
+        if self.exchange not in EXCHANGES:
+            known = ", ".join(EXCHANGES)
             raise UserError(f"exchange = {self.exchange!r} is not one of {known}")
+        if isinstance(self.cost, ProfiledWorkload) and self.cost.overlaps:
+            # Attention is one call here, so it hides no exchange, and no rows are passed on.
+            object.__setattr__(self, "cost", replace(self.cost, overlaps=False, stages=1))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """input_ids, position_ids and, if given, labels and shift_labels, int64 [1, T_local], and
