@@ -97,34 +97,47 @@ def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: P
     torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
+def model_of_family(family: str, keys: dict[str, Any], *, draws_vectors: bool = False) -> Any:
+    """Returns a random model of transformers. draws_vectors: norms and biases are drawn too, as
+    they start as ones or zeros."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **keys, attn_implementation="eager")
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if draws_vectors and parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return theirs
+
+
+def there_and_back(
+    theirs: Any, folder: Path, *, num_tokens: int, keeps_type: bool = True
+) -> tuple[Any, Tensor, Tensor]:
+    """Returns what was imported, tokens and their logits, which the import and its export have.
+    keeps_type: a Mistral without a window, for example, comes back as a Llama."""
+    theirs.save_pretrained(folder / "hub", max_shard_size="60KB")
+    made = import_folder(folder / "hub", folder / "imported")
+    tokens = some_tokens(num_tokens, 301)
+    want = their_logits(theirs, tokens)
+    torch.testing.assert_close(logits(model_of(made.checkpoint), tokens), want, atol=1e-5, rtol=0)
+    export(made.checkpoint, folder / "exported")
+    again = loaded(folder / "exported")
+    assert (type(again) is type(theirs)) == keeps_type
+    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
+    return made, tokens, want
+
+
 QWEN = {"qwen2": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 12}}
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("name", QWEN)
 def test_a_qwen_is_the_same_there_and_back(name: str, is_tied: bool, tmp_path: Path) -> None:
-    """Biases and norms of heads are drawn at random, as they start as zeros and ones."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        name, **COMMON | QWEN[name], tie_word_embeddings=is_tied, attn_implementation="eager"
-    )
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
-    made = import_folder(tmp_path / "hub", tmp_path / "imported")
+    keys = COMMON | QWEN[name] | {"tie_word_embeddings": is_tied}
+    theirs = model_of_family(name, keys, draws_vectors=True)
+    made, *_ = there_and_back(theirs, tmp_path, num_tokens=200)
     spec = made.model.spec
     assert (spec.qkv_bias, spec.qk_norm) == (name == "qwen2", name == "qwen3")
-    tokens = some_tokens(200, 301)
-    want = their_logits(theirs, tokens)
-    ours = model_of(made.checkpoint)
-    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
-    export(made.checkpoint, tmp_path / "exported")
-    again = loaded(tmp_path / "exported")
-    assert type(again) is type(theirs)
-    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -138,31 +151,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_of_experts_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    kind = name.partition("-")[0]
-    config = transformers.AutoConfig.for_model(
-        kind, **COMMON | MIXTURES[name], attn_implementation="eager"
-    )
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "hub", max_shard_size="60KB")
-    made = import_folder(tmp_path / "hub", tmp_path / "imported")
-    experts = made.model.spec.experts
     asked = MIXTURES[name]
+    theirs = model_of_family(name.partition("-")[0], COMMON | asked, draws_vectors=True)
+    made, tokens, want = there_and_back(theirs, tmp_path, num_tokens=200)
+    experts = made.model.spec.experts
     assert experts.num == asked.get("num_experts", asked.get("num_local_experts"))
     assert experts.per_token == asked["num_experts_per_tok"]
     assert experts.normalised == (name in ("qwen3_moe", "mixtral"))
-    tokens = some_tokens(200, 301)
-    want = their_logits(theirs, tokens)
-    ours = model_of(made.checkpoint)
-    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
-    export(made.checkpoint, tmp_path / "exported")
-    again = loaded(tmp_path / "exported")
-    assert type(again) is type(theirs)
-    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
     looked = load(made.checkpoint).logits(tokens)
     torch.testing.assert_close(looked, want, atol=1e-5, rtol=0)
 
@@ -192,20 +187,10 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_are_the_same_there_and_back(name: str, tmp_path: Path) -> None:
     family, config, expected = WINDOWS[name]
-    torch.manual_seed(0)
-    made = transformers.AutoConfig.for_model(family, **COMMON | config, attn_implementation="eager")
-    theirs = transformers.AutoModelForCausalLM.from_config(made).eval()
-    theirs.save_pretrained(tmp_path / "hub")
-    imported = import_folder(tmp_path / "hub", tmp_path / "imported")
-    spec = imported.model.spec
+    theirs = model_of_family(family, COMMON | config)
+    made, *_ = there_and_back(theirs, tmp_path, num_tokens=100, keeps_type=expected[0] > 0)
+    spec = made.model.spec
     assert (spec.sliding_window, spec.full_every, spec.full_first) == expected
-    tokens = some_tokens(100, 301)
-    want = their_logits(theirs, tokens)
-    ours = model_of(imported.checkpoint)
-    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
-    export(imported.checkpoint, tmp_path / "exported")
-    again = loaded(tmp_path / "exported")
-    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
 
 
 _BOTH = {
@@ -225,30 +210,15 @@ GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", GEMMAS)
 def test_a_gemma_is_the_same_there_and_back(name: str, tmp_path: Path) -> None:
-    """Norms are drawn at random, as their weights start at zero."""
     family, changed = GEMMAS[name]
-    torch.manual_seed(0)
     keys = COMMON | {"head_dim": 12, "sliding_window": 24} | changed
-    config = transformers.AutoConfig.for_model(family, **keys, attn_implementation="eager")
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
-    made = import_folder(tmp_path / "hub", tmp_path / "imported")
-    tokens = some_tokens(100, 301)
-    want = their_logits(theirs, tokens)
+    theirs = model_of_family(family, keys, draws_vectors=True)
+    made, tokens, want = there_and_back(theirs, tmp_path, num_tokens=100)
     assert want.abs().max() > 0.5
-    ours = model_of(made.checkpoint)
-    torch.testing.assert_close(logits(ours, tokens), want, atol=1e-5, rtol=0)
     # The window matters at these sizes.
+    ours = model_of(made.checkpoint)
     ours.spec = replace(ours.spec, sliding_window=ours.spec.sliding_window - 1)
     assert (logits(ours, tokens) - want).abs().max() > 1e-4
-    export(made.checkpoint, tmp_path / "exported")
-    again = loaded(tmp_path / "exported")
-    assert type(again) is type(theirs)
-    torch.testing.assert_close(their_logits(again, tokens), want, atol=1e-5, rtol=0)
     assert import_folder(tmp_path / "exported", tmp_path / "again").model.spec == made.model.spec
 
 

@@ -1,7 +1,7 @@
 """Records as plain values and back; values that are no record are refused with the record's
 name."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from enum import StrEnum
@@ -20,6 +20,18 @@ class PlainRecord:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(cast(Any, self))}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Entries of nested mappings in order, by dotted names ("model.hidden_size")."""
+    out: list[tuple[str, Any]] = []
+    for name, value in values.items():
+        dotted = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            out += flat(cast("Mapping[str, Any]", value), f"{dotted}.")
+        else:
+            out.append((dotted, value))
+    return out
 
 
 def plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from wlb.plan import UserError
+from wlb.plan.plain import flat
 from wlb.plan.read_file import parse_json
 
 Numbers = dict[str, float]
@@ -84,7 +85,12 @@ class RecordFile:
         found = _loaded(first).get("header")
         if not isinstance(found, dict):
             raise UserError(f"{self.path} is not a file of sweep records; move it away")
-        told = ", ".join(_differences(found, json.loads(json.dumps(header))))
+        there, now = dict(flat(found)), dict(flat(json.loads(json.dumps(header))))
+        told = ", ".join(
+            f"{k}: {there.get(k)!r} there, {now.get(k)!r} now"
+            for k in sorted({*there, *now})
+            if there.get(k) != now.get(k)
+        )
         if told:
             raise UserError(
                 f"{self.path} holds the records of another sweep ({told}); remove it or give "
@@ -127,18 +133,6 @@ class RecordFile:
 
 def _key(kind: str, point: Mapping[str, Any]) -> str:
     return json.dumps([kind, point], sort_keys=True)
-
-
-def _differences(there: Mapping[str, Any], now: Mapping[str, Any], of: str = "") -> list[str]:
-    """What differs, by the names of nested entries ("model.hidden_size")."""
-    told: list[str] = []
-    for name in sorted({*there, *now}):
-        one, other = there.get(name), now.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            told += _differences(one, other, f"{of}{name}.")  # pyright: ignore[reportUnknownArgumentType]
-        elif one != other:
-            told.append(f"{of}{name}: {one!r} there, {other!r} now")
-    return told
 
 
 def _loaded(line: str) -> dict[str, Any]:

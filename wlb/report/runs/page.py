@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from wlb.plan import UserError
+from wlb.plan.plain import flat
 from wlb.report.plots import svg
 from wlb.report.render import render
 from wlb.report.run.page import tally_of
@@ -48,21 +49,10 @@ def run_names(runs: Sequence[RunRecords]) -> list[str]:
 
 def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """Keys that differ between the runs, with the value of each."""
-    flat = [dict(_flat(spec)) for spec in specs]
-    names = [name for name in flat[0] if name not in UNTOLD]
-    values = {name: [repr(one.get(name)) for one in flat] for name in names}
+    of_runs = [dict(flat(spec)) for spec in specs]
+    names = [name for name in of_runs[0] if name not in UNTOLD]
+    values = {name: [repr(one.get(name)) for one in of_runs] for name in names}
     return [(name, told) for name, told in values.items() if len(set(told)) > 1]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for name, value in values.items():
-        dotted = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            out += _flat(cast("Mapping[str, Any]", value), f"{dotted}.")
-        else:
-            out.append((dotted, value))
-    return out
 
 
 def figures_of(run: RunRecords) -> dict[str, str]:
