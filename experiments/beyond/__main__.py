@@ -20,8 +20,8 @@ from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
 from experiments.evaluation import (
-    WAYS_BY_NEED,
     GIB,
+    WAYS_BY_NEED,
     Case,
     Outcome,
     arguments,
