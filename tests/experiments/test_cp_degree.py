@@ -13,10 +13,12 @@ from experiments.cp_degree.megatron import DevSchedulers, Failed, hybrid
 from experiments.cp_degree.methods import Outcome, methods, outcome
 from experiments.cp_degree.planner import planned
 from experiments.cp_degree.prices import Exchange, Prices, ring_waits_ns
+from experiments.cp_degree.rows import RankPrices, filled, grouped
 from experiments.cp_degree.steps import Layout, Step, fixed, mixed
+from experiments.cp_traffic.__main__ import slowest_ns
 from experiments.step_balance.sources import Missing, Sources
 from wlb.plan import UserError
-from wlb.sharding import per_document
+from wlb.sharding import per_document, shard
 
 LAYOUT = Layout(tp=8, num_ranks=4, cp=2, per_replica=2)
 DEV = """
@@ -233,3 +235,27 @@ def test_layouts_are_of_whole_replicas() -> None:
     for layout in LAYOUTS:
         assert layout.num_ranks % layout.cp == 0
         assert layout.rows * layout.cp >= 131072
+
+
+def test_ranks_with_equal_rows_are_priced_as_by_the_cost_model() -> None:
+    """One document on all ranks, so that all meet: linear work, kernels and waits in stages."""
+    priced = RankPrices.of(Layout(tp=8, num_ranks=4, cp=4))
+    for stages in (1, 2, 3):
+        cost = priced.cost(stages)
+        plan = shard([100_000], cp=4, strategy="balanced", cost=cost, exchange="needed")
+        usual = sum(priced.linear) * 25_000 + slowest_ns(plan, cost)
+        mine = float(priced.times_ns(plan, stages).max(axis=1).sum())
+        assert mine == pytest.approx(usual, rel=0.02)
+
+
+def test_unequal_rows_hold_every_token_within_the_limit() -> None:
+    """Ranks are filled by time, and in two groups; some plan has rows that are far from equal."""
+    priced, pieces = RankPrices.of(Layout(tp=8, num_ranks=4, cp=4)), np.array([30_000] + [900] * 60)
+    for way in (filled, grouped):
+        plans = list(way(pieces, priced, most=26_000))
+        assert plans
+        for plan in plans:
+            assert int((plan.stop - plan.start).sum()) == 84_000
+            assert np.array_equal(np.unique(plan.piece), np.arange(61))
+            assert plan.tokens.max() <= 26_000
+        assert max(int(plan.tokens.max() - plan.tokens.min()) for plan in plans) > 2_000

@@ -8,11 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import LLAMA2_7B
-from wlb.cost import FlopsWorkload, ProfiledWorkload, ideal_kernels_ns, kernels_ns, load_profile
+from wlb.cost import (
+    FlopsWorkload,
+    ProfiledWorkload,
+    ideal_kernels_ns,
+    kernels_ns,
+    load_profile,
+    waits_ns,
+)
 from wlb.data import lengths_of_family
 from wlb.plan import rows_moved
 from wlb.sharding.by_need import by_need, spans_of
 from wlb.sharding.fill import FillCut, FillPart
+from wlb.sharding.prices import cheapest
 from wlb.spec import ParallelSpec
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
@@ -94,3 +102,19 @@ def test_short_documents_do_not_leave_a_node_but_for_the_few_tokens_that_make_ra
         forward, backward = kernels_ns(near, cost, cp=16)
         slowest = (forward.max(1) + backward.max(1)).min()
         assert slowest <= 1.12 * ideal_kernels_ns(pieces, cost, cp=16)
+
+
+def test_groups_of_nodes_keep_long_documents_on_fewer_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight ranks, a node each: of four documents of 30K tokens no rank waits for rows of three."""
+    pieces, cost = np.array([33_000, 31_000, 30_000, 28_000, *[400] * 20]), h100(8, 8)
+    chosen = [cheapest(by_need(pieces, cp=8, cost=cost), cost, exchange="needed")]
+    monkeypatch.setattr("wlb.sharding.by_need.GROUPS", ())
+    chosen.append(cheapest(by_need(pieces, cp=8, cost=cost), cost, exchange="needed"))
+    waits = [waits_ns(plan, cost) for plan in chosen]
+    grouped, before = (
+        sum(float((k + w).max()) for k, w in zip((p.forward_ns, p.backward_ns), both, strict=True))
+        for p, both in zip(chosen, waits, strict=True)
+    )
+    assert grouped < 0.98 * before

@@ -82,7 +82,7 @@ def _waits_in_stages_ns(
         parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=cost.stages)]
     travels = np.array([cost.transfers_ns(*part, cp=plan.cp) for part in parts_of])
     hidden = cost.products_ns(num_rows)
-    own, parts, calls = _attention_in_stages_ns(plan, cost, _keys_in_stages(plan, cost.stages))
+    own, parts, calls = attention_in_stages_ns(plan, cost, keys_in_stages(plan, cost.stages))
     zero = np.zeros(plan.cp)
     # Of each rank, when its kernels are done, with the transfers' start as zero.
     at, arrived = hidden.there + own[0], zero
@@ -123,7 +123,7 @@ def _waits_of_relay_ns(
     land, near, passing = (cost.transfers_ns(rows, 0, cp=plan.cp) for rows in moved)
     hidden = cost.products_ns(num_rows)
     keys = np.stack([_of_documents(plan, rows) for rows in (relay.read_far, relay.read_near)])
-    own, (of_far, of_near), calls = _attention_in_stages_ns(plan, cost, keys)
+    own, (of_far, of_near), calls = attention_in_stages_ns(plan, cost, keys)
     at = np.maximum(hidden.there + own[0], land.there)
     passed_on = max(float(at.max()), near.there) + passing.there
     at = np.maximum(at, near.there) + of_near[0]
@@ -143,7 +143,7 @@ def _waits_of_relay_ns(
     return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
 
 
-def _attention_in_stages_ns(
+def attention_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, keys: IntArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
@@ -163,7 +163,7 @@ def _attention_in_stages_ns(
     return of_ranks(own), parts, (len(keys) - 1) * np.array(launches, np.float64)
 
 
-def _keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
+def keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
     """Keys of other ranks that come in each stage of each span's document, [stages, num_spans].
 
     Those behind the span, which a later span of the rank sees, are few and are left in.
