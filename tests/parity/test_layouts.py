@@ -76,7 +76,8 @@ CASES = [
         schedule=IZB,
         own_first=True,
         exchange=NEEDED,
-        stages=2,
+        stages=3,
+        stages_each=True,
         num_micro_batches=8,
     ),
     # Rows of other nodes once a node.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload, ProfiledWorkload, load_profile, waits_ns
@@ -71,6 +71,41 @@ def test_no_strategy_is_slower_for_knowing_the_exchange(
     assert all(time_ns(auto, cost) <= time_ns(plan, cost) + 1 for plan in made.values())
     for plan in made.values():
         plan.validate()
+
+
+@pytest.mark.full
+@given(
+    lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
+    layout=st.sampled_from([(8, 4), (8, 8), (1, 8), (1, 16)]),
+    exchange=st.sampled_from(ExchangeChoice),
+    strategy=st.sampled_from(NAMES),
+)
+@settings(max_examples=6)
+def test_choosing_stages_is_never_slower_than_one_or_the_most(
+    lengths: list[int], layout: tuple[int, int], exchange: ExchangeChoice, strategy: str
+) -> None:
+    tp, cp = layout
+    overlapped = replace(COST, parallel=ParallelSpec(tp=tp, cp=cp, pp=1), overlaps=True, stages=3)
+    chooses = replace(overlapped, stages_by_price=True)
+    how = {"cp": cp, "strategy": strategy, "exchange": exchange}
+    plan = shard(lengths, cost=chooses, **how)
+    assert plan.stages in ((0,) if plan.exchange == KeyExchange.RELAYED else (1, 2, 3))
+    for stages in (1, 3):
+        fixed = replace(overlapped, stages=stages)
+        assert time_ns(plan, chooses) <= time_ns(shard(lengths, cost=fixed, **how), fixed) + 1
+    assert ShardingPlan.from_json(plan.to_json()).digest() == plan.digest()
+
+
+def test_micro_batches_choose_different_stages() -> None:
+    """A node for each of eight ranks: a document of all ranks comes in stages; without keys of
+    others every stage is a launch more."""
+    layout = ParallelSpec(tp=8, cp=8, pp=1)
+    cost = replace(COST, parallel=layout, overlaps=True, stages=4, stages_by_price=True)
+    chosen = [
+        shard(lengths, cp=8, strategy="balanced", cost=cost, exchange="needed").stages
+        for lengths in ([120_000], [4096] * 16)
+    ]
+    assert chosen[0] > chosen[1] == 1
 
 
 def test_of_plans_that_take_equally_long_fewest_rows_travel() -> None:

@@ -47,7 +47,7 @@ def waits_ns(
     is_split = overlaps and cost.overlaps
     sliding_share = cost.sliding_share if isinstance(cost, SlidingLayers) else 0.0
     is_relayed = plan.exchange == KeyExchange.RELAYED
-    if is_split and (cost.stages > 1 or is_relayed) and sliding_share < 1:
+    if is_split and (stages_of(plan, cost) > 1 or is_relayed) and sliding_share < 1:
         in_stages = _waits_of_relay_ns if is_relayed else _waits_in_stages_ns
         staged = in_stages(plan, cost, rows)
         if not sliding_share:
@@ -65,24 +65,30 @@ def waits_ns(
     return forward, backward
 
 
+def stages_of(plan: ShardingPlan, cost: HiddenExchange) -> int:
+    """Exchanges in which keys of the plan's micro-batch arrive, unless by way of nodes."""
+    return plan.stages or cost.stages
+
+
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """`waits_ns` of an exchange in `cost.stages` stages, and what the calls cost that one stage
-    would not have: for all ranks what the slowest one waits.
+    """`waits_ns` of an exchange in several stages, and what the calls cost that one stage would not
+    have: for all ranks what the slowest one waits.
 
     Stages travel one after the other, as on one communicator. A later stage's rows may come while
     the attention of those before runs; in backward, its gradients leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
-    bounds = gather_bounds(-(-num_rows // plan.cp), stages=cost.stages)
+    stages = stages_of(plan, cost)
+    bounds = gather_bounds(-(-num_rows // plan.cp), stages=stages)
     if plan.exchange == KeyExchange.GATHER:
         parts_of = [(None, int(n) * plan.cp) for n in np.diff(bounds)]
     else:
-        parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=cost.stages)]
+        parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=stages)]
     travels = np.array([cost.transfers_ns(*part, cp=plan.cp) for part in parts_of])
     hidden = cost.products_ns(num_rows)
-    own, parts, calls = attention_in_stages_ns(plan, cost, keys_in_stages(plan, cost.stages))
+    own, parts, calls = attention_in_stages_ns(plan, cost, keys_in_stages(plan, stages))
     zero = np.zeros(plan.cp)
     # Of each rank, when its kernels are done, with the transfers' start as zero.
     at, arrived = hidden.there + own[0], zero
@@ -200,7 +206,7 @@ def over_gather_ns(
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return 0, 0
-    gather = replace(plan, exchange=KeyExchange.GATHER, ranks_per_node=0)
+    gather = replace(plan, exchange=KeyExchange.GATHER, ranks_per_node=0, stages=0)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
     forward, backward = (round(float(a.max() - b.max())) for a, b in zip(waits, plain, strict=True))

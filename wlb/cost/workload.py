@@ -21,7 +21,7 @@ from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
 from wlb.plan.arrays import first_true
-from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, StageChoice
 
 _MOST_TABLED = 1 << 18
 
@@ -110,6 +110,15 @@ class HiddenExchange(Protocol):
     def products_ns(self, num_tokens: int) -> Transfers:
         """Matrix products that run meanwhile."""
         ...
+
+
+@runtime_checkable
+class StagesByPrice(Protocol):
+    """A workload of which a micro-batch may have fewer stages than `HiddenExchange.stages`, those
+    that are predicted fastest; of others all have as many."""
+
+    @property
+    def stages_by_price(self) -> bool: ...
 
 
 @runtime_checkable
@@ -224,10 +233,11 @@ class ProfiledWorkload:
     attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. overlaps, stages: as in [cp]. machine, dtype, longest (most
-    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear,
-    ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled at
-    construction (about 2 ms) so that pricing is a look-up.
+    of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
+    `sharding.stages` is auto. machine, dtype, longest (most tokens of a piece): for `notes` only;
+    "" or 0 if unknown. Derived: table (attention), linear, ns_per_token by linear term, forward_ns
+    and backward_ns: attention by length, tabled at construction (about 2 ms) so that pricing is a
+    look-up.
     """
 
     model: ModelSpec
@@ -241,6 +251,7 @@ class ProfiledWorkload:
     kv_gradient_bytes: int = GRADIENT_BYTES
     overlaps: bool = False
     stages: int = 1
+    stages_by_price: bool = False
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -461,6 +472,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
+        stages_by_price=spec.sharding.stages == StageChoice.AUTO,
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

@@ -138,7 +138,8 @@ def attention_rows(
     """Index arrays of `rank` for T_local = `local_tokens`.
 
     overlap: own keys first, see `AttentionRows.own`. stages: of an exchange with overlap, by need
-    or an all-gather of so many parts of all ranks' rows. Cost: a few passes over S tokens.
+    or an all-gather of so many parts of all ranks' rows, unless the sharding has a number. Cost: a
+    few passes over S tokens.
     """
     spans = sharding.for_rank(rank)
     num = spans.num_tokens
@@ -155,10 +156,9 @@ def attention_rows(
         return AttentionRows(positions, (CallRows(cu_q, cu_k, None, None),))
     base, first_key = spans.piece_offsets[spans.piece], spans.first_keys(sliding)
     prefix_tokens = ranges(base + first_key, base + spans.stop)
-    if sharding.exchange == KeyExchange.RELAYED and not overlap:
-        raise UserError("an exchange by way of nodes needs cp.overlap = true")
+    _refuse_without_overlap(sharding, overlap)
     overlap = overlap and not sliding
-    stages = stages if overlap else 1
+    stages = (sharding.stages or stages) if overlap else 1
     if sharding.exchange == KeyExchange.RELAYED and overlap:
         sent, rows, num_rows = _relayed(sharding, rank, local_tokens)
         own = 0
@@ -184,6 +184,14 @@ def attention_rows(
         cu_k = offsets_of(np.append(num_keys, padding) if padding else num_keys)
     inverse = _inverse(spans, kv_index, num_keys, num_rows=int(num_rows[0]))
     return AttentionRows(positions, (CallRows(cu_q, cu_k, kv_index, inverse),), sent)
+
+
+def _refuse_without_overlap(sharding: ShardingPlan, overlap: bool) -> None:
+    """UserError for an exchange whose rows come in turns, where one call reads all keys."""
+    if sharding.exchange == KeyExchange.RELAYED and not overlap:
+        raise UserError("an exchange by way of nodes needs cp.overlap = true")
+    if sharding.stages > 1 and not overlap:
+        raise UserError(f"an exchange in {sharding.stages} stages needs cp.overlap = true")
 
 
 def _own_first(

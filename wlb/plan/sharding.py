@@ -53,6 +53,7 @@ class KeyExchange(StrEnum):
     RELAYED = "relayed"
 
 
+MOST_STAGES = 64
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
@@ -84,7 +85,8 @@ class ShardingPlan(RankTimes):
     spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
     rank's attention kernels and launches, shape [cp]; zeros where it is not predicted. exchange:
     how the ranks get each other's keys. ranks_per_node: neighbouring ranks of a node, for
-    `KeyExchange.RELAYED`; otherwise 0.
+    `KeyExchange.RELAYED`; otherwise 0. stages: exchanges in which others' keys arrive one after the
+    other; 0: as many as the run says (`cp.stages`), or as an exchange by way of nodes has.
     """
 
     strategy: str
@@ -97,6 +99,7 @@ class ShardingPlan(RankTimes):
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     exchange: KeyExchange = KeyExchange.GATHER
     ranks_per_node: int = 0
+    stages: int = 0
 
     def __post_init__(self) -> None:
         if self.exchange not in set(KeyExchange):
@@ -107,6 +110,11 @@ class ShardingPlan(RankTimes):
             raise UserError(
                 f"ranks_per_node = {self.ranks_per_node} with exchange = {self.exchange}; it is at "
                 f"least 1 for {KeyExchange.RELAYED}, and 0 for others"
+            )
+        if not 0 <= self.stages <= (0 if is_relayed else MOST_STAGES):
+            raise UserError(
+                f"stages = {self.stages} with exchange = {self.exchange}; it is 0 to {MOST_STAGES},"
+                f" and 0 for {KeyExchange.RELAYED}"
             )
         for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
@@ -185,6 +193,8 @@ class ShardingPlan(RankTimes):
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
         if self.ranks_per_node:
             exchange = (*exchange, self.ranks_per_node)
+        if self.stages:
+            exchange = (*exchange, f"{self.stages} stages")
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)
 
@@ -192,8 +202,9 @@ class ShardingPlan(RankTimes):
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         names = (*_COLUMNS, "latency_ns")
         columns = {n: getattr(self, n).tolist() for n in names}
-        near = {"ranks_per_node": self.ranks_per_node} if self.ranks_per_node else {}
-        return {"strategy": self.strategy, "exchange": str(self.exchange), **near, **columns}
+        # Numbers of an exchange that most plans do not have.
+        more = {n: v for n in ("ranks_per_node", "stages") if (v := getattr(self, n))}
+        return {"strategy": self.strategy, "exchange": str(self.exchange), **more, **columns}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":

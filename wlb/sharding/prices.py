@@ -4,15 +4,25 @@ plan.
 Section 5.3: segments (q = span tokens, kv = span end) of every rank are priced, forward and
 backward. Linear layers do not enter, because every strategy gives all ranks the same number of
 rows, nor does an all-gather, which moves them all; an exchange by need enters with what is waited
-for it. Cost: one pricing call over the spans of all candidates.
+for it. Where micro-batches choose their stages, candidates are compared in one stage and in the
+most, and the best of them takes the number that is fastest. Cost: one pricing call over the spans
+of all candidates, and one of what is waited for each of the few fastest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
-from wlb.cost import HiddenExchange, WorkloadModel, kernels_ns, rows_of_layer, waits_ns
+from wlb.cost import (
+    HiddenExchange,
+    StagesByPrice,
+    WorkloadModel,
+    kernels_ns,
+    rows_of_layer,
+    waits_ns,
+)
 from wlb.plan import IntArray, KeyExchange, ShardingPlan, UserError
 from wlb.spec import ExchangeChoice
 
@@ -47,11 +57,17 @@ def cheapest(
             # Waits only add to the kernels, so no plan from here on can be the fastest.
             if found and slowest[i] > found[0][0][0]:
                 break
-            tried = (_exchanging(plans[i], name, cost) for name in names)
+            tried = chain.from_iterable(_exchanging(plans[i], name, cost) for name in names)
             kernels = forward[i], backward[i]
             found += [(_with_waits(plan, cost, kernels), i, plan) for plan in tried]
             found = [min(found, key=lambda one: one[:2])]
         _, best, plan = found[0]
+    if most_stages(cost) > 1 and plan.cp > 1 and plan.exchange != KeyExchange.RELAYED:
+        numbers = range(1, most_stages(cost) + 1)
+        plan = min(
+            (replace(plan, stages=stages) for stages in numbers),
+            key=lambda one: _with_waits(one, cost, (forward[best], backward[best]))[0],
+        )
     return replace(
         plan,
         strategy=strategy or plan.strategy,
@@ -75,11 +91,23 @@ def _tried(exchange: ExchangeChoice, cost: WorkloadModel, *, cp: int) -> list[Ke
     return [name for name in KeyExchange if passes_on or name != KeyExchange.RELAYED]
 
 
-def _exchanging(plan: ShardingPlan, name: KeyExchange, cost: WorkloadModel) -> ShardingPlan:
-    near = 0
+def most_stages(cost: WorkloadModel) -> int:
+    """Stages of which a micro-batch may choose any number; 1 if it has none to choose."""
+    chooses = isinstance(cost, StagesByPrice) and cost.stages_by_price
+    return cost.stages if chooses and isinstance(cost, HiddenExchange) and cost.overlaps else 1
+
+
+def _exchanging(
+    plan: ShardingPlan, name: KeyExchange, cost: WorkloadModel
+) -> Iterator[ShardingPlan]:
+    """The plan with this exchange, in one stage and in the most if it may choose."""
     if name == KeyExchange.RELAYED and isinstance(cost, HiddenExchange):
         near = cost.cp_ranks_per_node
-    return replace(plan, exchange=name, ranks_per_node=near)
+        yield replace(plan, exchange=name, ranks_per_node=near, stages=0)
+        return
+    most = most_stages(cost)
+    for stages in (1, most) if most > 1 else (0,):
+        yield replace(plan, exchange=name, ranks_per_node=0, stages=stages)
 
 
 def _with_waits(

@@ -30,6 +30,13 @@ class ExchangeChoice(StrEnum):
     RELAYED = "relayed"
 
 
+class StageChoice(StrEnum):
+    """Stages of a micro-batch's exchange: `cp.stages`, or at most as many."""
+
+    FIXED = "fixed"
+    AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingSection:
     strategy: Strategy = key(
@@ -50,4 +57,9 @@ class ShardingSection:
         "each rank the rows that its spans read, by an all-to-all; relayed = the same, a row of "
         "another node once a node, passed on within it (needs cp.overlap); auto = whichever is "
         "predicted to be fastest for the micro-batch",
+    )
+    stages: StageChoice = key(
+        StageChoice.FIXED,
+        "in how many stages others' keys arrive: fixed = cp.stages in every micro-batch; auto = 1 "
+        "to cp.stages, whichever is predicted to be fastest for the micro-batch",
     )

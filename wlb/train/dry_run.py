@@ -257,11 +257,17 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
             str(batch.num_tokens),
             str(batch.lengths.max(initial=0)),
             f"{batch.workload_ns / 1e6:.3f}",
-            sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else ""),
+            _sharded(sharding),
             str(rows),
             *([f"{_most_keys(spec, sharding, rows) / 2**20:.2f}"] if has_keys else []),
         )
     return table
+
+
+def _sharded(sharding: ShardingPlan) -> str:
+    """Its strategy, exchange, and stages where it has a number of its own."""
+    stages = f" in {sharding.stages} stages" if sharding.stages > 1 else ""
+    return sharding.strategy + (f", {sharding.exchange}{stages}" if sharding.cp > 1 else "")
 
 
 def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:
