@@ -4,8 +4,9 @@ Documents are cut among as few ranks as their work requires (`fill`), and among 
 node cannot have them (`nodes`). What cuts cost is known once spans are priced, so each candidate is
 made a few times, every rank's share of the work being corrected by what it came to. Candidates
 differ in how much work of a long document one rank may have (less to send, for longer attention)
-and in what may leave a node. Where CP spans nodes, documents are also kept in groups of several
-nodes, since a rank waits for fewer rows of a document that fewer ranks share. Cost: a few
+and in what may leave a node. Where CP spans nodes and attention hides the exchange, documents are
+also kept in groups of several nodes: a rank waits for fewer rows of a document that fewer ranks
+share, and has more attention to hide them. Cost: a few
 milliseconds of Python for each.
 """
 
@@ -47,7 +48,7 @@ def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingP
         for node_share in NODE_SHARES:
             for options in level:
                 plans += made.rounds(options, near=near, node_share=node_share)
-    if near < cp:
+    if near < cp and isinstance(cost, HiddenExchange) and cost.overlaps:
         sizes = {round(cp * share) for share in GROUPS}
         for size in sorted(size for size in sizes if near < size < cp):
             plans += made.rounds(level[0], near=size, rounds=GROUP_ROUNDS)
