@@ -4,8 +4,9 @@
 document could hold fewer rows of linear work and the others more, which gives documents a degree in
 time as well, with one micro-batch for all ranks. No executor does it: this prices plans that would,
 beside `balanced`, whose ranks hold equally many rows. Both take the number of exchange stages that
-is predicted fastest for each micro-batch (`sharding.stages`), and wait as `wlb.cost.exposed` says, but for this: a rank
-meets only ranks that it exchanges rows with, and its products take the time of its own rows.
+is predicted fastest for each micro-batch (`sharding.stages`), and wait as `wlb.cost.exposed` says,
+but for this: a rank meets only ranks that it exchanges rows with, and its products take the time of
+its own rows.
 """
 
 import argparse
@@ -262,11 +263,11 @@ def table(
         columns=("stream", "TP", "CP", *ratios, "gain", "most rows"),
         rows=lines,
         formats=dict.fromkeys((*ratios, "most rows"), ".3f") | {"gain": ".1%"},
-        note="Time over ideal of micro-batches that all ranks end together. `one number`: `balanced`"
-        " with the best number of stages for the whole cell; `equal`: each micro-batch has its own. "
-        "`filled`: ranks filled "
-        "by time; `grouped`: two groups of ranks with documents of their own; each, or equal "
-        "rows, whichever is faster. `most rows`: of a rank of the faster one, over the mean.",
+        note="Time over ideal of micro-batches that all ranks end together. `one number`: "
+        "`balanced` with the best number of stages for the whole cell; `equal`: each micro-batch "
+        "has its own. `filled`: ranks filled by time; `grouped`: two groups of ranks with documents"
+        " of their own; each, or equal rows, whichever is faster. `gain`: over `equal`. `most "
+        "rows`: of a rank of the fastest plan, over the mean.",
     )
 
 
