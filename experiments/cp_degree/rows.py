@@ -1,12 +1,10 @@
 """What CP ranks would gain that hold unequal numbers of a micro-batch's rows.
 
 `python -m experiments.cp_degree.rows [--quick] [--lengths FILE ...]`. Ranks that share a long
-document could hold fewer rows of linear work and the others more, which gives documents a degree in
-time as well, with one micro-batch for all ranks. No executor does it: this prices plans that would,
-beside `balanced`, whose ranks hold equally many rows. Both take the number of exchange stages that
-is predicted fastest for each micro-batch (`sharding.stages`), and wait as `wlb.cost.exposed` says,
-but for this: a rank meets only ranks that it exchanges rows with, and its products take the time of
-its own rows.
+document could hold fewer rows of linear work, and the others more. No executor does it: this prices
+such plans beside `balanced`, whose ranks hold equally many rows, in the stages that are fastest for
+each micro-batch. Waits are those of `wlb.cost.exposed`, but for this: a rank meets only ranks that
+it exchanges rows with, and its products take the time of its own rows.
 """
 
 import argparse

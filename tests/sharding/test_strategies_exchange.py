@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.cost import FlopsWorkload, ProfiledWorkload, load_profile, waits_ns
+from wlb.cost import FlopsWorkload, ProfiledWorkload, load_profile, waits_ns, workload_of
 from wlb.plan import KeyExchange, ShardingPlan, UserError, rows_moved
 from wlb.sharding import NAMES, shard
 from wlb.spec import ExchangeChoice, ParallelSpec, load
@@ -99,8 +99,8 @@ def test_choosing_stages_is_never_slower_than_one_or_the_most(
 def test_micro_batches_choose_different_stages() -> None:
     """A node for each of eight ranks: a document of all ranks comes in stages; without keys of
     others every stage is a launch more."""
-    layout = ParallelSpec(tp=8, cp=8, pp=1)
-    cost = replace(COST, parallel=layout, overlaps=True, stages=4, stages_by_price=True)
+    keys = ["parallel.cp=8", "cp.overlap=true", "cp.stages=4", "sharding.stages=auto"]
+    cost = workload_of(load("7b_128k", [*keys, "parallel.dp=1"]), load_profile("h100"))
     chosen = [
         shard(lengths, cp=8, strategy="balanced", cost=cost, exchange="needed").stages
         for lengths in ([120_000], [4096] * 16)

@@ -1,13 +1,10 @@
 """Candidates of `balanced` for an exchange by need, which moves only the rows that ranks read.
 
-Documents are cut among as few ranks as their work requires (`fill`), and among nodes only where a
-node cannot have them (`nodes`). What cuts cost is known once spans are priced, so each candidate is
-made a few times, every rank's share of the work being corrected by what it came to. Candidates
+Documents are cut among as few ranks as their work requires (`fill`), and among nodes, or groups of
+nodes where attention hides the exchange, only where one cannot have them (`nodes`). Each candidate
+is made a few times, every rank's share of the work being corrected by what it came to. Candidates
 differ in how much work of a long document one rank may have (less to send, for longer attention)
-and in what may leave a node. Where CP spans nodes and attention hides the exchange, documents are
-also kept in groups of several nodes: a rank waits for fewer rows of a document that fewer ranks
-share, and has more attention to hide them. Cost: a few
-milliseconds of Python for each.
+and in what may leave a node. Cost: a few milliseconds of Python for each.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,10 @@
-"""The price by which strategies choose: predicted time of a micro-batch's attention, kept in the
-plan.
+"""The price by which strategies choose: predicted time of a micro-batch's attention, in the plan.
 
 Section 5.3: segments (q = span tokens, kv = span end) of every rank are priced, forward and
 backward. Linear layers do not enter, because every strategy gives all ranks the same number of
 rows, nor does an all-gather, which moves them all; an exchange by need enters with what is waited
-for it. Where micro-batches choose their stages, candidates are compared in one stage and in the
-most, and the best of them takes the number that is fastest. Cost: one pricing call over the spans
-of all candidates, and one of what is waited for each of the few fastest.
+for it. Candidates that choose their stages are compared in one and in the most, and the best takes
+the number that is fastest. Cost: one pricing call over the spans of all candidates.
 """
 
 from collections.abc import Iterator, Sequence
