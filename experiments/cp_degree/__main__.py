@@ -219,6 +219,9 @@ the attention of all chunks but one; between nodes it has the bandwidth of an al
 hidden likewise; so it parts what a ring hides from what a schedule gains. It is what `cp.stages`
 (built since) would give without launches; `cp_traffic` has it with them, in two to four stages.
 
+Ranks of one micro-batch that hold unequal numbers of rows, and a number of stages for each
+micro-batch: [rows](../rows/results/README.md).
+
 Not modelled: launches of linear layers, which the hybrid scheduler's many calls have most of; what
 barriers and the first use of a group cost; padding of samples to multiples of 2 CP; broadcast of
 samples to their ranks; pipelines; gradients among replicas, the same for all. Prices of exchanges

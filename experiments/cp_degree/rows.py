@@ -282,6 +282,8 @@ def main() -> None:
     show(found)
     if options.quick:
         return
+    names = " ".join(Path(name).name for name in options.lengths)
+    command = "python -m experiments.cp_degree.rows" + (f" --lengths {names}" if names else "")
     write_results(
         FOLDER,
         title="Unequal numbers of rows on CP ranks",
@@ -290,13 +292,14 @@ def main() -> None:
         text=TEXT,
         seed=options.seed,
         tables=[found],
+        command=command if count == 1 else f"{command} --count {count}",
     )
 
 
 TEXT = f"""
 Would it pay if ranks that share a long document held fewer rows of linear work, and the others
 more? `balanced` with an exchange by need in 1 to 4 stages, one layer of the 7B model, forward and
-backward, each rank a node of eight GPUs, four micro-batches a step packed by `bounded`; a rank
+backward, each rank a node of eight GPUs, four micro-batches of a step packed by `bounded`; a rank
 holds at most {S_MAX:g} windows over the CP degree, which is what memory allows today.
 
 Hardly: what is left is not that ranks have as many rows, but that whoever holds the end of a
