@@ -12,6 +12,7 @@ from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
+    EpSection,
     ExchangeChoice,
     ExpertsSpec,
     FsdpSection,
@@ -75,6 +76,7 @@ class Case:
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
     ep: int = 1
+    ep_stages: int = 1
     experts: ExpertsSpec = ExpertsSpec()
     keys: tuple[tuple[str, Any], ...] = ()
     """Other keys of the model and their values."""
@@ -100,6 +102,7 @@ class Case:
         if self.experts.num:
             name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
             name += f"-{self.experts.balance}"
+            name += "" if self.ep_stages == 1 else f"-in{self.ep_stages}"
         name += "".join(f"-{key}{value}" for key, value in self.keys)
         name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
@@ -134,6 +137,7 @@ def spec_of(case: Case) -> RunSpec:
                 overlap=case.own_first,
                 stages=case.stages,
             ),
+            ep=EpSection(stages=case.ep_stages),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,

@@ -1,0 +1,278 @@
+"""All-to-alls of experts' rows in stages, each hidden behind the products of the one before.
+
+A layer exchanges numbers of rows, which the host reads, once a micro-batch: while it waits for
+them, the GPU copies rows into their order and computes the shared experts. Then rows of all stages
+start, and each stage's outputs travel back while later stages are computed. Backward takes the same
+way with gradients, the last stage's return hidden behind the weights' gradients; it reads nothing.
+
+Stage s has the s-th part of every rank's experts, so that each expert's rows are computed in one
+call, in the order (expert, source rank, token), whatever the number of stages. Ranks of a group
+make the same calls in the same order, also without rows. Shapes, besides those of
+`wlb.model.experts`: R ranks of a group, S stages, H experts a rank, P rows of a stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wlb.model.expert_way import StageRows, inverse_of, sorted_by_expert
+from wlb.parallel.collectives import start_all_to_all, wait
+
+Numbers = list[list[int]]
+"""Rows by stage and rank, [S, R]."""
+
+
+class RowsBetween(NamedTuple):
+    """Rows from and to each rank of a group."""
+
+    received: Numbers
+    sent: Numbers
+
+    def bounds(self) -> tuple[list[slice], list[slice]]:
+        """Each stage's rows among all that are received, and among all that are sent."""
+        received, sent = (
+            [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
+            for numbers in self
+        )
+        return received, sent
+
+
+def rows_between(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> RowsBetween:
+    """What the host reads of a layer. numbers_2SR: received and sent, on the host. num_rows: that
+    leave. rank: this rank in the group. `wlb.rehearse` has no values and its own numbers."""
+    received, sent = numbers_2SR.numpy().tolist()
+    return RowsBetween(received, sent)
+
+
+class StagedTrip:
+    """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for."""
+
+    def __init__(self, way: "StagedWay") -> None:
+        self._way = way
+        self._leaving: tuple[Tensor, Tensor | None] | None = None
+        self._rows: list[Tensor | None] = []
+        self._scores: list[Tensor | None] = []
+        self._whole: list[Tensor | None] = [None, None]
+        self._back: list[tuple[Tensor, Tensor | None]] = []
+
+    def send(self, rows_NC: Tensor, scores_N: Tensor | None = None) -> None:
+        self._leaving = (rows_NC, scores_N)
+
+    def start(self) -> None:
+        if self._leaving is None:
+            return
+        rows_NC, scores_N = self._leaving
+        self._leaving = None
+        received, sent = self._way.between
+        for part, *splits in zip(self._way.sent, received, sent, strict=True):
+            self._rows.append(start_all_to_all(rows_NC[part], *splits, self._way.group))
+            if scores_N is not None:
+                self._scores.append(start_all_to_all(scores_N[part], *splits, self._way.group))
+
+    def arrived(self, stage: int) -> Tensor:
+        return self._in_order(self._rows, stage, 0)
+
+    def arrived_scores(self, stage: int) -> Tensor:
+        return self._in_order(self._scores, stage, 1)
+
+    def _in_order(self, arriving: list[Tensor | None], stage: int, kind: int) -> Tensor:
+        x, arriving[stage] = arriving[stage], None
+        assert x is not None
+        x, order_P = wait(x), self._way.order_of(stage)
+        if len(arriving) == 1:
+            self._whole[kind] = x.index_select(0, order_P)
+            return self._whole[kind]  # pyright: ignore[reportReturnType]
+        rows = self._way.stages[stage].rows
+        whole = self._whole[kind]
+        if whole is None:
+            whole = self._whole[kind] = x.new_empty(self._way.stages[-1].rows.stop, *x.shape[1:])
+        return torch.index_select(x, 0, order_P, out=whole[rows])
+
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        (rows, scores), self._whole = self._whole, [None, None]
+        self._rows, self._scores = [], []
+        assert rows is not None
+        return rows, scores
+
+    def answer(self, stage: int, rows: Tensor, scores: Tensor | None = None) -> None:
+        inverse_P, group = self._way.inverse_of(stage), self._way.group
+        # What a rank received it sends.
+        splits = [numbers[stage] for numbers in reversed(self._way.between)]
+        back, scores = (
+            None if x is None else start_all_to_all(x.index_select(0, inverse_P), *splits, group)
+            for x in (rows, scores)
+        )
+        self._back.append((back, scores))
+
+    def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        rows, scores = self._back.pop(0)
+        return wait(rows), None if scores is None else wait(scores)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choice:
+    """Where a micro-batch's rows of a layer go; both forward passes of a recomputed layer have it.
+
+    arriving_RH: rows for each of this rank's experts, by the rank they come from. numbers_2SR: on
+    the host once `copied` has passed (None: already). The rest is known once these are read.
+    order_M, inverse_M: of rows as they arrive, to their order by expert, and back.
+    """
+
+    order_N: Tensor
+    counts_E: Tensor
+    arriving_RH: Tensor
+    numbers_2SR: Tensor
+    copied: torch.cuda.Event | None
+    between: RowsBetween | None = None
+    sent: list[slice] = field(default_factory=list[slice])
+    stages: list[StageRows] = field(default_factory=list[StageRows])
+    order_M: Tensor | None = None
+    inverse_M: Tensor | None = None
+    ends_E: Tensor | None = None
+
+
+class StagedWay:
+    """A `Way` in stages. first: that of the layer's first pass, if this is its second one."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, choice: _Choice, first: "StagedWay | None" = None
+    ) -> None:
+        self.group, self._choice, self._first = group, choice, first
+        self.counts_E, self.order_N = choice.counts_E, choice.order_N
+        self.starts_late = False
+        self.there, self.back = StagedTrip(self), StagedTrip(self)
+
+    def begin(self) -> None:
+        if self._first is not None:
+            self.there.start()
+            self._first.back.start()
+            return
+        received = self._read()
+        self.there.start()
+        # The order of rows is found while the first stage's travel.
+        self._arrange(received)
+
+    def _read(self) -> list[slice]:
+        """The layer's only wait of the host; returns each stage's rows among those that arrive."""
+        choice = self._choice
+        if choice.copied is not None:
+            choice.copied.synchronize()
+            # The host has waited for the other stream; the current one has not.
+            choice.copied.wait()
+        rank, num_rows = dist.get_rank(self.group), choice.order_N.shape[0]
+        choice.between = rows_between(choice.numbers_2SR, num_rows=num_rows, rank=rank)
+        received, choice.sent = choice.between.bounds()
+        return received
+
+    def _arrange(self, received: Sequence[slice]) -> None:
+        choice = self._choice
+        arriving_RH = choice.arriving_RH
+        num_ranks, held = arriving_RH.shape
+        each = held // len(received)
+        # A rank sends a stage's rows expert by expert; here they go together by expert, then by
+        # rank.
+        expert_H = torch.arange(held, device=arriving_RH.device)
+        expert_SRP = expert_H.view(-1, 1, each).expand(-1, num_ranks, -1)
+        arriving_SRP = arriving_RH.view(num_ranks, -1, each).transpose(0, 1)
+        expert_M = expert_SRP.reshape(-1).repeat_interleave(
+            arriving_SRP.reshape(-1), output_size=received[-1].stop
+        )
+        choice.order_M = expert_M.argsort(stable=True)
+        choice.inverse_M = inverse_of(choice.order_M)
+        choice.ends_E = arriving_RH.sum(0).cumsum(0).to(torch.int32)
+        for i, rows in enumerate(received):
+            experts = slice(i * each, (i + 1) * each)
+            choice.stages.append(StageRows(experts, rows, _within(choice.ends_E[experts], rows)))
+
+    def again(self) -> "StagedWay":
+        return StagedWay(self.group, self._choice, self)
+
+    @property
+    def between(self) -> RowsBetween:
+        assert self._choice.between is not None, "rows travel before their numbers are read"
+        return self._choice.between
+
+    @property
+    def sent(self) -> Sequence[slice]:
+        return self._choice.sent
+
+    @property
+    def stages(self) -> Sequence[StageRows]:
+        return self._choice.stages
+
+    @property
+    def ends_E(self) -> Tensor:
+        assert self._choice.ends_E is not None
+        return self._choice.ends_E
+
+    def order_of(self, stage: int) -> Tensor:
+        """Order of a stage's rows by expert, from its first row on."""
+        assert self._choice.order_M is not None
+        rows = self.stages[stage].rows
+        return _within(self._choice.order_M[rows], rows)
+
+    def inverse_of(self, stage: int) -> Tensor:
+        assert self._choice.inverse_M is not None
+        rows = self.stages[stage].rows
+        return _within(self._choice.inverse_M[rows], rows)
+
+
+def _within(places: Tensor, rows: slice) -> Tensor:
+    """Places among all rows as places among `rows`."""
+    return places - rows.start if rows.start else places
+
+
+class ExpertAllToAll:
+    """The `ExpertExchange` of a group of ranks, each of which holds equally many experts, a
+    multiple of `stages`. side: a stream that copies to the host; None on the CPU."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, stages: int = 1, side: torch.cuda.Stream | None = None
+    ) -> None:
+        self.group, self.stages, self.side = group, stages, side
+
+    def way(self, chosen_TK: Tensor, num_experts: int) -> StagedWay:
+        size, stages = self.group.size(), self.stages
+        if stages > 1:
+            every_E = torch.arange(num_experts, device=chosen_TK.device)
+            place_E = every_E.view(stages, size, -1).transpose(0, 1).reshape(-1)
+            chosen_TK = place_E[chosen_TK]
+        order_N, ends_E = sorted_by_expert(chosen_TK, num_experts)
+        placed_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        counts_E = placed_E.view(stages, size, -1).transpose(0, 1).reshape(-1)
+        ones = [num_experts // size] * size
+        arriving_E = start_all_to_all(counts_E, ones, ones, self.group)
+        numbers_2SR, copied = self._to_host(arriving_E, counts_E)
+        choice = _Choice(
+            order_N=order_N,
+            counts_E=counts_E,
+            arriving_RH=arriving_E.view(size, -1),
+            numbers_2SR=numbers_2SR,
+            copied=copied,
+        )
+        return StagedWay(self.group, choice)
+
+    def _to_host(
+        self, arriving_E: Tensor, counts_E: Tensor
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Wait for `arriving_E`, and copy rows by stage and rank to the host, [2, S, R]; on a GPU
+        beside what the current stream is given from now on, until the event that is returned."""
+        if self.side is None:
+            return self._numbers(wait(arriving_E), counts_E), None
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            # The work is waited for by this stream; the other one waits for the event.
+            numbers_2SR = self._numbers(wait(arriving_E), counts_E)
+            copied = torch.cuda.Event()
+            on_host = numbers_2SR.to("cpu", non_blocking=True)
+            copied.record()
+        return on_host, copied
+
+    def _numbers(self, arriving_E: Tensor, leaving_E: Tensor) -> Tensor:
+        both = torch.stack([arriving_E, leaving_E])
+        return both.view(2, self.group.size(), self.stages, -1).sum(-1).transpose(1, 2).contiguous()
