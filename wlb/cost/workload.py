@@ -224,8 +224,9 @@ class ProfiledWorkload:
     attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. overlaps, stages: as in [cp]. machine, dtype, longest (most
-    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear,
+    of dK and dV between CP ranks. overlaps, stages: as in [cp]. expert_stages, defers_weights: see
+    `LinearCost`. machine, dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if
+    unknown. Derived: table (attention), linear,
     ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled at
     construction (about 2 ms) so that pricing is a look-up.
     """
@@ -241,6 +242,8 @@ class ProfiledWorkload:
     kv_gradient_bytes: int = GRADIENT_BYTES
     overlaps: bool = False
     stages: int = 1
+    expert_stages: int = 1
+    defers_weights: bool = False
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -461,6 +464,8 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
+        expert_stages=spec.ep.stages,
+        defers_weights=spec.splits_backward,
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

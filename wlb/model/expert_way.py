@@ -26,20 +26,16 @@ class StageRows(NamedTuple):
 class Trip(Protocol):
     """Rows of all stages to their experts and what these made of them, or the gradients of both."""
 
-    def send(self, rows_NC: Tensor, scores_N: Tensor | None = None) -> None:
-        """Give the rows that will travel, in the order of `Way.order_N`; `start` starts them."""
+    def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
+        """Give rows of x that will travel, in the order of `Way.order_N`; `start` starts them."""
         ...
 
     def start(self) -> None:
         """Start all stages, unless they have been started."""
         ...
 
-    def arrived(self, stage: int) -> Tensor:
-        """Wait for a stage's rows; expert by expert."""
-        ...
-
-    def arrived_scores(self, stage: int) -> Tensor:
-        """Wait for a stage's scores, as `arrived`; asked for if they were sent."""
+    def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        """Wait for a stage's rows and scores; expert by expert."""
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
@@ -47,8 +43,8 @@ class Trip(Protocol):
         keeps them no longer."""
         ...
 
-    def answer(self, stage: int, rows: Tensor, scores: Tensor | None = None) -> None:
-        """Start a stage's rows on their way back."""
+    def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
+        """Start a stage's rows on their way back, in the order they arrived in."""
         ...
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
@@ -103,25 +99,20 @@ class LocalTrip:
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
 
-    def send(self, rows_NC: Tensor, scores_N: Tensor | None = None) -> None:
-        self._rows = [(rows_NC, scores_N)]
+    def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
+        self._rows = [(x.index_select(0, rows_N), scores_N)]
 
     def start(self) -> None:
         """Nothing travels."""
 
-    def arrived(self, stage: int) -> Tensor:
-        return self._rows[0][0]
-
-    def arrived_scores(self, stage: int) -> Tensor:
-        scores = self._rows[0][1]
-        assert scores is not None
-        return scores
+    def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        return self._rows[0]
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
         return self._rows.pop(0)
 
-    def answer(self, stage: int, rows: Tensor, scores: Tensor | None = None) -> None:
-        self._rows.append((rows, scores))
+    def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
+        self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
         return self._rows.pop()

@@ -89,16 +89,16 @@ class _GroupedSwiGlu(torch.autograd.Function):
         gate, up, down = weights
         products: list[Tensor] = []
         for i, (held, _, ends) in enumerate(way.stages):
-            x_MC = way.there.arrived(i)
-            gate_MF = grouped_mm(x_MC, gate[held].transpose(-2, -1), offs=ends)
-            up_MF = grouped_mm(x_MC, up[held].transpose(-2, -1), offs=ends)
-            products += [gate_MF, up_MF]
-            scores_M = way.there.arrived_scores(i)
+            x_PC, scores_P = way.there.arrived(i)
+            gate_PF = grouped_mm(x_PC, gate[held].transpose(-2, -1), offs=ends)
+            up_PF = grouped_mm(x_PC, up[held].transpose(-2, -1), offs=ends)
+            products += [gate_PF, up_PF]
             if needs_outputs:
-                hidden_MF = silu(gate_MF).mul_(up_MF).mul_(scores_M[:, None])
-                made_MC = grouped_mm(hidden_MF, down[held].transpose(-2, -1), offs=ends)
-                way.there.answer(i, made_MC)
-                del hidden_MF, made_MC
+                assert scores_P is not None
+                hidden_PF = silu(gate_PF).mul_(up_PF).mul_(scores_P[:, None])
+                made_PC = grouped_mm(hidden_PF, down[held].transpose(-2, -1), offs=ends)
+                way.there.answer(i, made_PC)
+                del hidden_PF, made_PC
         x_MC, scores_M = way.there.whole()
         ctx.defer, ctx.parameters, ctx.way = defer, parameters, way
         ctx.save_for_backward(x_MC, scores_M, *products, *weights)
@@ -115,7 +115,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
         )
         for i, (held, rows, ends) in enumerate(way.stages):
             gate_PF, up_PF, scores_P1 = *products[2 * i : 2 * i + 2], scores_M[rows, None]
-            grad_PC = way.back.arrived(i)
+            grad_PC = way.back.arrived(i)[0]
             product_PF = silu(gate_PF).mul_(up_PF)
             torch.mul(product_PF, scores_P1, out=hidden_MF[rows])
             dhidden_PF = grouped_mm(grad_PC, down[held], offs=ends)
@@ -159,7 +159,7 @@ class _Spread(torch.autograd.Function):
         ctx.shape = (*scores_TK.shape, x_TC.shape[1])
         rows_N = way.order_N // scores_TK.shape[1]
         scores_N = scores_TK.flatten().index_select(0, way.order_N)
-        way.there.send(x_TC.index_select(0, rows_N), scores_N)
+        way.there.send(x_TC, rows_N, scores_N)
         return x_TC.new_empty(0)
 
     @staticmethod
@@ -190,7 +190,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         way: Way = ctx.way
-        way.back.send(grads[0].index_select(0, way.order_N // ctx.per_token))
+        way.back.send(grads[0], way.order_N // ctx.per_token)
         if not way.starts_late:
             way.back.start()
         return None, None, None, grads[0].new_empty(0)

@@ -49,69 +49,94 @@ def rows_between(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> RowsBetwee
     return RowsBetween(received, sent)
 
 
+_ALIGNMENT = 16
+"""Bytes that a score adds to its row: kernels move rows of such multiples fastest."""
+
+
+def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
+    """Rows of x, each with the bits of its score behind it, so that both travel in one call."""
+    if scores_P is None:
+        return x.index_select(0, index_P)
+    width = x.shape[1]
+    out = x.new_empty(index_P.shape[0], width + _ALIGNMENT // x.element_size())
+    torch.index_select(x, 0, index_P, out=out[:, :width])
+    bits = scores_P[:, None].view(x.dtype)
+    out[:, width : width + bits.shape[1]] = bits
+    return out
+
+
+def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Rows of `_select` and the bits of their scores, as views; score_type: None without scores."""
+    if score_type is None:
+        return packed, None
+    width = packed.shape[1] - _ALIGNMENT // packed.element_size()
+    num = score_type.itemsize // packed.element_size()
+    return packed[:, :width], packed[:, width : width + num]
+
+
 class StagedTrip:
     """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for."""
 
     def __init__(self, way: "StagedWay") -> None:
         self._way = way
-        self._leaving: tuple[Tensor, Tensor | None] | None = None
-        self._rows: list[Tensor | None] = []
-        self._scores: list[Tensor | None] = []
-        self._whole: list[Tensor | None] = [None, None]
-        self._back: list[tuple[Tensor, Tensor | None]] = []
+        self._leaving: Tensor | None = None
+        self._score_type: torch.dtype | None = None
+        self._arriving: list[Tensor | None] = []
+        self._whole: tuple[Tensor, Tensor | None] | None = None
+        self._back: list[tuple[Tensor, torch.dtype | None]] = []
 
-    def send(self, rows_NC: Tensor, scores_N: Tensor | None = None) -> None:
-        self._leaving = (rows_NC, scores_N)
+    def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
+        self._leaving = _select(x, rows_N, scores_N)
+        self._score_type = None if scores_N is None else scores_N.dtype
 
     def start(self) -> None:
         if self._leaving is None:
             return
-        rows_NC, scores_N = self._leaving
-        self._leaving = None
         received, sent = self._way.between
-        for part, *splits in zip(self._way.sent, received, sent, strict=True):
-            self._rows.append(start_all_to_all(rows_NC[part], *splits, self._way.group))
-            if scores_N is not None:
-                self._scores.append(start_all_to_all(scores_N[part], *splits, self._way.group))
+        for rows, *splits in zip(self._way.sent, received, sent, strict=True):
+            arriving = start_all_to_all(self._leaving[rows], *splits, self._way.group)
+            self._arriving.append(arriving)
+        self._leaving = None
 
-    def arrived(self, stage: int) -> Tensor:
-        return self._in_order(self._rows, stage, 0)
-
-    def arrived_scores(self, stage: int) -> Tensor:
-        return self._in_order(self._scores, stage, 1)
-
-    def _in_order(self, arriving: list[Tensor | None], stage: int, kind: int) -> Tensor:
-        x, arriving[stage] = arriving[stage], None
-        assert x is not None
-        x, order_P = wait(x), self._way.order_of(stage)
-        if len(arriving) == 1:
-            self._whole[kind] = x.index_select(0, order_P)
-            return self._whole[kind]  # pyright: ignore[reportReturnType]
+    def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        arriving, self._arriving[stage] = self._arriving[stage], None
+        assert arriving is not None
+        arriving, order_P = wait(arriving), self._way.order_of(stage)
+        x, scores_P = _apart(arriving, self._score_type)
+        if scores_P is not None:
+            scores_P = scores_P.index_select(0, order_P).view(self._score_type).flatten()
+        if len(self._arriving) == 1:
+            self._whole = x.index_select(0, order_P), scores_P
+            return self._whole
         rows = self._way.stages[stage].rows
-        whole = self._whole[kind]
-        if whole is None:
-            whole = self._whole[kind] = x.new_empty(self._way.stages[-1].rows.stop, *x.shape[1:])
-        return torch.index_select(x, 0, order_P, out=whole[rows])
+        if self._whole is None:
+            num = self._way.stages[-1].rows.stop
+            scores_M = None if scores_P is None else scores_P.new_empty(num)
+            self._whole = x.new_empty(num, x.shape[1]), scores_M
+        x_MC, scores_M = self._whole
+        if scores_M is not None and scores_P is not None:
+            scores_M[rows] = scores_P
+        return torch.index_select(x, 0, order_P, out=x_MC[rows]), scores_P
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        (rows, scores), self._whole = self._whole, [None, None]
-        self._rows, self._scores = [], []
-        assert rows is not None
-        return rows, scores
+        assert self._whole is not None
+        whole, self._whole, self._arriving = self._whole, None, []
+        return whole
 
-    def answer(self, stage: int, rows: Tensor, scores: Tensor | None = None) -> None:
-        inverse_P, group = self._way.inverse_of(stage), self._way.group
+    def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
+        inverse_P = self._way.inverse_of(stage)
+        if scores is not None:
+            scores = scores.index_select(0, inverse_P)
         # What a rank received it sends.
-        splits = [numbers[stage] for numbers in reversed(self._way.between)]
-        back, scores = (
-            None if x is None else start_all_to_all(x.index_select(0, inverse_P), *splits, group)
-            for x in (rows, scores)
-        )
-        self._back.append((back, scores))
+        sent, received = (numbers[stage] for numbers in self._way.between)
+        leaving = _select(x, inverse_P, scores)
+        back = start_all_to_all(leaving, received, sent, self._way.group)
+        self._back.append((back, None if scores is None else scores.dtype))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        rows, scores = self._back.pop(0)
-        return wait(rows), None if scores is None else wait(scores)
+        back, score_type = self._back.pop(0)
+        x, scores_P = _apart(wait(back), score_type)
+        return x, scores_P if scores_P is None else scores_P.contiguous().view(score_type).flatten()
 
 
 @dataclass(slots=True, kw_only=True)
