@@ -39,10 +39,11 @@ def mlp_values(model: ModelSpec) -> int:
     return routed + 3 * experts.shared_hidden_size
 
 
-def order_bytes(model: ModelSpec) -> int:
+def order_bytes(model: ModelSpec, *, is_recomputed: bool) -> int:
     """Bytes of a token's places among the rows of experts, on both sides of an exchange and back;
-    autograd functions hold them whatever is recomputed."""
-    return bool(model.experts.num) * 3 * 8 * model.experts.per_token
+    autograd functions hold them whatever is recomputed. A recomputed layer has its choice of
+    experts too, in 16 bits."""
+    return bool(model.experts.num) * (3 * 8 + 2 * is_recomputed) * model.experts.per_token
 
 
 def exchanged_values(model: ModelSpec) -> int:

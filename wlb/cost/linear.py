@@ -234,6 +234,22 @@ class LinearCost:
             defers_weights=self.defers_weights,
         )
 
+    def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
+        """What all-to-alls of experts' rows take in a rank's layers, and the part of it that the
+        rank waits for."""
+        work, each = self._routed_work(), num_tokens / num_micro_batches
+        alpha = self._routed_alpha_ns / each
+        whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
+        waited = sum(work.waits(self.expert_stages, alpha))
+        return whole * num_tokens * self.num_layers, waited * num_tokens * self.num_layers
+
+    @property
+    def _routed_alpha_ns(self) -> float:
+        """Latency of an all-to-all of experts' rows."""
+        ep, near = self.parallel.ep, self.profile.ranks_per_node
+        span = ep if ep <= near else near + 1
+        return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
+
     def _reordered_ns(self) -> Work:
         """Copies of a token's rows at both ends of their way (`reordered_values`)."""
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
@@ -247,11 +263,9 @@ class LinearCost:
     def _stage_call_ns(self) -> Passes:
         """What experts' exchange takes once a micro-batch: latency of all-to-alls that nothing
         hides, and smaller products of stages."""
-        ep, near, tokens = self.parallel.ep, self.profile.ranks_per_node, self.micro_batch_tokens
-        span = ep if ep <= near else near + 1
-        alpha = self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
-        work, stages = self._routed_work(), self.expert_stages
-        both = zip(work.waits(stages, alpha / tokens), work.waits(stages), strict=True)
+        work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
+        late = work.waits(stages, self._routed_alpha_ns / tokens)
+        both = zip(late, work.waits(stages), strict=True)
         rows, columns = layer_matrices(self.model)[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
