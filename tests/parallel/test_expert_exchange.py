@@ -194,7 +194,8 @@ def one_step(recompute: Recompute, stages: int, *, micro_batches: list[list[str]
             forward = log.take()
             loss.backward()
             backward = log.take()
-    grads = {n: local_tensor(p.grad) for n, p in executor.named_parameters().items()}
+    named = executor.named_parameters().items()
+    grads = {n: local_tensor(p.grad) for n, p in named if p.grad is not None}
     return Ran(forward, backward, grads)
 
 

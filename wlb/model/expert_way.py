@@ -62,10 +62,16 @@ class Way(Protocol):
 
     counts_E: Tensor
     order_N: Tensor
-    ends_E: Tensor
     starts_late: bool
-    there: Trip
-    back: Trip
+
+    @property
+    def there(self) -> Trip: ...
+
+    @property
+    def back(self) -> Trip: ...
+
+    @property
+    def ends_E(self) -> Tensor: ...
 
     def begin(self) -> None:
         """Learn the numbers of rows, which the host may have to wait for, and start `there`."""

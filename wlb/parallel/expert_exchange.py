@@ -66,12 +66,13 @@ def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
 
 
 def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of `_select` and the bits of their scores, as views; score_type: None without scores."""
+    """Rows of `_select`, as a view, and their scores; score_type: None without scores."""
     if score_type is None:
         return packed, None
     width = packed.shape[1] - _ALIGNMENT // packed.element_size()
     num = score_type.itemsize // packed.element_size()
-    return packed[:, :width], packed[:, width : width + num]
+    bits = packed[:, width : width + num].contiguous()
+    return packed[:, :width], bits.view(score_type).flatten()
 
 
 class StagedTrip:
@@ -92,9 +93,8 @@ class StagedTrip:
     def start(self) -> None:
         if self._leaving is None:
             return
-        received, sent = self._way.between
-        for rows, *splits in zip(self._way.sent, received, sent, strict=True):
-            arriving = start_all_to_all(self._leaving[rows], *splits, self._way.group)
+        for rows, received, sent in zip(self._way.sent, *self._way.between, strict=True):
+            arriving = start_all_to_all(self._leaving[rows], received, sent, self._way.group)
             self._arriving.append(arriving)
         self._leaving = None
 
@@ -104,7 +104,7 @@ class StagedTrip:
         arriving, order_P = wait(arriving), self._way.order_of(stage)
         x, scores_P = _apart(arriving, self._score_type)
         if scores_P is not None:
-            scores_P = scores_P.index_select(0, order_P).view(self._score_type).flatten()
+            scores_P = scores_P.index_select(0, order_P)
         if len(self._arriving) == 1:
             self._whole = x.index_select(0, order_P), scores_P
             return self._whole
@@ -135,8 +135,7 @@ class StagedTrip:
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
         back, score_type = self._back.pop(0)
-        x, scores_P = _apart(wait(back), score_type)
-        return x, scores_P if scores_P is None else scores_P.contiguous().view(score_type).flatten()
+        return _apart(wait(back), score_type)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -54,9 +54,7 @@ def divide_experts(
         if mesh.parallel.ep == 1:
             continue
         assert mesh.experts is not None
-        mixture.exchange = ExpertAllToAll(
-            mesh.experts.get_group(EP), stages=num_stages, side=side
-        )
+        mixture.exchange = ExpertAllToAll(mesh.experts.get_group(EP), stages=num_stages, side=side)
         mixture.experts.local = local_tensor
         for stack in (
             mixture.experts.gate_proj,

@@ -19,9 +19,7 @@ def load_equally(spec: RunSpec) -> None:
     if not spec.model.experts.num:
         return
 
-    def equal_rows(
-        numbers_2SR: Tensor, *, num_rows: int, rank: int
-    ) -> expert_exchange.RowsBetween:
+    def equal_rows(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> expert_exchange.RowsBetween:
         _, stages, size = numbers_2SR.shape
         each, more = divmod(num_rows, size)
         to = [each + ((other - rank) % size < more) for other in range(size)]
