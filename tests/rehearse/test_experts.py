@@ -14,7 +14,7 @@ SMALL = ["data.context_window=4096", "model.vocab_size=512", "model.num_layers=1
 
 def test_all_ranks_of_a_pipeline_exchange_the_same_rows() -> None:
     """Also where backward is split, and where ranks hold equal experts (4 of 8 ranks differ)."""
-    keys = ["parallel.tp=2", "parallel.cp=4", "parallel.pp=2", "parallel.ep=4"]
+    keys = ["parallel.tp=2", "parallel.cp=4", "parallel.pp=2", "parallel.ep=4", "ep.stages=2"]
     more = ["pp.schedule=interleaved_zero_bubble", "data.row_multiple=8", "data.num_windows=4"]
     found = rehearse(load("qwen3_30b_a3b_128k", [*SMALL, *keys, *more]), ranks=ALL, steps=1, jobs=2)
     assert found.passed, verdict(found)
@@ -45,7 +45,7 @@ def test_every_stage_of_the_preset_takes_the_memory_that_was_planned(layers: int
         assert step.peak_bytes <= step.estimate_bytes
         # While the host reads numbers of rows, rows are copied into their order.
         waits = [w for w in step.host_waits if w.where.startswith("wlb/parallel/expert_exchange")]
-        assert min(wait.left_ns for wait in waits) > 50_000
+        assert min(wait.left_ns for wait in waits) > 10_000
 
 
 def test_experts_over_several_pipelines_are_refused() -> None:
