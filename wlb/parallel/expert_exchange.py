@@ -1,14 +1,10 @@
 """All-to-alls of experts' rows in stages, each hidden behind the products of the one before.
 
-A layer exchanges numbers of rows, which the host reads, once a micro-batch: while it waits for
-them, the GPU copies rows into their order and computes the shared experts. Then rows of all stages
-start, and each stage's outputs travel back while later stages are computed. Backward takes the same
-way with gradients, the last stage's return hidden behind the weights' gradients; it reads nothing.
-
-Stage s has the s-th part of every rank's experts, so that each expert's rows are computed in one
-call, in the order (expert, source rank, token), whatever the number of stages. Ranks of a group
-make the same calls in the same order, also without rows. Shapes, besides those of
-`wlb.model.experts`: R ranks of a group, S stages, H experts a rank, P rows of a stage.
+The host reads numbers of rows once a micro-batch; meanwhile the GPU copies rows into their order
+and computes shared experts. Backward takes the same way with gradients, and reads nothing. Stage s
+has the s-th part of every rank's experts, so that each expert's rows are computed in one call, in
+the order (expert, source rank, token). Ranks of a group make the same calls, also without rows.
+Shapes: R ranks of a group, S stages, H experts a rank, P rows of a stage; else `model.experts`'.
 """
 
 from collections.abc import Sequence
