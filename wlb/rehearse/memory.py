@@ -133,6 +133,19 @@ class Footprint:
         record = self.add(tensor)
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
+    def landed(self, tensor: Any, stream: FakeStream) -> None:
+        """A transfer on `stream`, which has filled the tensor, has ended there."""
+        self.add(tensor).done = FakeEvent().record(stream)
+
+    def wait_for(self, tensor: Any, stream: FakeStream) -> None:
+        """`stream` waits for the transfer that filled a tensor, not for later ones on its
+        stream."""
+        record = self.add(tensor)
+        if record.done is not None:
+            record.done.wait(stream)
+        else:
+            stream.wait_stream(GPU.streams[record.writer])
+
     def told(self, tensor: Any, stream: FakeStream) -> None:
         """Tensor.record_stream: the allocator waits for `stream` before reuse."""
         self.add(tensor).known_to.add(stream.id)

@@ -125,7 +125,7 @@ class Recorder(TorchDispatchMode):
         outs = [x for x in _leaves(out, Tensor) if x.is_cuda]
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "wait_tensor" in name:
-                self._wait_for(ours[0])
+                FOOTPRINT.wait_for(ours[0], GPU.current)
             elif "wrap_tensor" not in name:  # which is for autograd and runs nothing
                 self._communicate(name, args, ours, outs)
             return
@@ -254,19 +254,9 @@ class Recorder(TorchDispatchMode):
             )
         GPU.count(where.axis, num_bytes=size, flops=0, time_ns=time_ns)
         stream.run(op, where.axis, time_ns, called_from(4) if GPU.traces else "")
-        done = FakeEvent().record(stream)
         for x in outs:
-            FOOTPRINT.add(x).done = done
+            FOOTPRINT.landed(x, stream)
         return stream
-
-    def _wait_for(self, tensor: Tensor) -> None:
-        """The current stream waits for the transfer that made a tensor, not for later ones."""
-        record = FOOTPRINT.add(tensor)
-        if record.done is not None:
-            record.done.wait()
-            return
-        source = GPU.streams[record.writer]
-        GPU.current.join(source.seen, source.time_ns, source.part)
 
 
 def _nccl_stream(where: Communicator) -> FakeStream:
