@@ -226,6 +226,7 @@ def each_stage(num: int, leaving: str) -> list[str]:
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_rows_travel_while_others_are_computed() -> None:
     """In backward as well, where weights' gradients hide the last stage; a recomputed layer neither
     exchanges outputs nor multiplies by down again."""
