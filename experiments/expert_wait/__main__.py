@@ -44,7 +44,9 @@ class Waited:
 def spec_of(dp: int, name: str) -> RunSpec:
     overrides = system_overrides(name, planned_gib=76.0)[-1]
     layout = [f"parallel.dp={dp}", f"parallel.ep={dp * RANKS}", f"data.num_windows={4 * dp}"]
-    fixed = [f"training.recompute={load(PRESET).training.recompute}"]
+    preset = load(PRESET)
+    stages = min(preset.ep.stages, preset.model.experts.num // (dp * RANKS))
+    fixed = [f"training.recompute={preset.training.recompute}", f"ep.stages={stages}"]
     return load(PRESET, [*constants.OVERRIDES, *overrides, *layout, *fixed])
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from wlb.cost.budget import num_communicators
-from wlb.cost.experts import experts_of_layer, mlp_values, stored_parameters
+from wlb.cost.experts import RoutedWork, experts_of_layer, mlp_values, stored_parameters
 from wlb.cost.flops import layer_linear_flops, layer_matrices, rank_model
 from wlb.cost.memory import layer_activation_bytes, layer_parameters, memory_estimate
-from wlb.cost.workload import workload_for
+from wlb.cost.workload import ProfiledWorkload, workload_for
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(
@@ -57,7 +57,8 @@ def test_what_a_layer_keeps() -> None:
     assert mlp_values(MODEL) == 2 * (16 + 48) + 72
     assert mlp_values(replace(MODEL, experts=ExpertsSpec(), ffn_hidden_size=5)) == 15
     full = layer_activation_bytes(tiny(Recompute.FULL, dp=1), micro_batch_tokens=10)
-    assert full == 10 * (16 * 4 + 2 * 3 * 8)
+    # The layer's input, three places of each copy, and the number of its expert in 16 bits.
+    assert full == 10 * (16 * 4 + 2 * (3 * 8 + 2))
 
 
 def test_ranks_that_share_experts_have_communicators() -> None:
@@ -66,18 +67,65 @@ def test_ranks_that_share_experts_have_communicators() -> None:
     assert num_communicators(spec) == num_communicators(dense) + 2
 
 
+WORK = RoutedWork(wire=8, forward=12, gradients=12, weights=6)
+AGAIN = replace(WORK, again=8, is_recomputed=True)
+
+
+@pytest.mark.parametrize(
+    ("work", "forward", "backward"),
+    [
+        # Alone there and back, 8 + 8; the way back of gradients hides behind those of weights.
+        (WORK, (16, 8, 4), (8 + 2, 4, 2)),
+        # Rows that are computed again hide gradients' way there.
+        (AGAIN, (16, 8, 4), (8 + 2, 4, 2)),
+        # Full recompute: gradients travel during attention, rows after it.
+        (replace(AGAIN, before=20), (16, 8, 4), (8 + 2, 4, 2)),
+        (replace(WORK, defers_weights=True), (16, 8, 4), (16, 8, 4)),
+        # Shared experts hide the first stage in forward and the last one in backward.
+        (replace(WORK, shared_forward=3, shared_backward=1), (13, 5, 2), (8 + 1, 4, 2)),
+    ],
+)
+def test_what_ranks_wait_for(
+    work: RoutedWork, forward: tuple[int, ...], backward: tuple[int, ...]
+) -> None:
+    found = [work.waits(stages) for stages in (1, 2, 4)]
+    assert [wait[0] for wait in found] == pytest.approx(forward)
+    assert [wait[1] for wait in found] == pytest.approx(backward)
+    # Eight all-to-alls of 2 + 1 take longer than four stages of 12 / 4.
+    assert WORK.waits(4, alpha=1.0)[0] == pytest.approx(3 + 4 * 3 - 12 + 9)
+
+
 @pytest.mark.parametrize("how", list(Recompute))
 def test_expert_parallelism_costs_its_all_to_alls(how: Recompute) -> None:
-    keys = [f"training.recompute={how}", "model.vocab_size=151936"]
-    alone, shared = (
-        workload_for(load("qwen3_30b_a3b_128k", [*keys, f"parallel.ep={ep}"]), "cuda").ns_per_token
-        for ep in (1, 8)
-    )
-    assert shared.keys() - alone.keys() == {"ep_comm_forward", "ep_comm_backward"}
-    # Rows go there and back in each pass, and there once more if backward computes them again.
-    ratio = shared["ep_comm_backward"] / shared["ep_comm_forward"]
-    assert ratio == pytest.approx(1.0 if how == Recompute.NONE else 1.5)
-    assert {n: v for n, v in shared.items() if n in alone} == alone
+    def priced(*keys: str) -> ProfiledWorkload:
+        more = [f"training.recompute={how}", "model.vocab_size=151936", *keys]
+        return workload_for(load("qwen3_30b_a3b_128k", more), "cuda")
+
+    alone, one, two = priced("parallel.ep=1", "ep.stages=1"), priced("ep.stages=1"), priced()
+    assert two.ns_per_token.keys() - alone.ns_per_token.keys() == {
+        "ep_comm_forward",
+        "ep_comm_backward",
+    }
+    for name, ns in alone.ns_per_token.items():
+        # Rows that travel are put into another order at both ends.
+        assert (two.ns_per_token[name] > ns) == name.startswith("elementwise")
+    for end in ("forward", "backward"):
+        waits = [w.ns_per_token[f"ep_comm_{end}"] for w in (one, two)]
+        assert waits[1] < 0.6 * waits[0]
+    # Stages take launches, smaller products and latency.
+    assert alone.linear.call_ns < one.linear.call_ns < two.linear.call_ns
+
+
+def test_the_preset_has_the_fastest_number_of_stages() -> None:
+    taken = load("qwen3_30b_a3b_128k").ep.stages
+    times = {
+        stages: sum(
+            sum(w.ns_per_token.values()) * w.micro_batch_tokens + sum(w.linear.call_ns)
+            for w in [workload_for(load("qwen3_30b_a3b_128k", [f"ep.stages={stages}"]), "cuda")]
+        )
+        for stages in (1, 2, 4, 8)
+    }
+    assert min(times, key=times.__getitem__) == taken
 
 
 def test_the_preset_fits_and_has_its_published_parameters() -> None:

@@ -12,6 +12,7 @@ from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
+    EpSection,
     ExchangeChoice,
     ExpertsSpec,
     FsdpSection,
@@ -78,6 +79,7 @@ class Case:
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
     ep: int = 1
+    ep_stages: int = 1
     experts: ExpertsSpec = ExpertsSpec()
     keys: tuple[tuple[str, Any], ...] = ()
     """Other keys of the model and their values."""
@@ -103,6 +105,7 @@ class Case:
         if self.experts.num:
             name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
             name += f"-{self.experts.balance}"
+            name += "" if self.ep_stages == 1 else f"-in{self.ep_stages}"
         name += "".join(f"-{key}{value}" for key, value in self.keys)
         name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"
@@ -142,6 +145,7 @@ def spec_of(case: Case) -> RunSpec:
                 exchange=ExchangeChoice(case.exchange),
                 stages=StageChoice.AUTO if case.stages_each else StageChoice.FIXED,
             ),
+            ep=EpSection(stages=case.ep_stages),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
                 reshard_after_forward=case.reshard,

@@ -31,10 +31,11 @@ NEEDED = KeyExchange.NEEDED
 
 PLAIN = ExpertsSpec(num=8, per_token=2, hidden_size=16)
 SHARED = ExpertsSpec(num=8, per_token=3, hidden_size=16, shared=1, scoring=Scoring.SIGMOID)
+TWELVE = ExpertsSpec(num=12, per_token=3, hidden_size=16, shared=1)
 
 QUICK = [
     Case(cp=2, experts=PLAIN, ep=2),
-    Case(dp=2, pp=2, experts=SHARED, ep=2, v=2, schedule=IZB, num_micro_batches=8),
+    Case(dp=2, pp=2, experts=SHARED, ep=2, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8),
 ]
 CASES = [
     # Experts as other weights: replicated, sharded by FSDP over all of dp x cp x tp.
@@ -44,23 +45,36 @@ CASES = [
     Case(tp=2, cp=2, pp=2, v=2, experts=SHARED, exchange=NEEDED, recompute=Recompute.FULL),
     Case(dp=2, experts=PLAIN, num_micro_batches=8, reshard=True),
     # Expert parallelism over CP, DP and TP.
-    Case(cp=2, pp=2, experts=PLAIN, ep=2, v=2),
-    Case(tp=2, experts=SHARED, ep=2),
+    Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, v=2),
+    Case(tp=2, experts=SHARED, ep=2, ep_stages=4),
     Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
-    Case(cp=2, dp=2, experts=SHARED, ep=2, num_micro_batches=8, reshard=True, prefetch=2),
+    Case(cp=2, dp=2, experts=SHARED, ep=2, ep_stages=2, num_micro_batches=8, reshard=True),
     Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=2, v=2, schedule=IZB, num_micro_batches=8),
-    Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=4, v=2, schedule=IZB, num_micro_batches=8),
-    Case(cp=2, pp=2, dp=2, experts=SHARED, ep=4, v=2, num_micro_batches=8, own_first=True),
+    Case(
+        cp=2, pp=2, dp=2, experts=PLAIN, ep=4, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8
+    ),
+    Case(
+        cp=2,
+        pp=2,
+        dp=2,
+        experts=TWELVE,
+        ep=4,
+        ep_stages=3,
+        v=2,
+        num_micro_batches=8,
+        own_first=True,
+    ),
     Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=4, schedule=F1B, num_micro_batches=8),
-    Case(tp=2, cp=2, pp=2, experts=SHARED, ep=4, v=2, schedule=IZB),
-    Case(cp=2, pp=2, experts=PLAIN, ep=2, recompute=Recompute.FULL, schedule=F1B),
+    Case(tp=2, cp=2, pp=2, experts=SHARED, ep=4, ep_stages=2, v=2, schedule=IZB),
+    Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, recompute=Recompute.FULL, schedule=F1B),
     Case(cp=2, dp=2, experts=SHARED, ep=4, recompute=Recompute.FULL, num_micro_batches=8),
-    Case(cp=2, pp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, v=2),
+    Case(cp=2, pp=2, experts=TWELVE, ep=2, ep_stages=3, recompute=Recompute.SELECTIVE, v=2),
     Case(
         pp=2,
         dp=2,
         experts=PLAIN,
         ep=2,
+        ep_stages=2,
         v=2,
         recompute=Recompute.SELECTIVE,
         schedule=IZB,

@@ -113,6 +113,37 @@ def test_bytes_are_counted_in_blocks_by_kind_at_the_peak(
     assert [request.size for request in footprint.requests] == [512, 1024, -1, -1, 2560, 512, -1]
 
 
+def test_a_transfer_is_waited_for_without_those_behind_it(
+    streams: tuple[FakeStream, FakeStream],
+) -> None:
+    """Works of NCCL end one by one, so stages of an exchange hide behind each other's kernels."""
+    compute, other = streams
+    footprint, arriving = Footprint(), list[Tensor]()
+    for _ in range(2):
+        arriving.append(made_on(footprint, other))
+        footprint.landed(arriving[-1], other)
+    footprint.wait_for(arriving[0], compute)
+    assert compute.time_ns == 10
+    footprint.read(arriving[0], compute)
+    with pytest.raises(RehearsalFault, match="which other wrote"):
+        footprint.read(arriving[1], compute)
+    footprint.wait_for(arriving[1], compute)
+    footprint.read(arriving[1], compute)
+    assert compute.time_ns == 20
+
+
+def test_a_wait_of_the_host_says_what_the_gpu_has_left(
+    streams: tuple[FakeStream, FakeStream],
+) -> None:
+    compute, other = streams
+    other.run("copy", "compute", 10)
+    copied = other.record_event()
+    compute.run("rows", "compute", 25)
+    copied.synchronize()
+    compute.synchronize()
+    assert [wait.left_ns for wait in GPU.waits] == [15, 0]
+
+
 def test_what_the_compute_stream_waits_for_is_exposed(
     streams: tuple[FakeStream, FakeStream],
 ) -> None:

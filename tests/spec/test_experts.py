@@ -28,6 +28,13 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["parallel.ep=3"], "parallel.ep = 3 does not divide model.experts.num = 8"),
         (["parallel.ep=8"], r"parallel.ep = 8 does not divide dp 2 x cp 2 x tp 1 = 4 ranks"),
         (["model.experts.num=0", "parallel.ep=2"], "there are no experts to divide"),
+        (["parallel.ep=4", "ep.stages=2"], ""),
+        (
+            ["parallel.ep=4", "ep.stages=3"],
+            r"ep.stages = 3 does not divide the 2 experts.*\[1, 2\]",
+        ),
+        (["ep.stages=2"], "ep.stages = 2 with parallel.ep = 1: no rows travel; set ep.stages = 1"),
+        (["model.experts.num=0", "ep.stages=2"], "ep.stages = 2 with parallel.ep = 1"),
         (["fsdp.shard_size=2"], "fsdp.shard_size = 2 is not built for model.experts"),
         (["training.compile=true"], "training.compile = true is not built for model.experts"),
         (["cost.online=true"], "cost.online = true is not built for model.experts"),

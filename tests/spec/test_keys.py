@@ -46,6 +46,7 @@ KEYS = [
     "data.row_multiple",
     "data.store",
     "data.verify",
+    "ep.stages",
     "eval.interval",
     "eval.interval_tokens",
     "eval.steps",

@@ -1,7 +1,10 @@
-"""Sizes of a mixture of experts on a rank, with equally loaded experts.
+"""Sizes and waits of a mixture of experts on a rank, with equally loaded experts.
 
-Rows of a rank that holds popular experts exceed these in the ratio that telemetry reports.
+Rows of a rank that holds popular experts exceed these in the ratio that telemetry reports. What
+ranks wait for all-to-alls in stages is that of `wlb.parallel.expert_exchange`, event by event.
 """
+
+from dataclasses import dataclass
 
 from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec
@@ -36,16 +39,24 @@ def mlp_values(model: ModelSpec) -> int:
     return routed + 3 * experts.shared_hidden_size
 
 
-def order_bytes(model: ModelSpec) -> int:
+def order_bytes(model: ModelSpec, *, is_recomputed: bool) -> int:
     """Bytes of a token's places among the rows of experts, on both sides of an exchange and back;
-    autograd functions hold them whatever is recomputed."""
-    return bool(model.experts.num) * 3 * 8 * model.experts.per_token
+    autograd functions hold them whatever is recomputed. A recomputed layer has its choice of
+    experts too, in 16 bits."""
+    return bool(model.experts.num) * (3 * 8 + 2 * is_recomputed) * model.experts.per_token
 
 
 def exchanged_values(model: ModelSpec) -> int:
     """Values of a token's copies in backward: rows and gradients before and after an exchange, in
     two orders."""
     return bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
+
+
+def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
+    """Values that a token's copies read and write where rows that travel are put into another
+    order, there and back: forward, backward, and what backward runs again."""
+    one_way = 2 * model.experts.per_token * model.hidden_size
+    return 2 * one_way, 2 * one_way, one_way
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
@@ -58,3 +69,83 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
     link = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1).bytes_per_s
     seconds = (near - 1) / inside + (parallel.ep - near) / link
     return rows * row_bytes * seconds * 1e9
+
+
+_TILE, _UNITS = 128, 132
+"""A product's output is computed in tiles of so many rows and columns, so many at a time (H100)."""
+_KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
+"""Kernels that a stage has besides its products, forward and backward, and the shortest's time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedWork:
+    """Times of one token in one layer, ns. wire: of an all-to-all of its copies. forward: experts'
+    kernels between its ways there and back; gradients: the same in backward, without weights'
+    gradients, which are apart; again: those that backward runs again. shared_*: shared experts,
+    before experts in forward, behind them in backward. before: products that backward runs again
+    before the router (full recompute).
+    """
+
+    wire: float
+    forward: float
+    gradients: float
+    weights: float
+    again: float = 0.0
+    shared_forward: float = 0.0
+    shared_backward: float = 0.0
+    shared_again: float = 0.0
+    before: float = 0.0
+    is_recomputed: bool = False
+    defers_weights: bool = False
+
+    def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
+        """What ranks wait for rows in forward and in backward, with so many stages. alpha: latency
+        of an all-to-all, as a token's part of it."""
+        part = self.wire / stages + alpha
+        return self._forward(stages, part), self._backward(stages, part)
+
+    def _forward(self, stages: int, part: float) -> float:
+        at, link = self.shared_forward, stages * part
+        for s in range(stages):
+            at = max(at, (s + 1) * part) + self.forward / stages
+            link = max(link, at) + part
+        return max(at, link) - self.shared_forward - self.forward
+
+    def _backward(self, stages: int, part: float) -> float:
+        """Gradients travel first, or behind the rows that recomputed products need."""
+        at, link, whole = 0.0, 0.0, stages * part
+        gradients_first = not self.is_recomputed or self.before > 0
+        arrival = [(s + 1) * part for s in range(stages)]
+        if gradients_first:
+            link = whole
+        if self.is_recomputed:
+            at = self.before + self.shared_again
+            link = max(link, self.before)
+            for s in range(stages):
+                at = max(at, link + (s + 1) * part) + self.again / stages
+            link += whole
+        if not gradients_first:
+            arrival = [link + (s + 1) * part for s in range(stages)]
+            link += whole
+        for s in range(stages):
+            at = max(at, arrival[s]) + self.gradients / stages
+            link = max(link, at) + part
+        later = self.shared_backward + self.weights * (not self.defers_weights)
+        computed = self.before + self.shared_again + self.again + self.gradients + later
+        return max(at + later, link) - computed
+
+
+def smaller_products_ns(
+    model: ModelSpec, stages: int, *, tflops: float, is_recomputed: bool
+) -> tuple[float, float]:
+    """What a layer's stages take longer once a micro-batch, forward and backward: for each beyond
+    the first half a wave of tiles in each product, and the shortest time of its other kernels."""
+    width, hidden = model.hidden_size, model.experts.hidden_size
+    gate_and_up = 2 * width
+    inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
+    wave_ns = [2 * _TILE**2 * n * _UNITS / tflops * 1e-3 for n in inner]
+    forward, backward = (
+        (stages - 1) * (wave / 2 + kernels * _SHORTEST_NS)
+        for wave, kernels in zip(wave_ns, _KERNELS, strict=True)
+    )
+    return forward, backward

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.cost.experts import routed_wire_ns
+from wlb.cost.experts import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
     elementwise_calls,
@@ -79,7 +79,8 @@ class LinearCost:
     """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`.
 
     tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
-    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks.
+    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks. expert_stages: as
+    ep.stages. defers_weights: the schedule computes weights' gradients in passes of their own.
     """
 
     model: ModelSpec
@@ -90,6 +91,8 @@ class LinearCost:
     recompute: Recompute
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
+    expert_stages: int = 1
+    defers_weights: bool = False
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -131,10 +134,9 @@ class LinearCost:
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         if self.parallel.ep > 1:
-            once = routed_wire_ns(self.model, self.parallel, self.profile)
-            # There and back in each pass; backward that runs again only brings rows there.
-            again = once * (self.recompute != Recompute.NONE)
-            terms["ep_comm"] = (2 * once, 2 * once, again)
+            both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
+            terms["elementwise"] = tuple(a + b for a, b in both)
+            terms["ep_comm"] = (*self._routed_work().waits(self.expert_stages), 0.0)
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
@@ -187,6 +189,9 @@ class LinearCost:
             cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
+        if self.parallel.ep > 1:
+            stages = self._stage_call_ns()
+            forward, backward = forward + stages[0], backward + stages[1]
         return forward * self.num_layers, backward * self.num_layers
 
     @property
@@ -204,6 +209,75 @@ class LinearCost:
         routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
         forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
         return forward * routed, backward * routed, again * routed
+
+    def _routed_work(self) -> RoutedWork:
+        """What hides experts' rows while they travel, of one token in one layer."""
+        experts, is_full = self.model.experts, self.recompute == Recompute.FULL
+        products, moved = self._in_layer(self._gemm_ns(range(4, 7))), self._reordered_ns()
+        shared = experts.shared / (experts.per_token + experts.shared)
+        forward, backward, again = (ns * (1 - shared) for ns in products)
+        if not self.model.branch_norms:
+            # Its last product does not run again, whatever a dense layer's would (`again`).
+            again = min(again, forward * 2 / 3)
+        weights = backward / LINEAR_BACKWARD_FACTOR
+        return RoutedWork(
+            wire=routed_wire_ns(self.model, self.parallel, self.profile),
+            forward=forward + moved[0],
+            gradients=backward - weights + moved[1],
+            weights=weights,
+            again=again + moved[2],
+            shared_forward=products[0] * shared,
+            shared_backward=products[1] * shared,
+            shared_again=products[2] * shared,
+            before=self._in_layer(self._gemm_ns(range(4)))[2] if is_full else 0.0,
+            is_recomputed=self.recompute != Recompute.NONE,
+            defers_weights=self.defers_weights,
+        )
+
+    def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
+        """What all-to-alls of experts' rows take in a rank's layers, and the part of it that the
+        rank waits for."""
+        work, each = self._routed_work(), num_tokens / num_micro_batches
+        alpha = self._routed_alpha_ns / each
+        whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
+        waited = sum(work.waits(self.expert_stages, alpha))
+        return whole * num_tokens * self.num_layers, waited * num_tokens * self.num_layers
+
+    @property
+    def _routed_alpha_ns(self) -> float:
+        """Latency of an all-to-all of experts' rows."""
+        ep, near = self.parallel.ep, self.profile.ranks_per_node
+        span = ep if ep <= near else near + 1
+        return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
+
+    def _reordered_ns(self) -> Work:
+        """Copies of a token's rows at both ends of their way (`reordered_values`)."""
+        cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
+        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        forward, backward, again = (
+            n * size / cost.forward_bytes_per_s * 1e9 for n in reordered_values(self.model)
+        )
+        work = self._in_layer((forward, backward, again))
+        return (*work[:2], work[2] * (self.recompute != Recompute.NONE))
+
+    def _stage_call_ns(self) -> Passes:
+        """What experts' exchange takes once a micro-batch: latency of all-to-alls that nothing
+        hides, and smaller products of stages."""
+        work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
+        late = work.waits(stages, self._routed_alpha_ns / tokens)
+        both = zip(late, work.waits(stages), strict=True)
+        rows, columns = layer_matrices(self.model)[4]
+        at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
+        smaller = smaller_products_ns(
+            self.model,
+            stages,
+            tflops=float(self.profile.gemm.forward.at(*at)[0]),
+            is_recomputed=self.recompute != Recompute.NONE,
+        )
+        forward, backward = (
+            (slow - fast) * tokens + more for (slow, fast), more in zip(both, smaller, strict=True)
+        )
+        return forward, backward
 
     @property
     def embedding_ns_per_token(self) -> Passes:

@@ -191,9 +191,10 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
-    local = _local(spec, micro_batch_tokens)
-    if spec.training.recompute == Recompute.FULL:
-        return local * (model.hidden_size * size + experts.order_bytes(model)) // tp
+    local, how = _local(spec, micro_batch_tokens), spec.training.recompute
+    order_bytes = experts.order_bytes(model, is_recomputed=how != Recompute.NONE)
+    if how == Recompute.FULL:
+        return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
     if model.norms_keys:
         # Q and K before their norms; K and Q after them are kept for attention.
@@ -202,7 +203,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         values += model.hidden_size + experts.mlp_values(model)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
-    per_token = size * values + FLOAT32_BYTES * float32_values + experts.order_bytes(model)
+    per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp
 

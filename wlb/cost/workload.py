@@ -234,10 +234,10 @@ class ProfiledWorkload:
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
     of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
-    `sharding.stages` is auto. machine, dtype, longest (most tokens of a piece): for `notes` only;
-    "" or 0 if unknown. Derived: table (attention), linear, ns_per_token by linear term, forward_ns
-    and backward_ns: attention by length, tabled at construction (about 2 ms) so that pricing is a
-    look-up.
+    `sharding.stages` is auto. expert_stages, defers_weights: see `LinearCost`. machine, dtype,
+    longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
+    (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
+    length, tabled at construction (about 2 ms) so that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -252,6 +252,8 @@ class ProfiledWorkload:
     overlaps: bool = False
     stages: int = 1
     stages_by_price: bool = False
+    expert_stages: int = 1
+    defers_weights: bool = False
     machine: str = ""
     dtype: str = ""
     longest: int = 0
@@ -473,6 +475,8 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
         stages_by_price=spec.sharding.stages == StageChoice.AUTO,
+        expert_stages=spec.ep.stages,
+        defers_weights=spec.splits_backward,
         recompute=spec.training.recompute,
         machine=machine,
         dtype=str(spec.training.dtype),

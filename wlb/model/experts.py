@@ -3,17 +3,19 @@
 Dropless: an expert computes all rows that choose it, in one order (expert, source rank, token), so
 that sums never depend on timing. A score multiplies its expert's hidden values, not its output, so
 that backward needs no outputs. Shapes: T real rows, K experts a token, N = T K rows at experts, E
-experts, C width, F hidden size of an expert.
+experts, C width, F hidden size of an expert; M rows of this process's experts, P of them in a stage
+(`wlb.model.expert_way`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, pad, silu
 
+from wlb.model.expert_way import ExpertExchange, FirstPass, LocalExperts, Way, during_pass
 from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
@@ -33,35 +35,6 @@ class ExpertRows:
     num: int
     loss_scale: float = 1.0
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedRows:
-    """Rows where their experts are, expert by expert. x_MC; scores_M, float32; ends_E: index after
-    each held expert's last row, int32. way: what `ExpertExchange.back` needs."""
-
-    x_MC: Tensor
-    scores_M: Tensor
-    ends_E: Tensor
-    way: Any = None
-
-
-class ExpertExchange(Protocol):
-    """Brings rows to the processes of their experts and back."""
-
-    def there(self, x_NC: Tensor, scores_N: Tensor, ends_E: Tensor) -> RoutedRows: ...
-
-    def back(self, y_MC: Tensor, routed: RoutedRows) -> Tensor: ...
-
-
-class LocalExperts:
-    """All experts are in this process."""
-
-    def there(self, x_NC: Tensor, scores_N: Tensor, ends_E: Tensor) -> RoutedRows:
-        return RoutedRows(x_NC, scores_N, ends_E)
-
-    def back(self, y_MC: Tensor, routed: RoutedRows) -> Tensor:
-        return y_MC
 
 
 class MatrixStack(nn.Module):
@@ -86,14 +59,16 @@ class GroupedMlp(nn.Module):
         self.down_proj = MatrixStack(experts.num, width, hidden)
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
 
-    def forward(self, x_MC: Tensor, scores_M: Tensor, ends_E: Tensor) -> Tensor:
-        """Outputs times scores, [M, C]; arguments as in `RoutedRows`."""
+    def forward(self, under_way: Tensor, way: Way, *, needs_outputs: bool = True) -> Tensor:
+        """Compute the rows that arrive by `way`, outputs times scores, and send them back, stage by
+        stage; takes and returns an empty tensor. needs_outputs: False for what backward needs
+        alone."""
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
         # Parameters are read in forward, because FSDP exchanges a module's parameters.
         parameters = [stack.weight for stack in stacks]
         weights = [self.local(parameter) for parameter in parameters]
         out: Tensor = _GroupedSwiGlu.apply(  # pyright: ignore[reportAssignmentType]
-            self.defer, parameters, x_MC, scores_M, ends_E, *weights
+            self.defer, parameters, way, needs_outputs, under_way, *weights
         )
         return out
 
@@ -106,31 +81,58 @@ class _GroupedSwiGlu(torch.autograd.Function):
         ctx: Any,
         defer: Defer | None,
         parameters: Sequence[Tensor],
-        x_MC: Tensor,
-        scores_M: Tensor,
-        ends_E: Tensor,
+        way: Way,
+        needs_outputs: bool,
+        under_way: Tensor,
         *weights: Tensor,
     ) -> Tensor:
         gate, up, down = weights
-        gate_MF = grouped_mm(x_MC, gate.transpose(-2, -1), offs=ends_E)
-        up_MF = grouped_mm(x_MC, up.transpose(-2, -1), offs=ends_E)
-        hidden_MF = silu(gate_MF).mul_(up_MF).mul_(scores_M[:, None])
-        ctx.defer, ctx.parameters = defer, parameters
-        ctx.save_for_backward(x_MC, scores_M, ends_E, gate_MF, up_MF, *weights)
-        return grouped_mm(hidden_MF, down.transpose(-2, -1), offs=ends_E)
+        products: list[Tensor] = []
+        for i, (held, _, ends) in enumerate(way.stages):
+            x_PC, scores_P = way.there.arrived(i)
+            gate_PF = grouped_mm(x_PC, gate[held].transpose(-2, -1), offs=ends)
+            up_PF = grouped_mm(x_PC, up[held].transpose(-2, -1), offs=ends)
+            products += [gate_PF, up_PF]
+            if needs_outputs:
+                assert scores_P is not None
+                hidden_PF = silu(gate_PF).mul_(up_PF).mul_(scores_P[:, None])
+                made_PC = grouped_mm(hidden_PF, down[held].transpose(-2, -1), offs=ends)
+                way.there.answer(i, made_PC)
+                del hidden_PF, made_PC
+        x_MC, scores_M = way.there.whole()
+        ctx.defer, ctx.parameters, ctx.way = defer, parameters, way
+        ctx.save_for_backward(x_MC, scores_M, *products, *weights)
+        return under_way.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_MC, scores_M, ends_E, gate_MF, up_MF, gate, up, down = ctx.saved_tensors
-        grad_MC = grads[0].contiguous()
-        product_MF = silu(gate_MF).mul_(up_MF)
-        hidden_MF = product_MF.clone().mul_(scores_M[:, None])
-        dhidden_MF = grouped_mm(grad_MC, down, offs=ends_E)
-        dscores_M = (dhidden_MF * product_MF).sum(-1, dtype=scores_M.dtype)
-        dhidden_MF = dhidden_MF.mul_(scores_M[:, None])
-        dup_MF = dhidden_MF * silu(gate_MF)
-        dgate_MF = torch.ops.aten.silu_backward(dhidden_MF.mul_(up_MF), gate_MF)
-        dx_MC = grouped_mm(dgate_MF, gate, offs=ends_E).add_(grouped_mm(dup_MF, up, offs=ends_E))
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x_MC, scores_M, *products, gate, up, down = ctx.saved_tensors
+        way: Way = ctx.way
+        way.back.start()
+        # Those of all stages are whole, so that a weight's gradient is one product.
+        hidden_MF, dgate_MF, dup_MF = (
+            x_MC.new_empty(x_MC.shape[0], gate.shape[1]) for _ in range(3)
+        )
+        for i, (held, rows, ends) in enumerate(way.stages):
+            gate_PF, up_PF, scores_P1 = *products[2 * i : 2 * i + 2], scores_M[rows, None]
+            grad_PC = way.back.arrived(i)[0]
+            product_PF = silu(gate_PF).mul_(up_PF)
+            torch.mul(product_PF, scores_P1, out=hidden_MF[rows])
+            dhidden_PF = grouped_mm(grad_PC, down[held], offs=ends)
+            dscores_P = (dhidden_PF * product_PF).sum(-1, dtype=scores_M.dtype)
+            dhidden_PF = dhidden_PF.mul_(scores_P1)
+            torch.mul(dhidden_PF, silu(gate_PF), out=dup_MF[rows])
+            torch.ops.aten.silu_backward.grad_input(
+                dhidden_PF.mul_(up_PF), gate_PF, grad_input=dgate_MF[rows]
+            )
+            del product_PF, dhidden_PF
+            if ctx.needs_input_grad[4]:
+                dx_PC = grouped_mm(dgate_MF[rows], gate[held], offs=ends)
+                dx_PC.add_(grouped_mm(dup_MF[rows], up[held], offs=ends))
+                way.back.answer(i, dx_PC, dscores_P)
+                del dx_PC
+        # What is computed from here on hides the last stage's way back.
+        grad_MC, ends_E = way.back.whole()[0], way.ends_E
 
         def of_down() -> list[Tensor]:
             return [grouped_mm(grad_MC.t(), hidden_MF, offs=ends_E)]
@@ -144,47 +146,54 @@ class _GroupedSwiGlu(torch.autograd.Function):
         else:
             ctx.defer(ctx.parameters[2:], of_down)
             ctx.defer(ctx.parameters[:2], of_gate_and_up)
-        return None, None, dx_MC, dscores_M, None, *dweights
+        return None, None, None, None, x_MC.new_empty(0), *dweights
 
 
 class _Spread(torch.autograd.Function):
-    """A copy of each row for each of its experts, in the order of experts, and its score."""
+    """Gives `way` a copy of each row for each of its experts, and its score. Returns an empty
+    tensor, as `GroupedMlp` does."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TC: Tensor, scores_TK: Tensor, order_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.order_N, ctx.shape = order_N, scores_TK.shape
-        rows_N = order_N // scores_TK.shape[1]
-        return x_TC.index_select(0, rows_N), scores_TK.flatten().index_select(0, order_N)
+    def forward(ctx: Any, way: Way, x_TC: Tensor, scores_TK: Tensor) -> Tensor:
+        ctx.way, ctx.x, ctx.scores = way, x_TC.new_empty(0), scores_TK.new_empty(0)
+        ctx.shape = (*scores_TK.shape, x_TC.shape[1])
+        rows_N = way.order_N // scores_TK.shape[1]
+        scores_N = scores_TK.flatten().index_select(0, way.order_N)
+        way.there.send(x_TC, rows_N, scores_N)
+        return x_TC.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx_NC, dscores_N = grads
-        inverse_N = inverse_of(ctx.order_N)
-        dx_TKC = dx_NC.index_select(0, inverse_N).view(*ctx.shape, dx_NC.shape[1])
-        return dx_TKC.sum(1), dscores_N.index_select(0, inverse_N).view(ctx.shape), None
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        way: Way = ctx.way
+        num_tokens, per_token, width = ctx.shape
+        dx_NC = ctx.x.new_empty(num_tokens * per_token, width)
+        dscores_N = ctx.scores.new_empty(num_tokens * per_token)
+        for i, rows in enumerate(way.sent):
+            dx_PC, dscores_P = way.back.answers(i)
+            assert dscores_P is not None
+            dx_NC.index_copy_(0, way.order_N[rows], dx_PC)
+            dscores_N.index_copy_(0, way.order_N[rows], dscores_P)
+        return None, dx_NC.view(num_tokens, per_token, width).sum(1), dscores_N.view(ctx.shape[:2])
 
 
 class _Gather(torch.autograd.Function):
-    """The sum of the rows that a token's experts made; K a token."""
+    """The sum of the rows that came back by `way`; num_tokens, per_token and width: T, K and C."""
 
     @staticmethod
-    def forward(ctx: Any, y_NC: Tensor, order_N: Tensor, per_token: int) -> Tensor:
-        ctx.order_N, ctx.per_token = order_N, per_token
-        num, width = y_NC.shape
-        made_NC = y_NC.index_select(0, inverse_of(order_N))
-        return made_NC.view(num // per_token, per_token, width).sum(1)
+    def forward(ctx: Any, way: Way, per_token: int, width: int, under_way: Tensor) -> Tensor:
+        ctx.way, ctx.per_token = way, per_token
+        made_NC = under_way.new_empty(way.order_N.shape[0], width)
+        for i, rows in enumerate(way.sent):
+            made_NC.index_copy_(0, way.order_N[rows], way.there.answers(i)[0])
+        return made_NC.view(-1, per_token, width).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.order_N // ctx.per_token), None, None
-
-
-def inverse_of(order_N: Tensor) -> Tensor:
-    """The permutation that undoes `order_N`."""
-    places = torch.arange(order_N.shape[0], device=order_N.device)
-    return torch.empty_like(order_N).scatter_(0, order_N, places)
+        way: Way = ctx.way
+        way.back.send(grads[0], way.order_N // ctx.per_token)
+        if not way.starts_late:
+            way.back.start()
+        return None, None, None, grads[0].new_empty(0)
 
 
 class _WithLoss(torch.autograd.Function):
@@ -217,6 +226,8 @@ class MixtureMlp(nn.Module):
         self.experts = GroupedMlp(self.spec, spec.hidden_size)
         self.shared_experts = shared
         self.exchange: ExpertExchange = LocalExperts()
+        self._has_branch_norms = spec.branch_norms
+        self._first: FirstPass | None = None
         self.load: Tensor | None = None
         if self.spec.balance != ExpertBalance.NONE:
             self.register_buffer("balance", torch.zeros(self.spec.num))
@@ -224,28 +235,60 @@ class MixtureMlp(nn.Module):
     def forward(self, x_TC: Tensor, rows: ExpertRows | None = None) -> Tensor:
         """The residual branch of x, [T, C] and padding; zero without shared experts there."""
         num = x_TC.shape[0] if rows is None else rows.num
-        scores_TK, chosen_TK = self.route(x_TC[:num], rows)
-        sorted_N, order_N = chosen_TK.flatten().sort(stable=True)
-        every_E = torch.arange(self.spec.num, device=x_TC.device)
-        ends_E = torch.searchsorted(sorted_N, every_E, right=True, out_int32=True)
+        way, scores_TK = self._choose(x_TC[:num], rows)
         if rows is not None:
-            rows.counts[self] = ends_E.diff(prepend=ends_E.new_zeros(1))
-        spread: Any = _Spread.apply(x_TC[:num], scores_TK, order_N)
-        routed = self.exchange.there(spread[0], spread[1], ends_E)
-        made_MC = self.experts(routed.x_MC, routed.scores_M, routed.ends_E)
-        made_NC = self.exchange.back(made_MC, routed)
-        out_TC: Tensor = _Gather.apply(made_NC, order_N, self.spec.per_token)  # pyright: ignore[reportAssignmentType]
+            rows.counts[self] = way.counts_E
+        # What needs no numbers of rows comes before the host reads them.
+        under_way: Any = _Spread.apply(way, x_TC[:num], scores_TK)
+        shared_TC = None if self.shared_experts is None else self.shared_experts(x_TC)
+        way.begin()
+        under_way = self.experts(under_way, way, needs_outputs=self._needs_outputs)
+        out_TC: Any = _Gather.apply(way, self.spec.per_token, x_TC.shape[1], under_way)
         out_TC = pad(out_TC, (0, 0, 0, x_TC.shape[0] - num))
-        return out_TC if self.shared_experts is None else out_TC + self.shared_experts(x_TC)
+        return out_TC if shared_TC is None else out_TC + shared_TC
 
-    def route(self, x_TC: Tensor, rows: ExpertRows | None = None) -> tuple[Tensor, Tensor]:
-        """Scores, float32, and numbers of each row's experts, [T, K] both."""
+    def _choose(self, x_TC: Tensor, rows: ExpertRows | None) -> tuple[Way, Tensor]:
+        """The way of x's rows to their experts, and their scores, [T, K]."""
+        first = self._first
+        if first is not None and first.is_over:
+            way, chosen_TK = first.kept()
+            return way, self.route(x_TC, rows, chosen_TK)[0]
+        scores_TK, chosen_TK = self.route(x_TC, rows)
+        way = self.exchange.way(chosen_TK, self.spec.num)
+        if first is not None:
+            first.keep(way, chosen_TK)
+        return way, scores_TK
+
+    @property
+    def _needs_outputs(self) -> bool:
+        """In a second pass only if a later operator of the layer saves them for backward."""
+        is_second = self._first is not None and self._first.is_over
+        return not is_second or self._has_branch_norms
+
+    def passes(self, *, starts_late: bool) -> tuple[Any, Any]:
+        """`context_fn` of torch's checkpoint, for a call that contains this module's; see
+        `FirstPass`."""
+        first = FirstPass(starts_late=starts_late)
+        return (
+            during_pass(self._tell, first, is_second=False),
+            during_pass(self._tell, first, is_second=True),
+        )
+
+    def _tell(self, first: FirstPass | None) -> None:
+        self._first = first
+
+    def route(
+        self, x_TC: Tensor, rows: ExpertRows | None = None, chosen_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores, float32, and numbers of each row's experts, [T, K] both; chosen_TK: those that
+        were chosen before."""
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()
         is_softmax = self.spec.scoring == Scoring.SOFTMAX
         scores_TE = logits_TE.softmax(-1) if is_softmax else logits_TE.sigmoid()
-        is_biased = self.spec.balance == ExpertBalance.BIAS
-        seen_TE = scores_TE.detach() + self.balance if is_biased else scores_TE.detach()
-        chosen_TK = seen_TE.topk(self.spec.per_token, -1).indices
+        if chosen_TK is None:
+            is_biased = self.spec.balance == ExpertBalance.BIAS
+            seen_TE = scores_TE.detach() + self.balance if is_biased else scores_TE.detach()
+            chosen_TK = seen_TE.topk(self.spec.per_token, -1).indices
         scores_TK = scores_TE.gather(-1, chosen_TK)
         if self.spec.normalised:
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)

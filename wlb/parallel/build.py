@@ -18,6 +18,7 @@ from wlb.kernels import Scores
 from wlb.kernels.fused.select import FusedChoice, choose_fused
 from wlb.kernels.select import Choice, choose_backend
 from wlb.model import Llama, Ops, initial_weight
+from wlb.model.experts import MixtureMlp
 from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import needs_fsdp, shard_stage, shard_start, share_streams
 from wlb.parallel.deferred import DeferringOps, WeightQueue
@@ -74,7 +75,8 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
             )
         if mesh.parallel.tp > 1:
             _distribute(stage, mesh)
-        divide_experts(stage, mesh, getattr(stage.ops, "queue", None))
+        queue = getattr(stage.ops, "queue", None)
+        divide_experts(stage, mesh, queue, num_stages=spec.ep.stages)
         recompute_layers(stage, spec.training.recompute)
         if spec.training.compile:
             compile_layers(stage, spec.training.compile_backend)
@@ -104,7 +106,12 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
     for layer in stage.model.layers.values():
         # forward is replaced inside the module, so that hooks on the module (FSDP, clock) do not
         # run again in backward.
-        setattr(layer, method, partial(_checkpointed, getattr(layer, method)))
+        call = partial(_checkpointed, getattr(layer, method))
+        if isinstance(layer.mlp, MixtureMlp):
+            # Gradients' way hides behind attention if that is recomputed.
+            passes = partial(layer.mlp.passes, starts_late=how == Recompute.SELECTIVE)
+            call = partial(call, context_fn=passes)
+        setattr(layer, method, call)
 
 
 def _ops(spec: RunSpec, mesh: Mesh) -> Ops:

@@ -51,10 +51,16 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return wait(start_reduce_scatter(x, group))
 
 
+def start_all_to_all(
+    x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+) -> Tensor:
+    """Rows of x in `sent` parts to the ranks of `group`; theirs in `received` parts, rank-major;
+    `wait` before use."""
+    return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name)
+
+
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
-    """Rows of x in `sent` parts to the ranks of `group`; theirs in `received` parts, rank-major."""
-    name = group.group_name
-    return wait(_ops.all_to_all_single(x.contiguous(), list(received), list(sent), name))
+    return wait(start_all_to_all(x, received, sent, group))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

@@ -4,10 +4,12 @@ Every rank of an EP group then sends and receives as many rows as the others, pa
 holds where the group's ranks have micro-batches of one length: those of one pipeline.
 """
 
+from itertools import pairwise
+
 from torch import Tensor
 
 from wlb.model import ExpertRows
-from wlb.parallel import execute, experts
+from wlb.parallel import execute, expert_exchange
 from wlb.plan import PipelinePlan
 from wlb.spec import RunSpec
 
@@ -16,17 +18,19 @@ def load_equally(spec: RunSpec) -> None:
     """Have this process's ranks load all experts equally, for good."""
     if not spec.model.experts.num:
         return
-    read = experts.rows_between
 
-    def equal_rows(
-        arriving_RH: Tensor, leaving_RH: Tensor, *, num_rows: int, rank: int
-    ) -> tuple[list[int], list[int]]:
-        read(arriving_RH, leaving_RH, num_rows=num_rows, rank=rank)  # the host's wait is counted
-        size = leaving_RH.shape[0]
+    def equal_rows(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> expert_exchange.RowsBetween:
+        _, stages, size = numbers_2SR.shape
         each, more = divmod(num_rows, size)
-        sent = [each + ((to - rank) % size < more) for to in range(size)]
-        received = [each + ((rank - of) % size < more) for of in range(size)]
-        return received, sent
+        to = [each + ((other - rank) % size < more) for other in range(size)]
+        of = [each + ((rank - other) % size < more) for other in range(size)]
+
+        def by_stage(rows: list[int]) -> list[list[int]]:
+            # Both sides divide a number alike.
+            ends = [[n * s // stages for n in rows] for s in range(stages + 1)]
+            return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)]
+
+        return expert_exchange.RowsBetween(by_stage(of), by_stage(to))
 
     def all_rows(
         executor: execute.Executor, plan: PipelinePlan, i: int, loss_scale: float
@@ -34,7 +38,7 @@ def load_equally(spec: RunSpec) -> None:
         rows = plan.local_tokens[i] // executor.mesh.parallel.tp
         return ExpertRows(num=rows, loss_scale=loss_scale)
 
-    setattr(experts, "rows_between", equal_rows)  # noqa: B010
+    setattr(expert_exchange, "rows_between", equal_rows)  # noqa: B010
     setattr(execute.Executor, "_expert_rows", all_rows)  # noqa: B010
 
 

@@ -50,11 +50,13 @@ class RankMessage(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waited for the device. what: the call. where: file and line of wlb."""
+    """The host waited for the device. what: the call. where: file and line of wlb. left_ns: priced
+    work that the compute stream still had when the wait ended; without any it runs dry."""
 
     step: int
     what: str
     where: str
+    left_ns: float = 0.0
 
 
 class StreamFault(NamedTuple):
@@ -228,8 +230,10 @@ class FakeGpu:
 
     def host_waits(self, what: str, until_ns: float | None = None) -> None:
         """The host waits for a stream (None: the current one)."""
-        self.waits.append(HostWait(self.step, what, called_from(2)))
-        self.host_ns = max(self.host_ns, self.current.time_ns if until_ns is None else until_ns)
+        until_ns = self.current.time_ns if until_ns is None else until_ns
+        left_ns = max(0.0, self.streams[COMPUTE].time_ns - until_ns)
+        self.waits.append(HostWait(self.step, what, called_from(2), left_ns))
+        self.host_ns = max(self.host_ns, until_ns)
 
 
 def called_from(skip: int = 0) -> str:

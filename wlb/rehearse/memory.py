@@ -18,6 +18,7 @@ from wlb.rehearse.gpu import (
     FREED,
     GPU,
     AllocatorRequest,
+    FakeEvent,
     FakeStream,
     RehearsalFault,
     StreamFault,
@@ -46,8 +47,8 @@ _DEEPEST = 40
 @dataclass(slots=True)
 class _Storage:
     """number: of the allocator's request. writer, written: the stream of the last write, and how
-    many kernels that stream had run then. uses: by stream, likewise of the last use. known_to:
-    streams by record_stream."""
+    many kernels that stream had run then; done: its event behind a transfer that wrote. uses: by
+    stream, likewise of the last use. known_to: streams by record_stream."""
 
     number: int
     size: int
@@ -56,6 +57,7 @@ class _Storage:
     writer: int
     written: int
     where: str
+    done: FakeEvent | None = None
     uses: dict[int, int] = field(default_factory=dict)
     known_to: set[int] = field(default_factory=set)
 
@@ -124,12 +126,25 @@ class Footprint:
                     f"{stream.name} writes {_text(tensor)} while {GPU.streams[other].name} may "
                     f"still use it (allocated at {record.where}): wait for that stream first"
                 )
-        record.writer, record.written = stream.id, stream.seen[stream.id] + 1
+        record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def made(self, tensor: Any, stream: FakeStream) -> None:
         """`stream` fills a tensor that has no earlier content."""
         record = self.add(tensor)
-        record.writer, record.written = stream.id, stream.seen[stream.id] + 1
+        record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
+
+    def landed(self, tensor: Any, stream: FakeStream) -> None:
+        """A transfer on `stream`, which has filled the tensor, has ended there."""
+        self.add(tensor).done = FakeEvent().record(stream)
+
+    def wait_for(self, tensor: Any, stream: FakeStream) -> None:
+        """`stream` waits for the transfer that filled a tensor, not for later ones on its
+        stream."""
+        record = self.add(tensor)
+        if record.done is not None:
+            record.done.wait(stream)
+        else:
+            stream.wait_stream(GPU.streams[record.writer])
 
     def told(self, tensor: Any, stream: FakeStream) -> None:
         """Tensor.record_stream: the allocator waits for `stream` before reuse."""

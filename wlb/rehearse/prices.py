@@ -28,6 +28,7 @@ _PRODUCTS = {
     "aten::_grouped_mm": 0,
 }
 """Index of the first factor."""
+_WRITES_ROWS = "aten::index_copy_"
 _COLLECTIVES = (
     ("all_gather", Collective.ALL_GATHER),
     ("allgather", Collective.ALL_GATHER),
@@ -50,6 +51,8 @@ class Prices:
     ) -> tuple[str, float, float, float, int]:
         """(part, FLOPs, bytes, ns, workspace in bytes) of an operator."""
         num_bytes = size_of(ins) + size_of(outs)
+        if name == _WRITES_ROWS:
+            num_bytes = 2 * size_of(ins[2:])  # of the rows that are copied, not of all there are
         if name in _PRODUCTS:
             a, b = args[_PRODUCTS[name] :][:2]
             return self._product(a, b, num_bytes)

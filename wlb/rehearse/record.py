@@ -43,6 +43,8 @@ ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "swiglu", "norm", "sum
 ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
 """Custom ops that launch a kernel of their own, which takes memory and cannot run; of other custom
 ops the body runs."""
+_ONLY_WRITTEN = ("out", "grad_input")
+"""Arguments of kernels for their results."""
 PINNED = WeakTensorKeyDictionary()
 """Tensors in pinned memory of the host, with the stream and count of the copy that fills them."""
 _ALL_TO_ALL = "all_to_all_single"
@@ -123,7 +125,7 @@ class Recorder(TorchDispatchMode):
         outs = [x for x in _leaves(out, Tensor) if x.is_cuda]
         if name.startswith(("c10d::", "_c10d_functional::")):
             if "wait_tensor" in name:
-                self._wait_for(ours[0])
+                FOOTPRINT.wait_for(ours[0], GPU.current)
             elif "wrap_tensor" not in name:  # which is for autograd and runs nothing
                 self._communicate(name, args, ours, outs)
             return
@@ -134,8 +136,11 @@ class Recorder(TorchDispatchMode):
         if _copies_between_hosts(name, args, out):
             _host_copy(name, args, kwargs, out)
         stream = GPU.current
-        self._touch(func, args, ours, outs, stream)
-        part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, ours, outs)
+        self._touch(func, args, kwargs, ours, outs, stream)
+        # What a kernel only writes is among its results too.
+        given = {id(x) for k in _ONLY_WRITTEN for x in _leaves(kwargs.get(k), Tensor)}
+        read = [x for x in ours if id(x) not in given]
+        part, flops, num_bytes, time_ns, workspace = self.prices.kernel(name, args, read, outs)
         FOOTPRINT.temporary("attention workspace", workspace)
         GPU.count(part, num_bytes=num_bytes, flops=flops, time_ns=time_ns)
         stream.run(name, part, time_ns, called_from(3) if GPU.traces else "")
@@ -144,6 +149,7 @@ class Recorder(TorchDispatchMode):
         self,
         func: Any,
         args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
         ours: list[Tensor],
         outs: list[Tensor],
         stream: FakeStream,
@@ -153,7 +159,8 @@ class Recorder(TorchDispatchMode):
             FOOTPRINT.read(x, stream)
         written = self._arguments_written(func)
         for i in written:
-            for x in _leaves(args[i] if i < len(args) else None, Tensor):
+            name = func._schema.arguments[i].name
+            for x in _leaves(args[i] if i < len(args) else kwargs.get(name), Tensor):
                 if x.is_cuda:
                     FOOTPRINT.write(x, stream)
         for x in () if written else outs:
@@ -247,12 +254,9 @@ class Recorder(TorchDispatchMode):
             )
         GPU.count(where.axis, num_bytes=size, flops=0, time_ns=time_ns)
         stream.run(op, where.axis, time_ns, called_from(4) if GPU.traces else "")
+        for x in outs:
+            FOOTPRINT.landed(x, stream)
         return stream
-
-    def _wait_for(self, tensor: Tensor) -> None:
-        record = FOOTPRINT.add(tensor)
-        source = GPU.streams[record.writer]
-        GPU.current.join(source.seen, source.time_ns, source.part)
 
 
 def _nccl_stream(where: Communicator) -> FakeStream:

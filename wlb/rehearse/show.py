@@ -154,12 +154,18 @@ def _graphs(ranks: Iterable[RankResult]) -> list[str]:
 def _host_waits(ranks: Iterable[RankResult]) -> list[str]:
     """One line for each place where the host waits in a step after the first."""
     counts: Counter[tuple[str, str]] = Counter()
+    left_ns: dict[tuple[str, str], float] = {}
     num_steps = 0
     for result in ranks:
         for step in result.steps[1:]:
             num_steps += 1
-            counts.update((wait.what, wait.where) for wait in step.host_waits)
+            for wait in step.host_waits:
+                key = wait.what, wait.where
+                counts[key] += 1
+                left_ns[key] = min(wait.left_ns, left_ns.get(key, wait.left_ns))
     return [
         f"host waits for the device: {what} at {where}, {count / num_steps:g} times a step"
+        + (f"; the GPU has at least {left / 1e3:,.0f} us of work then" if left else "")
         for (what, where), count in counts.most_common()
+        for left in [left_ns[what, where]]
     ]

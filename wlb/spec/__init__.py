@@ -25,6 +25,7 @@ from wlb.spec.packing import StepGrouping as StepGrouping
 from wlb.spec.packing import WindowCut as WindowCut
 from wlb.spec.run import AttentionBackend as AttentionBackend
 from wlb.spec.run import Device as Device
+from wlb.spec.run import EpSection as EpSection
 from wlb.spec.run import FsdpSection as FsdpSection
 from wlb.spec.run import FusedKernels as FusedKernels
 from wlb.spec.run import LongDocuments as LongDocuments

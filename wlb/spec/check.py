@@ -193,11 +193,13 @@ def _check_experts(spec: RunSpec) -> None:
                 f"parallel.ep = {parallel.ep} with model.experts.num = 0: there are no experts to "
                 f"divide; set parallel.ep = 1"
             )
+        _check_expert_stages(spec, 0)
         return
     if num % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide model.experts.num = {num}; use a divisor"
         )
+    _check_expert_stages(spec, num // parallel.ep)
     if parallel.dp and parallel.expert_ranks % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
@@ -213,6 +215,21 @@ def _check_experts(spec: RunSpec) -> None:
             raise UserError(
                 f"{name} = {str(value).lower()} is not built for model.experts; leave it out"
             )
+
+
+def _check_expert_stages(spec: RunSpec, held: int) -> None:
+    """held: experts of a layer on a rank."""
+    stages = spec.ep.stages
+    if stages > 1 and spec.parallel.ep == 1:
+        raise UserError(
+            f"ep.stages = {stages} with parallel.ep = 1: no rows travel; set ep.stages = 1"
+        )
+    if held % stages:
+        good = [n for n in range(1, held + 1) if held % n == 0]
+        raise UserError(
+            f"ep.stages = {stages} does not divide the {held} experts of a rank "
+            f"(model.experts.num / parallel.ep); use one of {good}"
+        )
 
 
 def _check_online(spec: RunSpec) -> None:

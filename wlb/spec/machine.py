@@ -32,6 +32,17 @@ class FsdpSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EpSection:
+    stages: int = key(
+        1,
+        "parts of each rank's experts whose rows travel one after the other, each hidden behind "
+        "the products of the one before; divides model.experts.num / parallel.ep",
+        at_least=1,
+        at_most=64,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     """Hardware assumed by estimates; a run takes from it only the memory that is set aside on its
     GPUs."""

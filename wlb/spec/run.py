@@ -10,7 +10,7 @@ from typing import Any
 
 from wlb.plan import row_multiple
 from wlb.spec.keys import key, to_dict
-from wlb.spec.machine import ClusterSection, FsdpSection, TpSection
+from wlb.spec.machine import ClusterSection, EpSection, FsdpSection, TpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
@@ -357,6 +357,7 @@ class RunSpec:
     pp: PipelineSection = field(default_factory=PipelineSection)
     tp: TpSection = field(default_factory=TpSection)
     cp: CpSection = field(default_factory=CpSection)
+    ep: EpSection = field(default_factory=EpSection)
     data: DataSection = field(default_factory=DataSection)
     packing: PackingSection = field(default_factory=PackingSection)
     sharding: ShardingSection = field(default_factory=ShardingSection)

@@ -154,10 +154,24 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
         f"predicted, without evaluations, saves and interruptions",
     )
     saved, keep = made.checkpoint_bytes, spec.checkpoint.keep
+    if p.ep > 1:
+        table.add_row("experts' rows", _experts_rows(made))
     table.add_row("checkpoint", f"{_size(saved)} each, {_size(keep * saved)} for the {keep} kept")
     table.add_row("documents", documents)
     table.add_row("machine", machine)
     return table
+
+
+def _experts_rows(made: Forecast) -> str:
+    spec = made.spec
+    num = spec.micro_batches_per_pipeline
+    tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
+    whole, waited = (ns / 1e6 for ns in made.cost.linear.routed_rows_ns(tokens, num))
+    return (
+        f"{whole:,.0f} ms of all-to-alls a step over EP {spec.parallel.ep}, in {spec.ep.stages} "
+        f"stages: ranks wait for {waited:,.0f} ms, the rest is predicted to hide behind products; "
+        f"the host reads numbers of rows {num * made.cost.linear.num_layers} times"
+    )
 
 
 def _large(count: int) -> str:
