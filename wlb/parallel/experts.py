@@ -6,7 +6,7 @@ numbers of rows, which the host reads, then rows and scores. Ranks of a group ru
 so that they make the same calls in the same order; a rank without rows calls as well.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -198,34 +198,66 @@ def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Give each layer the rows of its experts in a step, of all ranks that share its experts;
-    once after a step's last backward pass, on all of these ranks."""
+    """Give each layer the rows of its experts in a step, of all ranks that share its experts, and
+    of the EP ranks that others waited for; once after a step's last backward pass, on all ranks."""
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
     if not mixtures:
         return
     told = [r.experts.counts for r in rows if r.experts is not None]
-    own = torch.stack([_sum(told, mixture) for mixture in mixtures]).long()
+    of_batches = [torch.stack([counts[mixture] for mixture in mixtures]) for counts in told]
+    counts_BLE = torch.stack(of_batches).long()
+    counts_LE = counts_BLE.sum(0)
+    ranks_BLR = counts_BLE.unflatten(-1, (mesh.parallel.ep, -1)).sum(-1)
+    counts_LE, ranks_BLR = _added(mesh, EP, counts_LE, ranks_BLR)
+    # A micro-batch's layer waits for the rank with most rows in its own group.
+    slowest_L = ranks_BLR.amax(-1).sum(0)
+    counts_LE, slowest_L = _added(mesh, EXPERT_SHARD, counts_LE, slowest_L)
+    for mixture, load_E, slowest in zip(mixtures, counts_LE, slowest_L, strict=True):
+        mixture.load, mixture.slowest = load_E, slowest
+
+
+def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
+    """The sums of tensors over an axis of the mesh of experts, in one all-reduce."""
     assert mesh.experts is not None
-    for axis in (EXPERT_SHARD, EP):
-        group = mesh.experts.get_group(axis)
-        own = all_reduce(own, group) if group.size() > 1 else own
-    for mixture, load in zip(mixtures, own, strict=True):
-        mixture.load = load
+    group = mesh.experts.get_group(axis)
+    if group.size() == 1:
+        return numbers
+    flat = all_reduce(torch.cat([n.flatten() for n in numbers]), group)
+    parts = flat.split([n.numel() for n in numbers])
+    return [part.view_as(n) for part, n in zip(parts, numbers, strict=True)]
 
 
-def _sum(told: Sequence[Mapping[nn.Module, Tensor]], mixture: MixtureMlp) -> Tensor:
-    return torch.stack([counts[mixture] for counts in told]).sum(0)
+def num_load_values(num_layers: int, ep: int) -> int:
+    """Values of `load_values`."""
+    return 2 * num_layers + ep
 
 
-def load_sums(stages: Iterable[nn.Module]) -> Tensor | None:
-    """Of the last step: the sum over this rank's layers of the most loaded expert's rows over the
-    mean expert's, and the number of layers, float64 [2]; None without experts."""
-    loads = [m.load for stage in stages for m in mixtures_of(stage) if m.load is not None]
-    if not loads:
+def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor | None:
+    """Of the last step, float64: by layer of the whole model, the most loaded expert's rows over
+    the mean one's; by layer, the rows that its EP ranks waited for over the mean rank's; the rows
+    of each EP rank, of all layers. 0 for layers of other stages; None without experts here."""
+    held = {
+        int(name): layer.mlp
+        for stage in stages
+        for name, layer in stage.model.layers.items()
+        if isinstance(layer.mlp, MixtureMlp) and layer.mlp.load is not None
+    }
+    if not held:
         return None
-    load_LE = torch.stack(loads).double()
-    ratios = load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9)
-    return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(loads))])
+    ep = mesh.parallel.ep
+    load_LE = torch.stack([mixture.load for mixture in held.values()]).double()
+    slowest_L = torch.stack([mixture.slowest for mixture in held.values()]).double()
+    of_ranks_R = load_LE.unflatten(-1, (ep, -1)).sum((0, 2))
+    none = load_LE.new_zeros(())
+    of_layers = [
+        dict(zip(held, ratio_L.unbind(), strict=True))
+        for ratio_L in (
+            load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9),
+            slowest_L / (load_LE.sum(-1) / ep).clamp(min=1e-9),
+        )
+    ]
+    values = [found.get(layer, none) for found in of_layers for layer in range(num_layers)]
+    return torch.cat([torch.stack(values), of_ranks_R])
 
 
 def rebalance(stages: Iterable[nn.Module]) -> None:
