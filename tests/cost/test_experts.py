@@ -9,7 +9,7 @@ from wlb.cost.experts import experts_of_layer, mlp_values, stored_parameters
 from wlb.cost.flops import layer_linear_flops, layer_matrices, rank_model
 from wlb.cost.memory import layer_activation_bytes, layer_parameters, memory_estimate
 from wlb.cost.workload import workload_for
-from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, Recompute, RunSpec, load
+from wlb.spec import ExpertsSpec, FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(
     vocab_size=256,
@@ -50,6 +50,9 @@ def test_parameters_of_a_rank() -> None:
     assert stored_parameters(spec, 2 * 2304 + 400, 2) == 2304 + 100
     dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
     assert stored_parameters(dense, 400, 2) == 100
+    # Two copies of one group: a rank stores all of its experts, half of the rest.
+    copies = replace(spec, fsdp=FsdpSection(shard_size=2))
+    assert stored_parameters(copies, 2 * 2304 + 400, 2) == 2 * 2304 + 200
 
 
 def test_what_a_layer_keeps() -> None:
@@ -64,6 +67,8 @@ def test_ranks_that_share_experts_have_communicators() -> None:
     spec = tiny(tp=2, cp=2, dp=2, ep=4)
     dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
     assert num_communicators(spec) == num_communicators(dense) + 2
+    copies, dense = (replace(s, fsdp=FsdpSection(shard_size=2)) for s in (spec, dense))
+    assert num_communicators(copies) == num_communicators(dense) + 2  # one of experts' copies
 
 
 @pytest.mark.parametrize("how", list(Recompute))

@@ -28,7 +28,11 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["parallel.ep=3"], "parallel.ep = 3 does not divide model.experts.num = 8"),
         (["parallel.ep=8"], r"parallel.ep = 8 does not divide dp 2 x cp 2 x tp 1 = 4 ranks"),
         (["model.experts.num=0", "parallel.ep=2"], "there are no experts to divide"),
-        (["fsdp.shard_size=2"], "fsdp.shard_size = 2 is not built for model.experts"),
+        (["fsdp.shard_size=2", "parallel.ep=2"], ""),
+        (
+            ["fsdp.shard_size=2", "parallel.ep=4"],
+            "ep = 4 does not divide fsdp.shard_size 2 x tp 1 = 2 ranks, which hold one copy",
+        ),
         (["training.compile=true"], "training.compile = true is not built for model.experts"),
         (["cost.online=true"], "cost.online = true is not built for model.experts"),
         (

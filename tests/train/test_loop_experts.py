@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-pp2-ep2": {"parallel": {"cp": 2, "pp": 2, "ep": 2}, "pp": {"virtual_stages": 2}},
     "cp2-dp2-ep4": {"parallel": {"cp": 2, "dp": 2, "ep": 4}},
     "tp2-cp2": {"parallel": {"tp": 2, "cp": 2}},
+    "copies": {"parallel": {"cp": 2, "dp": 2, "ep": 2}, "fsdp": {"shard_size": 2}},
 }
 
 
@@ -95,7 +96,11 @@ def test_balance_changes_what_is_learned(straight: Straight) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "balance"),
     [
-        *full(("one", "cp2-dp2-ep4", "bias"), ("cp2-dp2-ep4", "cp2-pp2-ep2", "aux_loss")),
+        *full(
+            ("one", "copies", "bias"),
+            ("copies", "cp2-pp2-ep2", "bias"),
+            ("cp2-dp2-ep4", "cp2-pp2-ep2", "aux_loss"),
+        ),
         ("cp2-pp2-ep2", "one", "bias"),
     ],
 )

@@ -17,12 +17,17 @@ def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
     """Parameters that a rank stores of `count` on a TP rank, in `layers` layers: FSDP's shard, of
     experts that of the ranks with equal experts."""
     experts = layers * experts_of_layer(spec)
-    equal = spec.parallel.expert_ranks // spec.parallel.ep
+    equal = sharing_ranks(spec)
     return -(-(count - experts) // spec.shard_size) + -(-experts // equal)
 
 
+def sharing_ranks(spec: RunSpec) -> int:
+    """Ranks of one copy of the parameters that hold equal experts, which FSDP shards over them."""
+    return spec.shard_size * spec.parallel.tp // spec.parallel.ep
+
+
 def divides_experts(spec: RunSpec) -> bool:
-    """Whether several ranks hold equal experts, so that FSDP shards them."""
+    """Whether several ranks hold equal experts: FSDP shards them, or adds up their copies."""
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 

@@ -1,9 +1,10 @@
 """Expert parallelism: experts over dp x cp x tp, rows brought to them by all-to-alls.
 
 Groups of `parallel.ep` ranks, neighbours in (dp, cp, tp) order, hold equal parts of a layer's
-experts; FSDP shards these over what is left, and adds up their gradients there. A layer exchanges
-numbers of rows, which the host reads, then rows and scores. Ranks of a group run the same schedule,
-so that they make the same calls in the same order; a rank without rows calls as well.
+experts; FSDP shards these over what is left, and adds up their gradients there; with HSDP
+(`fsdp.shard_size`) it does so in each copy of the parameters, and then over copies. A layer
+exchanges numbers of rows, which the host reads, then rows and scores. Ranks of a group run the same
+schedule, so that they make the same calls in the same order; a rank without rows calls as well.
 """
 
 from collections.abc import Iterable, Sequence
@@ -192,9 +193,10 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """The mesh that FSDP2 shards experts over."""
+    """The mesh that FSDP2 shards experts over, with the axis of their copies if there are any."""
     assert mesh.experts is not None
-    return mesh.experts[EXPERT_SHARD]
+    axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
+    return mesh.experts[axes]
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
@@ -211,7 +213,9 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
     counts_LE, ranks_BLR = _added(mesh, EP, counts_LE, ranks_BLR)
     # A micro-batch's layer waits for the rank with most rows in its own group.
     slowest_L = ranks_BLR.amax(-1).sum(0)
-    counts_LE, slowest_L = _added(mesh, EXPERT_SHARD, counts_LE, slowest_L)
+    for axis in mesh.expert_axes:
+        if axis != EP:
+            counts_LE, slowest_L = _added(mesh, axis, counts_LE, slowest_L)
     for mixture, load_E, slowest in zip(mixtures, counts_LE, slowest_L, strict=True):
         mixture.load, mixture.slowest = load_E, slowest
 

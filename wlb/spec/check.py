@@ -203,11 +203,14 @@ def _check_experts(spec: RunSpec) -> None:
             f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
             f"{parallel.tp} = {parallel.expert_ranks} ranks; use a divisor"
         )
-    unbuilt = {
-        "fsdp.shard_size": spec.fsdp.shard_size,
-        "training.compile": spec.training.compile,
-        "cost.online": spec.cost.online,
-    }
+    of_copy = spec.fsdp.shard_size * parallel.tp
+    if of_copy % parallel.ep:
+        raise UserError(
+            f"parallel.ep = {parallel.ep} does not divide fsdp.shard_size {spec.fsdp.shard_size} x "
+            f"tp {parallel.tp} = {of_copy} ranks, which hold one copy of the parameters: experts "
+            f"are divided within a copy; lower parallel.ep or raise fsdp.shard_size"
+        )
+    unbuilt = {"training.compile": spec.training.compile, "cost.online": spec.cost.online}
     for name, value in unbuilt.items():
         if value:
             raise UserError(
