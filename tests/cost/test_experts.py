@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from wlb.cost.budget import num_communicators
@@ -83,6 +84,30 @@ def test_expert_parallelism_costs_its_all_to_alls(how: Recompute) -> None:
     ratio = shared["ep_comm_backward"] / shared["ep_comm_forward"]
     assert ratio == pytest.approx(1.0 if how == Recompute.NONE else 1.5)
     assert {n: v for n, v in shared.items() if n in alone} == alone
+
+
+def test_work_is_that_of_the_rank_with_most_rows() -> None:
+    """With 1.5 times the mean rank's rows: products of experts, exchanges and kept rows."""
+    keys = ["training.recompute=none", "model.vocab_size=151936", "model.experts.shared=8"]
+    even, loaded = (
+        load("qwen3_30b_a3b_128k", [*keys, f"cost.expert_load={r}"]) for r in (1.0, 1.5)
+    )
+    of_even, of_loaded = (workload_for(spec, "cuda") for spec in (even, loaded))
+    forward, backward, _ = of_even.linear.routed_ns_per_token
+    for name, routed_ns in (("gemm_forward", forward), ("gemm_backward", backward)):
+        more = of_loaded.ns_per_token[name] - of_even.ns_per_token[name]
+        assert more == pytest.approx(0.5 * routed_ns)
+        # 37.7M of the 94.4M parameters that compute a token in a layer.
+        assert more == pytest.approx(0.5 * of_even.ns_per_token[name] * 37.7 / 94.4, rel=0.01)
+    for end in ("forward", "backward"):
+        both = (w.ns_per_token[f"ep_comm_{end}"] for w in (of_loaded, of_even))
+        assert next(both) == pytest.approx(1.5 * next(both))
+    assert of_loaded.pooled_ns(np.array([7])) == pytest.approx(1.5 * of_even.pooled_ns([7]), abs=2)
+    whole = [w.linear.weight_products_ns_per_token for w in (of_even, of_loaded)]
+    assert whole[1] - whole[0] == pytest.approx(0.5 * backward / 2)
+    assert mlp_values(MODEL, load=1.5) == 3 * (16 + 48) + 72
+    kept = [layer_activation_bytes(spec, micro_batch_tokens=1024) for spec in (even, loaded)]
+    assert kept[0] < kept[1] < 1.5 * kept[0]
 
 
 def test_the_preset_fits_and_has_its_published_parameters() -> None:

@@ -34,6 +34,9 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
             "ep = 4 does not divide fsdp.shard_size 2 x tp 1 = 2 ranks, which hold one copy",
         ),
         (["training.compile=true"], ""),
+        (["parallel.ep=4", "cost.expert_load=4"], ""),
+        (["parallel.ep=2", "cost.expert_load=2.5"], "expert_load = 2.5 with parallel.ep = 2 and"),
+        (["model.experts.num=0", "cost.expert_load=2"], "expert_load = 2.0 with parallel.ep = 1"),
         (["cost.online=true"], "cost.online = true is not built for model.experts"),
         (
             ["model.experts.shared=1", "parallel.tp=3", *HEADS],

@@ -1,6 +1,6 @@
-"""Sizes of a mixture of experts on a rank, with equally loaded experts.
+"""Sizes of a mixture of experts on a rank.
 
-Rows of a rank that holds popular experts exceed these in the ratio that telemetry reports.
+load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetry reports them.
 """
 
 from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
@@ -31,14 +31,14 @@ def divides_experts(spec: RunSpec) -> bool:
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 
-def mlp_values(model: ModelSpec) -> int:
+def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token that MLPs keep for backward: gate, up and their product. Experts keep its
     copies instead of the product, which they compute again."""
     experts = model.experts
     if not experts.num:
         return 3 * model.ffn_hidden_size
     routed = experts.per_token * (model.hidden_size + 2 * experts.hidden_size)
-    return routed + 3 * experts.shared_hidden_size
+    return round(load * routed) + 3 * experts.shared_hidden_size
 
 
 def order_bytes(model: ModelSpec) -> int:
@@ -47,10 +47,11 @@ def order_bytes(model: ModelSpec) -> int:
     return bool(model.experts.num) * 3 * 8 * model.experts.per_token
 
 
-def exchanged_values(model: ModelSpec) -> int:
+def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token's copies in backward: rows and gradients before and after an exchange, in
-    two orders."""
-    return bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
+    two orders; all are taken to be on the rank that has `load`."""
+    values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
+    return round(load * values)
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:

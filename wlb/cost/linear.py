@@ -79,7 +79,8 @@ class LinearCost:
     """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`.
 
     tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
-    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks.
+    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks. expert_load: rows of the
+    EP rank that a layer waits for over the mean rank's.
     """
 
     model: ModelSpec
@@ -90,6 +91,7 @@ class LinearCost:
     recompute: Recompute
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -122,7 +124,7 @@ class LinearCost:
         """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
         parallel, exposed = self.parallel, 1 - self.tp_overlap
         terms = {
-            "gemm": self._in_layer(self._gemm_ns()),
+            "gemm": self._products_ns(),
             "elementwise": self._in_layer(self._elementwise_ns()),
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
@@ -131,7 +133,7 @@ class LinearCost:
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         if self.parallel.ep > 1:
-            once = routed_wire_ns(self.model, self.parallel, self.profile)
+            once = routed_wire_ns(self.model, self.parallel, self.profile) * self.expert_load
             # There and back in each pass; backward that runs again only brings rows there.
             again = once * (self.recompute != Recompute.NONE)
             terms["ep_comm"] = (2 * once, 2 * once, again)
@@ -192,18 +194,15 @@ class LinearCost:
     @property
     def weight_products_ns_per_token(self) -> float:
         """Time for one token of the matrix products that give weights' gradients."""
-        return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
+        return self._products_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def routed_ns_per_token(self) -> Work:
         """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
-        shared by all ranks of an EP group."""
-        experts = self.model.experts
-        if not experts.num:
-            return 0.0, 0.0, 0.0
-        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
-        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
-        return forward * routed, backward * routed, again * routed
+        on the one of its EP group that has most rows."""
+        factor = self.num_layers * self.expert_load
+        forward, backward, again = self._routed_ns()
+        return forward * factor, backward * factor, again * factor
 
     @property
     def embedding_ns_per_token(self) -> Passes:
@@ -310,6 +309,23 @@ class LinearCost:
             forward += once
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
             again += once * (i in self.again.matrices)
+        return forward, backward, again
+
+    def _routed_ns(self) -> Work:
+        """What experts compute of one token in one layer, if all ranks have equally many rows."""
+        experts = self.model.experts
+        if not experts.num:
+            return 0.0, 0.0, 0.0
+        routed = experts.per_token / (experts.per_token + experts.shared)
+        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        return forward * routed, backward * routed, again * routed
+
+    def _products_ns(self) -> Work:
+        """Matrix products of one token in one layer, experts' on the rank with most rows."""
+        own, routed = self._in_layer(self._gemm_ns()), self._routed_ns()
+        forward, backward, again = (
+            a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
+        )
         return forward, backward, again
 
     def _elementwise_ns(self) -> Work:

@@ -224,10 +224,10 @@ class ProfiledWorkload:
     attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. overlaps, stages: as in [cp]. machine, dtype, longest (most
-    tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table (attention), linear,
-    ns_per_token by linear term, forward_ns and backward_ns: attention by length, tabled at
-    construction (about 2 ms) so that pricing is a look-up.
+    of dK and dV between CP ranks. overlaps, stages: as in [cp]. expert_load: as in [cost]. machine,
+    dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
+    (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
+    length, tabled at construction (about 2 ms) so that pricing is a look-up.
     """
 
     model: ModelSpec
@@ -239,6 +239,7 @@ class ProfiledWorkload:
     recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
+    expert_load: float = 1.0
     overlaps: bool = False
     stages: int = 1
     machine: str = ""
@@ -459,6 +460,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
+        expert_load=spec.cost.expert_load,
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
         recompute=spec.training.recompute,

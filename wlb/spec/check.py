@@ -187,6 +187,12 @@ def _divided_mlp(spec: RunSpec) -> dict[str, int]:
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
+    if spec.cost.expert_load > (parallel.ep if num else 1):
+        raise UserError(
+            f"cost.expert_load = {spec.cost.expert_load} with parallel.ep = {parallel.ep} and "
+            f"model.experts.num = {num}: a rank has at most parallel.ep times the mean rank's rows "
+            f"of experts; lower it, 1 = even"
+        )
     if not num:
         if parallel.ep > 1:
             raise UserError(
