@@ -216,8 +216,6 @@ def _check_experts(spec: RunSpec) -> None:
             f"tp {parallel.tp} = {of_copy} ranks, which hold one copy of the parameters: experts "
             f"are divided within a copy; lower parallel.ep or raise fsdp.shard_size"
         )
-    if spec.cost.online:
-        raise UserError("cost.online = true is not built for model.experts; leave it out")
 
 
 def _check_online(spec: RunSpec) -> None:
