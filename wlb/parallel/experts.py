@@ -240,17 +240,16 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
     """Of the last step, float64: by layer of the whole model, the most loaded expert's rows over
     the mean one's; by layer, the rows that its EP ranks waited for over the mean rank's; the rows
     of each EP rank, of all layers. 0 for layers of other stages; None without experts here."""
-    held = {
-        int(name): layer.mlp
-        for stage in stages
-        for name, layer in stage.model.layers.items()
-        if isinstance(layer.mlp, MixtureMlp) and layer.mlp.load is not None
-    }
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+    for stage in stages:
+        for name, layer in stage.model.layers.items():
+            mlp = layer.mlp
+            if isinstance(mlp, MixtureMlp) and mlp.load is not None and mlp.slowest is not None:
+                held[int(name)] = (mlp.load, mlp.slowest)
     if not held:
         return None
     ep = mesh.parallel.ep
-    load_LE = torch.stack([mixture.load for mixture in held.values()]).double()
-    slowest_L = torch.stack([mixture.slowest for mixture in held.values()]).double()
+    load_LE, slowest_L = (torch.stack(both).double() for both in zip(*held.values(), strict=True))
     of_ranks_R = load_LE.unflatten(-1, (ep, -1)).sum((0, 2))
     none = load_LE.new_zeros(())
     of_layers = [
