@@ -42,6 +42,7 @@ def test_ranks_wait_for_the_most_loaded_one_of_each_micro_batch(
     mesh: Any = SimpleNamespace(
         parallel=ParallelSpec(dp=2, ep=2),
         world_size=2,
+        expert_axes=("expert_shard", "ep"),
         at=Coordinates(0, 0, 0, 0),
         experts=SimpleNamespace(get_group=lambda axis: groups.get(axis, groups["other"])),
     )

@@ -1,13 +1,11 @@
 """torch.compile of decoder layers: one graph serves all layers and micro-batch lengths.
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
-kernels are custom ops. Lengths are the only symbolic sizes. A run has one graph for training and
-one for evaluation; one more of each if a rank can hold a single row (torch specialises on size 1),
-and one if FSDP's hooks pass views between layers. No CUDA graphs, which would be recorded per
-length. Not for zero-bubble schedules: their weight queue outlives the memory of compiled code.
-
-Of a layer with experts the graph ends behind attention's branch: the host reads how many rows each
-rank of experts gets, which no graph can contain. Router, experts and their norm run eagerly.
+kernels are custom ops; with experts its first half, as the host reads their numbers of rows.
+Lengths are the only symbolic sizes. A run has one graph for training and one for evaluation; one
+more of each if a rank can hold a single row (torch specialises on size 1), and one if FSDP's hooks
+pass views between layers. No CUDA graphs, recorded per length. Not for zero-bubble schedules: their
+weight queue outlives the memory of compiled code.
 """
 
 from collections.abc import Callable, Iterable
