@@ -1,7 +1,10 @@
 """How unevenly a step's rows were over experts and over the ranks that hold them, as measured."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from wlb.plan.errors import UserError
+from wlb.plan.plain import parsing
 
 _DIGITS = 4
 
@@ -39,7 +42,17 @@ class ExpertLoad:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ExpertLoad":
-        return cls(**{name: tuple(values) for name, values in data.items()})
+        """Read what `to_json` wrote; UserError if it is not a load of experts."""
+        with parsing("load of experts"):
+            of = {f.name: tuple(float(x) for x in data[f.name]) for f in fields(cls)}
+        of_layers = {len(of[name]) for name in ("layers", "expert", "rank")}
+        if len(of_layers) > 1 or 0 in of_layers or not of["ranks"]:
+            raise UserError(
+                f"a load of experts has {len(of['layers'])} layers, {len(of['expert'])} and "
+                f"{len(of['rank'])} values of layers and {len(of['ranks'])} of ranks"
+            )
+        layers = tuple(round(layer) for layer in data["layers"])
+        return cls(layers=layers, expert=of["expert"], rank=of["rank"], ranks=of["ranks"])
 
 
 @dataclass(slots=True)
