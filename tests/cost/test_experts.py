@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from wlb.cost.budget import num_communicators
@@ -9,7 +10,7 @@ from wlb.cost.experts import RoutedWork, experts_of_layer, mlp_values, stored_pa
 from wlb.cost.flops import layer_linear_flops, layer_matrices, rank_model
 from wlb.cost.memory import layer_activation_bytes, layer_parameters, memory_estimate
 from wlb.cost.workload import ProfiledWorkload, workload_for
-from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, Recompute, RunSpec, load
+from wlb.spec import ExpertsSpec, FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(
     vocab_size=256,
@@ -50,6 +51,9 @@ def test_parameters_of_a_rank() -> None:
     assert stored_parameters(spec, 2 * 2304 + 400, 2) == 2304 + 100
     dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
     assert stored_parameters(dense, 400, 2) == 100
+    # Two copies of one group: a rank stores all of its experts, half of the rest.
+    copies = replace(spec, fsdp=FsdpSection(shard_size=2))
+    assert stored_parameters(copies, 2 * 2304 + 400, 2) == 2 * 2304 + 200
 
 
 def test_what_a_layer_keeps() -> None:
@@ -65,6 +69,8 @@ def test_ranks_that_share_experts_have_communicators() -> None:
     spec = tiny(tp=2, cp=2, dp=2, ep=4)
     dense = replace(spec, model=replace(MODEL, experts=ExpertsSpec()))
     assert num_communicators(spec) == num_communicators(dense) + 2
+    copies, dense = (replace(s, fsdp=FsdpSection(shard_size=2)) for s in (spec, dense))
+    assert num_communicators(copies) == num_communicators(dense) + 2  # one of experts' copies
 
 
 WORK = RoutedWork(wire=8, forward=12, gradients=12, weights=6)
@@ -126,6 +132,36 @@ def test_the_preset_has_the_fastest_number_of_stages() -> None:
         for stages in (1, 2, 4, 8)
     }
     assert min(times, key=times.__getitem__) == taken
+
+
+def test_work_is_that_of_the_rank_with_most_rows() -> None:
+    """With 1.5 times the mean rank's rows: products of experts, exchanges and kept rows."""
+    keys = ["training.recompute=none", "model.vocab_size=151936", "model.experts.shared=8"]
+    even, loaded = (
+        load("qwen3_30b_a3b_128k", [*keys, f"cost.expert_load={r}"]) for r in (1.0, 1.5)
+    )
+    of_even, of_loaded = (workload_for(spec, "cuda") for spec in (even, loaded))
+    forward, backward, _ = of_even.linear.routed_ns_per_token
+    for name, routed_ns in (("gemm_forward", forward), ("gemm_backward", backward)):
+        more = of_loaded.ns_per_token[name] - of_even.ns_per_token[name]
+        assert more == pytest.approx(0.5 * routed_ns)
+        # 37.7M of the 94.4M parameters that compute a token in a layer.
+        assert more == pytest.approx(0.5 * of_even.ns_per_token[name] * 37.7 / 94.4, rel=0.01)
+    # Without shared experts, all that an exchange hides behind grows with it.
+    alone = [
+        replace(w, model=replace(w.model, experts=replace(w.model.experts, shared=0)))
+        for w in (of_loaded, of_even)
+    ]
+    for end in ("forward", "backward"):
+        both = (w.ns_per_token[f"ep_comm_{end}"] for w in alone)
+        assert next(both) == pytest.approx(1.5 * next(both))
+    pooled = [w.pooled_ns(np.array([1000])) for w in (of_even, of_loaded)]
+    assert pooled[1] == pytest.approx(1.5 * pooled[0], abs=2)
+    whole = [w.linear.weight_products_ns_per_token for w in (of_even, of_loaded)]
+    assert whole[1] - whole[0] == pytest.approx(0.5 * backward / 2)
+    assert mlp_values(MODEL, load=1.5) == 3 * (16 + 48) + 72
+    kept = [layer_activation_bytes(spec, micro_batch_tokens=1024) for spec in (even, loaded)]
+    assert kept[0] < kept[1] < 1.5 * kept[0]
 
 
 def test_the_preset_fits_and_has_its_published_parameters() -> None:

@@ -17,8 +17,11 @@ from wlb.cost import (
     repriced,
     stage_times,
 )
+from wlb.cost.learn import LoadPrices
+from wlb.cost.workload import workload_for
 from wlb.plan import AS_PROFILED, TERMS, PriceFactors
 from wlb.plan.prices import UNIT
+from wlb.spec import load
 
 STEP = 2 ** (1 / 128)
 """Votes are counted in bins of 2^(1/64), so that a median is off by at most this factor."""
@@ -188,6 +191,29 @@ def test_a_slower_machine_changes_prices_once_at_most() -> None:
     assert first == PriceFactors(**dict.fromkeys(TERMS, 3 * UNIT), linear_backward_extra_ns=50)
     assert follow(first, 1.0, 1.0, 1.0, common=4.0) is None
     assert follow(AS_PROFILED, 1.0, 1.0, 1.0, common=1.2, first=True) is None
+
+
+def test_the_load_of_experts_changes_as_a_price_does() -> None:
+    measured = Measured(4, UNIT, (UNIT, UNIT, UNIT), (0, 0))
+
+    def to(before: float, now: float) -> int | None:
+        found = next_prices(
+            AS_PROFILED,
+            measured,
+            threshold=0.05,
+            max_change=0.5,
+            is_first=False,
+            loads=LoadPrices(held=round(before * UNIT), measured=round(now * UNIT)),
+        )
+        return found and found.expert_load
+
+    assert to(1.0, 1.04) is None
+    assert [to(1.0, 1.2), to(1.0, 3.0), to(3.0, 1.0)] == [1_200_000, 1_500_000, 2_000_000]
+    spec = load("qwen3_30b_a3b_128k", ["model.vocab_size=151936", "cost.expert_load=1.5"])
+    cost = workload_for(spec, "cuda")
+    held = [repriced(cost, PriceFactors(expert_load=n), device="cuda") for n in (0, 1_200_000)]
+    assert held[0].expert_load == 1.5
+    assert held[1].ns_per_token == replace(cost, expert_load=1.2).ns_per_token
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -19,6 +19,7 @@ WALL = {"kind": "wall", "seconds": {"steps": 3.5}}
 EVALUATION = {"kind": "evaluation", "step": 1, "steps_done": 2, "heldout_loss": 5.5}
 LINES: list[dict[str, Any]] = [lines.start(), lines.step(1), lines.step(2), EVALUATION, WALL]
 LINES += [lines.ranks(2, lines.SLOW), lines.timeline(2)]
+LINES[2]["measured"]["experts"] = {"layers": [0], "expert": [1.5], "rank": [1.2], "ranks": [1.0]}
 LINES = json.loads(json.dumps(LINES))
 LEDGER: list[dict[str, Any]] = [{"begin": 0}, {"step": 0, "updated": True}, {"step": 1}]
 RUN = {"step": 3, "spec": lines.SPEC.to_dict(), "profile": "cpu"}
@@ -56,6 +57,7 @@ def _used(folder: Path) -> Any:
     run = read_run(folder)
     tables = [table.stragglers for table in run.tables]
     timelines = [timeline.ranks for timeline in run.timelines]
+    tables.append([step.measured.experts and step.measured.experts.mean_rank for step in run.steps])
     found = (run.steps_done, run.telemetry, run.places, run.restarts, run.prices, run.wall)
     return (*found, tables, timelines)
 

@@ -29,11 +29,12 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange, PackingPlan
-from wlb.spec import Activation, Recompute, Schedule
+from wlb.spec import Activation, ExpertsSpec, Recompute, Schedule
 from wlb.train.telemetry.clock import Part, StepClock
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
 
+SHARED = ExpertsSpec(num=8, per_token=3, hidden_size=16, shared=1)
 EMPTY = packing_of([[]] * 4)
 
 
@@ -56,7 +57,7 @@ def compiled(world: World, case: Case) -> dict[str, object]:
     without a token.
     """
     spec = spec_of(case)
-    mesh = build_mesh(spec.parallel, torch.device("cpu"))
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=bool(spec.model.experts.num))
     clock = StepClock.of(mesh.device)
     executor = Executor(spec, mesh, timer=clock)
     plan, reference = of_many_lengths(), fresh_reference(spec)
@@ -140,6 +141,10 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
             keys=(("sliding_window", 5), ("activation", Activation.GELU_TANH)),
         ),
         Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
+        # Experts run eagerly between graphs of attention.
+        Case(tp=2, cp=2, experts=SHARED, ep=2, exchange=KeyExchange.NEEDED),
+        Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.FULL),
+        Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, own_first=True),
     ],
     ids=str,
 )

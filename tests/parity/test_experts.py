@@ -49,6 +49,11 @@ CASES = [
     Case(tp=2, experts=SHARED, ep=2, ep_stages=4),
     Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
     Case(cp=2, dp=2, experts=SHARED, ep=2, ep_stages=2, num_micro_batches=8, reshard=True),
+    Case(cp=2, dp=2, experts=SHARED, ep=2, num_micro_batches=8, reshard=True, prefetch=2),
+    # Copies of experts beside those of other weights (HSDP): of each EP group, of FSDP's shards.
+    Case(cp=2, dp=2, experts=SHARED, ep=2, shard_size=2, num_micro_batches=8),
+    Case(dp=4, experts=PLAIN, shard_size=2, num_micro_batches=8),
+    Case(tp=2, cp=2, dp=2, experts=SHARED, ep=2, shard_size=2, num_micro_batches=8, reshard=True),
     Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=2, v=2, schedule=IZB, num_micro_batches=8),
     Case(
         cp=2, pp=2, dp=2, experts=PLAIN, ep=4, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8

@@ -9,7 +9,7 @@ from wlb.cost import Collective, Elementwise
 from wlb.cost.memory import stage_parameters
 from wlb.simulate import Node, NodeKind
 from wlb.simulate.shards import ShardCosts, fsdp_span, shard_costs
-from wlb.spec import FsdpSection, ParallelSpec, RunSpec, Schedule
+from wlb.spec import ExpertsSpec, FsdpSection, ParallelSpec, RunSpec, Schedule
 
 
 def costs(spec: RunSpec) -> ShardCosts:
@@ -124,14 +124,36 @@ def test_more_pipelines_share_the_optimizer() -> None:
     assert of(wide, NodeKind.OPTIMIZER) < of(two, NodeKind.OPTIMIZER)
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "message"),
-    [
-        (FsdpSection(shard_size=2), r"fsdp\.shard_size = 2 is not simulated"),
-        (FsdpSection(reshard_after_forward=True), r"reshard_after_forward = true is not simulated"),
-    ],
-)
-def test_options_without_a_price_are_refused(fsdp: FsdpSection, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        costs(replace(spec_of(), fsdp=fsdp))
-    assert costs(replace(spec_of(), fsdp=FsdpSection(shard_size=4))) == costs(spec_of())
+def test_an_option_without_a_price_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"reshard_after_forward = true is not simulated"):
+        costs(replace(spec_of(), fsdp=FsdpSection(reshard_after_forward=True)))
+
+
+@pytest.mark.parametrize("ep", [0, 1, 2, 4])
+def test_copies_of_parameters_add_up_their_shards(ep: int) -> None:
+    """Two copies, each of a pipeline's two CP ranks at tp 2. A rank holds 8 / ep experts of each of
+    its stage's 4 layers, and 4 / ep ranks of a copy hold the same."""
+    spec = spec_of()  # pp 2, dp 2 x cp 2, tp 2: 16 ranks on two nodes
+    assert costs(replace(spec, fsdp=FsdpSection(shard_size=4))) == costs(spec)
+    held = 0
+    if ep:
+        moe = ExpertsSpec(num=8, hidden_size=64)
+        model, parallel = replace(spec.model, experts=moe), replace(spec.parallel, ep=ep)
+        spec, held = replace(spec, model=model, parallel=parallel), 8 // ep * 3 * 512 * 64
+    spec = replace(spec, fsdp=FsdpSection(shard_size=2))
+    found, profile = costs(spec), cost_of(spec).profile
+    dense = stage_parameters(spec, stage=0) - 4 * held
+    gather, scatter = (
+        profile.collective(op, span_ranks=8)  # a node holds a copy
+        for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    )
+    add = profile.collective(Collective.ALL_REDUCE, span_ranks=16, num_ranks=2)
+    equal = 4 // ep if ep else 1
+    gathered = 4 * gather.time_ns(2 * dense / 4, num_ranks=2)
+    gathered += 4 * gather.time_ns(2 * held, num_ranks=equal)
+    assert found.gather_ns[0] == pytest.approx(gathered, abs=1)
+    reduced = scatter.time_ns(4 * dense / 4, num_ranks=2) + add.time_ns(dense / 2, num_ranks=2)
+    if ep:
+        reduced += scatter.time_ns(4 * held, num_ranks=equal)
+        reduced += add.time_ns(4 * held / equal, num_ranks=2)
+    assert found.reduce_ns[0] == pytest.approx(4 * reduced, abs=1)

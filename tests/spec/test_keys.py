@@ -23,6 +23,7 @@ KEYS = [
     "cluster.overhead",
     "cluster.peak_tflops",
     "cluster.tp_overlap",
+    "cost.expert_load",
     "cost.online",
     "cost.online_interval",
     "cost.online_max_change",

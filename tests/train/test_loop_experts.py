@@ -19,6 +19,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2-pp2-ep2": {"parallel": {"cp": 2, "pp": 2, "ep": 2}, "pp": {"virtual_stages": 2}},
     "cp2-dp2-ep4": {"parallel": {"cp": 2, "dp": 2, "ep": 4}},
     "tp2-cp2": {"parallel": {"tp": 2, "cp": 2}},
+    "copies": {"parallel": {"cp": 2, "dp": 2, "ep": 2}, "fsdp": {"shard_size": 2}},
 }
 
 
@@ -72,6 +73,17 @@ def test_losses_do_not_depend_on_the_layout(straight: Straight, layout: str, bal
     loads = [[s["measured"]["expert_load"] for s in run.steps] for run in (one, other)]
     assert loads[1] == pytest.approx(loads[0], rel=0.02)
     assert 1.0 < min(loads[0]) < max(loads[0]) < EXPERTS["num"]
+    alone, divided = (run.steps[0]["measured"]["experts"] for run in (one, other))
+    assert alone["layers"] == divided["layers"] == list(range(len(alone["expert"])))
+    assert alone["rank"] == [1.0] * len(alone["layers"])
+    assert divided["expert"] == pytest.approx(alone["expert"], rel=0.02)
+    ep = LAYOUTS[layout]["parallel"].get("ep", 1)
+    assert [len(alone["ranks"]), len(divided["ranks"])] == [1, ep]
+    assert sum(divided["ranks"]) == pytest.approx(ep, abs=0.001)
+    # Micro-batches and layers are less even than all of them together.
+    waited = sum(divided["rank"]) / len(divided["rank"])
+    assert waited >= max(divided["ranks"]) - 0.001
+    assert (waited > 1.0) == (ep > 1)
 
 
 @pytest.mark.full
@@ -84,7 +96,11 @@ def test_balance_changes_what_is_learned(straight: Straight) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "balance"),
     [
-        *full(("one", "cp2-dp2-ep4", "bias"), ("cp2-dp2-ep4", "cp2-pp2-ep2", "aux_loss")),
+        *full(
+            ("one", "copies", "bias"),
+            ("copies", "cp2-pp2-ep2", "bias"),
+            ("cp2-dp2-ep4", "cp2-pp2-ep2", "aux_loss"),
+        ),
         ("cp2-pp2-ep2", "one", "bias"),
     ],
 )

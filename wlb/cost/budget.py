@@ -8,6 +8,7 @@ replay of the allocator's rules and from reports of others; none was measured on
 import math
 from dataclasses import dataclass
 
+from wlb.cost.experts import sharing_ranks
 from wlb.spec import RunSpec
 
 GIB = 2**30
@@ -100,7 +101,8 @@ def num_communicators(spec: RunSpec) -> int:
     if spec.shard_size < p.fsdp_size:
         sizes += [spec.shard_size, p.fsdp_size // spec.shard_size]
     if spec.model.experts.num:
-        sizes += [p.ep, p.expert_ranks // p.ep]
+        sizes += [p.ep, sharing_ranks(spec)]
+        sizes += [p.fsdp_size // spec.shard_size] if spec.shard_size < p.fsdp_size else []
     return sum(size > 1 for size in sizes)
 
 

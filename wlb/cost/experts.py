@@ -1,6 +1,6 @@
-"""Sizes and waits of a mixture of experts on a rank, with equally loaded experts.
+"""Sizes and waits of a mixture of experts on a rank.
 
-Rows of a rank that holds popular experts exceed these in the ratio that telemetry reports. What
+load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetry reports them. What
 ranks wait for all-to-alls in stages is that of `wlb.parallel.expert_exchange`, event by event.
 """
 
@@ -20,23 +20,28 @@ def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
     """Parameters that a rank stores of `count` on a TP rank, in `layers` layers: FSDP's shard, of
     experts that of the ranks with equal experts."""
     experts = layers * experts_of_layer(spec)
-    equal = spec.parallel.expert_ranks // spec.parallel.ep
+    equal = sharing_ranks(spec)
     return -(-(count - experts) // spec.shard_size) + -(-experts // equal)
 
 
+def sharing_ranks(spec: RunSpec) -> int:
+    """Ranks of one copy of the parameters that hold equal experts, which FSDP shards over them."""
+    return spec.shard_size * spec.parallel.tp // spec.parallel.ep
+
+
 def divides_experts(spec: RunSpec) -> bool:
-    """Whether several ranks hold equal experts, so that FSDP shards them."""
+    """Whether several ranks hold equal experts: FSDP shards them, or adds up their copies."""
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 
-def mlp_values(model: ModelSpec) -> int:
+def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token that MLPs keep for backward: gate, up and their product. Experts keep its
     copies instead of the product, which they compute again."""
     experts = model.experts
     if not experts.num:
         return 3 * model.ffn_hidden_size
     routed = experts.per_token * (model.hidden_size + 2 * experts.hidden_size)
-    return routed + 3 * experts.shared_hidden_size
+    return round(load * routed) + 3 * experts.shared_hidden_size
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool) -> int:
@@ -46,10 +51,11 @@ def order_bytes(model: ModelSpec, *, is_recomputed: bool) -> int:
     return bool(model.experts.num) * (3 * 8 + 2 * is_recomputed) * model.experts.per_token
 
 
-def exchanged_values(model: ModelSpec) -> int:
+def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token's copies in backward: rows and gradients before and after an exchange, in
-    two orders."""
-    return bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
+    two orders; all are taken to be on the rank that has `load`."""
+    values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
+    return round(load * values)
 
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:

@@ -198,8 +198,22 @@ def counted_votes(total: FloatArray) -> Measured | None:
     )
 
 
+class LoadPrices(NamedTuple):
+    """Loads of experts' ranks in millionths, as in `PriceFactors`. held: that plans are made with.
+    measured: of the last steps."""
+
+    held: int
+    measured: int
+
+
 def next_prices(
-    now: PriceFactors, measured: Measured, *, threshold: float, max_change: float, is_first: bool
+    now: PriceFactors,
+    measured: Measured,
+    *,
+    threshold: float,
+    max_change: float,
+    is_first: bool,
+    loads: LoadPrices | None = None,
 ) -> PriceFactors | None:
     """Prices that follow `measured`, or None where those of `now` are good enough.
 
@@ -207,10 +221,13 @@ def next_prices(
     `threshold`. Relative factors then change by at most `max_change` (0.5: to at most 1.5 times and
     at least 1 / 1.5 of what they were). The common factor, on which no plan depends, is
     taken as measured; it alone is a reason for a change if `is_first` and off by `COMMON_OFF`.
+    loads: of a model with experts, held to the same threshold and change as a relative factor.
     """
     current = {name: now.relative[name] for name in RELATIVE}
     wanted = {name: measured.factors[name] for name in RELATIVE}
     off = [_apart(wanted[name], current[name]) for name in RELATIVE]
+    if loads is not None:
+        off.append(_apart(loads.measured, loads.held))
     common_off = _apart(measured.linear_forward, now.linear_forward) if is_first else 0.0
     if max(off) <= threshold and common_off <= COMMON_OFF:
         return None
@@ -219,12 +236,17 @@ def next_prices(
         name: max(1, round(common * min(max(wanted[name], old / most), old * most)))
         for name, old in current.items()
     }
+    load = now.expert_load
+    if loads is not None:
+        held = loads.held
+        load = max(UNIT, round(min(max(loads.measured, held / most), held * most)))
     forward, backward = measured.extra_ns
     return PriceFactors(
         linear_forward=common,
         **terms,
         linear_forward_extra_ns=forward,
         linear_backward_extra_ns=backward,
+        expert_load=load,
     )
 
 

@@ -81,6 +81,7 @@ class LinearCost:
     tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
     kv_gradient_bytes: of a value of dK and dV on its way between CP ranks. expert_stages: as
     ep.stages. defers_weights: the schedule computes weights' gradients in passes of their own.
+    expert_load: rows of the EP rank that a layer waits for over the mean rank's.
     """
 
     model: ModelSpec
@@ -93,6 +94,7 @@ class LinearCost:
     kv_gradient_bytes: int = GRADIENT_BYTES
     expert_stages: int = 1
     defers_weights: bool = False
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -125,7 +127,7 @@ class LinearCost:
         """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
         parallel, exposed = self.parallel, 1 - self.tp_overlap
         terms = {
-            "gemm": self._in_layer(self._gemm_ns()),
+            "gemm": self._products_ns(),
             "elementwise": self._in_layer(self._elementwise_ns()),
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
@@ -197,31 +199,29 @@ class LinearCost:
     @property
     def weight_products_ns_per_token(self) -> float:
         """Time for one token of the matrix products that give weights' gradients."""
-        return self._in_layer(self._gemm_ns())[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
+        return self._products_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def routed_ns_per_token(self) -> Work:
         """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
-        shared by all ranks of an EP group."""
-        experts = self.model.experts
-        if not experts.num:
-            return 0.0, 0.0, 0.0
-        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
-        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
-        return forward * routed, backward * routed, again * routed
+        on the one of its EP group that has most rows."""
+        factor = self.num_layers * self.expert_load
+        forward, backward, again = self._routed_ns()
+        return forward * factor, backward * factor, again * factor
 
     def _routed_work(self) -> RoutedWork:
-        """What hides experts' rows while they travel, of one token in one layer."""
+        """What hides experts' rows while they travel, of one token in one layer, on the rank with
+        most rows."""
         experts, is_full = self.model.experts, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_ns(range(4, 7))), self._reordered_ns()
         shared = experts.shared / (experts.per_token + experts.shared)
-        forward, backward, again = (ns * (1 - shared) for ns in products)
+        forward, backward, again = (ns * self.expert_load for ns in self._routed_ns())
         if not self.model.branch_norms:
             # Its last product does not run again, whatever a dense layer's would (`again`).
             again = min(again, forward * 2 / 3)
         weights = backward / LINEAR_BACKWARD_FACTOR
         return RoutedWork(
-            wire=routed_wire_ns(self.model, self.parallel, self.profile),
+            wire=routed_wire_ns(self.model, self.parallel, self.profile) * self.expert_load,
             forward=forward + moved[0],
             gradients=backward - weights + moved[1],
             weights=weights,
@@ -251,9 +251,11 @@ class LinearCost:
         return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
 
     def _reordered_ns(self) -> Work:
-        """Copies of a token's rows at both ends of their way (`reordered_values`)."""
+        """Copies of a token's rows at both ends of their way (`reordered_values`), on the rank with
+        most rows."""
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        size *= self.expert_load
         forward, backward, again = (
             n * size / cost.forward_bytes_per_s * 1e9 for n in reordered_values(self.model)
         )
@@ -384,6 +386,23 @@ class LinearCost:
             forward += once
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
             again += once * (i in self.again.matrices)
+        return forward, backward, again
+
+    def _routed_ns(self) -> Work:
+        """What experts compute of one token in one layer, if all ranks have equally many rows."""
+        experts = self.model.experts
+        if not experts.num:
+            return 0.0, 0.0, 0.0
+        routed = experts.per_token / (experts.per_token + experts.shared)
+        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        return forward * routed, backward * routed, again * routed
+
+    def _products_ns(self) -> Work:
+        """Matrix products of one token in one layer, experts' on the rank with most rows."""
+        own, routed = self._in_layer(self._gemm_ns()), self._routed_ns()
+        forward, backward, again = (
+            a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
+        )
         return forward, backward, again
 
     def _elementwise_ns(self) -> Work:

@@ -200,7 +200,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
     if spec.training.recompute == Recompute.NONE:
-        values += model.hidden_size + experts.mlp_values(model)
+        values += model.hidden_size + experts.mlp_values(model, load=spec.cost.expert_load)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
@@ -236,7 +236,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     and V are added up; and of activations recomputed for attention's."""
     local = _local(spec, tokens)
     values = 2 * spec.model.hidden_size + 3 * spec.model.active_ffn_size // spec.parallel.tp
-    values += experts.exchanged_values(spec.model) // spec.parallel.tp
+    load = spec.cost.expert_load
+    values += experts.exchanged_values(spec.model, load=load) // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
     kept, half, whole = (
         layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=tokens)

@@ -6,6 +6,7 @@ from typing import Any
 from wlb.cost.calibrate import scaled_profile
 from wlb.cost.workload import ProfiledWorkload
 from wlb.plan import AS_PROFILED, PriceFactors
+from wlb.plan.prices import UNIT
 
 
 def price_base(cost: ProfiledWorkload) -> str:
@@ -31,4 +32,5 @@ def repriced(cost: ProfiledWorkload, prices: PriceFactors, *, device: str) -> Pr
         provenance=cost.profile.provenance,
         collectives=device == "cuda",
     )
-    return replace(cost, profile=profile)
+    load = prices.expert_load / UNIT if prices.expert_load else cost.expert_load
+    return replace(cost, profile=profile, expert_load=load)

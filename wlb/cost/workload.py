@@ -234,7 +234,7 @@ class ProfiledWorkload:
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
     of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
-    `sharding.stages` is auto. expert_stages, defers_weights: see `LinearCost`. machine, dtype,
+    `sharding.stages` is auto. expert_stages, defers_weights, expert_load: see `LinearCost`. machine, dtype,
     longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
     (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
     length, tabled at construction (about 2 ms) so that pricing is a look-up.
@@ -249,6 +249,7 @@ class ProfiledWorkload:
     recompute: Recompute = Recompute.NONE
     tp_overlap: float = 0.0
     kv_gradient_bytes: int = GRADIENT_BYTES
+    expert_load: float = 1.0
     overlaps: bool = False
     stages: int = 1
     stages_by_price: bool = False
@@ -472,6 +473,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
         kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
+        expert_load=spec.cost.expert_load,
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
         stages_by_price=spec.sharding.stages == StageChoice.AUTO,

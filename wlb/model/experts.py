@@ -210,7 +210,8 @@ class _WithLoss(torch.autograd.Function):
 
 class MixtureMlp(nn.Module):
     """A layer's experts. shared: the MLP of all tokens, if there is one. exchange: the way to the
-    experts (`wlb.parallel.experts`). load: rows of each expert in the last step, all ranks'.
+    experts (`wlb.parallel.experts`). load: rows of each expert in the last step, all ranks';
+    slowest: of its micro-batches, the rows of the ranks of experts that had most.
 
     balance: the bias of each expert, or its share of the step before (`ExpertBalance`): the
     auxiliary loss takes the shares of all ranks' tokens, which are known a step later, so that it
@@ -229,6 +230,7 @@ class MixtureMlp(nn.Module):
         self._has_branch_norms = spec.branch_norms
         self._first: FirstPass | None = None
         self.load: Tensor | None = None
+        self.slowest: Tensor | None = None
         if self.spec.balance != ExpertBalance.NONE:
             self.register_buffer("balance", torch.zeros(self.spec.num))
 

@@ -203,15 +203,22 @@ class DecoderLayer(nn.Module):
         self.mlp = _mlp(spec, ops)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
+        x_TC, attended = self.first_half(x_TC, rows)
+        branch_TC = self.second_half(x_TC, rows.experts)
+        if self.post_feedforward_layernorm is not None:
+            branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
+        return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
+
+    def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
+        """x and attention's branch, and the last argument of `Attend.add`. ends: add them by
+        `Attend.add`, so that backward exchanges k and v again from here on; then that is None."""
         mine = rows.of(slides=self.slides)
         branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), mine)
         if self.pre_feedforward_layernorm is not None:
             branch_TC = self.ops.norm(self.post_attention_layernorm, branch_TC)
-        x_TC = x_TC + branch_TC
-        branch_TC = self.second_half(x_TC, rows.experts)
-        if self.post_feedforward_layernorm is not None:
-            branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
-        return mine.attend.add(x_TC, branch_TC, attended)
+        if ends:
+            return mine.attend.add(x_TC, branch_TC, attended), None
+        return x_TC + branch_TC, attended
 
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""

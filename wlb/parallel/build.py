@@ -2,9 +2,10 @@
 
 1. Modules on the meta device. 2. Each parameter's tensor-parallel shard, still without storage.
 3. Activation recompute of layers; it is inside FSDP's hooks, so they see one forward pass.
-4. torch.compile of each layer, which traces the recompute. 5. FSDP2 over dp x cp. 6. Storage for
-this rank's shards, initialised from name and seed, so every layout starts from the same model. One
-whole parameter exists at a time, on the CPU: building takes the shards plus the largest parameter.
+4. torch.compile of each layer, which traces the recompute; of attention alone, inside of it, where
+there are experts. 5. FSDP2 over dp x cp. 6. Storage for this rank's shards, initialised from name
+and seed, so every layout starts from the same model. One whole parameter exists at a time, on the
+CPU: building takes the shards plus the largest parameter.
 """
 
 from functools import partial

@@ -1,13 +1,14 @@
 """torch.compile of decoder layers: one graph serves all layers and micro-batch lengths.
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
-kernels are custom ops. Lengths are the only symbolic sizes. A run has one graph for training and
-one for evaluation; one more of each if a rank can hold a single row (torch specialises on size 1),
-and one if FSDP's hooks pass views between layers. No CUDA graphs, which would be recorded per
-length. Not for zero-bubble schedules: their weight queue outlives the memory of compiled code.
+kernels are custom ops; with experts its first half, as the host reads their numbers of rows.
+Lengths are the only symbolic sizes. A run has one graph for training and one for evaluation; one
+more of each if a rank can hold a single row (torch specialises on size 1), and one if FSDP's hooks
+pass views between layers. No CUDA graphs, recorded per length. Not for zero-bubble schedules: their
+weight queue outlives the memory of compiled code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._dynamo.decorators import mark_static, mark_unbacked, maybe_mark_dyna
 from torch._dynamo.utils import counters
 
 from wlb.model import Llama, Rows
+from wlb.model.experts import MixtureMlp
 from wlb.plan import UserError
 
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}
@@ -27,11 +29,29 @@ collectives past each other."""
 def compile_layers(stage: Llama, backend: str) -> None:
     """Have torch.compile compile each layer of `stage`, in place, at its first call."""
     for layer in stage.model.layers.values():
-        _compile(layer, backend)
+        if isinstance(layer.mlp, MixtureMlp):
+            _compile_attention(layer, backend)
+        else:
+            layer.forward = _compiled(layer, layer.forward, backend)
 
 
-def _compile(layer: Any, backend: str) -> None:
-    forward = layer.forward
+def _compile_attention(layer: Any, backend: str) -> None:
+    """Compile the first half of a layer with experts. Backward exchanges K and V again from its end
+    on and not from the layer's, because torch may copy gradients that cross the end of a graph, and
+    these still travel."""
+    first_half = layer.first_half
+
+    def ended(x_TC: Tensor, rows: Rows) -> Tensor:
+        return first_half(x_TC, rows, ends=True)[0]
+
+    run = _compiled(layer, ended, backend)
+    layer.first_half = lambda x_TC, rows: (run(x_TC, rows), None)
+
+
+def _compiled(
+    layer: Any, forward: Callable[[Tensor, Rows], Tensor], backend: str
+) -> Callable[[Tensor, Rows], Tensor]:
+    """`forward`, a part of `layer` that begins with it, compiled."""
 
     def traced(x_TC: Tensor, rows: Rows) -> Tensor:
         # Keep head_size static; otherwise RoPE divides once per element to find its index.
@@ -55,7 +75,7 @@ def _compile(layer: Any, backend: str) -> None:
             mark_static(table, [1, 2])
         return compiled(x_TC, rows)
 
-    layer.forward = call
+    return call
 
 
 def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:

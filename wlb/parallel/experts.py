@@ -1,12 +1,13 @@
 """Expert parallelism: experts over dp x cp x tp, rows brought to them by all-to-alls.
 
 Groups of `parallel.ep` ranks, neighbours in (dp, cp, tp) order, hold equal parts of a layer's
-experts; FSDP shards these over what is left, and adds up their gradients there. A layer exchanges
-numbers of rows, then rows and scores (`wlb.parallel.expert_exchange`). Ranks of a group run the
-same schedule, so that they make the same calls in the same order; a rank without rows calls too.
+experts; FSDP shards these over what is left, and adds up their gradients there; with HSDP
+(`fsdp.shard_size`) it does so in each copy of the parameters, and then over copies. A layer
+exchanges numbers of rows, then rows and scores (`wlb.parallel.expert_exchange`). Ranks of a group
+run the same schedule, so that they make the same calls in the same order; a rank without rows too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,40 +92,74 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """The mesh that FSDP2 shards experts over."""
+    """The mesh that FSDP2 shards experts over, with the axis of their copies if there are any."""
     assert mesh.experts is not None
-    return mesh.experts[EXPERT_SHARD]
+    axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
+    return mesh.experts[axes]
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Give each layer the rows of its experts in a step, of all ranks that share its experts;
-    once after a step's last backward pass, on all of these ranks."""
+    """Give each layer the rows of its experts in a step, of all ranks that share its experts, and
+    of the EP ranks that others waited for; once after a step's last backward pass, on all ranks."""
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
     if not mixtures:
         return
     told = [r.experts.counts for r in rows if r.experts is not None]
-    own = torch.stack([_sum(told, mixture) for mixture in mixtures]).long()
+    of_batches = [torch.stack([counts[mixture] for mixture in mixtures]) for counts in told]
+    counts_BLE = torch.stack(of_batches).long()
+    counts_LE = counts_BLE.sum(0)
+    ranks_BLR = counts_BLE.unflatten(-1, (mesh.parallel.ep, -1)).sum(-1)
+    counts_LE, ranks_BLR = _added(mesh, EP, counts_LE, ranks_BLR)
+    # A micro-batch's layer waits for the rank with most rows in its own group.
+    slowest_L = ranks_BLR.amax(-1).sum(0)
+    for axis in mesh.expert_axes:
+        if axis != EP:
+            counts_LE, slowest_L = _added(mesh, axis, counts_LE, slowest_L)
+    for mixture, load_E, slowest in zip(mixtures, counts_LE, slowest_L, strict=True):
+        mixture.load, mixture.slowest = load_E, slowest
+
+
+def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
+    """The sums of tensors over an axis of the mesh of experts, in one all-reduce."""
     assert mesh.experts is not None
-    for axis in (EXPERT_SHARD, EP):
-        group = mesh.experts.get_group(axis)
-        own = all_reduce(own, group) if group.size() > 1 else own
-    for mixture, load in zip(mixtures, own, strict=True):
-        mixture.load = load
+    group = mesh.experts.get_group(axis)
+    if group.size() == 1:
+        return numbers
+    flat = all_reduce(torch.cat([n.flatten() for n in numbers]), group)
+    parts = flat.split([n.numel() for n in numbers])
+    return [part.view_as(n) for part, n in zip(parts, numbers, strict=True)]
 
 
-def _sum(told: Sequence[Mapping[nn.Module, Tensor]], mixture: MixtureMlp) -> Tensor:
-    return torch.stack([counts[mixture] for counts in told]).sum(0)
+def num_load_values(num_layers: int, ep: int) -> int:
+    """Values of `load_values`."""
+    return 2 * num_layers + ep
 
 
-def load_sums(stages: Iterable[nn.Module]) -> Tensor | None:
-    """Of the last step: the sum over this rank's layers of the most loaded expert's rows over the
-    mean expert's, and the number of layers, float64 [2]; None without experts."""
-    loads = [m.load for stage in stages for m in mixtures_of(stage) if m.load is not None]
-    if not loads:
+def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor | None:
+    """Of the last step, float64: by layer of the whole model, the most loaded expert's rows over
+    the mean one's; by layer, the rows that its EP ranks waited for over the mean rank's; the rows
+    of each EP rank, of all layers. 0 for layers of other stages; None without experts here."""
+    held: dict[int, tuple[Tensor, Tensor]] = {}
+    for stage in stages:
+        for name, layer in stage.model.layers.items():
+            mlp = layer.mlp
+            if isinstance(mlp, MixtureMlp) and mlp.load is not None and mlp.slowest is not None:
+                held[int(name)] = (mlp.load, mlp.slowest)
+    if not held:
         return None
-    load_LE = torch.stack(loads).double()
-    ratios = load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9)
-    return torch.stack([ratios.sum(), torch.full_like(ratios[0], len(loads))])
+    ep = mesh.parallel.ep
+    load_LE, slowest_L = (torch.stack(both).double() for both in zip(*held.values(), strict=True))
+    of_ranks_R = load_LE.unflatten(-1, (ep, -1)).sum((0, 2))
+    none = load_LE.new_zeros(())
+    of_layers = [
+        dict(zip(held, ratio_L.unbind(), strict=True))
+        for ratio_L in (
+            load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9),
+            slowest_L / (load_LE.sum(-1) / ep).clamp(min=1e-9),
+        )
+    ]
+    values = [found.get(layer, none) for found in of_layers for layer in range(num_layers)]
+    return torch.cat([torch.stack(values), of_ranks_R])
 
 
 def rebalance(stages: Iterable[nn.Module]) -> None:

@@ -23,8 +23,10 @@ from wlb.spec.run import ParallelSpec
 AXES = ("pp", "dp", "cp", "tp")
 FSDP = "fsdp"
 HSDP = ("replicate", "shard")
-EXPERT_SHARD, EP = "expert_shard", "ep"
-"""Axes of the mesh of experts: dp x cp x tp as (FSDP of experts, different experts)."""
+EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
+"""Axes of the mesh of experts: dp x cp x tp as (copies of experts, FSDP of experts, different
+experts). As torchtitan has it, copies are those of other parameters (HSDP), so that an EP group
+lies within the ranks of one copy; without HSDP the first axis is missing."""
 NEAR = "cp_near"
 """A second communicator of a CP group, for rows that stay in a node (`wlb.plan.relay`)."""
 
@@ -52,7 +54,7 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
     flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard). experts: axes (pp, expert_shard, ep), for a model with experts. near: `NEAR`, of a run
+    shard). experts: axes pp and `expert_axes`, for a model with experts. near: `NEAR`, of a run
     whose CP ranks pass rows on."""
 
     parallel: ParallelSpec
@@ -102,6 +104,12 @@ class Mesh:
         """Index of the copy of the parameters that this rank holds a shard of."""
         return self.fsdp_rank // self.shard_size
 
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Axes of `experts` besides pp, of a model with experts."""
+        assert self.experts is not None
+        return (self.experts.mesh_dim_names or ())[1:]
+
     def group(self, axis: str) -> dist.ProcessGroup:
         """The group of this rank's neighbours along "tp", "cp", "pp", "dp" or "fsdp"."""
         return self.fsdp.get_group() if axis == FSDP else self.device_mesh.get_group(axis)
@@ -117,7 +125,7 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
         groups.pop(0)
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
     if mesh.experts is not None:
-        groups += [(axis, mesh.experts.get_group(axis)) for axis in (EXPERT_SHARD, EP)]
+        groups += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
     if mesh.near is not None:
         groups.append((NEAR, mesh.near))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
@@ -154,7 +162,7 @@ def build_mesh(
         device_mesh=device_mesh,
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
-        experts=_experts(ranks, parallel, device) if experts else None,
+        experts=_experts(ranks, parallel, device, shard_size) if experts else None,
         near=_near(device_mesh) if passes_on and parallel.cp > 1 else None,
     )
 
@@ -170,9 +178,17 @@ def _near(device_mesh: DeviceMesh) -> dist.ProcessGroup:
     return cp._unflatten(0, (1, cp.size()), ("cp_alone", NEAR)).get_group(NEAR)
 
 
-def _experts(ranks: torch.Tensor, parallel: ParallelSpec, device: torch.device) -> DeviceMesh:
-    grid = ranks.reshape(parallel.pp, parallel.expert_ranks // parallel.ep, parallel.ep)
-    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", EXPERT_SHARD, EP))
+def _experts(
+    ranks: torch.Tensor, parallel: ParallelSpec, device: torch.device, shard_size: int
+) -> DeviceMesh:
+    copies = parallel.fsdp_size // (shard_size or parallel.fsdp_size)
+    of_copy = parallel.expert_ranks // copies
+    assert of_copy % parallel.ep == 0, "wlb.spec.check refuses EP groups over several copies"
+    sizes = {EXPERT_COPIES: copies, EXPERT_SHARD: of_copy // parallel.ep, EP: parallel.ep}
+    if copies == 1:
+        del sizes[EXPERT_COPIES]
+    grid = ranks.reshape(parallel.pp, *sizes.values())
+    return DeviceMesh(device.type, grid, mesh_dim_names=("pp", *sizes))
 
 
 def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:

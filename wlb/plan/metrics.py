@@ -13,6 +13,7 @@ import numpy as np
 from wlb.plan.arrays import IntArray
 from wlb.plan.errors import UserError
 from wlb.plan.exchange import KeyRows
+from wlb.plan.experts import ExpertLoad
 from wlb.plan.packing import PackingPlan
 from wlb.plan.telemetry import Telemetry
 
@@ -80,6 +81,8 @@ class StepCounts:
             values["degrees"] = tuple(data.get("degrees", ()))
         elif values.get("telemetry") is not None:
             values["telemetry"] = Telemetry.from_json(values["telemetry"])
+        if values.get("experts") is not None:
+            values["experts"] = ExpertLoad.from_json(values["experts"])
         return cls(**values)
 
 
@@ -108,7 +111,8 @@ class MeasuredStep(StepCounts):
     loss: mean over valid labels, in nats; grad_norm: before clipping; both None where the step
     updated nothing. step_time_s: wall time on the rank that writes the record. telemetry: times of
     this step and those since the last record; None where it is off or not due. expert_load: rows
-    of the most loaded expert over the mean one's, mean of layers; None without experts.
+    of the most loaded expert over the mean one's, mean of layers; experts: of each layer and EP
+    rank, None in files of earlier versions; both None without experts.
     """
 
     origin: ClassVar[str] = "measured"
@@ -117,6 +121,7 @@ class MeasuredStep(StepCounts):
     step_time_s: float | None = None
     telemetry: Telemetry | None = None
     expert_load: float | None = None
+    experts: ExpertLoad | None = None
 
     @classmethod
     def of(
@@ -127,7 +132,7 @@ class MeasuredStep(StepCounts):
         grad_norm: float | None,
         step_time_s: float,
         telemetry: Telemetry | None,
-        expert_load: float | None = None,
+        experts: ExpertLoad | None = None,
     ) -> "MeasuredStep":
         """The measurements of the step that has `counts`."""
         return cls(
@@ -136,7 +141,8 @@ class MeasuredStep(StepCounts):
             grad_norm=grad_norm,
             step_time_s=step_time_s,
             telemetry=telemetry,
-            expert_load=expert_load,
+            expert_load=None if experts is None else experts.mean_expert,
+            experts=experts,
         )
 
     @property
@@ -148,6 +154,10 @@ class MeasuredStep(StepCounts):
         data = StepCounts.to_json(self)
         if self.expert_load is None:
             del data["expert_load"]
+        if self.experts is None:
+            del data["experts"]
+        else:
+            data["experts"] = self.experts.to_json()
         if self.telemetry is not None:
             data["telemetry"] = self.telemetry.to_json()
             data["imbalance"] = self.imbalance

@@ -21,6 +21,8 @@ class PriceFactors(PlainRecord):
     """Factors on the times of a kernel profile by term (`TERMS`), in millionths, at least 1.
 
     *_extra_ns: what a micro-batch costs on top in a decoder layer, whatever its tokens.
+    expert_load: rows of the EP rank that a layer waits for over the mean rank's, in millionths; 0:
+    as configured (`cost.expert_load`).
     """
 
     attention_forward: int = UNIT
@@ -29,11 +31,12 @@ class PriceFactors(PlainRecord):
     linear_backward: int = UNIT
     linear_forward_extra_ns: int = 0
     linear_backward_extra_ns: int = 0
+    expert_load: int = 0
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name.endswith("_ns") else 1
+            least = 0 if f.name.endswith(("_ns", "_load")) else 1
             if not isinstance(value, int) or value < least:
                 raise UserError(
                     f"prices: {f.name} = {value!r} must be a whole number of at least {least}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from wlb.plan.exchange import KeyRows
+from wlb.plan.experts import ExpertLoads
 from wlb.plan.metrics import MeasuredStep, StepMetrics, degrees_of
 from wlb.plan.ranks import RankTable, Straggler
 from wlb.plan.telemetry import Moments, Spread, Telemetry, Work
@@ -137,9 +138,10 @@ class Saves:
 @dataclass(slots=True)
 class Tally:
     """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
-    executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order. overdue: pieces
-    later than packing.max_delay. telemetry: records after the warm-up. refused: steps that were not
-    finite, by the action taken; skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
+    executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order; experts: their
+    layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
+    warm-up. refused: steps that were not finite, by the action taken; skipped_tokens: tokens of
+    skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -148,6 +150,7 @@ class Tally:
     shardings: dict[str, int] = field(default_factory=dict[str, int])
     key_rows: KeyRows = KeyRows()
     expert_loads: list[float] = field(default_factory=list[float])
+    experts: ExpertLoads = field(default_factory=ExpertLoads)
     token_delays: float = 0.0
     max_delay: int = 0
     overdue: int = 0
@@ -174,6 +177,8 @@ class Tally:
         self.key_rows += measured.key_rows or KeyRows()
         if measured.expert_load is not None:
             self.expert_loads.append(measured.expert_load)
+        if measured.experts is not None:
+            self.experts.add(measured.experts, attention=measured.cp_imbalance)
         self.token_delays += measured.mean_delay * measured.num_tokens
         self.max_delay = max(self.max_delay, measured.max_delay)
         self.overdue += predicted.num_overdue

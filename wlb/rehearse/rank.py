@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from wlb.cost import gpu_budget, load_profile, workload_for
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
-from wlb.parallel.mesh import EP, EXPERT_SHARD, Mesh, build_mesh, coordinates
+from wlb.parallel.mesh import Mesh, build_mesh, coordinates
 from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
 from wlb.rehearse import cuda, experts
 from wlb.rehearse.allocator import reserved
@@ -207,7 +207,7 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
         kinds = mesh.sharding.mesh_dim_names or ()
         named += [(f"fsdp {kind}", mesh.sharding.get_group(kind)) for kind in kinds]
     if mesh.experts is not None:
-        named += [(axis, mesh.experts.get_group(axis)) for axis in (EP, EXPERT_SHARD)]
+        named += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
     out: dict[str, Communicator] = {}
     for axis, group in named:
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -15,7 +15,7 @@ from wlb.report.tables import new_table
 
 GIB = 1 << 30
 _MOST_FAULTS = 8
-_AXES = ("tp", "cp", "ep", "fsdp", "expert_shard", "pp")
+_AXES = ("tp", "cp", "ep", "fsdp", "expert_shard", "expert_replicate", "pp")
 _PARTS = ("attention", "GEMM", "element-wise", *_AXES)
 
 

@@ -94,9 +94,10 @@ def batches_to_compare(spec: RunSpec) -> int:
 
 
 def _simulable(spec: RunSpec) -> RunSpec:
-    """The spec as the simulator takes it, which knows parameters that are gathered once a step over
-    all of dp x cp only."""
-    return replace(spec, fsdp=FsdpSection(prefetch=spec.fsdp.prefetch))
+    """The spec as the simulator takes it, which knows parameters that are gathered once a step
+    only."""
+    fsdp = FsdpSection(prefetch=spec.fsdp.prefetch, shard_size=spec.fsdp.shard_size)
+    return replace(spec, fsdp=fsdp)
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
@@ -118,7 +119,7 @@ def forecast(
     plain = _simulable(spec)
     left_out = ""
     if plain != spec:
-        left_out = "gathers by fsdp.shard_size and fsdp.reshard_after_forward are not predicted"
+        left_out = "gathers by fsdp.reshard_after_forward are not predicted"
     return Forecast(
         spec=spec,
         cost=cost,

@@ -187,6 +187,12 @@ def _divided_mlp(spec: RunSpec) -> dict[str, int]:
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
+    if spec.cost.expert_load > (parallel.ep if num else 1):
+        raise UserError(
+            f"cost.expert_load = {spec.cost.expert_load} with parallel.ep = {parallel.ep} and "
+            f"model.experts.num = {num}: a rank has at most parallel.ep times the mean rank's rows "
+            f"of experts; lower it, 1 = even"
+        )
     if not num:
         if parallel.ep > 1:
             raise UserError(
@@ -205,16 +211,13 @@ def _check_experts(spec: RunSpec) -> None:
             f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
             f"{parallel.tp} = {parallel.expert_ranks} ranks; use a divisor"
         )
-    unbuilt = {
-        "fsdp.shard_size": spec.fsdp.shard_size,
-        "training.compile": spec.training.compile,
-        "cost.online": spec.cost.online,
-    }
-    for name, value in unbuilt.items():
-        if value:
-            raise UserError(
-                f"{name} = {str(value).lower()} is not built for model.experts; leave it out"
-            )
+    of_copy = spec.fsdp.shard_size * parallel.tp
+    if of_copy % parallel.ep:
+        raise UserError(
+            f"parallel.ep = {parallel.ep} does not divide fsdp.shard_size {spec.fsdp.shard_size} x "
+            f"tp {parallel.tp} = {of_copy} ranks, which hold one copy of the parameters: experts "
+            f"are divided within a copy; lower parallel.ep or raise fsdp.shard_size"
+        )
 
 
 def _check_expert_stages(spec: RunSpec, held: int) -> None:

@@ -321,6 +321,14 @@ class CostSection:
         above=0,
         at_most=1000,
     )
+    expert_load: float = key(
+        1.0,
+        "rows of the EP rank that a micro-batch's layer waits for over the mean rank's, with which "
+        "experts' work is priced and their memory estimated; 1 = even; a run's own is in its "
+        "summary (load of ranks) and in metrics.jsonl (experts.rank); online measures it",
+        at_least=1,
+        at_most=4096,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from wlb.data.reader import StoreReader
 from wlb.launch.position import Position
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.experts import load_sums
+from wlb.parallel.experts import load_values
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepPlan
@@ -167,7 +167,8 @@ class Trainer:
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.counted_parameters(), self.mesh)
-            load = load_sums(self.executor.stages.values())
+            stages = self.executor.stages.values()
+            load = load_values(stages, self.spec.model.num_layers, self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
             run.feed.peek(2),

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels.segments import copy_to_device
+from wlb.parallel.experts import num_load_values
 from wlb.parallel.mesh import Mesh
-from wlb.plan import FloatArray, KeyRows, PipelinePlan, StepPlan, key_rows
+from wlb.plan import ExpertLoad, FloatArray, KeyRows, PipelinePlan, StepPlan, key_rows
 from wlb.spec import ModelSpec
 from wlb.train.faults.stop import Stop
 
 _CHUNKS, _BITS = 4, 15
 _STOPS = (Stop.FILE, Stop.SIGNAL)
-_SUMS = 4
-"""Loss, squared norm, and sum and number of layers' expert loads, before the counts."""
+_SUMS = 2
+"""Loss and squared norm, before experts' loads and the counts."""
 _BEFORE_STRATEGIES = 5
 """Counts of a pipeline before those of its strategies."""
 
@@ -39,15 +40,14 @@ class StepSums:
     """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
     cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
     micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
-    without any. expert_load: rows of the most loaded expert over the mean one's, mean of layers;
-    None without experts. stop: the strongest request to stop."""
+    without any. experts: None without them. stop: the strongest request to stop."""
 
     loss: float
     gradient_norm: float
     cp_imbalance: float
     shardings: dict[str, int]
     key_rows: KeyRows | None = None
-    expert_load: float | None = None
+    experts: ExpertLoad | None = None
     stop: Stop = Stop.NO
 
 
@@ -57,12 +57,16 @@ class StepReducer:
     def __init__(
         self, mesh: Mesh, strategies: tuple[str, ...], model: ModelSpec | None = None
     ) -> None:
-        """model: whose sliding layers exchange fewer key rows; None: without any."""
+        """model: whose sliding layers exchange fewer key rows and whose experts have loads; None:
+        without both."""
         self.mesh, self.strategies = mesh, strategies
         self._sliding: dict[str, Any] = {}
         if model is not None and model.num_sliding_layers:
             share = model.num_sliding_layers / model.num_layers
             self._sliding = {"sliding": model.sliding_window, "sliding_share": share}
+        self._num_layers = model.num_layers if model is not None and model.experts.num else 0
+        ep = mesh.parallel.ep
+        self._num_loads = num_load_values(self._num_layers, ep) if self._num_layers else 0
         self._slots = 1 + mesh.parallel.dp
         self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
@@ -79,11 +83,12 @@ class StepReducer:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
         loss, gradient_square, stop: this rank's share. expert_load: of its layers
-        (`wlb.parallel.experts.load_sums`). done: the executed pipeline plan.
+        (`wlb.parallel.experts.load_values`). done: the executed pipeline plan.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
-        host = np.concatenate([np.zeros(_SUMS), counts, self._digests(ahead)])
+        before = _SUMS + self._num_loads
+        host = np.concatenate([np.zeros(before), counts, self._digests(ahead)])
         # The copy does not wait for the device.
         vector = copy_to_device(host, mesh.device)
         # TP ranks hold copies of the loss.
@@ -94,13 +99,13 @@ class StepReducer:
         # All ranks of a stage know the same loads.
         at = mesh.at
         if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
-            vector[2:_SUMS] = expert_load
+            vector[_SUMS:before] = expert_load
         dist.all_reduce(vector)
         # This is the step's only wait for the device.
         total = vector.tolist()
-        num_values = _SUMS + len(counts)
+        num_values = before + len(counts)
         self._check(total[num_values:], ahead)
-        slowest, mean, by_need, received, gathered, *rest = total[_SUMS:num_values]
+        slowest, mean, by_need, received, gathered, *rest = total[before:num_values]
         counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
@@ -112,8 +117,22 @@ class StepReducer:
             )
             if gathered
             else None,
-            expert_load=total[2] / total[3] if total[3] else None,
+            experts=self._expert_load(total[_SUMS:before]),
             stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
+        )
+
+    def _expert_load(self, values: list[float]) -> ExpertLoad | None:
+        """values: as in `wlb.parallel.experts.load_values`, of all stages."""
+        num = self._num_layers
+        layers = tuple(layer for layer in range(num) if values[layer])
+        if not layers:
+            return None
+        mean = sum(values[2 * num :]) / len(values[2 * num :])
+        return ExpertLoad(
+            layers=layers,
+            expert=tuple(values[layer] for layer in layers),
+            rank=tuple(values[num + layer] for layer in layers),
+            ranks=tuple(value / mean for value in values[2 * num :]),
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:

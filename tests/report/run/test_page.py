@@ -12,7 +12,7 @@ import pytest
 
 from tests.report.run.lines import SLOW, SPEC, ranks, start, step, timeline, whole_run, write
 from wlb.cli import main
-from wlb.plan import MeasuredTimeline
+from wlb.plan import ExpertLoad, MeasuredTimeline
 from wlb.report import read_run, run_page
 from wlb.report.run.plots import balance_figure
 from wlb.report.run.timeline import rows_of, slowest_pipeline
@@ -109,6 +109,21 @@ def test_the_page_has_every_section_and_needs_nothing_else(page: str) -> None:
         ids += [e.attrib["id"] for e in ElementTree.fromstring(drawing).iter() if "id" in e.attrib]
     assert len(set(ids)) == len(ids)
     assert len(page) < 600_000
+
+
+def test_loads_of_experts_have_a_section_of_their_own(page: str, tmp_path: Path) -> None:
+    assert 'id="experts"' not in page
+    lines = [start(), *map(step, range(1, 4))]
+    load = ExpertLoad(layers=(0, 1), expert=(1.5, 2.5), rank=(1.125, 1.375), ranks=(0.75, 1.25))
+    for line in lines[1:]:
+        line["measured"] |= {"experts": load.to_json(), "cp_imbalance": 1.0625}
+    made = run_page(read_run(write(tmp_path, lines)))
+    assert made.count('<h2 id="experts">') == 1
+    assert 'href="#experts"' in made
+    text = text_of(made)
+    assert "load of EP ranks 1.250 rows of the rank that a layer waits for" in text
+    assert "attention of CP ranks 1.062" in text
+    assert "EP rank 1 has most rows, 1.250 of the mean rank's" in text
 
 
 def test_the_page_says_what_the_numbers_are(page: str) -> None:

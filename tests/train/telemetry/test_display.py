@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.plan.test_telemetry import record
 from tests.words import lacks
-from wlb.plan import KeyRows, MeasuredStep, RankTable, StepMetrics, Straggler, Work
+from wlb.plan import ExpertLoad, KeyRows, MeasuredStep, RankTable, StepMetrics, Straggler, Work
 from wlb.plan.tally import Tally
 from wlb.report import tables
 from wlb.train.telemetry.display import HEADINGS, Display, StepFigures, TimeLeft, fitting, summary
@@ -187,6 +187,33 @@ def test_the_summary_says_how_keys_were_exchanged_where_ranks_did() -> None:
     text = said(KeyRows(num_by_need=1, received=300, gathered=800))
     assert "by need in 2 of 4 micro-batches" in text
     assert "37.5% of an all-gather's rows" in text
+
+
+LOAD = ExpertLoad(layers=(0, 3), expert=(1.5, 2.5), rank=(1.1, 1.3), ranks=(0.75, 1.25))
+
+
+def test_loads_of_experts_are_beside_those_of_attention() -> None:
+    console, tally = Console(file=StringIO(), width=400), Tally()
+    with Display(console, "a run", total_steps=3, experts=True) as screen:
+        for step, load in enumerate((LOAD, None, replace(LOAD, rank=(1.1, 1.5)))):
+            measured = replace(
+                metrics(step),
+                experts=load,
+                cp_imbalance=1.04,
+                expert_load=None if load is None else load.mean_expert,
+            )
+            screen.step(step + 1, measured, PREDICTED, None, FIGURES)
+            tally.add(measured, PREDICTED, None)
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lacks(lines[1] + lines[2], "slowest rank", "CP, experts") == []
+    assert [" 1.04, 1.20 " in lines[3], " 1.04, 1.30 " in lines[5]] == [True, True]
+    assert "1.04" not in lines[4]
+    summary(console, tally, files={}, wall="1.0 s")
+    text = " ".join(console.file.getvalue().split())
+    said = ("2.00 mean of steps", "most in layer 3 (2.50)", "attention 1.04 (slowest CP rank")
+    said += ("experts 1.25 (rows of the EP rank", "most in layer 3 (1.40)", "EP rank 1 (1.25) has")
+    assert lacks(text, *said) == []
 
 
 def test_the_summary_has_mfu_where_the_peak_is_known() -> None:

@@ -28,6 +28,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         "rate": plots.rate_figure(records),
         "balance": plots.balance_figure(records),
         "delays": plots.delay_figure(records),
+        **({"experts": plots.expert_figure(records)} if totals.experts.steps else {}),
         **({"ratio": plots.ratio_figure(records)} if totals.telemetry.terms else {}),
         **({"prices": plots.price_figure(records)} if _has_prices(records) else {}),
     }

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from wlb.plan import TERMS, FloatArray, RankTable
+from wlb.plan import TERMS, ExpertLoads, FloatArray, RankTable
 from wlb.report.plots import (
     DASHES,
     RUNS,
@@ -147,6 +147,36 @@ def balance_figure(records: RunRecords) -> Any:
     ]
     keep_far_points_at_the_edge(axes, points)
     _finish(figure, [axes], records)
+    return figure
+
+
+def expert_figure(records: RunRecords) -> Any:
+    """Waits in a layer, by step: for the slowest CP rank's attention, and for the EP rank with most
+    rows. Below, the load of each layer, mean of steps."""
+    figure, (above, below) = new_figure(height=5.4, nrows=2)
+    series = [
+        StepSeries("attention, predicted", records.column(lambda s: s.measured.cp_imbalance)),
+        StepSeries(
+            "experts, measured",
+            records.column(lambda s: s.measured.experts and s.measured.experts.mean_rank),
+        ),
+    ]
+    _draw(above, records, series)
+    above.set(ylabel="slowest / mean rank")
+    _finish(figure, [above], records)
+    sums = ExpertLoads()
+    for step in records.steps:
+        if step.measured.experts is not None:
+            sums.add(step.measured.experts, attention=step.measured.cp_imbalance)
+    layers = sorted(sums.rank)
+    for k, (label, of_layer) in enumerate((("expert", sums.expert), ("EP rank", sums.rank))):
+        ratios = [of_layer[layer] / sums.steps for layer in layers]
+        style: dict[str, Any] = {"color": RUNS[k + 1], "ls": DASHES[k], "marker": "o", "ms": 3.5}
+        below.plot(layers, ratios, label=f"most loaded {label}", **style)
+    below.set(ylabel="rows / mean", xlabel="layer")
+    below.set_ylim(bottom=0)
+    below.xaxis.get_major_locator().set_params(integer=True)
+    below.legend(fontsize=9)
     return figure
 
 

@@ -59,6 +59,7 @@ def figures_of(run: RunRecords) -> dict[str, str]:
     """Cells of a run by the name of their row."""
     totals = tally_of(run)
     last, work, measured = totals.losses[-5:], totals.telemetry.work, totals.telemetry
+    experts = totals.experts
     return {
         "steps": f"{int(run.steps_done[-1]):,} of {run.spec.training.steps:,}",
         "tokens": f"{totals.ours.tokens:,}",
@@ -71,6 +72,7 @@ def figures_of(run: RunRecords) -> dict[str, str]:
         "Plain-4D's on the same documents": _ratio(
             totals.plain.slowest_ns, totals.plain.mean_ns, ".3f"
         ),
+        "EP ranks' rows, measured": f"{experts.mean_rank:.3f}" if experts.steps else "-",
         "token delay, mean and most": f"{totals.mean_delay:.2f}, {totals.max_delay}",
         "wall time, last start (s)": f"{sum(run.wall.values()):,.1f}" if run.wall else "-",
     }

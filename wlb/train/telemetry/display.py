@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import TERMS, MeasuredStep, Moments, StepMetrics, Work, late_remark
+from wlb.plan import TERMS, ExpertLoads, MeasuredStep, Moments, StepMetrics, Work, late_remark
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
@@ -49,6 +49,9 @@ HEADINGS = (
     Heading("peak", "GiB", 7, 3),
     Heading("time", "left", 9, 0),
 )
+_LOADS = Heading("slowest rank", "CP, experts", 12, 3)
+"""Of a model with experts, before the last column: predicted attention of the slowest CP rank, and
+rows of the EP rank that a layer waits for, both over the mean rank's."""
 
 
 class StepFigures(NamedTuple):
@@ -60,10 +63,13 @@ class StepFigures(NamedTuple):
 
 
 class Display:
-    """Shows steps as they end. Use as a context manager."""
+    """Shows steps as they end. Use as a context manager. experts: whether the model has any."""
 
-    def __init__(self, console: Console, title: str, *, total_steps: int) -> None:
+    def __init__(
+        self, console: Console, title: str, *, total_steps: int, experts: bool = False
+    ) -> None:
         self.console, self.title, self.total_steps = console, title, total_steps
+        self.headings = (*HEADINGS[:-1], _LOADS, HEADINGS[-1]) if experts else HEADINGS
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._has_warned = False
@@ -79,8 +85,8 @@ class Display:
             self._live.update(self._table())
         else:
             self.console.print(self.title, soft_wrap=True)
-            for line in ([h.above for h in HEADINGS], [h.name for h in HEADINGS]):
-                self.console.print(_line(line), soft_wrap=True)
+            for line in ([h.above for h in self.headings], [h.name for h in self.headings]):
+                self.console.print(self._line(line), soft_wrap=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,13 +118,14 @@ class Display:
             f"{m.mean_delay:.2f} ({m.max_delay})",
             chosen or "-",
             f"{figures.memory_bytes / 2**30:.2f}",
+            *([_loads(m)] if len(self.headings) > len(HEADINGS) else []),
             self._left.after(steps_done),
         )
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._table())
         else:
-            self.console.print(_line(row), soft_wrap=True)
+            self.console.print(self._line(row), soft_wrap=True)
         if predicted.num_overdue and not self._has_warned:
             self._has_warned = True
             late = late_remark(predicted.num_overdue, predicted.max_delay)
@@ -142,32 +149,35 @@ class Display:
         table = Table(
             title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
-        shown = fitting(self.console.width)
+        shown = fitting(self.console.width, self.headings)
         for i in shown:
-            heading = HEADINGS[i]
+            heading = self.headings[i]
             text = f"{heading.above}\n{heading.name}".strip()
             table.add_column(text, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*(row[i] for i in shown))
-        left_out = [h.whole for i, h in enumerate(HEADINGS) if i not in shown]
+        left_out = [h.whole for i, h in enumerate(self.headings) if i not in shown]
         note = f"a wider terminal also shows {', '.join(left_out)}" if left_out else ""
         return Group(table, Text(self._note), Text(note, style="dim"))
 
+    def _line(self, row: Sequence[str]) -> str:
+        widths = (heading.width for heading in self.headings)
+        return " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
-def fitting(width: int) -> list[int]:
+
+def _loads(m: MeasuredStep) -> str:
+    return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
+
+
+def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
     """Indices of the columns that fit a terminal, in order; the least important are left out."""
     room, kept = width - 2, list[int]()
-    for i in sorted(range(len(HEADINGS)), key=lambda i: HEADINGS[i].rank):
-        room -= HEADINGS[i].width + 1
+    for i in sorted(range(len(headings)), key=lambda i: headings[i].rank):
+        room -= headings[i].width + 1
         if room < 0 and kept:
             break
         kept.append(i)
     return sorted(kept)
-
-
-def _line(row: Sequence[str]) -> str:
-    widths = (heading.width for heading in HEADINGS)
-    return " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
 class TimeLeft:
@@ -194,13 +204,29 @@ class TimeLeft:
         return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
-def _experts(table: Table, loads: list[float]) -> None:
-    if loads:
-        table.add_row(
-            "expert load",
-            f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
-            f"the most loaded expert over the mean one's, mean of layers",
-        )
+def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
+    if not loads:
+        return
+    told = (
+        f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
+        f"the most loaded expert over the mean one's, mean of layers"
+    )
+    if not sums.steps:
+        table.add_row("expert load", told)
+        return
+    table.add_row("expert load", f"{told}; most in layer {_most(sums, 'expert')}")
+    table.add_row(
+        "load of ranks",
+        f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean one, predicted), "
+        f"experts {sums.mean_rank:.2f} (rows of the EP rank that a layer waits for over the mean "
+        f"one's), most in layer {_most(sums, 'rank')}; of all layers and steps EP rank "
+        f"{_most(sums, 'ranks')} has most",
+    )
+
+
+def _most(sums: ExpertLoads, name: str) -> str:
+    worst, ratio = sums.worst(name)
+    return f"{worst} ({ratio:.2f})"
 
 
 def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str) -> None:
@@ -229,7 +255,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
             f"micro-batches; the CP rank that received most: {tally.key_rows.share:.1%} of an "
             f"all-gather's rows",
         )
-    _experts(table, tally.expert_loads)
+    _experts(table, tally.expert_loads, tally.experts)
     tokens = tally.ours.tokens - tally.skipped_tokens
     rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
     table.add_row(

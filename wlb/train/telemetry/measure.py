@@ -10,7 +10,7 @@ from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.meter import Exposed, TelemetryMeter
-from wlb.train.telemetry.prices import PriceMeter
+from wlb.train.telemetry.prices import PriceMeter, expert_tokens
 from wlb.train.telemetry.work import WorkMeter
 
 
@@ -19,7 +19,7 @@ class MeasureSteps(Hook):
     cost.online, where they are due, all ranks' votes on prices into `ExecutedStep.votes`."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, clock: StepClock) -> None:
-        self.clock = clock
+        self.clock, self.mesh = clock, mesh
         self.meter = TelemetryMeter(spec, mesh)
         self.prices = PriceMeter(spec, mesh, self.meter.base) if spec.cost.online else None
         self.work = WorkMeter(spec, mesh)
@@ -37,7 +37,7 @@ class MeasureSteps(Hook):
             times = self.clock.take()
             meter.add(step.pipeline, times, self._exposed(run, step))
             if self.prices is not None and self._num_measured >= run.spec.telemetry.warmup_steps:
-                self.prices.add(step.pipeline, times)
+                self.prices.add(step.pipeline, times, expert_tokens(step, self.mesh))
         self._num_measured += has_targets
         # A record ends with the warm-up, so that none holds steps of both.
         ends_warm_up = self._num_measured == run.spec.telemetry.warmup_steps

@@ -23,9 +23,11 @@ from wlb.cost import (
     stage_times,
     without_collectives,
 )
-from wlb.parallel.mesh import Mesh
+from wlb.cost.learn import LoadPrices
+from wlb.parallel.mesh import EP, Mesh
 from wlb.parallel.observe import Cell, Part, Pass
 from wlb.plan import TERMS, FloatArray, PipelinePlan, PriceChange, PriceSchedule
+from wlb.plan.prices import UNIT
 from wlb.spec import Recompute, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepTimes
@@ -47,15 +49,20 @@ class PriceMeter:
 
     Times are those of the term alone: what backward computes again counts as forward. base: the
     workload that the run started from. Times of linear layers on CUDA hold the wait for the CP
-    group's slowest rank in attention, which is taken off.
+    group's slowest rank in attention, which is taken off. Experts' products are compared with the
+    price of the rows that a rank computed or waited for (`expert_tokens`), so that their load is
+    in no factor.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, base: ProfiledWorkload) -> None:
         self.spec, self.mesh = spec, mesh
         self.holds_waits = mesh.device.type == "cuda"
-        once = replace(base, recompute=Recompute.NONE)
+        once = replace(base, recompute=Recompute.NONE, expert_load=1.0)
         self._base = once if self.holds_waits else without_collectives(once)
-        self._again = _runs_again(self._base, replace(self._base, recompute=base.recompute))
+        recomputing = replace(self._base, recompute=base.recompute)
+        self._again = _runs_again(self._base, recomputing)
+        (forward, backward), (_, both) = _by_load(self._base), _by_load(recomputing)
+        self._routed = (forward, backward, both - backward)
         self._attends_again = base.linear.again.attention
         self._layers = {s: n for s in spec.stages_of(mesh.at.pp) if (n := spec.stage_layers[s])}
         self._cells = RankCells()
@@ -66,25 +73,37 @@ class PriceMeter:
         self._cells.clear()
         self.num_steps = 0
 
-    def add(self, plan: PipelinePlan, times: StepTimes) -> None:
-        """A step that this rank executed."""
+    def add(self, plan: PipelinePlan, times: StepTimes, experts: FloatArray | None = None) -> None:
+        """A step that this rank executed. experts: `expert_tokens`."""
         self.num_steps += 1
         for stage, layers in self._layers.items():
             base = stage_times(plan, self._base, layers=layers)
             for i, sharding in enumerate(plan.shardings):
                 if sharding.tokens[self.mesh.at.cp]:
-                    self._add_cell(i, stage, plan, base, times)
+                    more = 0.0 if experts is None else float(experts[i]) - sharding.num_tokens
+                    self._add_cell(i, stage, plan, base, times, more)
 
     def _add_cell(
-        self, i: int, stage: int, plan: PipelinePlan, base: StageTimes, times: StepTimes
+        self,
+        i: int,
+        stage: int,
+        plan: PipelinePlan,
+        base: StageTimes,
+        times: StepTimes,
+        more: float,
     ) -> None:
+        """more: tokens that experts computed beyond the micro-batch's own."""
         layers, last = self._layers[stage], len(plan.micro_batches) - 1
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         linear = [
             times.part_ns(forward, Part.LAYERS),
             times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
         ]
-        of_linear = (int(base.linear_forward_ns[i]), int(base.linear_backward_ns[i]))
+        forward_more, backward_more, again_more = (ns * more * layers for ns in self._routed)
+        of_linear = (
+            int(base.linear_forward_ns[i] + forward_more),
+            int(base.linear_backward_ns[i] + backward_more),
+        )
         of_attention = (base.attention_forward_ns[i], base.attention_backward_ns[i])
         waits = [0, 0]
         for k, (name, cell) in enumerate(zip(ATTENTION, (forward, backward), strict=True)):
@@ -95,7 +114,8 @@ class PriceMeter:
                 waits[k] = measured_ns * int(of_attention[k].max() - own_ns) // own_ns
         linear[0] -= waits[0]
         linear[1] -= waits[1] + waits[0] * self._attends_again
-        linear[1] -= round(linear[0] * self._again_ns(plan, i, layers) / of_linear[0])
+        again_ns = self._again_ns(plan, i, layers) + again_more
+        linear[1] -= round(linear[0] * again_ns / of_linear[0])
         # FSDP's collectives are in the first forward and the last backward pass.
         has_fsdp = self.mesh.fsdp_size > 1
         shifted = (i == 0, i == last or (i == 0 and any(self._again)))
@@ -127,20 +147,51 @@ def _runs_again(once: ProfiledWorkload, recomputing: ProfiledWorkload) -> tuple[
     return (per_token - own_per_token) / layers, (a_call - own_call) / layers
 
 
+def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
+    """Tokens of each micro-batch whose experts' products this rank had in its times, [n]: the mean
+    of the pipelines that an EP group spans, times the rank's own share of rows on a CPU, and on
+    CUDA that of the rank with most, for which the others wait. None without experts."""
+    load = step.sums.experts
+    if load is None:
+        return None
+    assert mesh.experts is not None
+    meets = mesh.parallel.meeting_pipelines
+    first = mesh.at.dp // meets * meets
+    tokens = step.plan.packing.rows[step.plan.pipelines[first : first + meets]].mean(0)
+    is_cuda = mesh.device.type == "cuda"
+    return tokens * (load.mean_rank if is_cuda else load.ranks[mesh.experts.get_local_rank(EP)])
+
+
+def _by_load(cost: ProfiledWorkload) -> tuple[float, float]:
+    """Prices in a layer, forward and backward, of one token's experts: ns that grow with load."""
+    more = replace(cost, expert_load=cost.expert_load + 1).ns_per_token
+    forward, backward = (
+        sum(ns - cost.ns_per_token[name] for name, ns in more.items() if name.endswith(end))
+        for end in ("_forward", "_backward")
+    )
+    layers = cost.num_layers_per_rank
+    return forward / layers, backward / layers
+
+
 class LearnPrices(Hook):
     """Decides on prices where votes were counted, and tells planners, records and screen.
 
     The votes of `WINDOWS` decisions count together: they are on the profile's own prices, so those
-    before a change of prices hold as well."""
+    before a change of prices hold as well. So do the loads of experts of these steps, which are
+    counted, not voted on: all ranks know them."""
 
     def __init__(self, spec: RunSpec, base: ProfiledWorkload) -> None:
         self.spec, self.base = spec, price_base(base)
         self._votes: deque[FloatArray] = deque(maxlen=WINDOWS)
+        self._loads: deque[list[float]] = deque([[]], maxlen=WINDOWS)
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         self._votes.clear()
+        self._loads = deque([[]], maxlen=WINDOWS)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        if step.sums.experts is not None:
+            self._loads[-1].append(step.sums.experts.mean_rank)
         if step.votes is None or run.is_last_step:
             return
         measured, change = self.decide(step.votes, run.prices, step.plan.step)
@@ -164,11 +215,21 @@ class LearnPrices(Hook):
             threshold=cost.online_threshold,
             max_change=cost.online_max_change,
             is_first=not known.changes,
+            loads=self._expert_loads(known),
         )
         if prices is None:
             return measured, None
         first = max(first_step_unseen(self.spec, step), known.last_step + 1)
         return measured, PriceChange(step=first, prices=prices)
+
+    def _expert_loads(self, known: PriceSchedule) -> LoadPrices | None:
+        """Of the steps of the last decisions; the steps from now on are the next one's."""
+        loads = [load for interval in self._loads for load in interval]
+        self._loads.append([])
+        if not loads:
+            return None
+        held = known.latest.expert_load or round(UNIT * self.spec.cost.expert_load)
+        return LoadPrices(held=held, measured=round(UNIT * sum(loads) / len(loads)))
 
     def _tell(
         self,
@@ -192,6 +253,8 @@ class LearnPrices(Hook):
                 for name, factor in change.prices.relative.items()
                 if name != "linear_forward"
             )
+            if change.prices.expert_load:
+                factors += f", load of experts' ranks {change.prices.expert_load / UNIT:.3f}"
             run.report.say(
                 f"prices learned by step {run.steps_done}, over those of {self.base} and relative "
                 f"to linear forward: {factors}; plans use them from step {change.step + 1} on"

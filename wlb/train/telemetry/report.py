@@ -32,7 +32,12 @@ class RunReport:
         self.places = places
         self.console = console()
         self.path = job.directory / "metrics.jsonl"
-        shown = Display(self.console, job.title, total_steps=job.spec.training.steps)
+        shown = Display(
+            self.console,
+            job.title,
+            total_steps=job.spec.training.steps,
+            experts=bool(job.spec.model.experts.num),
+        )
         self.display = shown if is_shown else None
         self._sinks: list[Sink] = []
         self._opened = ExitStack()

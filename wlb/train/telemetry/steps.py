@@ -33,7 +33,7 @@ class RecordSteps(Hook):
             grad_norm=sums.gradient_norm if step.updated else None,
             step_time_s=time.perf_counter() - step.began_s,
             telemetry=step.telemetry,
-            expert_load=sums.expert_load,
+            experts=sums.experts,
         )
         run.tally.add(measured, predicted, plan.baseline)
         if run.report.display is None:
