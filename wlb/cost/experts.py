@@ -3,6 +3,9 @@
 Rows of a rank that holds popular experts exceed these in the ratio that telemetry reports.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
 from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec
 
@@ -13,9 +16,33 @@ def experts_of_layer(spec: RunSpec) -> int:
     return experts.num * 3 * spec.model.hidden_size * experts.hidden_size // spec.parallel.ep
 
 
+def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
+    """Of each stage, the sum over its layers of `of_layer`, which is given `spec` with experts in
+    all layers, or in none (`kinds_of`)."""
+    dense, routed = (int(of_layer(kind)) for kind in _both_kinds(spec))
+    counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
+    return [(n - r) * dense + r * routed for n, r in counts]
+
+
+def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
+    """`spec` for sizes of each kind of layer that some stages have: of layers with an MLP, and of
+    those with experts. Stages without layers count as having the model's last one."""
+    chosen = list(stages)
+    layers, of_experts = spec.stage_layers, spec.stage_expert_layers
+    routed = sum(of_experts[stage] for stage in chosen)
+    has = (sum(layers[stage] for stage in chosen) > routed, routed > 0)
+    found = tuple(kind for kind, is_there in zip(_both_kinds(spec), has, strict=True) if is_there)
+    return found or (_both_kinds(spec)[spec.model.has_experts(spec.model.num_layers - 1)],)
+
+
+def _both_kinds(spec: RunSpec) -> tuple[RunSpec, RunSpec]:
+    """(layers with an MLP, layers with experts); equal without experts."""
+    return (replace(spec, model=spec.model.dense) if spec.model.experts.num else spec), spec
+
+
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
-    """Parameters that a rank stores of `count` on a TP rank, in `layers` layers: FSDP's shard, of
-    experts that of the ranks with equal experts."""
+    """Parameters that a rank stores of `count` on a TP rank, with experts in `layers` layers:
+    FSDP's shard, of experts that of the ranks with equal experts."""
     experts = layers * experts_of_layer(spec)
     equal = spec.parallel.expert_ranks // spec.parallel.ep
     return -(-(count - experts) // spec.shard_size) + -(-experts // equal)
@@ -50,7 +77,8 @@ def exchanged_values(model: ModelSpec) -> int:
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
     """Bandwidth term of one all-to-all of a token's copies to their experts, in one layer: those
-    that stay in the node at an all-gather's bandwidth, the others over the rank's own link."""
+    that stay in the node at an all-gather's bandwidth, the others over the rank's own link. model:
+    all of whose layers have experts."""
     near = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep

@@ -6,6 +6,7 @@ head belong to single stages and are apart, as are forward and backward. With `t
 backward includes the recomputed part (`RECOMPUTED_WORK`) at forward's price.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,7 +132,8 @@ class LinearCost:
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         if self.parallel.ep > 1:
-            once = routed_wire_ns(self.model, self.parallel, self.profile)
+            share = self.model.num_expert_layers / self.model.num_layers
+            once = routed_wire_ns(self.model, self.parallel, self.profile) * share
             # There and back in each pass; backward that runs again only brings rows there.
             again = once * (self.recompute != Recompute.NONE)
             terms["ep_comm"] = (2 * once, 2 * once, again)
@@ -146,7 +148,8 @@ class LinearCost:
         """Notes, for a log, about matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
-        weights = [a * b / self.parallel.tp for a, b in layer_matrices(self.model)]
+        models = [model for _, model in self.model.layer_parts]
+        weights = [a * b / self.parallel.tp for m in models for a, b in layer_matrices(m)]
         return tuple(
             f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
             f"extrapolated: measured were {axis[0]:,.0f}..{axis[-1]:,.0f}"
@@ -201,8 +204,9 @@ class LinearCost:
         experts = self.model.experts
         if not experts.num:
             return 0.0, 0.0, 0.0
-        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers
-        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        share, model = self.model.layer_parts[0]
+        routed = experts.per_token / (experts.per_token + experts.shared) * self.num_layers * share
+        forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, again * routed
 
     @property
@@ -297,11 +301,21 @@ class LinearCost:
         return alpha + max(float(times.sum(axis).max()) for axis in (0, 1))
 
     def _gemm_ns(self, matrices: range = range(7)) -> Work:
-        """GEMMs of one token in one layer, of some of `layer_matrices`: FLOPs over throughput."""
+        """GEMMs of one token in the mean layer, of some of `layer_matrices`."""
+        return self._mean(lambda model: self._gemm_of(model, matrices))
+
+    def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
+        """Work of the mean layer, from that of layers with experts and of those with an MLP."""
+        works = [(share, work_of(model)) for share, model in self.model.layer_parts]
+        forward, backward, again = (sum(s * w[i] for s, w in works) for i in range(3))
+        return forward, backward, again
+
+    def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
+        """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = again = 0.0
-        for i, (rows, columns) in enumerate(layer_matrices(self.model)):
+        for i, (rows, columns) in enumerate(layer_matrices(model)):
             if i not in matrices:
                 continue
             weights = np.array([rows * columns / tp])
@@ -313,11 +327,14 @@ class LinearCost:
         return forward, backward, again
 
     def _elementwise_ns(self) -> Work:
-        """Element-wise operators of one token in one layer."""
+        """Element-wise operators of one token in the mean layer."""
+        return self._mean(self._elementwise_of)
+
+    def _elementwise_of(self, model: ModelSpec) -> Work:
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(self.model)
         forward = backward = again = 0.0
-        for op, values in elementwise_values(self.model).items():
+        for op, values in elementwise_values(model).items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
                 once = values[0] * size / cost.forward_bytes_per_s * 1e9

@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns, over_gather_ns
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
-from wlb.cost.linear import split_backward
+from wlb.cost.linear import LinearCost, split_backward
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import PassKind
@@ -72,7 +72,9 @@ class StepPrices:
     of keys takes than an all-gather, mostly negative, [steps, dp, n]. linear: all other work of one
     layer, with an all-gather, by kind of pass. ends: embedding and head, by (kind, is last stage).
     message: by scope. layers: by stage. meets: neighbouring pipelines whose ranks meet in every
-    layer (experts); pooled: what they compute together of a token in one layer, by kind of pass.
+    layer with experts; pooled: what they compute together of a token in such a layer, by kind of
+    pass. dense: as `linear`, of layers with an MLP where `linear` is of layers with experts;
+    dense_layers: their number by stage, empty if all layers are alike.
     """
 
     tokens: IntArray
@@ -86,6 +88,8 @@ class StepPrices:
     layers: tuple[int, ...]
     meets: int = 1
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
+    dense: dict[PassKind, TermPrices] = field(default_factory=dict[PassKind, TermPrices])
+    dense_layers: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,9 +97,22 @@ class StepPrices:
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
-    def stage_key(self, stage: int) -> tuple[int, bool, bool]:
-        """(layers, is first, is last): stages with equal keys have equal prices."""
-        return self.layers[stage], stage == 0, stage == len(self.layers) - 1
+    def stage_key(self, stage: int) -> tuple[int, int, bool, bool]:
+        """(layers, of these with an MLP beside others with experts, is first, is last): stages with
+        equal keys have equal prices."""
+        is_last = stage == len(self.layers) - 1
+        return self.layers[stage], self._num_dense(stage), stage == 0, is_last
+
+    def _num_dense(self, stage: int) -> int:
+        return self.dense_layers[stage] if self.dense_layers else 0
+
+    @property
+    def meeting_stages(self) -> frozenset[int]:
+        """Stages in whose passes pipelines wait for each other: those with experts."""
+        if self.meets == 1:
+            return frozenset()
+        stages = range(len(self.layers))
+        return frozenset(s for s in stages if self.layers[s] > self._num_dense(s))
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
         """[steps, dp, n, cp]; the weights' pass has none."""
@@ -120,10 +137,11 @@ class StepPrices:
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
         all-gathers of keys."""
-        layers, is_first, is_last = self.stage_key(stage)
+        layers, num_dense, is_first, is_last = self.stage_key(stage)
         kinds = list(self.linear) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
-        of_layers = [self.linear[k].times(layers) for k in kinds if layers]
+        of_layers = [self.linear[k].times(layers - num_dense) for k in kinds if layers > num_dense]
+        of_layers += [self.dense[k].times(num_dense) for k in kinds if num_dense]
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
@@ -140,13 +158,15 @@ class StepPrices:
         return np.rint(self._met(alone, kind, stage)).astype(np.int64)
 
     def _met(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
-        """Passes of pipelines that wait for each other in every layer: the longest, with experts
-        that compute the mean of their tokens. The weights' pass meets nobody."""
-        if self.meets == 1 or kind == PassKind.BACKWARD_WEIGHT:
+        """Passes of pipelines that wait for each other in every layer with experts: the longest,
+        with experts that compute the mean of their tokens. The weights' pass meets nobody, nor does
+        a stage without experts. A single pipeline stands for equal ones."""
+        if stage not in self.meeting_stages or kind == PassKind.BACKWARD_WEIGHT:
             return alone_ns
         steps, dp, n = alone_ns.shape
-        grouped = (steps, dp // self.meets, self.meets, n)
-        pooled = self.pooled[kind] * self.layers[stage] * self.tokens
+        meets = min(self.meets, dp)
+        grouped = (steps, dp // meets, meets, n)
+        pooled = self.pooled[kind] * (self.layers[stage] - self._num_dense(stage)) * self.tokens
         own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
         together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
         return np.broadcast_to(together, grouped).reshape(alone_ns.shape)
@@ -154,7 +174,8 @@ class StepPrices:
     @property
     def layer_wait(self) -> float:
         """What ranks that meet in every layer compute between meetings: the sum of the slowest
-        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits.
+        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits. With
+        experts in some layers only, of the mean layer.
 
         Attention and what is proportional to a rank's own tokens, forward and backward without the
         weights' pass. CP ranks of a pipeline meet too, in the exchange of keys.
@@ -166,7 +187,11 @@ class StepPrices:
                 continue
             is_forward = kind == PassKind.FORWARD
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
-            dense = self.tokens * (terms.token_ns - self.pooled.get(kind, 0.0))
+            token_ns = terms.token_ns - self.pooled.get(kind, 0.0)
+            if self.dense_layers:
+                share = sum(self.dense_layers) / sum(self.layers)
+                token_ns = token_ns * (1 - share) + self.dense[kind].token_ns * share
+            dense = self.tokens * token_ns
             own = (attention + dense[..., None]).reshape(steps, dp // self.meets, self.meets, n, cp)
             slowest += float(own.max(axis=(2, 4)).sum())
             mean += float(own.mean(axis=(2, 4)).sum())
@@ -256,26 +281,30 @@ def prices_of(
     over = np.zeros((*tokens.shape, 2), np.int64)
     if exchange_ns is not None:
         over = np.rint(exchange_ns / layers).astype(np.int64)
+    routed, *dense = (replace(cost.linear, model=model) for _, model in spec.model.layer_parts)
+    counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
     return StepPrices(
         tokens=tokens,
         attention_forward_ns=forward_ns // layers,
         attention_backward_ns=backward_ns // layers,
         exchange_forward_ns=over[..., 0],
         exchange_backward_ns=over[..., 1],
-        linear=linear_terms(spec, cost),
+        linear=linear_terms(spec, routed),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
         layers=spec.stage_layers,
         meets=spec.parallel.meeting_pipelines,
-        pooled=_pooled(cost),
+        pooled=_pooled(routed),
+        dense=linear_terms(spec, dense[0]) if dense else {},
+        dense_layers=tuple(n - r for n, r in counts) if dense else (),
     )
 
 
-def _pooled(cost: ProfiledWorkload) -> dict[PassKind, float]:
+def _pooled(linear: LinearCost) -> dict[PassKind, float]:
     """What EP ranks compute together of a token in one layer; a split backward has one of the two
     products in each pass."""
-    layers = cost.num_layers_per_rank
-    forward, backward, again = (ns / layers for ns in cost.linear.routed_ns_per_token)
+    layers = linear.num_layers
+    forward, backward, again = (ns / layers for ns in linear.routed_ns_per_token)
     half = backward / LINEAR_BACKWARD_FACTOR
     return {
         PassKind.FORWARD: forward,
@@ -285,22 +314,22 @@ def _pooled(cost: ProfiledWorkload) -> dict[PassKind, float]:
     }
 
 
-def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[PassKind, TermPrices]:
+def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices]:
     """The linear part of one layer, by the kinds of passes that the schedule has."""
-    layers = cost.num_layers_per_rank
+    layers, ns_per_token = linear.num_layers, linear.ns_per_token
 
     def of_pass(suffix: str, call_ns: float) -> TermPrices:
-        names = [name for name in cost.ns_per_token if name.endswith(suffix)]
+        names = [name for name in ns_per_token if name.endswith(suffix)]
         return TermPrices(
-            per_token={n.removesuffix(suffix): cost.ns_per_token[n] / layers for n in names},
+            per_token={n.removesuffix(suffix): ns_per_token[n] / layers for n in names},
             per_call={CALLS: call_ns / layers},
         )
 
-    forward = of_pass("_forward", cost.linear.call_ns[0])
-    backward = of_pass("_backward", cost.linear.call_ns[1])
+    forward = of_pass("_forward", linear.call_ns[0])
+    backward = of_pass("_backward", linear.call_ns[1])
     if not spec.splits_backward:
         return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
-    split = split_backward(cost.linear)
+    split = split_backward(linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)
     inputs["gemm"] -= split.product_ns_per_token / layers

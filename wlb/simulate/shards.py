@@ -66,7 +66,7 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     # Experts that no other rank holds are neither gathered nor reduced.
     alone = experts_of_layer(spec) * (parallel.expert_ranks == parallel.ep)
-    shared = [c - n * alone for c, n in zip(counts, spec.stage_layers, strict=True)]
+    shared = [c - n * alone for c, n in zip(counts, spec.stage_expert_layers, strict=True)]
     of_rank = [_stored(spec, counts, pp_rank) for pp_rank in range(parallel.pp)]
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
@@ -95,8 +95,8 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
 def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
     """Parameters that a rank updates, of stages with `counts` on a TP rank."""
     stages = list(spec.stages_of(pp_rank))
-    layers = sum(spec.stage_layers[stage] for stage in stages)
-    return stored_parameters(spec, sum(counts[stage] for stage in stages), layers)
+    with_experts = sum(spec.stage_expert_layers[stage] for stage in stages)
+    return stored_parameters(spec, sum(counts[stage] for stage in stages), with_experts)
 
 
 def _refuse_unpriced(spec: RunSpec) -> None:

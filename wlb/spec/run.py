@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -431,6 +432,23 @@ class RunSpec:
         """Number of decoder layers of each stage."""
         even = (self.model.num_layers // self.num_stages,) * self.num_stages
         return self.pp.stage_layers or even
+
+    @property
+    def stage_expert_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers with experts of each stage."""
+        share = self.model.num_expert_layers
+        if share in (0, self.model.num_layers):
+            return self.stage_layers if share else (0,) * self.num_stages
+        return self._counted(self.model.has_experts)
+
+    @property
+    def stage_sliding_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers of each stage whose window of keys slides."""
+        return self._counted(self.model.slides)
+
+    def _counted(self, is_one: Callable[[int], bool]) -> tuple[int, ...]:
+        stages = range(self.num_stages)
+        return tuple(sum(map(is_one, self.layers_of(stage))) for stage in stages)
 
     def layers_of(self, stage: int) -> range:
         """Decoder layers of a stage."""

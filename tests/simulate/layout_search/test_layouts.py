@@ -17,7 +17,7 @@ from wlb.simulate.layout_search.layouts import (
     pipeline_of,
     planned_bytes,
 )
-from wlb.simulate.memory import pass_bytes, peak_held_bytes, rest_bytes, stage_gradients
+from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import pipeline_order
 from wlb.spec import ExpertsSpec, Recompute, Schedule, check
 
@@ -124,13 +124,11 @@ def test_memory_of_windows_is_that_of_the_simulated_order(
     )
     order = pipeline_order(spec.pp, pp=2, num_micro_batches=N)
     need, rank = need_of(spec)
-    passes = pass_bytes(spec, np.full(N, WINDOW))
+    passes = stage_bytes(spec, np.full(N, WINDOW))
     per_rank: list[int] = []
     for r in range(2):
         fixed = rest_bytes(spec, pp_rank=r, longest=WINDOW)
-        per_rank.append(
-            fixed + int(peak_held_bytes(order[r], passes, spec.stage_layers, stage_gradients(spec)))
-        )
+        per_rank.append(fixed + int(peak_held_bytes(order[r], passes, stage_gradients(spec))))
     assert need == max(per_rank)
     assert per_rank[rank] == need
 
