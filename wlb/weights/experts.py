@@ -114,8 +114,12 @@ def type_of(spec: ModelSpec) -> str:
             )
     if spec.qkv_bias:
         raise UserError("model.qkv_bias = true: no model of transformers has it beside experts")
-    if spec.qk_norm:
-        return "qwen3_moe"
+    return "qwen3_moe" if spec.qk_norm else _type_without_head_norms(spec)
+
+
+def _type_without_head_norms(spec: ModelSpec) -> str:
+    """OLMoE's or Mixtral's model_type."""
+    experts = spec.experts
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(
             f"model.experts.every = {experts.every} and model.experts.dense_layers = "
