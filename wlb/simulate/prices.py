@@ -25,10 +25,11 @@ CALLS = "calls"
 KEYS = "cp_comm"
 """Term of the exchange of keys, without latency where it is an all-gather."""
 
-_STEP_FIELDS = (
-    *("tokens", "attention_forward_ns", "attention_backward_ns"),
+_LAYER_FIELDS = (
+    *("attention_forward_ns", "attention_backward_ns"),
     *("exchange_forward_ns", "exchange_backward_ns"),
 )
+_STEP_FIELDS = ("tokens", *_LAYER_FIELDS)
 """Fields of `StepPrices` whose first axis is the step."""
 
 
@@ -64,6 +65,16 @@ class TermPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerTimes:
+    """Times of one layer as in `StepPrices`, [steps, dp, n, cp] and [steps, dp, n]."""
+
+    attention_forward_ns: IntArray
+    attention_backward_ns: IntArray
+    exchange_forward_ns: IntArray
+    exchange_backward_ns: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
     """Prices of the passes of some steps.
 
@@ -74,7 +85,10 @@ class StepPrices:
     message: by scope. layers: by stage. meets: neighbouring pipelines whose ranks meet in every
     layer with experts; pooled: what they compute together of a token in such a layer, by kind of
     pass. dense: as `linear`, of layers with an MLP where `linear` is of layers with experts;
-    dense_layers: their number by stage, empty if all layers are alike.
+    dense_layers: their number by stage, empty if all layers are alike. Times without `sliding` are
+    of the model's mean layer. sliding: of a layer whose window slides, where stages have unequal
+    shares of these; more_sliding: by stage, how many more it has than of the mean, over the share
+    of layers that see all keys.
     """
 
     tokens: IntArray
@@ -90,6 +104,8 @@ class StepPrices:
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
     dense: dict[PassKind, TermPrices] = field(default_factory=dict[PassKind, TermPrices])
     dense_layers: tuple[int, ...] = ()
+    sliding: LayerTimes | None = None
+    more_sliding: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -97,11 +113,12 @@ class StepPrices:
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
-    def stage_key(self, stage: int) -> tuple[int, int, bool, bool]:
-        """(layers, of these with an MLP beside others with experts, is first, is last): stages with
-        equal keys have equal prices."""
-        is_last = stage == len(self.layers) - 1
-        return self.layers[stage], self._num_dense(stage), stage == 0, is_last
+    def stage_key(self, stage: int) -> tuple[float, ...]:
+        """Stages with equal keys have equal prices: number of layers, of these with an MLP beside
+        others with experts, `more_sliding`, whether it is the first and the last."""
+        more = self.more_sliding[stage] if self.more_sliding else 0.0
+        ends = (stage == 0, stage == len(self.layers) - 1)
+        return self.layers[stage], self._num_dense(stage), more, *ends
 
     def _num_dense(self, stage: int) -> int:
         return self.dense_layers[stage] if self.dense_layers else 0
@@ -118,26 +135,37 @@ class StepPrices:
         """[steps, dp, n, cp]; the weights' pass has none."""
         match kind:
             case PassKind.FORWARD:
-                return self.attention_forward_ns * self.layers[stage]
+                return self._of_layers("attention_forward_ns", stage)
             case PassKind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.attention_forward_ns)
             case _:
-                return self.attention_backward_ns * self.layers[stage]
+                return self._of_layers("attention_backward_ns", stage)
 
     def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
         """Time of a pass beyond that with all-gathers of keys, [steps, dp, n]."""
         match kind:
             case PassKind.FORWARD:
-                return self.exchange_forward_ns * self.layers[stage]
+                return self._of_layers("exchange_forward_ns", stage)
             case PassKind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.exchange_forward_ns)
             case _:
-                return self.exchange_backward_ns * self.layers[stage]
+                return self._of_layers("exchange_backward_ns", stage)
+
+    def _of_layers(self, name: str, stage: int) -> IntArray:
+        """Times of a stage's layers, of which some may have a sliding window."""
+        mean: IntArray = getattr(self, name)
+        whole = mean * self.layers[stage]
+        if self.sliding is None:
+            return whole
+        # A sliding layer more is one fewer of the others, whose time follows from both means.
+        more = (getattr(self.sliding, name) - mean) * self.more_sliding[stage]
+        return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
         all-gathers of keys."""
-        layers, num_dense, is_first, is_last = self.stage_key(stage)
+        layers, num_dense = self.layers[stage], self._num_dense(stage)
+        is_first, is_last = stage == 0, stage == len(self.layers) - 1
         kinds = list(self.linear) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
         of_layers = [self.linear[k].times(layers - num_dense) for k in kinds if layers > num_dense]
@@ -220,6 +248,9 @@ class StepPrices:
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
         """Return these prices with `change` applied to every array whose first axis is the step."""
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
+        if self.sliding is not None:
+            times = {name: change(getattr(self.sliding, name)) for name in _LAYER_FIELDS}
+            arrays["sliding"] = LayerTimes(**times)
         return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
@@ -229,9 +260,13 @@ class StepPrices:
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
     """Concatenates the steps of several prices of one layout."""
-    changed: dict[str, Any] = {
-        name: np.concatenate([getattr(p, name) for p in prices]) for name in _STEP_FIELDS
-    }
+
+    def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+        return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
+
+    changed = of_all(prices, _STEP_FIELDS)
+    if prices[0].sliding is not None:
+        changed["sliding"] = LayerTimes(**of_all([p.sliding for p in prices], _LAYER_FIELDS))
     return replace(prices[0], **changed)
 
 
@@ -247,20 +282,45 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
                 f"step {step.plan.step} has pipelines of {found} micro-batches over cp = "
                 f"{step.plan.cp}; this layout has {dp} of {n} over cp = {cp}"
             )
-    forward, backward = kernels_ns(plans, cost, cp=cp)
     rows = [p.local_tokens for step in steps for p in step.pipelines]
     tokens = np.array(rows, np.int64).reshape(shape) * cp
-    over = [
-        over_gather_ns(plan, cost, num_rows=num_rows)
-        for plan, num_rows in zip(plans, tokens.ravel().tolist(), strict=True)
-    ]
-    return prices_of(
-        spec,
-        cost,
-        tokens=tokens,
-        forward_ns=forward.reshape(*shape, cp),
-        backward_ns=backward.reshape(*shape, cp),
-        exchange_ns=np.array(over, np.int64).reshape(*shape, 2),
+
+    def times(cost: ProfiledWorkload) -> LayerTimes:
+        forward, backward = kernels_ns(plans, cost, cp=cp)
+        over = [
+            over_gather_ns(plan, cost, num_rows=num_rows)
+            for plan, num_rows in zip(plans, tokens.ravel().tolist(), strict=True)
+        ]
+        return layer_times(
+            cost,
+            forward_ns=forward.reshape(*shape, cp),
+            backward_ns=backward.reshape(*shape, cp),
+            exchange_ns=np.array(over, np.int64).reshape(*shape, 2),
+        )
+
+    return prices_of(spec, cost, tokens=tokens, times=times)
+
+
+def layer_times(
+    cost: ProfiledWorkload,
+    *,
+    forward_ns: IntArray,
+    backward_ns: IntArray,
+    exchange_ns: IntArray | None = None,
+) -> LayerTimes:
+    """Times of one layer from attention of all of `cost`'s layers, [..., cp].
+
+    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
+    """
+    layers = cost.num_layers_per_rank
+    over = np.zeros((*forward_ns.shape[:-1], 2), np.int64)
+    if exchange_ns is not None:
+        over = np.rint(exchange_ns / layers).astype(np.int64)
+    return LayerTimes(
+        attention_forward_ns=forward_ns // layers,
+        attention_backward_ns=backward_ns // layers,
+        exchange_forward_ns=over[..., 0],
+        exchange_backward_ns=over[..., 1],
     )
 
 
@@ -269,26 +329,16 @@ def prices_of(
     cost: ProfiledWorkload,
     *,
     tokens: IntArray,
-    forward_ns: IntArray,
-    backward_ns: IntArray,
-    exchange_ns: IntArray | None = None,
+    times: Callable[[ProfiledWorkload], LayerTimes],
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n] and attention of all of `cost`'s layers, [..., cp].
-
-    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
-    """
-    layers = cost.num_layers_per_rank
-    over = np.zeros((*tokens.shape, 2), np.int64)
-    if exchange_ns is not None:
-        over = np.rint(exchange_ns / layers).astype(np.int64)
+    """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
+    stages have unequal shares of sliding layers, of `cost.of_sliding_layers`."""
+    own = times(cost)
     routed, *dense = (replace(cost.linear, model=model) for _, model in spec.model.layer_parts)
     counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
     return StepPrices(
         tokens=tokens,
-        attention_forward_ns=forward_ns // layers,
-        attention_backward_ns=backward_ns // layers,
-        exchange_forward_ns=over[..., 0],
-        exchange_backward_ns=over[..., 1],
+        **{name: getattr(own, name) for name in _LAYER_FIELDS},
         linear=linear_terms(spec, routed),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
@@ -297,7 +347,17 @@ def prices_of(
         pooled=_pooled(routed),
         dense=linear_terms(spec, dense[0]) if dense else {},
         dense_layers=tuple(n - r for n, r in counts) if dense else (),
+        sliding=times(cost.of_sliding_layers) if spec.has_uneven_windows else None,
+        more_sliding=_more_sliding(spec) if spec.has_uneven_windows else (),
     )
+
+
+def _more_sliding(spec: RunSpec) -> tuple[float, ...]:
+    """Of each stage, its sliding layers less those that it would have with the model's share, over
+    the share of layers that see all keys."""
+    share = spec.model.num_sliding_layers / spec.model.num_layers
+    counts = zip(spec.stage_sliding_layers, spec.stage_layers, strict=True)
+    return tuple((sliding - share * layers) / (1 - share) for sliding, layers in counts)
 
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:

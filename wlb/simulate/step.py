@@ -16,7 +16,7 @@ from wlb.cost import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
 from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
-from wlb.simulate.order import Order
+from wlb.simulate.order import Order, PassKind
 from wlb.simulate.prices import (
     CALLS,
     ShardedStep,
@@ -166,10 +166,13 @@ class Simulation:
     @property
     def attention_s(self) -> FloatArray:
         """Time of attention kernels, both passes, of each rank, [steps, dp, pp, cp]."""
-        both = self.prices.attention_forward_ns + self.prices.attention_backward_ns
-        pp, layers = self.simulator.spec.parallel.pp, self.prices.layers
-        of_rank = np.array([sum(layers[rank::pp]) for rank in range(pp)])
-        return both.sum(axis=2)[:, :, None, :] * 1e-9 * of_rank[:, None]
+        steps, dp, _, cp = self.prices.shape
+        out = np.zeros((steps, dp, self.simulator.spec.parallel.pp, cp))
+        for stage in range(len(self.prices.layers)):
+            for kind in (PassKind.FORWARD, PassKind.BACKWARD):
+                times = self.prices.attention_ns(kind, stage).sum(axis=2)
+                out[:, :, stage % out.shape[2]] += times * 1e-9
+        return out
 
     @property
     def compute_s(self) -> FloatArray:

@@ -446,6 +446,15 @@ class RunSpec:
         """Number of decoder layers of each stage whose window of keys slides."""
         return self._counted(self.model.slides)
 
+    @property
+    def has_uneven_windows(self) -> bool:
+        """Whether stages have unequal shares of layers whose window slides."""
+        sliding, layers = self.model.num_sliding_layers, self.model.num_layers
+        if sliding in (0, layers):
+            return False
+        counts = zip(self.stage_sliding_layers, self.stage_layers, strict=True)
+        return any(of_stage * layers != sliding * all_ for of_stage, all_ in counts)
+
     def _counted(self, is_one: Callable[[int], bool]) -> tuple[int, ...]:
         stages = range(self.num_stages)
         return tuple(sum(map(is_one, self.layers_of(stage))) for stage in stages)
