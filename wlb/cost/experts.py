@@ -19,19 +19,33 @@ def experts_of_layer(spec: RunSpec) -> int:
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
     """Of each stage, the sum over its layers of `of_layer`, which is given `spec` with experts in
     all layers, or in none (`kinds_of`)."""
-    dense, routed = (int(of_layer(kind)) for kind in _both_kinds(spec))
-    counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
-    return [(n - r) * dense + r * routed for n, r in counts]
+    counts = list(zip(spec.stage_layers, spec.stage_expert_layers, strict=True))
+    dense, routed = _both_kinds(spec)
+    of_dense = int(of_layer(dense)) if any(n > r for n, r in counts) else 0
+    of_routed = int(of_layer(routed)) if any(r for _, r in counts) else 0
+    return [(n - r) * of_dense + r * of_routed for n, r in counts]
+
+
+def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
+    """The sum over the layers of some stages of `of_layer`, as in `sums_by_stage`."""
+    dense, routed = _count(spec, stages)
+    kinds = zip((dense, routed), _both_kinds(spec), strict=True)
+    return sum(count * int(of_layer(kind)) for count, kind in kinds if count)
+
+
+def _count(spec: RunSpec, stages: Iterable[int]) -> tuple[int, int]:
+    """Layers of some stages with an MLP, and with experts."""
+    chosen = list(stages)
+    layers, of_experts = spec.stage_layers, spec.stage_expert_layers
+    routed = sum(of_experts[stage] for stage in chosen)
+    return sum(layers[stage] for stage in chosen) - routed, routed
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
     """`spec` for sizes of each kind of layer that some stages have: of layers with an MLP, and of
     those with experts. Stages without layers count as having the model's last one."""
-    chosen = list(stages)
-    layers, of_experts = spec.stage_layers, spec.stage_expert_layers
-    routed = sum(of_experts[stage] for stage in chosen)
-    has = (sum(layers[stage] for stage in chosen) > routed, routed > 0)
-    found = tuple(kind for kind, is_there in zip(_both_kinds(spec), has, strict=True) if is_there)
+    counts = zip(_both_kinds(spec), _count(spec, stages), strict=True)
+    found = tuple(kind for kind, count in counts if count)
     return found or (_both_kinds(spec)[spec.model.has_experts(spec.model.num_layers - 1)],)
 
 

@@ -415,7 +415,7 @@ def _gathered(spec: RunSpec, pp_rank: int) -> int:
     most = max(spec.stage_layers[stage] for stage in stages)
     at_once = min(most, 1 + max(1, spec.fsdp.prefetch))
     # Layers of the larger kind are taken to follow each other.
-    of_layers = sum(experts.sums_by_stage(spec, layer_parameters)[stage] for stage in stages)
+    of_layers = experts.sum_over(spec, stages, layer_parameters)
     largest = max(map(layer_parameters, experts.kinds_of(spec, stages)))
     return count - of_layers + min(of_layers, at_once * largest)
 
@@ -424,10 +424,10 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
     """(activations, stages' outputs) of a pipeline's whole step on one rank."""
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
-    in_layers = experts.sums_by_stage(spec, lambda kind: most_in_layer(kind, window))
-    output = stage_output_bytes(spec, micro_batch_tokens=window)
     stages = spec.stages_of(pp_rank)
-    kept = (sum(in_layers[stage] for stage in stages), len(stages) * output)
+    in_layers = experts.sum_over(spec, stages, lambda kind: most_in_layer(kind, window))
+    output = stage_output_bytes(spec, micro_batch_tokens=window)
+    kept = (in_layers, len(stages) * output)
     return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
 
 
@@ -482,7 +482,7 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
     stage has both."""
     model, tp = spec.model, spec.parallel.tp
-    count = experts.sums_by_stage(spec, layer_parameters)[stage]
+    count = experts.sum_over(spec, [stage], layer_parameters)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary

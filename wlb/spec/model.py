@@ -202,6 +202,8 @@ class ModelSpec:
 
     @property
     def num_expert_layers(self) -> int:
+        if self.experts.every == 1 and not self.experts.dense_layers:
+            return self.num_layers * (self.experts.num > 0)
         return sum(map(self.has_experts, range(self.num_layers)))
 
     @property

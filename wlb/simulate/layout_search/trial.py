@@ -219,10 +219,10 @@ class TrialRunner:
         return self.spans[key]
 
 
-def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
+def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str]:
     """Specs with equal keys give documents equal prices."""
     p = spec.parallel
-    return p.tp, p.cp, p.pp, p.dp, str(spec.training.recompute)
+    return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute)
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
