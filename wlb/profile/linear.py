@@ -23,7 +23,7 @@ from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
 from wlb.model.norm import normalise
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated
 from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer
@@ -231,10 +231,12 @@ def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Num
     return bench.gradients(lambda: rotate(x, *cos_sin, fused=fused), [x], bench.random(*shape))
 
 
-def _swiglu(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:
+def _swiglu(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
     gradient, fused = bench.random(tokens, width), bench.fused
-    return bench.gradients(lambda: swiglu(gate, up, fused=fused), [gate, up], gradient)
+    return bench.gradients(
+        lambda: gated(gate, up, model.activation, fused=fused), [gate, up], gradient
+    )
 
 
 def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:

@@ -68,7 +68,7 @@ class AttentionBackend(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients."""
+    """Kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -338,8 +338,8 @@ class KernelSection:
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "Triton kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients: one "
-        "pass over memory instead of up to 11; auto = on GPUs that have Triton; off = plain torch",
+        "Triton kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients: "
+        "one pass over memory instead of up to 11; auto = on GPUs with Triton; off = plain torch",
     )
 
 
