@@ -202,9 +202,11 @@ class ModelSpec:
 
     @property
     def num_expert_layers(self) -> int:
-        if self.experts.every == 1 and not self.experts.dense_layers:
-            return self.num_layers * (self.experts.num > 0)
-        return sum(map(self.has_experts, range(self.num_layers)))
+        experts, layers = self.experts, range(self.num_layers)
+        if not experts.num:
+            return 0
+        left_out = {i for i in experts.dense_layers if i in layers and (i + 1) % experts.every == 0}
+        return self.num_layers // experts.every - len(left_out)
 
     @property
     def dense(self) -> "ModelSpec":

@@ -78,7 +78,7 @@ def _layers_with_experts(keys: Fields) -> dict[str, Any]:
     if not isinstance(listed, list) or any(type(i) is not int for i in cast("list[Any]", listed)):
         raise keys.error("mlp_only_layers", "must be a list of whole numbers")
     layers = range(keys.whole("num_hidden_layers"))
-    known = sorted(set(cast("list[int]", listed)).intersection(layers))
+    known = sorted({i for i in cast("list[int]", listed) if i in layers})
     return {"every": keys.whole("decoder_sparse_step", 1), "dense_layers": tuple(known)}
 
 
