@@ -7,9 +7,23 @@ import pytest
 
 from wlb.cost.budget import num_communicators
 from wlb.cost.experts import RoutedWork, experts_of_layer, mlp_values, stored_parameters
-from wlb.cost.flops import layer_linear_flops, layer_matrices, rank_model
-from wlb.cost.memory import layer_activation_bytes, layer_parameters, memory_estimate
+from wlb.cost.flops import (
+    head_flops,
+    layer_linear_flops,
+    layer_matrices,
+    linear_flops_per_token,
+    rank_model,
+)
+from wlb.cost.memory import (
+    layer_activation_bytes,
+    layer_parameters,
+    memory_estimate,
+    stage_gradient_bytes,
+    stage_parameters,
+)
+from wlb.cost.profile_file import load_profile
 from wlb.cost.workload import ProfiledWorkload, workload_for
+from wlb.simulate.memory import stage_bytes
 from wlb.spec import ExpertsSpec, FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(
@@ -63,6 +77,53 @@ def test_what_a_layer_keeps() -> None:
     full = layer_activation_bytes(tiny(Recompute.FULL, dp=1), micro_batch_tokens=10)
     # The layer's input, three places of each copy, and the number of its expert in 16 bits.
     assert full == 10 * (16 * 4 + 2 * (3 * 8 + 2))
+
+
+MIXED = replace(
+    MODEL, num_layers=4, ffn_hidden_size=40, experts=replace(MODEL.experts, dense_layers=(0,))
+)
+"""The first of four layers has an MLP."""
+
+
+def test_work_is_that_of_each_kind_of_layer() -> None:
+    spec = replace(tiny(tp=2, cp=2, dp=2, ep=4), model=MIXED)
+    every_layer = replace(MIXED, experts=replace(MIXED.experts, dense_layers=()))
+    profile = load_profile("h100")
+    mixed, dense, routed = (
+        ProfiledWorkload(model=model, parallel=spec.parallel, profile=profile)
+        for model in (MIXED, MIXED.dense, every_layer)
+    )
+    for name, ns in mixed.ns_per_token.items():
+        want = dense.ns_per_token[name] / 4 + routed.ns_per_token[name] * 3 / 4
+        assert ns == pytest.approx(want), name
+    assert dense.ns_per_token["ep_comm_forward"] == 0 < mixed.ns_per_token["ep_comm_forward"]
+    assert dense.ns_per_token["gemm_forward"] != routed.ns_per_token["gemm_forward"]
+    shared = [sum(cost.linear.routed_ns_per_token) for cost in (mixed, routed)]
+    assert shared[0] == pytest.approx(shared[1] * 3 / 4)
+    both = 3 * layer_linear_flops(every_layer) + layer_linear_flops(MIXED.dense)
+    assert linear_flops_per_token(MIXED) == 3 * (both + head_flops(MIXED))
+
+
+def test_stages_have_the_sizes_of_their_layers() -> None:
+    spec = replace(tiny(tp=2, cp=2, pp=2, dp=2, ep=4), model=MIXED)
+    assert (spec.stage_layers, spec.stage_expert_layers) == ((2, 2), (1, 2))
+    routed = layer_parameters(spec)
+    dense = layer_parameters(replace(spec, model=MIXED.dense))
+    assert dense == (768 + 3 * 16 * 40) // 2 + 32
+    ends = 256 * 16 // 2
+    assert stage_parameters(spec, stage=0) == dense + routed + ends
+    assert stage_parameters(spec, stage=1) == 2 * routed + ends + 16
+    # A stage's first backward leaves gradients and FSDP's shard: a quarter of what is not experts.
+    held = stage_parameters(spec, stage=0)
+    shard = (held - 2304 + 3) // 4 + 1152
+    assert stage_gradient_bytes(spec, stage=0) == 4 * (held + shard)
+    kept, other = (
+        layer_activation_bytes(s, micro_batch_tokens=64)
+        for s in (spec, replace(spec, model=MIXED.dense))
+    )
+    found = stage_bytes(spec, np.array([64, 0]))
+    assert [stage.kept.tolist() for stage in found] == [[kept + other, 0], [2 * kept, 0]]
+    assert kept != other
 
 
 def test_ranks_that_share_experts_have_communicators() -> None:

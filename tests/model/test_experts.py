@@ -198,6 +198,10 @@ def test_names_and_numbers_of_parameters() -> None:
         spec = model_of(experts)
         model = Llama(spec)
         assert sum(p.numel() for p in model.parameters()) == spec.num_parameters, kind
+    some = replace(model_of(replace(PLAIN, every=2, dense_layers=(1, 2))), num_layers=4)
+    model = Llama(some)
+    assert sum(p.numel() for p in model.parameters()) == some.num_parameters
+    assert [layer.has_experts for layer in model.model.layers.values()] == [False] * 3 + [True]
     names = {name for name, _ in mixture(KINDS["sigmoid-shared"]).named_parameters()}
     assert names == {
         "gate.weight",

@@ -106,6 +106,8 @@ class Case:
             name += f"-ep{self.ep}-e{self.experts.num}-{self.experts.shared}-{self.experts.scoring}"
             name += f"-{self.experts.balance}"
             name += "" if self.ep_stages == 1 else f"-in{self.ep_stages}"
+            name += "" if self.experts.every == 1 else f"-every{self.experts.every}"
+            name += "".join(f"-dense{layer}" for layer in self.experts.dense_layers)
         name += "".join(f"-{key}{value}" for key, value in self.keys)
         name += "" if self.rope_kind == RopeKind.LLAMA3 else f"-{self.rope_kind}"
         return name if self.recompute == Recompute.NONE else f"{name}-{self.recompute}"

@@ -74,6 +74,25 @@ CASES = [
     Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, recompute=Recompute.FULL, schedule=F1B),
     Case(cp=2, dp=2, experts=SHARED, ep=4, recompute=Recompute.FULL, num_micro_batches=8),
     Case(cp=2, pp=2, experts=TWELVE, ep=2, ep_stages=3, recompute=Recompute.SELECTIVE, v=2),
+    # Experts in some layers: a stage of two, and both stages of a rank, have none.
+    Case(
+        cp=2,
+        pp=2,
+        experts=replace(PLAIN, dense_layers=(0, 1)),
+        ep=2,
+        schedule=F1B,
+        recompute=Recompute.SELECTIVE,
+    ),
+    Case(
+        pp=2,
+        dp=2,
+        experts=replace(SHARED, every=2),
+        ep=2,
+        v=2,
+        schedule=IZB,
+        num_micro_batches=8,
+        reshard=True,
+    ),
     Case(
         pp=2,
         dp=2,

@@ -20,7 +20,7 @@ from wlb.profile.linear import (
 )
 from wlb.profile.tasks import Task
 from wlb.profile.timing import KernelTimer, Timing, make_timer
-from wlb.spec import ModelSpec
+from wlb.spec import ExpertsSpec, ModelSpec
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(
@@ -104,6 +104,19 @@ def test_the_points():
     assert [t.point for t in tasks if t.kind == "layer"] == [
         {"tokens": 8, "tp": 1}, {"tokens": 8, "tp": 2}
     ]  # fmt: skip
+
+
+def test_a_model_with_experts_in_some_layers_has_points_of_both_kinds():
+    """An MLP of 48, and two experts of 40, which are one MLP of 80."""
+    experts = ExpertsSpec(num=4, per_token=2, hidden_size=40, dense_layers=(0,))
+    model = replace(MODEL, num_layers=2, experts=experts)
+    tasks = linear_tasks(model, (1,), (8,), OnceTimer(), device=CPU, dtype=torch.float32)
+    gemms = {(t.point["rows"], t.point["columns"]) for t in tasks if t.kind == "gemm"}
+    assert {(32, 48), (48, 32), (32, 80), (80, 32)} <= gemms
+    assert {t.point["width"] for t in tasks if t.point.get("op") == "swiglu"} == {48, 80}
+    odd = replace(model, ffn_hidden_size=49)
+    with pytest.raises(ValueError, match="tp = 2 does not divide the model's ffn_hidden_size, 49"):
+        linear_tasks(odd, (2,), (8,), OnceTimer(), device=CPU, dtype=torch.float32)
 
 
 def test_points_are_measured_once_and_in_a_fixed_order():

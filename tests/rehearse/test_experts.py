@@ -1,11 +1,15 @@
 """Tests that ranks of a model with experts are rehearsed: they match, and take planned memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.sets import nightly
+from wlb.parallel.mesh import Coordinates
+from wlb.rehearse.experts import EqualLoads, GroupRows, pipelines_of_group
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
 from wlb.rehearse.show import verdict
-from wlb.spec import load
+from wlb.spec import ParallelSpec, load
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -48,9 +52,33 @@ def test_every_stage_of_the_preset_takes_the_memory_that_was_planned(layers: int
         assert min(wait.left_ns for wait in waits) > 10_000
 
 
-def test_experts_over_several_pipelines_are_refused() -> None:
-    spec = load(
-        "qwen3_30b_a3b_128k", [*SMALL, "parallel.dp=2", "parallel.ep=32", "data.num_windows=8"]
-    )
-    with pytest.raises(ValueError, match="ep = 32 is more than cp 8 x tp 2"):
-        rehearse(spec)
+def test_ranks_of_several_pipelines_exchange_the_rows_of_their_micro_batches() -> None:
+    """The EP groups of a stage span two pipelines with micro-batches of other lengths; the first
+    stage has no experts."""
+    keys = ["parallel.tp=1", "parallel.cp=2", "parallel.pp=2", "parallel.dp=2", "parallel.ep=4"]
+    more = ["model.num_layers=4", "model.experts.dense_layers=[0,1]", "pp.virtual_stages=1"]
+    more += ["data.num_windows=4", "data.row_multiple=8", "eval.interval=1"]
+    spec = load("qwen3_30b_a3b_128k", [*SMALL, *keys, *more])
+    found = rehearse(spec, ranks=ALL, steps=1, jobs=2)
+    assert found.passed, verdict(found)
+    by_stage = {pp: [r for r in found.ranks if r.coordinates[2] == pp] for pp in (0, 1)}
+    assert len({r.steps[0].num_tokens for r in by_stage[1]}) == 2
+    for rank in found.ranks:
+        (step,) = rank.steps
+        assert ("ep" in step.parts) == (rank.coordinates[2] == 1)
+        assert step.peak_bytes <= step.estimate_bytes
+
+
+def test_rows_of_a_group_are_divided_alike_on_both_sides() -> None:
+    loads = EqualLoads(load("qwen3_moe_demo", ["model.experts.per_token=2", "parallel.ep=1"]))
+    loads.now = GroupRows(num=5, of_members=(5, 0, 7))
+    # 10, 0 and 14 copies over three members: 4 3 3, none, and 5 4 5 from the last one on.
+    assert [loads.split(3, rank) for rank in range(3)] == [
+        ([4, 0, 5], [4, 3, 3]),
+        ([3, 0, 4], [0, 0, 0]),
+        ([3, 0, 5], [5, 4, 5]),
+    ]
+    parallel = ParallelSpec(tp=2, cp=2, pp=3, dp=4, ep=8)
+    at = Coordinates(tp=1, cp=0, pp=1, dp=3)
+    assert pipelines_of_group(parallel, at) == [2] * 4 + [3] * 4
+    assert pipelines_of_group(replace(parallel, ep=2), at) == [3, 3]

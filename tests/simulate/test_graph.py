@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.simulate.steps import LAYOUTS, durations_of, graph_of, random_durations, times_of
 from wlb.simulate import PassKind
 from wlb.simulate.graph import Graph, Node, NodeKind, is_joint, sorted_graph
+from wlb.simulate.order import Action
 from wlb.spec import Schedule
 
 
@@ -93,6 +94,21 @@ def test_collectives_wait_for_all_pipelines_and_passes_do_not() -> None:
     assert graph.ends(durations).tolist() == [[[6, 2]], [[11, 11]], [[12, 14]]]
     # The step ends on pipeline 1, which had waited for pipeline 0.
     assert graph.critical_path(graph.ends(durations), durations) == [(0, 0), (1, 1), (2, 1)]
+
+
+def test_passes_that_meet_start_when_the_last_pipeline_is_ready() -> None:
+    """Of four pipelines two and two meet in stage 1; its weights' pass follows its own inputs'."""
+    kinds = ((0, PassKind.FORWARD), (1, PassKind.BACKWARD_INPUT), (1, PassKind.BACKWARD_WEIGHT))
+    graph = Graph(
+        nodes=tuple(Node(NodeKind.PASS, 0, s, Action(s, kind, 0)) for s, kind in kinds),
+        predecessors=((), (0,), (1,)),
+        meets=2,
+        meeting_stages=frozenset({1}),
+    )
+    durations = np.array([[[6, 2, 1, 4]], [[5, 5, 5, 5]], [[1, 3, 2, 1]]])
+    ends = graph.ends(durations)
+    assert ends.tolist() == [[[6, 2, 1, 4]], [[11, 11, 9, 9]], [[12, 14, 11, 10]]]
+    assert graph.critical_path(ends, durations) == [(0, 0), (1, 1), (2, 1)]
 
 
 def test_sorting_names_what_waits_for_each_other() -> None:

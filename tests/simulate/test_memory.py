@@ -29,7 +29,7 @@ def peaks(
         for name, other in (("kept", 1), ("output", 0), ("waiting", 1))
     )
     held = PassBytes(kept=kept, output=output, waiting=waiting)
-    return [int(peak_held_bytes(passes, held, [1] * pp * v)) for passes in order]
+    return [int(peak_held_bytes(passes, [held] * pp * v)) for passes in order]
 
 
 def test_1f1b_holds_as_many_micro_batches_as_ranks_follow() -> None:

@@ -139,7 +139,7 @@ def test_split_backward_is_backward_and_two_gathers_more(how: Recompute, overlap
     """A layer's weights' pass gathers four [tokens, hidden], two of them backward would have."""
     whole, split = (spec_of(v=2, schedule=s) for s in (Schedule.INTERLEAVED_1F1B, ZERO_BUBBLE))
     specs = [with_(s, how, overlap) for s in (whole, split)]
-    plain, apart = (linear_terms(s, cost_of(s)) for s in specs)
+    plain, apart = (linear_terms(s, cost_of(s).linear) for s in specs)
     backward, inputs, weights = (
         plain[PassKind.BACKWARD],
         apart[PassKind.BACKWARD_INPUT],
@@ -172,7 +172,7 @@ def with_(spec: RunSpec, how: Recompute, overlap: float) -> RunSpec:
 
 def test_tp_overlap_hides_its_share_of_bandwidth_and_no_latency() -> None:
     none, half = (with_(spec_of(), Recompute.NONE, share) for share in (0.0, 0.5))
-    before, after = (linear_terms(s, cost_of(s)) for s in (none, half))
+    before, after = (linear_terms(s, cost_of(s).linear) for s in (none, half))
     for kind in (PassKind.FORWARD, PassKind.BACKWARD):
         assert after[kind].per_token["tp_comm"] == before[kind].per_token["tp_comm"] / 2
         assert after[kind].per_token["gemm"] == before[kind].per_token["gemm"]
@@ -220,10 +220,10 @@ def test_the_weights_pass_has_no_ends_and_no_attention() -> None:
 
 def test_one_tensor_parallel_rank_sends_nothing() -> None:
     cost = cost_of(spec_of(tp=1))
-    terms = [*linear_terms(spec_of(tp=1), cost).values(), *end_terms(cost).values()]
+    terms = [*linear_terms(spec_of(tp=1), cost.linear).values(), *end_terms(cost).values()]
     assert all(not t.per_token.get("tp_comm", 0.0) for t in terms)
     alone = cost_of(spec_of(tp=1, cp=1))
-    for t in linear_terms(spec_of(tp=1, cp=1), alone).values():
+    for t in linear_terms(spec_of(tp=1, cp=1), alone.linear).values():
         assert not t.per_token["cp_comm"]
 
 

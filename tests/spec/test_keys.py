@@ -63,6 +63,8 @@ KEYS = [
     "model.experts.aux_coefficient",
     "model.experts.balance",
     "model.experts.bias_rate",
+    "model.experts.dense_layers",
+    "model.experts.every",
     "model.experts.hidden_size",
     "model.experts.normalised",
     "model.experts.num",

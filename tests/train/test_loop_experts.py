@@ -13,7 +13,8 @@ from wlb.spec import RunSpec, apply, check
 
 pytestmark = [pytest.mark.dist, pytest.mark.process]
 
-EXPERTS = {"num": 8, "per_token": 2, "hidden_size": 32}
+# Layers 0 and 2 have none, so that with two virtual stages rank 0 of the pipeline has none.
+EXPERTS = {"num": 8, "per_token": 2, "hidden_size": 32, "every": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "cp2-pp2-ep2": {"parallel": {"cp": 2, "pp": 2, "ep": 2}, "pp": {"virtual_stages": 2}},

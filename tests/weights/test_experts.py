@@ -20,7 +20,16 @@ QWEN = replace(MIXTRAL, qk_norm=True, experts=replace(EXPERTS, normalised=False)
 OLMOE = replace(MIXTRAL, qk_norm_rows=True, head_dim=0)
 
 
-@pytest.mark.parametrize("spec", [MIXTRAL, QWEN, OLMOE], ids=["mixtral", "qwen3_moe", "olmoe"])
+SOME_LAYERS = replace(
+    QWEN, num_layers=4, experts=replace(EXPERTS, normalised=False, every=2, dense_layers=(1,))
+)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [MIXTRAL, QWEN, OLMOE, SOME_LAYERS],
+    ids=["mixtral", "qwen3_moe", "olmoe", "qwen3_moe-some"],
+)
 def test_a_config_is_read_back(spec: ModelSpec, tmp_path: Path) -> None:
     hub = write_hub(tmp_path / "hub", spec=spec, tensors={"a": torch.zeros(1)})
     found = read_config(hub / "config.json").spec
@@ -59,8 +68,17 @@ def test_one_expert_is_a_stack_too() -> None:
 @pytest.mark.parametrize(
     ("spec", "keys", "message"),
     [
-        (QWEN, {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not 1: wlb has experts"),
-        (QWEN, {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not empty: wlb has experts"),
+        (QWEN, {"decoder_sparse_step": 9}, "no layer has experts with model.experts.every = 9"),
+        (
+            QWEN,
+            {"mlp_only_layers": [0, True]},
+            "mlp_only_layers .* must be a list of whole numbers",
+        ),
+        (
+            OLMOE,
+            {"decoder_sparse_step": 2},
+            "an OLMoE has experts in every layer.*decoder_sparse_step = 2",
+        ),
         (QWEN, {"norm_topk_prob": 3}, "norm_topk_prob = 3 must be true or false"),
         (QWEN, {"num_local_experts": 4}, "num_experts = 3 contradicts num_local_experts = 4"),
         (QWEN, {"num_experts_per_tok": 9}, "per_token = 9 is more than model.experts.num = 3"),
@@ -85,6 +103,10 @@ def test_what_is_not_computed_is_refused(
         (replace(MIXTRAL, qkv_bias=True), "qkv_bias = true: no model .* has it beside experts"),
         (replace(MIXTRAL, experts=replace(EXPERTS, normalised=False)), "normalised = false"),
         (replace(SPEC, qk_norm_rows=True), "qk_norm_rows = true without experts"),
+        (
+            replace(MIXTRAL, experts=replace(EXPERTS, dense_layers=(0,))),
+            r"dense_layers = \[0\]: Mixtral and OLMoE, .* have experts in every layer",
+        ),
     ],
 )
 def test_what_transformers_lacks_is_not_exported(spec: ModelSpec, message: str) -> None:

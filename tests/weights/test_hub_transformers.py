@@ -144,6 +144,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     | {"norm_topk_prob": True, "head_dim": 12},
     "qwen3_moe-plain": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "qwen3_moe-some": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1, 7]},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
 }
@@ -158,6 +160,8 @@ def test_a_mixture_of_experts_is_the_same_there_and_back(name: str, tmp_path: Pa
     assert experts.num == asked.get("num_experts", asked.get("num_local_experts"))
     assert experts.per_token == asked["num_experts_per_tok"]
     assert experts.normalised == (name in ("qwen3_moe", "mixtral"))
+    of_layers = [made.model.spec.has_experts(i) for i in range(made.model.spec.num_layers)]
+    assert of_layers == ([False] * 3 + [True] if name.endswith("some") else [True] * len(of_layers))
     looked = load(made.checkpoint).logits(tokens)
     torch.testing.assert_close(looked, want, atol=1e-5, rtol=0)
 

@@ -27,7 +27,7 @@ from wlb.report.layout.tables import (
     refusal_lines,
 )
 from wlb.report.tables import console
-from wlb.simulate.layout_search.layouts import LayoutChoices, layouts_of
+from wlb.simulate.layout_search.layouts import AXES, EP, LayoutChoices, layouts_of
 from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices
 from wlb.simulate.layout_search.search import Search, Tuner
 from wlb.simulate.layout_search.trial import BatchSample, effective_caps
@@ -71,7 +71,7 @@ def add_parser(what: Any) -> None:
 
 def _add_restrictions(parser: argparse.ArgumentParser) -> None:
     """Add the options that narrow or widen the search."""
-    for axis in ("tp", "cp", "pp", "dp"):
+    for axis in (*AXES, EP):
         parser.add_argument(
             f"--{axis}",
             nargs="+",
@@ -203,7 +203,7 @@ def _own_note(known: Search) -> str:
 
 
 def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices]:
-    numbers = ("tp", "cp", "pp", "dp", "virtual_stages")
+    numbers = (*AXES, EP, "virtual_stages")
     layouts = LayoutChoices(
         **{name: tuple(sorted(set(getattr(options, name)))) for name in numbers},
         schedules=tuple(s for s in Schedule if str(s) in options.schedules),

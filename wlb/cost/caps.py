@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from wlb.cost.budget import GIB
+from wlb.cost.experts import sums_by_stage
 from wlb.cost.memory import (
     DEALT_MARGIN,
     MemoryEstimate,
@@ -68,13 +69,13 @@ def _caps_of_rank(spec: RunSpec, pp_rank: int, memory_bytes: int) -> tuple[int, 
         )
     # Bytes per token, rounded up: of a micro-batch in its passes in flight (longest) and in all of
     # its passes (whole), of all passes in flight (under_way), of the running layer (at_work).
-    layers = sorted((spec.stage_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
-    resident = min(passes, len(layers))
-    in_layer = most_in_layer(spec, window)
+    in_layers = sums_by_stage(spec, lambda kind: most_in_layer(kind, window))
+    in_stage = sorted((in_layers[s] for s in spec.stages_of(pp_rank)), reverse=True)
+    resident = min(passes, len(in_stage))
     of_stage = stage_output_bytes(spec, micro_batch_tokens=window) + 1
     longest, whole = (
-        (sum(layers[:stages]) * in_layer + stages * of_stage) / window
-        for stages in (resident, len(layers))
+        (sum(in_stage[:stages]) + stages * of_stage) / window
+        for stages in (resident, len(in_stage))
     )
     under_way = (flowing + passes) / window
     # Bytes per token vary a little, because kernels pad each segment. The longest micro-batch

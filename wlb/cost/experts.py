@@ -4,7 +4,8 @@ load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetr
 ranks wait for all-to-alls in stages is that of `wlb.parallel.expert_exchange`, event by event.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
 from wlb.spec import ModelSpec, ParallelSpec, RunSpec
@@ -16,9 +17,47 @@ def experts_of_layer(spec: RunSpec) -> int:
     return experts.num * 3 * spec.model.hidden_size * experts.hidden_size // spec.parallel.ep
 
 
+def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
+    """Of each stage, the sum over its layers of `of_layer`, which is given `spec` with experts in
+    all layers, or in none (`kinds_of`)."""
+    counts = list(zip(spec.stage_layers, spec.stage_expert_layers, strict=True))
+    dense, routed = _both_kinds(spec)
+    of_dense = int(of_layer(dense)) if any(n > r for n, r in counts) else 0
+    of_routed = int(of_layer(routed)) if any(r for _, r in counts) else 0
+    return [(n - r) * of_dense + r * of_routed for n, r in counts]
+
+
+def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
+    """The sum over the layers of some stages of `of_layer`, as in `sums_by_stage`."""
+    dense, routed = _count(spec, stages)
+    kinds = zip((dense, routed), _both_kinds(spec), strict=True)
+    return sum(count * int(of_layer(kind)) for count, kind in kinds if count)
+
+
+def _count(spec: RunSpec, stages: Iterable[int]) -> tuple[int, int]:
+    """Layers of some stages with an MLP, and with experts."""
+    chosen = list(stages)
+    layers, of_experts = spec.stage_layers, spec.stage_expert_layers
+    routed = sum(of_experts[stage] for stage in chosen)
+    return sum(layers[stage] for stage in chosen) - routed, routed
+
+
+def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
+    """`spec` for sizes of each kind of layer that some stages have: of layers with an MLP, and of
+    those with experts. Stages without layers count as having the model's last one."""
+    counts = zip(_both_kinds(spec), _count(spec, stages), strict=True)
+    found = tuple(kind for kind, count in counts if count)
+    return found or (_both_kinds(spec)[spec.model.has_experts(spec.model.num_layers - 1)],)
+
+
+def _both_kinds(spec: RunSpec) -> tuple[RunSpec, RunSpec]:
+    """(layers with an MLP, layers with experts); equal without experts."""
+    return (replace(spec, model=spec.model.dense) if spec.model.experts.num else spec), spec
+
+
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
-    """Parameters that a rank stores of `count` on a TP rank, in `layers` layers: FSDP's shard, of
-    experts that of the ranks with equal experts."""
+    """Parameters that a rank stores of `count` on a TP rank, with experts in `layers` layers:
+    FSDP's shard, of experts that of the ranks with equal experts."""
     experts = layers * experts_of_layer(spec)
     equal = sharing_ranks(spec)
     return -(-(count - experts) // spec.shard_size) + -(-experts // equal)
@@ -67,7 +106,8 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
     """Bandwidth term of one all-to-all of a token's copies to their experts, in one layer: those
-    that stay in the node at an all-gather's bandwidth, the others over the rank's own link."""
+    that stay in the node at an all-gather's bandwidth, the others over the rank's own link. model:
+    all of whose layers have experts."""
     near = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep

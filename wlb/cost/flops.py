@@ -93,7 +93,8 @@ def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. Experts that compute
-    a token count as one MLP."""
+    a token count as one MLP, also for a model with experts in some layers only
+    (`ModelSpec.layer_parts`)."""
     hidden, ffn = model.hidden_size, model.active_ffn_size
     return (
         (hidden, model.q_dim),
@@ -157,7 +158,9 @@ def head_flops(model: ModelSpec) -> int:
 
 def linear_flops_per_token(model: ModelSpec) -> int:
     """Model FLOPs (forward and backward) of one token outside attention, all layers and head."""
-    forward = model.num_layers * layer_linear_flops(model) + head_flops(model)
+    with_experts = model.num_expert_layers
+    forward = with_experts * layer_linear_flops(model) + head_flops(model)
+    forward += (model.num_layers - with_experts) * layer_linear_flops(model.dense)
     return (1 + LINEAR_BACKWARD_FACTOR) * forward
 
 

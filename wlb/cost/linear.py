@@ -6,6 +6,7 @@ head belong to single stages and are apart, as are forward and backward. With `t
 backward includes the recomputed part (`RECOMPUTED_WORK`) at forward's price.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -136,9 +137,11 @@ class LinearCost:
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         if self.parallel.ep > 1:
+            share, _ = self.model.layer_parts[0]
             both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
-            terms["elementwise"] = tuple(a + b for a, b in both)
-            terms["ep_comm"] = (*self._routed_work().waits(self.expert_stages), 0.0)
+            terms["elementwise"] = tuple(a + b * share for a, b in both)
+            waits = self._routed_work().waits(self.expert_stages)
+            terms["ep_comm"] = (*(wait * share for wait in waits), 0.0)
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
@@ -150,7 +153,8 @@ class LinearCost:
         """Notes, for a log, about matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
-        weights = [a * b / self.parallel.tp for a, b in layer_matrices(self.model)]
+        models = [model for _, model in self.model.layer_parts]
+        weights = [a * b / self.parallel.tp for m in models for a, b in layer_matrices(m)]
         return tuple(
             f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
             f"extrapolated: measured were {axis[0]:,.0f}..{axis[-1]:,.0f}"
@@ -192,8 +196,9 @@ class LinearCost:
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
         if self.parallel.ep > 1:
-            stages = self._stage_call_ns()
-            forward, backward = forward + stages[0], backward + stages[1]
+            share, _ = self.model.layer_parts[0]
+            more = self._stage_call_ns()
+            forward, backward = forward + more[0] * share, backward + more[1] * share
         return forward * self.num_layers, backward * self.num_layers
 
     @property
@@ -210,12 +215,12 @@ class LinearCost:
         return forward * factor, backward * factor, again * factor
 
     def _routed_work(self) -> RoutedWork:
-        """What hides experts' rows while they travel, of one token in one layer, on the rank with
-        most rows."""
-        experts, is_full = self.model.experts, self.recompute == Recompute.FULL
-        products, moved = self._in_layer(self._gemm_ns(range(4, 7))), self._reordered_ns()
-        shared = experts.shared / (experts.per_token + experts.shared)
-        forward, backward, again = (ns * self.expert_load for ns in self._routed_ns())
+        """What hides experts' rows while they travel, of one token in one layer with experts, on
+        the rank with most rows."""
+        (_, model), is_full = self.model.layer_parts[0], self.recompute == Recompute.FULL
+        products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
+        shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
+        forward, backward, again = (ns * (1 - shared) * self.expert_load for ns in products)
         if not self.model.branch_norms:
             # Its last product does not run again, whatever a dense layer's would (`again`).
             again = min(again, forward * 2 / 3)
@@ -229,7 +234,7 @@ class LinearCost:
             shared_forward=products[0] * shared,
             shared_backward=products[1] * shared,
             shared_again=products[2] * shared,
-            before=self._in_layer(self._gemm_ns(range(4)))[2] if is_full else 0.0,
+            before=self._in_layer(self._gemm_of(model, range(4)))[2] if is_full else 0.0,
             is_recomputed=self.recompute != Recompute.NONE,
             defers_weights=self.defers_weights,
         )
@@ -241,7 +246,8 @@ class LinearCost:
         alpha = self._routed_alpha_ns / each
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
         waited = sum(work.waits(self.expert_stages, alpha))
-        return whole * num_tokens * self.num_layers, waited * num_tokens * self.num_layers
+        copies = num_tokens * self.num_layers * self.model.layer_parts[0][0]
+        return whole * copies, waited * copies
 
     @property
     def _routed_alpha_ns(self) -> float:
@@ -251,8 +257,8 @@ class LinearCost:
         return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
 
     def _reordered_ns(self) -> Work:
-        """Copies of a token's rows at both ends of their way (`reordered_values`), on the rank with
-        most rows."""
+        """Copies of a token's rows at both ends of their way (`reordered_values`) in one layer with
+        experts, on the rank with most rows."""
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         size *= self.expert_load
@@ -263,12 +269,12 @@ class LinearCost:
         return (*work[:2], work[2] * (self.recompute != Recompute.NONE))
 
     def _stage_call_ns(self) -> Passes:
-        """What experts' exchange takes once a micro-batch: latency of all-to-alls that nothing
-        hides, and smaller products of stages."""
+        """What experts' exchange takes once a micro-batch in a layer with experts: latency of
+        all-to-alls that nothing hides, and smaller products of stages."""
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         late = work.waits(stages, self._routed_alpha_ns / tokens)
         both = zip(late, work.waits(stages), strict=True)
-        rows, columns = layer_matrices(self.model)[4]
+        rows, columns = layer_matrices(self.model.layer_parts[0][1])[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
             self.model,
@@ -373,11 +379,21 @@ class LinearCost:
         return alpha + max(float(times.sum(axis).max()) for axis in (0, 1))
 
     def _gemm_ns(self, matrices: range = range(7)) -> Work:
-        """GEMMs of one token in one layer, of some of `layer_matrices`: FLOPs over throughput."""
+        """GEMMs of one token in the mean layer, of some of `layer_matrices`."""
+        return self._mean(lambda model: self._gemm_of(model, matrices))
+
+    def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
+        """Work of the mean layer, from that of layers with experts and of those with an MLP."""
+        works = [(share, work_of(model)) for share, model in self.model.layer_parts]
+        forward, backward, again = (sum(s * w[i] for s, w in works) for i in range(3))
+        return forward, backward, again
+
+    def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
+        """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = again = 0.0
-        for i, (rows, columns) in enumerate(layer_matrices(self.model)):
+        for i, (rows, columns) in enumerate(layer_matrices(model)):
             if i not in matrices:
                 continue
             weights = np.array([rows * columns / tp])
@@ -389,16 +405,18 @@ class LinearCost:
         return forward, backward, again
 
     def _routed_ns(self) -> Work:
-        """What experts compute of one token in one layer, if all ranks have equally many rows."""
+        """What experts compute of one token in the mean layer, if all ranks have equally many
+        rows."""
         experts = self.model.experts
         if not experts.num:
             return 0.0, 0.0, 0.0
-        routed = experts.per_token / (experts.per_token + experts.shared)
-        forward, backward, again = self._in_layer(self._gemm_ns(range(4, 7)))
+        share, model = self.model.layer_parts[0]
+        routed = share * experts.per_token / (experts.per_token + experts.shared)
+        forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, again * routed
 
     def _products_ns(self) -> Work:
-        """Matrix products of one token in one layer, experts' on the rank with most rows."""
+        """Matrix products of one token in the mean layer, experts' on the rank with most rows."""
         own, routed = self._in_layer(self._gemm_ns()), self._routed_ns()
         forward, backward, again = (
             a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
@@ -406,11 +424,14 @@ class LinearCost:
         return forward, backward, again
 
     def _elementwise_ns(self) -> Work:
-        """Element-wise operators of one token in one layer."""
+        """Element-wise operators of one token in the mean layer."""
+        return self._mean(self._elementwise_of)
+
+    def _elementwise_of(self, model: ModelSpec) -> Work:
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(self.model)
         forward = backward = again = 0.0
-        for op, values in elementwise_values(self.model).items():
+        for op, values in elementwise_values(model).items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
                 once = values[0] * size / cost.forward_bytes_per_s * 1e9

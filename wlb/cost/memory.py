@@ -9,6 +9,7 @@ formulas.
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -120,33 +121,35 @@ class HeldBytes(NamedTuple):
     gradients: int
 
 
-def _held_at_once(spec: RunSpec, pp_rank: int) -> set[tuple[int, int, int, int]]:
-    """States of a rank around its backward passes: (layers with kept activations, stages with kept
-    outputs, layers that wait for the weights' pass, bytes of gradients). Equal to the simulator's
-    count."""
+def _held_at_once(
+    spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
+) -> set[tuple[int, int, int]]:
+    """States of a rank around its backward passes: (bytes of activations that are kept or wait for
+    the weights' pass, stages with kept outputs, bytes of gradients). Equal to the simulator's
+    count. kept_bytes, waiting_bytes: of a micro-batch, by stage."""
     stages = list(spec.stages_of(pp_rank))
-    layers = [spec.stage_layers[stage] for stage in stages]
-    v, n = len(layers), spec.micro_batches_per_pipeline
+    kept, waits = ([of[stage] for stage in stages] for of in (kept_bytes, waiting_bytes))
+    v, n = len(stages), spec.micro_batches_per_pipeline
     group = n // max(1, n // spec.parallel.pp)
     warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
-    begun = [0, *accumulate(layers[c] for c in chunks)]
-    done = [0, *accumulate(layers[v - 1 - c] for c in chunks)]
+    begun = [0, *accumulate(kept[c] for c in chunks)]
+    done, waiting = ([0, *accumulate(of[v - 1 - c] for c in chunks)] for of in (kept, waits))
     made = [stage_gradient_bytes(spec, stage=stage) for stage in stages]
     gradients = [
         0,
         *accumulate(made[v - 1 - c] * (chunks.index(c) == k) for k, c in enumerate(chunks)),
     ]
-    out = {(0, 0, 0, gradients[-1])}
+    out = {(0, 0, gradients[-1])}
     for k in range(n * v):
         forward = min(warmup + 1 + k, n * v)
         if not spec.splits_backward:
-            out.add((begun[forward] - done[k], forward - k, 0, gradients[k]))
+            out.add((begun[forward] - done[k], forward - k, gradients[k]))
             continue
         weights = max(0, k - delay)
         for back in (k, k + 1):
-            waiting = done[back] - done[weights]
-            out.add((begun[forward] - done[back], forward - back, waiting, gradients[weights]))
+            held = begun[forward] - done[back] + waiting[back] - waiting[weights]
+            out.add((held, forward - back, gradients[weights]))
     return out
 
 
@@ -170,20 +173,20 @@ def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: in
 
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
     """What a rank holds around each backward pass, with micro-batches of `tokens`."""
-    kept, waiting, output = (
-        bytes_of(spec, micro_batch_tokens=tokens)
-        for bytes_of in (layer_activation_bytes, layer_waiting_bytes, stage_output_bytes)
+    kept, waiting = (
+        experts.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
+        for bytes_of in (layer_activation_bytes, layer_waiting_bytes)
     )
-    for k, n, w, gradients in _held_at_once(spec, pp_rank):
-        yield HeldBytes(k * kept + w * waiting, n * output, gradients)
+    output = stage_output_bytes(spec, micro_batch_tokens=tokens)
+    for held, n, gradients in _held_at_once(spec, pp_rank, kept, waiting):
+        yield HeldBytes(held, n * output, gradients)
 
 
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
     """Bytes of a stage's gradients on one TP rank: float32, and with FSDP their reduced shard."""
     count = stage_parameters(spec, stage=stage)
-    shard = (
-        experts.stored_parameters(spec, count, spec.stage_layers[stage]) if _has_fsdp(spec) else 0
-    )
+    with_experts = spec.stage_expert_layers[stage]
+    shard = experts.stored_parameters(spec, count, with_experts) if _has_fsdp(spec) else 0
     return FLOAT32_BYTES * (count + shard)
 
 
@@ -347,12 +350,15 @@ def memory_of_rank(
     size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
     parameters = _parameters(spec, pp_rank=pp_rank)
-    layers = sum(spec.stage_layers[stage] for stage in spec.stages_of(pp_rank))
-    shard = experts.stored_parameters(spec, parameters, layers)
+    with_experts = sum(spec.stage_expert_layers[stage] for stage in spec.stages_of(pp_rank))
+    shard = experts.stored_parameters(spec, parameters, with_experts)
+    kinds = experts.kinds_of(spec, spec.stages_of(pp_rank))
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
-    workspace, kernel = workspaces_bytes(spec, micro_batch_tokens=tokens)
+    workspace, kernel = max(
+        (workspaces_bytes(k, micro_batch_tokens=tokens) for k in kinds), key=sum
+    )
     return MemoryEstimate(
         pp_rank=pp_rank,
         num_in_flight=in_flight(spec, pp_rank=pp_rank),
@@ -360,7 +366,7 @@ def memory_of_rank(
         parameters_bytes=(_gathered(spec, pp_rank) if has_fsdp else parameters) * size,
         optimizer_bytes=(2 + has_fsdp) * FLOAT32_BYTES * shard,
         gradients_bytes=held.gradients,
-        fresh_gradients_bytes=has_fsdp * size * layer_parameters(spec),
+        fresh_gradients_bytes=has_fsdp * size * max(map(layer_parameters, kinds)),
         activations_bytes=held.activations,
         boundaries_bytes=held.outputs,
         workspace_bytes=workspace,
@@ -407,19 +413,23 @@ def _gathered(spec: RunSpec, pp_rank: int) -> int:
     count = _parameters(spec, pp_rank=pp_rank)
     if not spec.fsdp.reshard_after_forward:
         return count
-    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
-    at_once = min(max(layers), 1 + max(1, spec.fsdp.prefetch))
-    return count - (sum(layers) - at_once) * layer_parameters(spec)
+    stages = spec.stages_of(pp_rank)
+    most = max(spec.stage_layers[stage] for stage in stages)
+    at_once = min(most, 1 + max(1, spec.fsdp.prefetch))
+    # Layers of the larger kind are taken to follow each other.
+    of_layers = experts.sum_over(spec, stages, layer_parameters)
+    largest = max(map(layer_parameters, experts.kinds_of(spec, stages)))
+    return count - of_layers + min(of_layers, at_once * largest)
 
 
 def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[int, int]:
     """(activations, stages' outputs) of a pipeline's whole step on one rank."""
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
-    layers = [spec.stage_layers[stage] for stage in spec.stages_of(pp_rank)]
-    in_layer = most_in_layer(spec, window)
+    stages = spec.stages_of(pp_rank)
+    in_layers = experts.sum_over(spec, stages, lambda kind: most_in_layer(kind, window))
     output = stage_output_bytes(spec, micro_batch_tokens=window)
-    kept = (sum(layers) * in_layer, len(layers) * output)
+    kept = (in_layers, len(stages) * output)
     return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
 
 
@@ -460,7 +470,9 @@ def _compute_bytes(spec: RunSpec) -> int:
 
 
 def layer_parameters(spec: RunSpec) -> int:
-    """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank."""
+    """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank. This
+    is a layer with experts if the model has any, as for all sizes of one layer here
+    (`experts.sums_by_stage`)."""
     model, held = spec.model, experts.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
     divided = model.num_layer_parameters - whole - held * spec.parallel.ep
@@ -472,7 +484,7 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
     stage has both."""
     model, tp = spec.model, spec.parallel.tp
-    count = spec.stage_layers[stage] * layer_parameters(spec)
+    count = experts.sum_over(spec, [stage], layer_parameters)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary

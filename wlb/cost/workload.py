@@ -7,7 +7,7 @@ the cheaper of two shardings (Section 5.3): per-document chunks, or the whole pi
 and gradient communication are left out: they do not depend on which documents share a micro-batch.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -234,8 +234,8 @@ class ProfiledWorkload:
     at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
     of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
-    `sharding.stages` is auto. expert_stages, defers_weights, expert_load: see `LinearCost`. machine, dtype,
-    longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
+    `sharding.stages` is auto. expert_stages, defers_weights, expert_load: see `LinearCost`.
+    machine, dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
     (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
     length, tabled at construction (about 2 ms) so that pricing is a look-up.
     """
@@ -304,8 +304,13 @@ class ProfiledWorkload:
 
     @property
     def sliding_share(self) -> float:
-        """Sliding layers over all; pipeline ranks are taken to have equal shares."""
+        """Sliding layers over all; these prices are of stages that have the model's share."""
         return self.model.num_sliding_layers / self.model.num_layers
+
+    @property
+    def of_sliding_layers(self) -> "ProfiledWorkload":
+        """Prices of as many layers whose window slides in all of them."""
+        return replace(self, model=replace(self.model, full_every=0, full_first=0))
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         return self.attention_ns(lengths) + self.linear_ns(lengths)

@@ -187,11 +187,13 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """slides: its window of keys slides (`ModelSpec.slides`)."""
+    """slides: its window of keys slides (`ModelSpec.slides`). has_experts: instead of an MLP."""
 
-    def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
+    def __init__(
+        self, spec: ModelSpec, ops: Ops, *, slides: bool = False, has_experts: bool = False
+    ) -> None:
         super().__init__()
-        self.ops, self.slides = ops, slides
+        self.ops, self.slides, self.has_experts = ops, slides, has_experts
         self.input_layernorm = norm_of(spec, spec.hidden_size)
         self.self_attn = Attention(spec, ops, slides=slides)
         # Gemma has a norm of this name behind attention, LLaMA before the MLP.
@@ -200,7 +202,7 @@ class DecoderLayer(nn.Module):
         if spec.branch_norms:
             self.pre_feedforward_layernorm = norm_of(spec, spec.hidden_size)
             self.post_feedforward_layernorm = norm_of(spec, spec.hidden_size)
-        self.mlp = _mlp(spec, ops)
+        self.mlp = _mixture(spec, ops) if has_experts else _mlp(spec, ops, spec.ffn_hidden_size)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
         x_TC, attended = self.first_half(x_TC, rows)
@@ -224,15 +226,17 @@ class DecoderLayer(nn.Module):
         """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
         normed_TC = self.ops.norm(norm, x_TC)
-        return self.mlp(normed_TC) if experts is None else self.mlp(normed_TC, experts)
+        told = experts is not None and self.has_experts
+        return self.mlp(normed_TC, experts) if told else self.mlp(normed_TC)
 
 
-def _mlp(spec: ModelSpec, ops: Ops) -> nn.Module:
-    if not spec.experts.num:
-        return Mlp(spec.hidden_size, spec.ffn_hidden_size, spec.activation, ops)
+def _mlp(spec: ModelSpec, ops: Ops, hidden_size: int) -> Mlp:
+    return Mlp(spec.hidden_size, hidden_size, spec.activation, ops)
+
+
+def _mixture(spec: ModelSpec, ops: Ops) -> MixtureMlp:
     shared = spec.experts.shared_hidden_size
-    made = Mlp(spec.hidden_size, shared, spec.activation, ops) if shared else None
-    return MixtureMlp(spec, ops, made)
+    return MixtureMlp(spec, ops, _mlp(spec, ops, shared) if shared else None)
 
 
 class Decoder(nn.Module):
@@ -245,8 +249,10 @@ class Decoder(nn.Module):
         self.ops = ops
         size = (spec.padded_vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(*size) if is_first else None
-        made = {str(i): DecoderLayer(spec, ops, slides=spec.slides(i)) for i in layers}
-        self.layers = nn.ModuleDict(made)
+        self.layers = nn.ModuleDict()
+        for i in layers:
+            kind = {"slides": spec.slides(i), "has_experts": spec.has_experts(i)}
+            self.layers[str(i)] = DecoderLayer(spec, ops, **kind)
         self.norm = norm_of(spec, spec.hidden_size) if is_last else None
         self.embedding_scale = spec.hidden_size**0.5 if spec.scaled_embeddings else 1.0
 

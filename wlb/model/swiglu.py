@@ -12,24 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from wlb.kernels.fused import fused_swiglu
+from wlb.kernels.fused import fused_gated
 from wlb.spec import Activation
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, fused: bool = False) -> Tensor:
-    """activation(gate) * up, shape [T, F] like both. fused: SwiGLU in one kernel, which also saves
-    gate and up alone; there is none of GeGLU. Otherwise torch.compile chooses the tensors that it
-    saves."""
-    if fused and activation == Activation.SILU:
-        return fused_swiglu(gate_TF, up_TF)
+    """activation(gate) * up, shape [T, F] like both. fused: in one kernel, which also saves
+    gate and up alone. Otherwise torch.compile chooses the tensors that it saves."""
+    if fused:
+        return fused_gated(gate_TF, up_TF, activation == Activation.GELU_TANH)
     if torch.compiler.is_compiling():
         return _activated(gate_TF, activation) * up_TF
     return _Gated.apply(gate_TF, up_TF, activation)  # pyright: ignore[reportReturnType]
-
-
-def swiglu(gate_TF: Tensor, up_TF: Tensor, *, fused: bool = False) -> Tensor:
-    """silu(gate) * up; see `gated`."""
-    return gated(gate_TF, up_TF, Activation.SILU, fused=fused)
 
 
 def _activated(gate: Tensor, activation: Activation) -> Tensor:

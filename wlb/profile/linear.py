@@ -23,7 +23,7 @@ from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
 from wlb.model.norm import normalise
 from wlb.model.rope import inverse_frequencies, rope_tables, rotate
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated
 from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer
@@ -136,8 +136,8 @@ def linear_tasks(
 
     counts = sorted(set(tokens))
     matrices: dict[tuple[int, int], int] = {}  # and the first TP degree that has each
-    for tp in tp_degrees:
-        for matrix in rank_matrices(model, tp):
+    for tp, (_, kind) in product(tp_degrees, model.layer_parts):
+        for matrix in rank_matrices(kind, tp):
             matrices.setdefault(matrix, tp)
     for count, ((rows, columns), tp) in product(counts, matrices.items()):
         add("gemm", _gemm, tokens=count, rows=rows, columns=columns, tp=tp)
@@ -175,8 +175,13 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         )
     shared = {
         "num_kv_heads": model.num_kv_heads,
-        "ffn_hidden_size": model.active_ffn_size,
         "padded vocabulary": model.padded_vocab_size,
+        **{
+            "hidden size of a token's experts"
+            if kind.experts.num
+            else "ffn_hidden_size": kind.active_ffn_size
+            for _, kind in model.layer_parts
+        },
     }
     for tp in tp_degrees:
         for name, size in shared.items():
@@ -195,7 +200,7 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         widths |= {("rotary", model.q_dim // tp), ("rotary", model.kv_dim // tp)}
-        widths.add(("swiglu", model.active_ffn_size // tp))
+        widths |= {("swiglu", kind.active_ffn_size // tp) for _, kind in model.layer_parts}
     return sorted(widths)
 
 
@@ -226,10 +231,12 @@ def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Num
     return bench.gradients(lambda: rotate(x, *cos_sin, fused=fused), [x], bench.random(*shape))
 
 
-def _swiglu(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:
+def _swiglu(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
     gradient, fused = bench.random(tokens, width), bench.fused
-    return bench.gradients(lambda: swiglu(gate, up, fused=fused), [gate, up], gradient)
+    return bench.gradients(
+        lambda: gated(gate, up, model.activation, fused=fused), [gate, up], gradient
+    )
 
 
 def _residual(bench: _TaskBench, _: ModelSpec, tokens: int, width: int) -> Numbers:

@@ -110,6 +110,8 @@ class RehearsedTrainer(loop.Trainer):
         before_peak, graphs = FOOTPRINT.restart_peak(), num_graphs()
         super()._step(plan, pipeline)
         batches = [batch.num_tokens for batch in pipeline.micro_batches]
+        parallel = self.spec.parallel
+        longest = experts.most_local_tokens(plan, parallel, self.mesh.at)
         self.results.append(
             StepResult(
                 step=plan.step,
@@ -119,7 +121,7 @@ class RehearsedTrainer(loop.Trainer):
                 estimate_bytes=peak_of_step(
                     self.spec,
                     pp_rank=self.mesh.at.pp,
-                    tokens=[rows * self.spec.parallel.cp for rows in pipeline.local_tokens],
+                    tokens=[rows * parallel.cp for rows in longest],
                 ),
                 parts={name: asdict(part) for name, part in GPU.parts.items()},
                 exposed_ns=dict(GPU.exposed_ns),

@@ -39,8 +39,8 @@ _NO_KERNEL = {
         *("_unsafe_view",),
     )
 } | {"prim::device", "profiler::_record_function_enter_new", "profiler::_record_function_exit"}
-ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "swiglu", "norm", "sum_uses")}
-ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("swiglu", "norm")}
+ONE_KERNEL = {f"wlb::fused_{name}" for name in ("rotate", "gated", "norm", "sum_uses")}
+ONE_KERNEL |= {f"wlb::fused_{name}_backward" for name in ("gated", "norm")}
 """Custom ops that launch a kernel of their own, which takes memory and cannot run; of other custom
 ops the body runs."""
 _ONLY_WRITTEN = ("out", "grad_input")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.plan import IntArray
-from wlb.simulate.order import Action
+from wlb.simulate.order import Action, PassKind
 
 
 class NodeKind(StrEnum):
@@ -52,10 +52,14 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
-    """Nodes in topological order; predecessors[i] are the nodes that node i waits for."""
+    """Nodes in topological order; predecessors[i] are the nodes that node i waits for. meets:
+    neighbouring pipelines that wait for each other in passes of `meeting_stages`, which start when
+    the last of them is ready; weights' passes have nothing to wait for."""
 
     nodes: tuple[Node, ...]
     predecessors: tuple[tuple[int, ...], ...]
+    meets: int = 1
+    meeting_stages: frozenset[int] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -79,10 +83,20 @@ class Graph:
                     ready = np.maximum(ready, out[j])
                 if is_joint(node):
                     ready = ready.max(axis=1, keepdims=True)
+                elif self._meets(node):
+                    grouped = ready.reshape(len(ready), -1, min(self.meets, ready.shape[1]))
+                    last = np.broadcast_to(grouped.max(axis=2, keepdims=True), grouped.shape)
+                    ready = last.reshape(ready.shape)
                 np.add(ready, durations_ns[i], out=out[i])
             else:
                 out[i] = durations_ns[i]
         return out
+
+    def _meets(self, node: Node) -> bool:
+        if self.meets == 1 or node.kind != NodeKind.PASS or node.action is None:
+            return False
+        is_of_weights = node.action.kind == PassKind.BACKWARD_WEIGHT
+        return node.stage in self.meeting_stages and not is_of_weights
 
     def critical_path(
         self, ends_ns: IntArray, durations_ns: IntArray, *, step: int = 0
@@ -94,6 +108,11 @@ class Graph:
         while before := self.predecessors[node]:
             if is_joint(self.nodes[node]):
                 pipeline = int(last[list(before)].max(axis=0).argmax())
+            elif self._meets(self.nodes[node]):
+                meets = min(self.meets, last.shape[1])
+                first = pipeline - pipeline % meets
+                ready = last[list(before), first : first + meets].max(axis=0)
+                pipeline = first + int(ready.argmax())
             # Ties go to the longer predecessor, because a pass explains the wait better than a
             # short message.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))

@@ -7,6 +7,7 @@ many bytes as forward keeps without recompute.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Bytes by micro-batch, [..., n]. kept: activations of a layer that forward keeps. output: of a
-    stage. waiting: tensors that the inputs' pass of a layer keeps for the weights' pass."""
+    """Bytes by micro-batch, [..., n]. kept: activations of a layer, or of a stage's layers, that
+    forward keeps. output: of a stage. waiting: what the inputs' pass of a layer, or of a stage's
+    layers, keeps for the weights' pass."""
 
     kept: IntArray
     output: IntArray
@@ -33,12 +35,30 @@ class PassBytes(NamedTuple):
 
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
-    """Bytes of passes; tokens: of micro-batches on all CP ranks, shape [..., n]."""
+    """Bytes of one layer's passes, of one with experts if there are any. tokens: of micro-batches
+    on all CP ranks, shape [..., n]."""
     return PassBytes(
         kept=_by_length(layer_activation_bytes, spec, tokens),
         output=_by_length(stage_output_bytes, spec, tokens),
         waiting=_by_length(layer_waiting_bytes, spec, tokens),
     )
+
+
+def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
+    """Bytes of the passes of each stage; tokens as in `pass_bytes`."""
+    counts = list(zip(spec.stage_layers, spec.stage_expert_layers, strict=True))
+    routed = pass_bytes(spec, tokens)
+    is_mixed = any(layers > with_experts for layers, with_experts in counts)
+    dense = pass_bytes(replace(spec, model=spec.model.dense), tokens) if is_mixed else routed
+    of_kind = {
+        (layers, r): PassBytes(
+            kept=dense.kept * (layers - r) + routed.kept * r,
+            output=routed.output,
+            waiting=dense.waiting * (layers - r) + routed.waiting * r,
+        )
+        for layers, r in set(counts)
+    }
+    return [of_kind[both] for both in counts]
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
@@ -48,29 +68,25 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
 
 
 def peak_held_bytes(
-    order: Sequence[Action],
-    passes: PassBytes,
-    layers: Sequence[int],
-    gradients: Sequence[int] | None = None,
+    order: Sequence[Action], stages: Sequence[PassBytes], gradients: Sequence[int] | None = None
 ) -> IntArray:
     """Peak bytes of a rank with this order of passes, shape [...]: of activations and outputs, and
-    of gradients that a stage's first backward leaves. layers, gradients (bytes): by stage."""
-    kept, output, waiting = passes
-    none = np.zeros_like(output)
-    in_layer, in_stage = (
-        {
-            PassKind.FORWARD: k,
-            PassKind.BACKWARD: -k,
-            PassKind.BACKWARD_INPUT: w - k,
-            PassKind.BACKWARD_WEIGHT: -w,
-        }
-        for k, w in ((kept, waiting), (output, none))
-    )
-    held = np.zeros(kept.shape[:-1], np.int64)
+    of gradients that a stage's first backward leaves. stages: their passes (`stage_bytes`).
+    gradients: bytes, by stage."""
+    held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held
     left = dict(enumerate(gradients or ()))
     for stage, kind, i in order:
-        held = held + in_layer[kind][..., i] * layers[stage] + in_stage[kind][..., i]
+        kept, output, waiting = (of[..., i] for of in stages[stage])
+        match kind:
+            case PassKind.FORWARD:
+                held = held + kept + output
+            case PassKind.BACKWARD:
+                held = held - kept - output
+            case PassKind.BACKWARD_INPUT:
+                held = held + waiting - kept - output
+            case PassKind.BACKWARD_WEIGHT:
+                held = held - waiting
         if kind in (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT):
             held = held + left.pop(stage, 0)
         peak = np.maximum(peak, held)
@@ -85,7 +101,7 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
     pp = spec.parallel.pp
     order = pipeline_order(spec.pp, pp=pp, num_micro_batches=len(tokens))[pp_rank]
     gradients = stage_gradients(spec)
-    held = peak_held_bytes(order, pass_bytes(spec, lengths), spec.stage_layers, gradients)
+    held = peak_held_bytes(order, stage_bytes(spec, lengths), gradients)
     return int(held) + rest_bytes(spec, pp_rank=pp_rank, longest=int(lengths.max()))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns, over_gather_ns
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
-from wlb.cost.linear import split_backward
+from wlb.cost.linear import LinearCost, split_backward
 from wlb.cost.profile import DTYPE_BYTES
 from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import PassKind
@@ -25,10 +25,11 @@ CALLS = "calls"
 KEYS = "cp_comm"
 """Term of the exchange of keys, without latency where it is an all-gather."""
 
-_STEP_FIELDS = (
-    *("tokens", "attention_forward_ns", "attention_backward_ns"),
+_LAYER_FIELDS = (
+    *("attention_forward_ns", "attention_backward_ns"),
     *("exchange_forward_ns", "exchange_backward_ns"),
 )
+_STEP_FIELDS = ("tokens", *_LAYER_FIELDS)
 """Fields of `StepPrices` whose first axis is the step."""
 
 
@@ -64,6 +65,16 @@ class TermPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerTimes:
+    """Times of one layer as in `StepPrices`, [steps, dp, n, cp] and [steps, dp, n]."""
+
+    attention_forward_ns: IntArray
+    attention_backward_ns: IntArray
+    exchange_forward_ns: IntArray
+    exchange_backward_ns: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
     """Prices of the passes of some steps.
 
@@ -72,7 +83,12 @@ class StepPrices:
     of keys takes than an all-gather, mostly negative, [steps, dp, n]. linear: all other work of one
     layer, with an all-gather, by kind of pass. ends: embedding and head, by (kind, is last stage).
     message: by scope. layers: by stage. meets: neighbouring pipelines whose ranks meet in every
-    layer (experts); pooled: what they compute together of a token in one layer, by kind of pass.
+    layer with experts; pooled: what they compute together of a token in such a layer, by kind of
+    pass. dense: as `linear`, of layers with an MLP where `linear` is of layers with experts;
+    dense_layers: their number by stage, empty if all layers are alike. Times without `sliding` are
+    of the model's mean layer. sliding: of a layer whose window slides, where stages have unequal
+    shares of these; more_sliding: by stage, how many more it has than of the mean, over the share
+    of layers that see all keys.
     """
 
     tokens: IntArray
@@ -86,6 +102,10 @@ class StepPrices:
     layers: tuple[int, ...]
     meets: int = 1
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
+    dense: dict[PassKind, TermPrices] = field(default_factory=dict[PassKind, TermPrices])
+    dense_layers: tuple[int, ...] = ()
+    sliding: LayerTimes | None = None
+    more_sliding: tuple[float, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -93,37 +113,63 @@ class StepPrices:
         steps, dp, n, cp = self.attention_forward_ns.shape
         return steps, dp, n, cp
 
-    def stage_key(self, stage: int) -> tuple[int, bool, bool]:
-        """(layers, is first, is last): stages with equal keys have equal prices."""
-        return self.layers[stage], stage == 0, stage == len(self.layers) - 1
+    def stage_key(self, stage: int) -> tuple[float, ...]:
+        """Stages with equal keys have equal prices: number of layers, of these with an MLP beside
+        others with experts, `more_sliding`, whether it is the first and the last."""
+        more = self.more_sliding[stage] if self.more_sliding else 0.0
+        ends = (stage == 0, stage == len(self.layers) - 1)
+        return self.layers[stage], self._num_dense(stage), more, *ends
+
+    def _num_dense(self, stage: int) -> int:
+        return self.dense_layers[stage] if self.dense_layers else 0
+
+    @property
+    def meeting_stages(self) -> frozenset[int]:
+        """Stages in whose passes pipelines wait for each other: those with experts."""
+        if self.meets == 1:
+            return frozenset()
+        stages = range(len(self.layers))
+        return frozenset(s for s in stages if self.layers[s] > self._num_dense(s))
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
         """[steps, dp, n, cp]; the weights' pass has none."""
         match kind:
             case PassKind.FORWARD:
-                return self.attention_forward_ns * self.layers[stage]
+                return self._of_layers("attention_forward_ns", stage)
             case PassKind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.attention_forward_ns)
             case _:
-                return self.attention_backward_ns * self.layers[stage]
+                return self._of_layers("attention_backward_ns", stage)
 
     def exchange_ns(self, kind: PassKind, stage: int) -> IntArray:
         """Time of a pass beyond that with all-gathers of keys, [steps, dp, n]."""
         match kind:
             case PassKind.FORWARD:
-                return self.exchange_forward_ns * self.layers[stage]
+                return self._of_layers("exchange_forward_ns", stage)
             case PassKind.BACKWARD_WEIGHT:
                 return np.zeros_like(self.exchange_forward_ns)
             case _:
-                return self.exchange_backward_ns * self.layers[stage]
+                return self._of_layers("exchange_backward_ns", stage)
+
+    def _of_layers(self, name: str, stage: int) -> IntArray:
+        """Times of a stage's layers, of which some may have a sliding window."""
+        mean: IntArray = getattr(self, name)
+        whole = mean * self.layers[stage]
+        if self.sliding is None:
+            return whole
+        # A sliding layer more is one fewer of the others, whose time follows from both means.
+        more = (getattr(self.sliding, name) - mean) * self.more_sliding[stage]
+        return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
         all-gathers of keys."""
-        layers, is_first, is_last = self.stage_key(stage)
+        layers, num_dense = self.layers[stage], self._num_dense(stage)
+        is_first, is_last = stage == 0, stage == len(self.layers) - 1
         kinds = list(self.linear) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
-        of_layers = [self.linear[k].times(layers) for k in kinds if layers]
+        of_layers = [self.linear[k].times(layers - num_dense) for k in kinds if layers > num_dense]
+        of_layers += [self.dense[k].times(num_dense) for k in kinds if num_dense]
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
@@ -140,13 +186,15 @@ class StepPrices:
         return np.rint(self._met(alone, kind, stage)).astype(np.int64)
 
     def _met(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
-        """Passes of pipelines that wait for each other in every layer: the longest, with experts
-        that compute the mean of their tokens. The weights' pass meets nobody."""
-        if self.meets == 1 or kind == PassKind.BACKWARD_WEIGHT:
+        """Passes of pipelines that wait for each other in every layer with experts: the longest,
+        with experts that compute the mean of their tokens. The weights' pass meets nobody, nor does
+        a stage without experts. A single pipeline stands for equal ones."""
+        if stage not in self.meeting_stages or kind == PassKind.BACKWARD_WEIGHT:
             return alone_ns
         steps, dp, n = alone_ns.shape
-        grouped = (steps, dp // self.meets, self.meets, n)
-        pooled = self.pooled[kind] * self.layers[stage] * self.tokens
+        meets = min(self.meets, dp)
+        grouped = (steps, dp // meets, meets, n)
+        pooled = self.pooled[kind] * (self.layers[stage] - self._num_dense(stage)) * self.tokens
         own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
         together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
         return np.broadcast_to(together, grouped).reshape(alone_ns.shape)
@@ -154,7 +202,8 @@ class StepPrices:
     @property
     def layer_wait(self) -> float:
         """What ranks that meet in every layer compute between meetings: the sum of the slowest
-        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits.
+        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits. With
+        experts in some layers only, of the mean layer.
 
         Attention and what is proportional to a rank's own tokens, forward and backward without the
         weights' pass. CP ranks of a pipeline meet too, in the exchange of keys.
@@ -166,7 +215,11 @@ class StepPrices:
                 continue
             is_forward = kind == PassKind.FORWARD
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
-            dense = self.tokens * (terms.token_ns - self.pooled.get(kind, 0.0))
+            token_ns = terms.token_ns - self.pooled.get(kind, 0.0)
+            if self.dense_layers:
+                share = sum(self.dense_layers) / sum(self.layers)
+                token_ns = token_ns * (1 - share) + self.dense[kind].token_ns * share
+            dense = self.tokens * token_ns
             own = (attention + dense[..., None]).reshape(steps, dp // self.meets, self.meets, n, cp)
             slowest += float(own.max(axis=(2, 4)).sum())
             mean += float(own.mean(axis=(2, 4)).sum())
@@ -195,6 +248,9 @@ class StepPrices:
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
         """Return these prices with `change` applied to every array whose first axis is the step."""
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
+        if self.sliding is not None:
+            times = {name: change(getattr(self.sliding, name)) for name in _LAYER_FIELDS}
+            arrays["sliding"] = LayerTimes(**times)
         return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
@@ -204,9 +260,13 @@ class StepPrices:
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
     """Concatenates the steps of several prices of one layout."""
-    changed: dict[str, Any] = {
-        name: np.concatenate([getattr(p, name) for p in prices]) for name in _STEP_FIELDS
-    }
+
+    def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+        return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
+
+    changed = of_all(prices, _STEP_FIELDS)
+    if prices[0].sliding is not None:
+        changed["sliding"] = LayerTimes(**of_all([p.sliding for p in prices], _LAYER_FIELDS))
     return replace(prices[0], **changed)
 
 
@@ -222,20 +282,45 @@ def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkl
                 f"step {step.plan.step} has pipelines of {found} micro-batches over cp = "
                 f"{step.plan.cp}; this layout has {dp} of {n} over cp = {cp}"
             )
-    forward, backward = kernels_ns(plans, cost, cp=cp)
     rows = [p.local_tokens for step in steps for p in step.pipelines]
     tokens = np.array(rows, np.int64).reshape(shape) * cp
-    over = [
-        over_gather_ns(plan, cost, num_rows=num_rows)
-        for plan, num_rows in zip(plans, tokens.ravel().tolist(), strict=True)
-    ]
-    return prices_of(
-        spec,
-        cost,
-        tokens=tokens,
-        forward_ns=forward.reshape(*shape, cp),
-        backward_ns=backward.reshape(*shape, cp),
-        exchange_ns=np.array(over, np.int64).reshape(*shape, 2),
+
+    def times(cost: ProfiledWorkload) -> LayerTimes:
+        forward, backward = kernels_ns(plans, cost, cp=cp)
+        over = [
+            over_gather_ns(plan, cost, num_rows=num_rows)
+            for plan, num_rows in zip(plans, tokens.ravel().tolist(), strict=True)
+        ]
+        return layer_times(
+            cost,
+            forward_ns=forward.reshape(*shape, cp),
+            backward_ns=backward.reshape(*shape, cp),
+            exchange_ns=np.array(over, np.int64).reshape(*shape, 2),
+        )
+
+    return prices_of(spec, cost, tokens=tokens, times=times)
+
+
+def layer_times(
+    cost: ProfiledWorkload,
+    *,
+    forward_ns: IntArray,
+    backward_ns: IntArray,
+    exchange_ns: IntArray | None = None,
+) -> LayerTimes:
+    """Times of one layer from attention of all of `cost`'s layers, [..., cp].
+
+    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
+    """
+    layers = cost.num_layers_per_rank
+    over = np.zeros((*forward_ns.shape[:-1], 2), np.int64)
+    if exchange_ns is not None:
+        over = np.rint(exchange_ns / layers).astype(np.int64)
+    return LayerTimes(
+        attention_forward_ns=forward_ns // layers,
+        attention_backward_ns=backward_ns // layers,
+        exchange_forward_ns=over[..., 0],
+        exchange_backward_ns=over[..., 1],
     )
 
 
@@ -244,38 +329,42 @@ def prices_of(
     cost: ProfiledWorkload,
     *,
     tokens: IntArray,
-    forward_ns: IntArray,
-    backward_ns: IntArray,
-    exchange_ns: IntArray | None = None,
+    times: Callable[[ProfiledWorkload], LayerTimes],
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n] and attention of all of `cost`'s layers, [..., cp].
-
-    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
-    """
-    layers = cost.num_layers_per_rank
-    over = np.zeros((*tokens.shape, 2), np.int64)
-    if exchange_ns is not None:
-        over = np.rint(exchange_ns / layers).astype(np.int64)
+    """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
+    stages have unequal shares of sliding layers, of `cost.of_sliding_layers`."""
+    own = times(cost)
+    routed, *dense = (replace(cost.linear, model=model) for _, model in spec.model.layer_parts)
+    counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
     return StepPrices(
         tokens=tokens,
-        attention_forward_ns=forward_ns // layers,
-        attention_backward_ns=backward_ns // layers,
-        exchange_forward_ns=over[..., 0],
-        exchange_backward_ns=over[..., 1],
-        linear=linear_terms(spec, cost),
+        **{name: getattr(own, name) for name in _LAYER_FIELDS},
+        linear=linear_terms(spec, routed),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
         layers=spec.stage_layers,
         meets=spec.parallel.meeting_pipelines,
-        pooled=_pooled(cost),
+        pooled=_pooled(routed),
+        dense=linear_terms(spec, dense[0]) if dense else {},
+        dense_layers=tuple(n - r for n, r in counts) if dense else (),
+        sliding=times(cost.of_sliding_layers) if spec.has_uneven_windows else None,
+        more_sliding=_more_sliding(spec) if spec.has_uneven_windows else (),
     )
 
 
-def _pooled(cost: ProfiledWorkload) -> dict[PassKind, float]:
+def _more_sliding(spec: RunSpec) -> tuple[float, ...]:
+    """Of each stage, its sliding layers less those that it would have with the model's share, over
+    the share of layers that see all keys."""
+    share = spec.model.num_sliding_layers / spec.model.num_layers
+    counts = zip(spec.stage_sliding_layers, spec.stage_layers, strict=True)
+    return tuple((sliding - share * layers) / (1 - share) for sliding, layers in counts)
+
+
+def _pooled(linear: LinearCost) -> dict[PassKind, float]:
     """What EP ranks compute together of a token in one layer; a split backward has one of the two
     products in each pass."""
-    layers = cost.num_layers_per_rank
-    forward, backward, again = (ns / layers for ns in cost.linear.routed_ns_per_token)
+    layers = linear.num_layers
+    forward, backward, again = (ns / layers for ns in linear.routed_ns_per_token)
     half = backward / LINEAR_BACKWARD_FACTOR
     return {
         PassKind.FORWARD: forward,
@@ -285,22 +374,22 @@ def _pooled(cost: ProfiledWorkload) -> dict[PassKind, float]:
     }
 
 
-def linear_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[PassKind, TermPrices]:
+def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices]:
     """The linear part of one layer, by the kinds of passes that the schedule has."""
-    layers = cost.num_layers_per_rank
+    layers, ns_per_token = linear.num_layers, linear.ns_per_token
 
     def of_pass(suffix: str, call_ns: float) -> TermPrices:
-        names = [name for name in cost.ns_per_token if name.endswith(suffix)]
+        names = [name for name in ns_per_token if name.endswith(suffix)]
         return TermPrices(
-            per_token={n.removesuffix(suffix): cost.ns_per_token[n] / layers for n in names},
+            per_token={n.removesuffix(suffix): ns_per_token[n] / layers for n in names},
             per_call={CALLS: call_ns / layers},
         )
 
-    forward = of_pass("_forward", cost.linear.call_ns[0])
-    backward = of_pass("_backward", cost.linear.call_ns[1])
+    forward = of_pass("_forward", linear.call_ns[0])
+    backward = of_pass("_backward", linear.call_ns[1])
     if not spec.splits_backward:
         return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
-    split = split_backward(cost.linear)
+    split = split_backward(linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)
     inputs["gemm"] -= split.product_ns_per_token / layers

@@ -67,7 +67,8 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     of_experts = experts_of_layer(spec)
-    dense = [c - n * of_experts for c, n in zip(counts, spec.stage_layers, strict=True)]
+    with_experts = spec.stage_expert_layers
+    dense = [c - n * of_experts for c, n in zip(counts, with_experts, strict=True)]
     whole_layers = _sharing(spec, profile, spec.shard_size)
     experts = _sharing(spec, profile, sharing_ranks(spec))
 
@@ -76,7 +77,7 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
         held_ns = of_held(of_experts) if of_experts else 0.0
         return tuple(
             round(layers * of_dense(count / layers) + num * held_ns)
-            for count, layers, num in zip(dense, parts, spec.stage_layers, strict=True)
+            for count, layers, num in zip(dense, parts, with_experts, strict=True)
         )
 
     return ShardCosts(
@@ -134,8 +135,8 @@ def _sharing(spec: RunSpec, profile: KernelProfile, shards: int) -> _Sharing:
 def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
     """Parameters that a rank updates, of stages with `counts` on a TP rank."""
     stages = list(spec.stages_of(pp_rank))
-    layers = sum(spec.stage_layers[stage] for stage in stages)
-    return stored_parameters(spec, sum(counts[stage] for stage in stages), layers)
+    with_experts = sum(spec.stage_expert_layers[stage] for stage in stages)
+    return stored_parameters(spec, sum(counts[stage] for stage in stages), with_experts)
 
 
 def _refuse_unpriced(spec: RunSpec) -> None:

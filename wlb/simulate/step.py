@@ -15,7 +15,7 @@ import numpy as np
 from wlb.cost import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
-from wlb.simulate.memory import pass_bytes, peak_held_bytes, rest_bytes, stage_gradients
+from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import Order, PassKind
 from wlb.simulate.prices import (
     CALLS,
@@ -70,7 +70,13 @@ class Simulator:
             has_fsdp=self.spec.parallel.fsdp_size > 1,
         )
         object.__setattr__(self, "order", order)
-        object.__setattr__(self, "graph", graph)
+        with_experts = enumerate(self.spec.stage_expert_layers)
+        meeting = replace(
+            graph,
+            meets=self.spec.parallel.meeting_pipelines,
+            meeting_stages=frozenset(stage for stage, layers in with_experts if layers),
+        )
+        object.__setattr__(self, "graph", meeting)
         object.__setattr__(self, "shards", shard_costs(self.spec, self.cost))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
@@ -97,7 +103,7 @@ class Simulator:
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
-        known: dict[tuple[PassKind, int, bool, bool], IntArray] = {}
+        known: dict[tuple[object, ...], IntArray] = {}
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -160,10 +166,13 @@ class Simulation:
     @property
     def attention_s(self) -> FloatArray:
         """Time of attention kernels, both passes, of each rank, [steps, dp, pp, cp]."""
-        both = self.prices.attention_forward_ns + self.prices.attention_backward_ns
-        pp, layers = self.simulator.spec.parallel.pp, self.prices.layers
-        of_rank = np.array([sum(layers[rank::pp]) for rank in range(pp)])
-        return both.sum(axis=2)[:, :, None, :] * 1e-9 * of_rank[:, None]
+        steps, dp, _, cp = self.prices.shape
+        out = np.zeros((steps, dp, self.simulator.spec.parallel.pp, cp))
+        for stage in range(len(self.prices.layers)):
+            for kind in (PassKind.FORWARD, PassKind.BACKWARD):
+                times = self.prices.attention_ns(kind, stage).sum(axis=2)
+                out[:, :, stage % out.shape[2]] += times * 1e-9
+        return out
 
     @property
     def compute_s(self) -> FloatArray:
@@ -190,10 +199,9 @@ class Simulation:
         return self._peaks(None)
 
     def _peaks(self, gradients: list[int] | None) -> IntArray:
-        held, layers = pass_bytes(self.simulator.spec, self.prices.tokens), self.prices.layers
+        held = stage_bytes(self.simulator.spec, self.prices.tokens)
         peaks = [
-            peak_held_bytes(passes, held, layers, gradients).max(axis=1)
-            for passes in self.simulator.order
+            peak_held_bytes(passes, held, gradients).max(axis=1) for passes in self.simulator.order
         ]
         return np.stack(peaks, axis=1)
 

@@ -180,9 +180,12 @@ def _check_layout(spec: RunSpec) -> None:
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:
     """What TP divides of an MLP, by key. Experts are divided by parallel.ep instead."""
     experts = spec.model.experts
-    if not experts.num:
-        return {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
-    return {"model.experts.shared x hidden_size": experts.shared_hidden_size}
+    dense = {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
+    shared = {"model.experts.shared x hidden_size": experts.shared_hidden_size}
+    with_experts = spec.model.num_expert_layers
+    return (dense if with_experts < spec.model.num_layers else {}) | (
+        shared if with_experts else {}
+    )
 
 
 def _check_experts(spec: RunSpec) -> None:

@@ -1,4 +1,4 @@
-"""The [model.experts] section: a mixture of experts in place of each layer's MLP."""
+"""The [model.experts] section: a mixture of experts in place of the MLP of all or some layers."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,10 +27,24 @@ class ExpertBalance(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Experts of each decoder layer; none while num is 0, which leaves the other keys unused."""
+    """Experts of decoder layers; none while num is 0, which leaves the other keys unused."""
 
     num: int = key(
-        0, "experts of each layer, instead of its MLP; 0 = a dense MLP", at_least=0, at_most=4096
+        0, "experts of a layer, instead of its MLP; 0 = dense MLPs", at_least=0, at_most=4096
+    )
+    every: int = key(
+        1,
+        "each n-th layer has experts, the others an MLP of model.ffn_hidden_size (Qwen3-MoE's "
+        "decoder_sparse_step); 1 = all layers",
+        at_least=1,
+        at_most=10_000,
+    )
+    dense_layers: tuple[int, ...] = key(
+        (),
+        "further layers that have an MLP, counted from 0 (Qwen3-MoE's mlp_only_layers; [0, 1, 2] = "
+        "DeepSeek-V3's first_k_dense_replace of 3)",
+        at_least=0,
+        at_most=9_999,
     )
     per_token: int = key(
         2, "experts that compute a token, those of its highest scores", at_least=1, at_most=4096
@@ -63,6 +77,10 @@ class ExpertsSpec:
         at_least=0,
         at_most=1000,
     )
+
+    def are_in(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has the experts of a model that has some."""
+        return (layer + 1) % self.every == 0 and layer not in self.dense_layers
 
     @property
     def active_hidden_size(self) -> int:

@@ -1,7 +1,7 @@
 """The [model] section: shapes and parts of a decoder of the LLaMA and Qwen families."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from wlb.plan import UserError
@@ -196,9 +196,37 @@ class ModelSpec:
         factor = self.rope_scaling.score_factor if is_scaled else 1.0
         return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer has experts instead of an MLP."""
+        return self.experts.num > 0 and self.experts.are_in(layer)
+
+    @property
+    def num_expert_layers(self) -> int:
+        experts, layers = self.experts, range(self.num_layers)
+        if not experts.num:
+            return 0
+        left_out = {i for i in experts.dense_layers if i in layers and (i + 1) % experts.every == 0}
+        return self.num_layers // experts.every - len(left_out)
+
+    @property
+    def dense(self) -> "ModelSpec":
+        """A model whose layers all are as those of this one that have an MLP."""
+        return replace(self, experts=ExpertsSpec())
+
+    @property
+    def layer_parts(self) -> "tuple[tuple[float, ModelSpec], ...]":
+        """Layers with experts and those with an MLP: (share of all layers, a model of such layers
+        alone); no part is empty."""
+        share = self.num_expert_layers / self.num_layers
+        if share in (0, 1):
+            return ((1.0, self),)
+        every_layer = replace(self.experts, every=1, dense_layers=())
+        return (share, replace(self, experts=every_layer)), (1 - share, self.dense)
+
     @property
     def active_ffn_size(self) -> int:
-        """Hidden size of the MLPs that compute a token: of its experts, if there are any."""
+        """Hidden size of the MLPs that compute a token in a layer: of its experts, if there are
+        any."""
         return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
 
     @property
@@ -208,6 +236,7 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
+        """Parameters of a layer, of one with experts if there are any."""
         attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
         biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
@@ -236,19 +265,45 @@ class ModelSpec:
     def num_parameters(self) -> int:
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
-        return self.num_layers * self.num_layer_parameters + ends
+        with_experts = self.num_expert_layers
+        dense = (self.num_layers - with_experts) * self.dense.num_layer_parameters
+        return with_experts * self.num_layer_parameters + dense + ends
 
     @property
     def num_active_parameters(self) -> int:
         """Parameters that compute a token: without those of experts that it does not choose."""
         experts = self.experts
         idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
-        return self.num_parameters - bool(experts.num) * self.num_layers * idle
+        return self.num_parameters - self.num_expert_layers * idle
+
+    def _check_expert_layers(self) -> None:
+        experts = self.experts
+        if not experts.num:
+            if experts.every != 1 or experts.dense_layers:
+                raise UserError(
+                    f"model.experts.every = {experts.every} and model.experts.dense_layers = "
+                    f"{list(experts.dense_layers)} say which layers have experts, but "
+                    f"model.experts.num = 0: there are none; leave them out"
+                )
+            return
+        outside = [i for i in experts.dense_layers if not 0 <= i < self.num_layers]
+        if outside:
+            raise UserError(
+                f"model.experts.dense_layers names layer {outside[0]}, but model.num_layers = "
+                f"{self.num_layers}: layers are 0 to {self.num_layers - 1}"
+            )
+        if not self.num_expert_layers:
+            raise UserError(
+                f"model.experts.num = {experts.num}, but no layer has experts with "
+                f"model.experts.every = {experts.every} and model.experts.dense_layers = "
+                f"{list(experts.dense_layers)}; lower them, or set model.experts.num = 0"
+            )
 
     def check(self) -> None:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
         self.experts.check(self.hidden_size)
+        self._check_expert_layers()
         if self.qk_norm and self.qk_norm_rows:
             raise UserError(
                 "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -67,7 +68,7 @@ class AttentionBackend(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients."""
+    """Kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -345,8 +346,8 @@ class KernelSection:
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "Triton kernels of RoPE, SwiGLU, RMSNorm and the sums of gathered keys' gradients: one "
-        "pass over memory instead of up to 11; auto = on GPUs that have Triton; off = plain torch",
+        "Triton kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients: "
+        "one pass over memory instead of up to 11; auto = on GPUs with Triton; off = plain torch",
     )
 
 
@@ -440,6 +441,32 @@ class RunSpec:
         """Number of decoder layers of each stage."""
         even = (self.model.num_layers // self.num_stages,) * self.num_stages
         return self.pp.stage_layers or even
+
+    @property
+    def stage_expert_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers with experts of each stage."""
+        share = self.model.num_expert_layers
+        if share in (0, self.model.num_layers):
+            return self.stage_layers if share else (0,) * self.num_stages
+        return self._counted(self.model.has_experts)
+
+    @property
+    def stage_sliding_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers of each stage whose window of keys slides."""
+        return self._counted(self.model.slides)
+
+    @property
+    def has_uneven_windows(self) -> bool:
+        """Whether stages have unequal shares of layers whose window slides."""
+        sliding, layers = self.model.num_sliding_layers, self.model.num_layers
+        if sliding in (0, layers):
+            return False
+        counts = zip(self.stage_sliding_layers, self.stage_layers, strict=True)
+        return any(of_stage * layers != sliding * all_ for of_stage, all_ in counts)
+
+    def _counted(self, is_one: Callable[[int], bool]) -> tuple[int, ...]:
+        stages = range(self.num_stages)
+        return tuple(sum(map(is_one, self.layers_of(stage))) for stage in stages)
 
     def layers_of(self, stage: int) -> range:
         """Decoder layers of a stage."""

@@ -21,6 +21,8 @@ _SHAPES = (
     "qk_norm_rows",
     "tied_embeddings",
     "experts.num",
+    "experts.every",
+    "experts.dense_layers",
     "experts.hidden_size",
     "experts.shared",
 )

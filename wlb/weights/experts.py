@@ -4,7 +4,7 @@ Files hold each expert's matrices by themselves; `wlb.model` holds a layer's in 
 config.json whose models `wlb.model` would compute differently are refused by name.
 """
 
-from typing import Any
+from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields
@@ -48,10 +48,6 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
         )
     if keys.values.get("clip_qkv") is not None:
         raise keys.error("clip_qkv", "is not null: wlb does not clip Q, K and V")
-    if keys.whole("decoder_sparse_step", 1) != 1:
-        raise keys.error("decoder_sparse_step", "is not 1: wlb has experts in every layer")
-    if keys.values.get("mlp_only_layers"):
-        raise keys.error("mlp_only_layers", "is not empty: wlb has experts in every layer")
     normalised = keys.values.get("norm_topk_prob")
     if normalised not in (None, False, True):
         raise keys.error("norm_topk_prob", "must be true or false")
@@ -59,12 +55,31 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     width = (
         keys.whole("intermediate_size") if is_olmoe else keys.whole("moe_intermediate_size", 768)
     )
+    where = _layers_with_experts(keys)
+    if is_olmoe and where != {"every": 1, "dense_layers": ()}:
+        raise UserError(
+            f"{keys.where}: an OLMoE has experts in every layer, but this config.json has "
+            f"Qwen3-MoE's decoder_sparse_step = {where['every']} and mlp_only_layers = "
+            f"{list(where['dense_layers'])}; remove them"
+        )
     return ExpertsSpec(
         num=_number(keys, 64 if is_olmoe else 128),
+        **where,
         per_token=keys.whole("num_experts_per_tok", 8),
         hidden_size=width,
         normalised=bool(normalised),
     )
+
+
+def _layers_with_experts(keys: Fields) -> dict[str, Any]:
+    """Which layers of a Qwen3-MoE have experts. Numbers that no layer has say nothing there, and
+    are left out."""
+    listed: Any = keys.values.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(i) is not int for i in cast("list[Any]", listed)):
+        raise keys.error("mlp_only_layers", "must be a list of whole numbers")
+    layers = range(keys.whole("num_hidden_layers"))
+    known = sorted({i for i in cast("list[int]", listed) if i in layers})
+    return {"every": keys.whole("decoder_sparse_step", 1), "dense_layers": tuple(known)}
 
 
 def _number(keys: Fields, default: int) -> int:
@@ -99,8 +114,18 @@ def type_of(spec: ModelSpec) -> str:
             )
     if spec.qkv_bias:
         raise UserError("model.qkv_bias = true: no model of transformers has it beside experts")
-    if spec.qk_norm:
-        return "qwen3_moe"
+    return "qwen3_moe" if spec.qk_norm else _type_without_head_norms(spec)
+
+
+def _type_without_head_norms(spec: ModelSpec) -> str:
+    """OLMoE's or Mixtral's model_type."""
+    experts = spec.experts
+    if spec.num_expert_layers < spec.num_layers:
+        raise UserError(
+            f"model.experts.every = {experts.every} and model.experts.dense_layers = "
+            f"{list(experts.dense_layers)}: Mixtral and OLMoE, which a model without qk_norm is, "
+            f"have experts in every layer; this model cannot be exported"
+        )
     if spec.qk_norm_rows:
         return "olmoe"
     if not experts.normalised:
@@ -133,8 +158,8 @@ def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         return said | {"intermediate_size": experts.hidden_size, "clip_qkv": None}
     return said | {
         "moe_intermediate_size": experts.hidden_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "decoder_sparse_step": experts.every,
+        "mlp_only_layers": list(experts.dense_layers),
         "use_sliding_window": False,
         "sliding_window": None,
     }

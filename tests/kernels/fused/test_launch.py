@@ -62,12 +62,12 @@ def rotate(heads: int, head_size: int, dtype: torch.dtype = BF16) -> Launch:
     return launch.rotate(x, table, table, out, inverse=True)
 
 
-def swiglu(width: int, dtype: torch.dtype = BF16) -> Launch:
-    return launch.swiglu(*(empty(ROWS, width, dtype=dtype) for _ in range(3)))
+def gated(width: int, gelu: bool, dtype: torch.dtype = BF16) -> Launch:
+    return launch.gated(*(empty(ROWS, width, dtype=dtype) for _ in range(3)), gelu=gelu)
 
 
-def swiglu_backward(width: int, dtype: torch.dtype = BF16) -> Launch:
-    return launch.swiglu_backward(*(empty(ROWS, width, dtype=dtype) for _ in range(5)))
+def gated_backward(width: int, gelu: bool, dtype: torch.dtype = BF16) -> Launch:
+    return launch.gated_backward(*(empty(ROWS, width, dtype=dtype) for _ in range(5)), gelu=gelu)
 
 
 def norm(width: int, dtype: torch.dtype = BF16) -> Launch:
@@ -119,10 +119,12 @@ PRESETS = [  # each kernel at the sizes of 550M to 405B models, by tp rank
     (rotate, (16, 64)),
     (rotate, (32, 128)),
     (rotate, (1, 128)),
-    (swiglu, (1376,)),
-    (swiglu, (11008,)),
-    (swiglu_backward, (1376,)),
-    (swiglu_backward, (11008,)),
+    (gated, (1376, False)),
+    (gated, (11008, False)),
+    (gated, (10240, True)),
+    (gated_backward, (1376, False)),
+    (gated_backward, (11008, False)),
+    (gated_backward, (2560, True)),
     (norm, (1024,)),
     (norm, (4096,)),
     (norm, (16384,)),
@@ -164,8 +166,8 @@ def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
         heads = x.view(rows, 4, 16)
         launches = (
             launch.rotate(heads, table, table, heads, inverse=False),
-            launch.swiglu(x, x, x),
-            launch.swiglu_backward(x, x, x, x, x),
+            launch.gated(x, x, x, gelu=False),
+            launch.gated_backward(x, x, x, x, x, gelu=True),
             launch.norm(x, weight, x, of_rows, 1e-5),
             launch.norm_backward(x, x, weight, of_rows, x, sums),
             launch.sum_uses(grads, grads, inverse, empty(rows, 2, 2, 32, dtype=FP32)),

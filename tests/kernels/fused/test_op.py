@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.kernels.fused.interpreter import interpret
-from wlb.kernels.fused import fused_norm, fused_rotate, fused_sum_uses, fused_swiglu
-from wlb.kernels.fused.op import fused_norm_backward, fused_swiglu_backward
+from wlb.kernels.fused import fused_gated, fused_norm, fused_rotate, fused_sum_uses
+from wlb.kernels.fused.op import fused_gated_backward, fused_norm_backward
 from wlb.model.norm import ZeroCentredNorm, normalise
 from wlb.model.rope import rotate
-from wlb.model.swiglu import swiglu
+from wlb.model.swiglu import gated
 from wlb.parallel.context_op import gradients_by_row
 from wlb.parallel.rows import attention_rows
 from wlb.plan import KeyExchange, local_tokens
 from wlb.sharding import per_document
+from wlb.spec import Activation
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 DTYPES = st.sampled_from([BF16, FP32])
@@ -95,24 +97,37 @@ def test_rotate_reads_slices() -> None:
     assert torch.equal(fused_rotate(turned, *cos_sin, False), rotate(turned, *cos_sin))
 
 
+def both_ways(activation: Activation) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Returns the fused and the plain code of a gated MLP."""
+    return partial(gated, activation=activation, fused=True), partial(gated, activation=activation)
+
+
+@pytest.mark.parametrize("activation", Activation)
 @given(rows=st.integers(0, 5), width=st.integers(1, 70), dtype=DTYPES)
-def test_swiglu_is_as_exact_as_the_plain_code(rows: int, width: int, dtype: torch.dtype) -> None:
-    hold(fused_swiglu, swiglu, *(random(rows, width, dtype=dtype, seed=i) for i in range(3)))
+def test_gated_is_as_exact_as_the_plain_code(
+    activation: Activation, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    tensors = (random(rows, width, dtype=dtype, seed=i) for i in range(3))
+    hold(*both_ways(activation), *tensors)
 
 
+@pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("width", [2048, 2051])
-def test_swiglu_of_rows_wider_than_a_program(width: int) -> None:
-    hold(fused_swiglu, swiglu, *(random(2, width, dtype=BF16, seed=i) for i in range(3)))
+def test_gated_of_rows_wider_than_a_program(width: int, activation: Activation) -> None:
+    tensors = (random(2, width, dtype=BF16, seed=i) for i in range(3))
+    hold(*both_ways(activation), *tensors)
 
 
-def test_swiglu_of_slices_and_far_values() -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gated_of_slices_and_far_values(activation: Activation) -> None:
+    fused, plain = both_ways(activation)
     both = random(3, 40, dtype=FP32)
-    hold(fused_swiglu, swiglu, random(20, 3, dtype=FP32).t(), both[:, :20], both[:, 20:])
-    gate = torch.tensor([[-200.0, -90.0, 0.0, 90.0, 200.0]])
+    hold(fused, plain, random(20, 3, dtype=FP32).t(), both[:, :20], both[:, 20:])
+    gate = torch.tensor([[-1e20, -200.0, -90.0, 0.0, 90.0, 200.0, 1e20]])
     with np.errstate(over="ignore"):
-        grads = with_gradients(fused_swiglu, torch.ones(1, 5), gate, torch.ones(1, 5))
-    assert grads[0].tolist() == [[0.0, 0.0, 0.0, 90.0, 200.0]]
-    assert grads[1].tolist() == [[0.0, 0.0, 0.5, 1.0, 1.0]]
+        grads = with_gradients(fused, torch.ones(1, 7), gate, torch.ones(1, 7))
+    assert grads[0].tolist() == [[0.0, 0.0, 0.0, 0.0, *gate[0, 4:].tolist()]]
+    assert grads[1].tolist() == [[0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0]]
 
 
 @given(rows=st.integers(0, 9), width=st.integers(1, 70), dtype=DTYPES)
@@ -207,8 +222,8 @@ def test_ops_are_registered_correctly() -> None:
     key_grads = random(5, 2, 4, dtype=BF16)
     cases = [
         (fused_rotate, (x.view(3, 1, 8).requires_grad_(), *half, False)),
-        (fused_swiglu, (x.detach().requires_grad_(), x.detach())),
-        (fused_swiglu_backward, (x, x.t().contiguous().t(), x)),
+        (fused_gated, (x.detach().requires_grad_(), x.detach(), True)),
+        (fused_gated_backward, (x, x.t().contiguous().t(), x, False)),
         (fused_norm, (x.detach().requires_grad_(), weight, 1e-5)),
         (fused_norm_backward, (x, x, weight, rstd)),
         (fused_sum_uses, (key_grads, key_grads, torch.tensor([[0, 5, 2]]))),

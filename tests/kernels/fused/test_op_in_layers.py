@@ -51,7 +51,7 @@ def test_a_layer_launches_products_and_five_fused_kernels() -> None:
             layer(x, rows)
         names[fused] = seen.names
     kv_q = ["mm", "fused_rotate", "mm", "mm", "fused_rotate"]
-    mlp = ["fused_norm", "mm", "mm", "fused_swiglu", "mm", "add"]
+    mlp = ["fused_norm", "mm", "mm", "fused_gated", "mm", "add"]
     assert names[True] == ["fused_norm", *kv_q, "mm", "add", *mlp]
     assert len(names[False]) >= len(names[True]) + 20
 

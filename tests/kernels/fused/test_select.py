@@ -22,7 +22,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(select, "find_spec", lambda name: object())
-    monkeypatch.setattr(select, "fused_swiglu", lambda gate, up: gate)
+    monkeypatch.setattr(select, "fused_gated", lambda gate, up, gelu: gate)
     monkeypatch.setattr(torch, "ones", lambda *shape, **options: None)
     yield monkeypatch
     select.launch_problem.cache_clear()
@@ -56,14 +56,14 @@ def test_a_run_prepared_without_a_gpu_counts_on_triton(monkeypatch: pytest.Monke
     assert choose_fused(AUTO, device=CUDA, dtype=BF16).fused
 
 
-def refuse(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def refuse(*_: object) -> torch.Tensor:
     raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
 
 
 BROKEN = [
     (select, "find_spec", lambda name: None, "Triton is not installed"),
     (torch.cuda, "get_device_capability", lambda device: (7, 5), "they need Ampere"),
-    (select, "fused_swiglu", refuse, "cannot launch a kernel here: Failed to find C compiler."),
+    (select, "fused_gated", refuse, "cannot launch a kernel here: Failed to find C compiler."),
 ]
 
 

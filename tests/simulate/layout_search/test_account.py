@@ -34,6 +34,11 @@ LAYOUTS = [
     ("training.recompute=full",),
     ("training.recompute=selective", "pp.schedule=interleaved_zero_bubble"),
     ("cluster.overhead=0.1",),
+    (
+        *("model.experts.num=8", "model.experts.hidden_size=704", "model.experts.dense_layers=[0]"),
+        *("parallel.dp=2", "parallel.ep=8", "training.recompute=selective"),
+    ),
+    ("model.sliding_window=512", "model.full_every=3", "training.recompute=full"),
 ]
 
 

@@ -17,10 +17,11 @@ from wlb.simulate.layout_search.layouts import (
     pipeline_of,
     planned_bytes,
 )
-from wlb.simulate.memory import pass_bytes, peak_held_bytes, rest_bytes, stage_gradients
+from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import pipeline_order
 from wlb.spec import ExpertsSpec, Recompute, Schedule, check
 
+NONE = Recompute.NONE
 SCHEDULES = [
     (Schedule.ONE_F_ONE_B, 1),
     (Schedule.INTERLEAVED_1F1B, 2),
@@ -89,11 +90,29 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     )
 
 
-def test_experts_are_refused() -> None:
+def test_experts_are_divided_by_every_degree_that_their_ranks_have() -> None:
     spec = spec_of()
-    mixture = replace(spec.model, experts=ExpertsSpec(num=8))
-    with pytest.raises(ValueError, match=r"experts.num = 8: a search of layouts .* is not built"):
-        layouts_of(replace(spec, model=mixture), gpus=8, choices=LayoutChoices())
+    mixture = replace(spec.model, experts=ExpertsSpec(num=6, hidden_size=704, dense_layers=(0,)))
+    spec = replace(spec, model=mixture)
+    few = LayoutChoices(tp=(2,), cp=(1,), schedules=(Schedule.ONE_F_ONE_B,), recompute=(NONE,))
+    found = layouts_of(spec, gpus=4, choices=few)
+    # Two ranks of a stage, or four, and 6 experts: 4 divides no 6.
+    assert [degrees_of(c.spec) for c in found.candidates] == [
+        *(f"tp 2 cp 1 pp 1 dp 2 ep {ep}" for ep in (1, 2)),
+        *(f"tp 2 cp 1 pp 2 dp 1 ep {ep}" for ep in (1, 2)),
+    ]
+    assert all(check(c.spec) is c.spec for c in found.candidates)
+    # A rank that holds half of the experts needs less memory than one that gathers all of them.
+    whole, half = (c.need_bytes for c in found.candidates[2:])
+    assert half < whole
+    only = layouts_of(spec, gpus=4, choices=replace(few, ep=(2,)))
+    assert {c.spec.parallel.ep for c in only.candidates} == {2}
+    with pytest.raises(ValueError, match=r"ep = 4 does not divide model\.experts\.num = 6"):
+        layouts_of(spec, gpus=4, choices=LayoutChoices(ep=(4,)))
+    with pytest.raises(ValueError, match=r"ep = 2, but model\.experts\.num = 0"):
+        layouts_of(spec_of(), gpus=4, choices=LayoutChoices(ep=(2,)))
+    with pytest.raises(ValueError, match=r"ep does not divide the ranks of a stage .*1 ranks"):
+        layouts_of(spec, gpus=2, choices=LayoutChoices(tp=(1,), pp=(2,), ep=(2,)))
 
 
 def test_restrictions() -> None:
@@ -124,13 +143,11 @@ def test_memory_of_windows_is_that_of_the_simulated_order(
     )
     order = pipeline_order(spec.pp, pp=2, num_micro_batches=N)
     need, rank = need_of(spec)
-    passes = pass_bytes(spec, np.full(N, WINDOW))
+    passes = stage_bytes(spec, np.full(N, WINDOW))
     per_rank: list[int] = []
     for r in range(2):
         fixed = rest_bytes(spec, pp_rank=r, longest=WINDOW)
-        per_rank.append(
-            fixed + int(peak_held_bytes(order[r], passes, spec.stage_layers, stage_gradients(spec)))
-        )
+        per_rank.append(fixed + int(peak_held_bytes(order[r], passes, stage_gradients(spec))))
     assert need == max(per_rank)
     assert per_rank[rank] == need
 

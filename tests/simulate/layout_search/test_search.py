@@ -77,6 +77,20 @@ def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     assert is_pruned or memory_gib < 80
 
 
+def test_expert_parallelism_is_searched() -> None:
+    """Experts over one rank, a pipeline's two, or two pipelines', which then meet in layers."""
+    experts = ("model.experts.num=8", "model.experts.hidden_size=704", "model.experts.every=2")
+    spec = spec_of(*experts)
+    choices = LayoutChoices(tp=(1,), cp=(2,), pp=(1,), recompute=(Recompute.NONE,))
+    settings = replace(FEW, s_max=(2.0,))
+    _, known = search(spec, gpus=4, choices=choices, settings=settings, top=1)
+    assert {c.spec.parallel.ep for c in known.layouts.candidates} == {1, 2, 4}
+    best = min(exhaustive(known, settings, 0.5), key=lambda t: t.time_s)
+    assert known.ranking[0].time_s == pytest.approx(best.time_s, rel=1e-12)
+    times = {known.even[c.name].time_s for c in known.layouts.candidates}
+    assert len(times) == 3
+
+
 def test_more_micro_batches_and_later_weights_are_tried_on_the_best() -> None:
     """On four stages the bubbles of 4 micro-batches are worth 6 of them, within the delay."""
     spec = spec_of("model.num_layers=8")

@@ -1,7 +1,7 @@
 """Fused Triton kernels of the operators beside matrix products and attention, as custom ops."""
 
+from wlb.kernels.fused.op import fused_gated as fused_gated
 from wlb.kernels.fused.op import fused_norm as fused_norm
 from wlb.kernels.fused.op import fused_rotate as fused_rotate
 from wlb.kernels.fused.op import fused_sum_uses as fused_sum_uses
-from wlb.kernels.fused.op import fused_swiglu as fused_swiglu
 from wlb.kernels.fused.select import choose_fused as choose_fused

@@ -50,27 +50,43 @@ def rotate_kernel(
 
 
 @triton.jit
-def swiglu_kernel(gate, up, out, width, BLOCK: tl.constexpr):
-    """silu(gate) * up of contiguous [T, F] rows; a program has BLOCK columns of one row."""
+def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """activation(gate) * up of contiguous [T, F] rows; a program has BLOCK columns of one row.
+
+    Both activations are x sigmoid(s(x)): s(x) = x of SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of
+    GELU's tanh approximation, as (1 + tanh(y)) / 2 = sigmoid(2 y).
+    """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     g = tl.load(gate + at, here).to(tl.float32)
     u = tl.load(up + at, here).to(tl.float32)
-    tl.store(out + at, g / (1 + tl.exp(-g)) * u, here)
+    inner = g
+    if GELU:
+        near = tl.minimum(tl.maximum(g, -12.0), 12.0)  # the cube of a far value is no number
+        inner = 1.5957691216057308 * near * (1 + 0.044715 * near * near)
+    tl.store(out + at, g / (1 + tl.exp(-inner)) * u, here)
 
 
 @triton.jit
-def swiglu_backward_kernel(grad, gate, up, d_gate, d_up, width, BLOCK: tl.constexpr):
-    """Gradients of gate and up from the product's."""
+def gated_backward_kernel(
+    grad, gate, up, d_gate, d_up, width, GELU: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Gradients of gate and up from the product's; as in `gated_kernel`."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
     dy = tl.load(grad + at, here).to(tl.float32)
     g = tl.load(gate + at, here).to(tl.float32)
     u = tl.load(up + at, here).to(tl.float32)
-    sigmoid = 1 / (1 + tl.exp(-g))
-    tl.store(d_gate + at, dy * u * sigmoid * (1 + g * (1 - sigmoid)), here)
+    inner = g
+    rising = g  # x s'(x)
+    if GELU:
+        near = tl.minimum(tl.maximum(g, -12.0), 12.0)
+        inner = 1.5957691216057308 * near * (1 + 0.044715 * near * near)
+        rising = 1.5957691216057308 * near * (1 + 0.134145 * near * near)
+    sigmoid = 1 / (1 + tl.exp(-inner))
+    tl.store(d_gate + at, dy * u * sigmoid * (1 + rising * (1 - sigmoid)), here)
     tl.store(d_up + at, dy * g * sigmoid, here)
 
 

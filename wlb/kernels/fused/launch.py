@@ -58,24 +58,25 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse:
     )
 
 
-def swiglu(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor) -> Launch:
-    return _by_row(kernels.swiglu_kernel, gate_TF, up_TF, out_TF)
+def gated(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> Launch:
+    return _by_row(kernels.gated_kernel, gate_TF, up_TF, out_TF, gelu=gelu)
 
 
-def swiglu_backward(
-    grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor
+def gated_backward(
+    grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor, *, gelu: bool
 ) -> Launch:
-    return _by_row(kernels.swiglu_backward_kernel, grad_TF, gate_TF, up_TF, d_gate, d_up)
+    tensors = (grad_TF, gate_TF, up_TF, d_gate, d_up)
+    return _by_row(kernels.gated_backward_kernel, *tensors, gelu=gelu)
 
 
-def _by_row(kernel: Any, *tensors_TF: Tensor) -> Launch:
+def _by_row(kernel: Any, *tensors_TF: Tensor, gelu: bool) -> Launch:
     num_rows, width = tensors_TF[0].shape
     block = min(2048, _power_of_2(width))
     return Launch(
         kernel=kernel,
         grid=(num_rows, _blocks(width, block)),
         arguments=(*tensors_TF, width),
-        options={"BLOCK": block, "num_warps": 8},
+        options={"GELU": gelu, "BLOCK": block, "num_warps": 8},
     )
 
 

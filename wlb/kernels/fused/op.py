@@ -39,31 +39,44 @@ def _rotate_back(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None, None]:
 fused_rotate.register_autograd(_rotate_back, setup_context=_keep_tables)
 
 
-@custom_op("fused_swiglu", fake=lambda gate, _: gate.new_empty(gate.shape))
-def fused_swiglu(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-    """silu(gate) * up; keeps gate and up for backward."""
+@custom_op("fused_gated", fake=lambda gate, *_: gate.new_empty(gate.shape))
+def fused_gated(gate_TF: Tensor, up_TF: Tensor, gelu: bool) -> Tensor:
+    """activation(gate) * up, of SiLU or of GELU's tanh approximation; keeps both for backward."""
     from wlb.kernels.fused import launch
 
     out_TF = gate_TF.new_empty(gate_TF.shape)
-    launch.swiglu(gate_TF.contiguous(), up_TF.contiguous(), out_TF).run()
+    launch.gated(gate_TF.contiguous(), up_TF.contiguous(), out_TF, gelu=gelu).run()
     return out_TF
 
 
-@custom_op("fused_swiglu_backward", fake=lambda _, *inputs: tuple(contiguous_like(*inputs)))
-def fused_swiglu_backward(grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
-    from wlb.kernels.fused import launch
-
+def _gated_gradients(_: Tensor, gate_TF: Tensor, up_TF: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     d_gate, d_up = contiguous_like(gate_TF, up_TF)
-    grad, gate, up = (x.contiguous() for x in (grad_TF, gate_TF, up_TF))
-    launch.swiglu_backward(grad, gate, up, d_gate, d_up).run()
     return d_gate, d_up
 
 
-fused_swiglu.register_autograd(
-    lambda ctx, grad_TF: fused_swiglu_backward(grad_TF, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+@custom_op("fused_gated_backward", fake=_gated_gradients)
+def fused_gated_backward(
+    grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, gelu: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    from wlb.kernels.fused import launch
+
+    d_gate, d_up = _gated_gradients(grad_TF, gate_TF, up_TF)
+    grad, gate, up = (x.contiguous() for x in (grad_TF, gate_TF, up_TF))
+    launch.gated_backward(grad, gate, up, d_gate, d_up, gelu=gelu).run()
+    return d_gate, d_up
+
+
+def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate_TF, up_TF, ctx.gelu = inputs
+    ctx.save_for_backward(gate_TF, up_TF)
+
+
+def _gated_back(ctx: Any, grad_TF: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *fused_gated_backward(grad_TF, *ctx.saved_tensors, ctx.gelu), None
+
+
+fused_gated.register_autograd(_gated_back, setup_context=_keep_gated)
 
 
 def _norm_like(x_TC: Tensor, *_: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Whether a run computes RoPE, SwiGLU, RMSNorm and key gradients with the fused kernels, and why.
+"""Whether a run computes RoPE, gated MLPs, norms and key gradients with fused kernels, and why.
 
 They are bound by memory and launches, not by arithmetic: README.md of this room counts both.
 """
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from wlb.kernels.fused.op import fused_swiglu
+from wlb.kernels.fused.op import fused_gated
 from wlb.plan import UserError
 from wlb.spec.run import FusedKernels
 
@@ -27,7 +27,7 @@ class FusedChoice:
     def line(self) -> str:
         """The line that a run's log shows."""
         how = "fused (Triton)" if self.fused else "plain torch"
-        return f"RoPE, SwiGLU, RMSNorm and key gradients {how} ({self.reason})"
+        return f"RoPE, gated MLPs, RMSNorm and key gradients {how} ({self.reason})"
 
 
 def choose_fused(
@@ -68,7 +68,7 @@ def launch_problem(device: torch.device) -> str | None:
         return "they need Ampere (compute capability 8.0) or newer"
     try:
         one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
-        fused_swiglu(one, one)
+        fused_gated(one, one, False)
     # A C compiler, a driver or a cache folder may fail, each with its own class of exception.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -95,7 +95,8 @@ def _short(trial: Trial) -> str:
     pipeline = f" {name} v {v}" if p.pp > 1 else ""
     recompute = trial.spec.training.recompute
     again = "" if recompute == Recompute.NONE else f" recompute {recompute}"
-    return f"{p.tp} x {p.cp} x {p.pp} x {p.dp}{pipeline}{again}"
+    experts = f" ep {p.ep}" if trial.spec.model.experts.num else ""
+    return f"{p.tp} x {p.cp} x {p.pp} x {p.dp}{experts}{pipeline}{again}"
 
 
 def _grouped(terms: TermSeconds) -> dict[str, float]:

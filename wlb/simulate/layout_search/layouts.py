@@ -6,6 +6,7 @@ recompute is dropped once less of it leaves packing all the room that it can use
 a step whose micro-batches are all one window; `Candidate.caps` is the room for longer ones.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,23 +19,26 @@ from wlb.spec import ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
 """Room beyond which packing gains nothing: S_max in windows, T in global batches."""
 AXES = ("tp", "cp", "pp", "dp")
+EP = "ep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
-    """Values that a search may choose from; an empty tuple allows everything that divides."""
+    """Values that a search may choose from; an empty tuple allows everything that divides. ep: for
+    models with experts."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
+    ep: tuple[int, ...] = ()
     virtual_stages: tuple[int, ...] = ()
     schedules: tuple[Schedule, ...] = tuple(Schedule)
     recompute: tuple[Recompute, ...] = tuple(Recompute)
 
     def check(self, gpus: int) -> None:
         """Raises UserError for a degree that no layout of `gpus` devices has."""
-        for axis in AXES:
+        for axis in (*AXES, EP):
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
                     raise UserError(
@@ -115,12 +119,13 @@ class Layouts:
 
 
 def name_of(spec: RunSpec) -> str:
-    """ "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none"."""
+    """ "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none"; with experts also ep."""
     return f"{degrees_of(spec)} {pipeline_of(spec)} recompute {spec.training.recompute}"
 
 
 def degrees_of(spec: RunSpec) -> str:
-    return " ".join(f"{axis} {getattr(spec.parallel, axis)}" for axis in AXES)
+    axes = (*AXES, EP) if spec.model.experts.num else AXES
+    return " ".join(f"{axis} {getattr(spec.parallel, axis)}" for axis in axes)
 
 
 def pipeline_of(spec: RunSpec) -> str:
@@ -145,25 +150,27 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
             f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are simulated with parameters that "
             f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
         )
-    if spec.model.experts.num:
-        raise UserError(
-            f"model.experts.num = {spec.model.experts.num}: a search of layouts for experts is not "
-            f"built, as it tries no degrees of parallel.ep; compare layouts with wlb simulate"
-        )
+    _check_expert_degrees(spec, choices)
     out = Layouts()
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
-        parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
+        parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp, ep=1)
         shaped = _with_parallel(spec, parallel)
         if _is_refused(shaped, out):
             continue
+        divided = _expert_degrees(shaped, choices)
+        if not divided:
+            message = f"{parallel.expert_ranks} ranks have experts; ep is one of {choices.ep}"
+            out.refuse("ep does not divide the ranks of a stage", shaped, message)
         for piped in _pipelines(shaped, choices):
             try:
                 check(piped)
             except UserError as error:
                 out.refuse("the schedule or its stages do not divide", piped, str(error))
                 continue
-            _add_fitting(piped, choices, out)
+            for ep in divided:
+                both = replace(piped.parallel, ep=ep)
+                _add_fitting(replace(piped, parallel=both), choices, out)
     if not out.candidates:
         raise UserError(_nothing(gpus, out))
     return out
@@ -182,6 +189,28 @@ def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int,
                 dp, rest = divmod(gpus, tp * cp * pp)
                 if not rest and (not choices.dp or dp in choices.dp):
                     yield tp, cp, pp, dp
+
+
+def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
+    num = spec.model.experts.num
+    for ep in choices.ep:
+        if not num:
+            raise UserError(
+                f"ep = {ep}, but model.experts.num = 0: there are no experts; leave ep out"
+            )
+        if num % ep:
+            raise UserError(
+                f"ep = {ep} does not divide model.experts.num = {num}; choose from "
+                f"{', '.join(map(str, divisors(num)))}"
+            )
+
+
+def _expert_degrees(spec: RunSpec, choices: LayoutChoices) -> tuple[int, ...]:
+    """Degrees of EP that divide the experts and the ranks of a stage; 1 for a dense model."""
+    if not spec.model.experts.num:
+        return (1,)
+    possible = divisors(math.gcd(spec.model.experts.num, spec.parallel.expert_ranks))
+    return tuple(ep for ep in possible if not choices.ep or ep in choices.ep)
 
 
 def divisors(n: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from wlb.plan import GlobalBatch, IntArray, StepPlan, UserError, local_tokens, o
 from wlb.planner import Planner
 from wlb.simulate.layout_search.account import TermSeconds, account, even_terms, work_terms
 from wlb.simulate.layout_search.layouts import Candidate, name_of, planned_bytes
-from wlb.simulate.prices import ShardedStep, StepPrices, prices_of
+from wlb.simulate.prices import LayerTimes, ShardedStep, StepPrices, layer_times, prices_of
 from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
 from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec
@@ -219,10 +219,10 @@ class TrialRunner:
         return self.spans[key]
 
 
-def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, str]:
+def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str]:
     """Specs with equal keys give documents equal prices."""
     p = spec.parallel
-    return p.tp, p.cp, p.pp, p.dp, str(spec.training.recompute)
+    return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute)
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
@@ -239,39 +239,46 @@ def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> 
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)
     tokens = min(window, -(-sample.num_tokens // num))
-    calls = cost.attention_call_ns([tokens], [tokens], np.array([0, 1]))
-    attention = [
-        int((table.at(lengths.astype(np.float64)) * counts).sum()) // num + int(call[0])
-        for table, call in zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
-    ]
     rows = local_tokens(tokens, cp=cp, row_multiple=spec.row_multiple) * cp
     shape = (1, 1, n, 1)
-    return prices_of(
-        spec,
-        cost,
-        tokens=np.full(shape[:3], rows, np.int64),
-        forward_ns=np.full(shape, attention[0], np.int64),
-        backward_ns=np.full(shape, attention[1], np.int64),
-    )
+
+    def times(cost: ProfiledWorkload) -> LayerTimes:
+        calls = cost.attention_call_ns([tokens], [tokens], np.array([0, 1]))
+        forward, backward = (
+            int((table.at(lengths.astype(np.float64)) * counts).sum()) // num + int(call[0])
+            for table, call in zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
+        )
+        return layer_times(
+            cost,
+            forward_ns=np.full(shape, forward, np.int64),
+            backward_ns=np.full(shape, backward, np.int64),
+        )
+
+    return prices_of(spec, cost, tokens=np.full(shape[:3], rows, np.int64), times=times)
 
 
 def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
     """Prices of packed steps with every micro-batch's attention spread evenly over CP ranks."""
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     tokens = np.zeros((len(plans), dp, n), np.int64)
-    both = np.zeros((2, len(plans), dp, n, 1), np.int64)
     for s, plan in enumerate(plans):
-        pieces, offsets = plan.packing.pieces.length, plan.packing.offsets
-        calls = cost.attention_call_ns(pieces, pieces, offsets)
-        for k, (table, call) in enumerate(
-            zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
-        ):
-            running = offsets_of(table.at(pieces.astype(np.float64)))
-            times = running[offsets[1:]] - running[offsets[:-1]] + call
-            both[k, s, :, :, 0] = times[plan.pipelines]
         for d in range(dp):
             tokens[s, d] = np.array(plan.local_tokens(d)) * cp
-    return prices_of(spec, cost, tokens=tokens, forward_ns=both[0], backward_ns=both[1])
+
+    def times(cost: ProfiledWorkload) -> LayerTimes:
+        both = np.zeros((2, len(plans), dp, n, 1), np.int64)
+        for s, plan in enumerate(plans):
+            pieces, offsets = plan.packing.pieces.length, plan.packing.offsets
+            calls = cost.attention_call_ns(pieces, pieces, offsets)
+            for k, (table, call) in enumerate(
+                zip((cost.forward_ns, cost.backward_ns), calls, strict=True)
+            ):
+                running = offsets_of(table.at(pieces.astype(np.float64)))
+                of_micro_batch = running[offsets[1:]] - running[offsets[:-1]] + call
+                both[k, s, :, :, 0] = of_micro_batch[plan.pipelines]
+        return layer_times(cost, forward_ns=both[0], backward_ns=both[1])
+
+    return prices_of(spec, cost, tokens=tokens, times=times)
 
 
 def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:

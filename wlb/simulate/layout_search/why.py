@@ -18,7 +18,7 @@ from wlb.simulate.layout_search.trial import Trial, TrialRunner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
-COMPARED = ("tp", "cp", "pp")
+COMPARED = ("tp", "cp", "pp", "ep")
 WORTH_NAMING = 0.1
 """A term is named if it is at least this share of all growth."""
 MOST_NAMED = 3
