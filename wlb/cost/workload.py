@@ -235,8 +235,8 @@ class ProfiledWorkload:
     tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
     of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
     `sharding.stages` is auto. expert_stages, defers_weights, expert_load: see `LinearCost`.
-    machine, dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived: table
-    (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
+    machine, dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived:
+    table (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
     length, tabled at construction (about 2 ms) so that pricing is a look-up.
     """
 
