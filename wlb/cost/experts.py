@@ -100,7 +100,7 @@ def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
     """Values that a token's copies read and write where rows that travel are put into another
     order, there and back: forward, backward, and what backward runs again."""
-    one_way = 2 * model.experts.per_token * model.hidden_size
+    one_way = bool(model.experts.num) * 2 * model.experts.per_token * model.hidden_size
     return 2 * one_way, 2 * one_way, one_way
 
 

@@ -195,9 +195,8 @@ class LinearCost:
             cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
-        if self.parallel.ep > 1:
-            share, _ = self.model.layer_parts[0]
-            more = self._stage_call_ns()
+        if self.parallel.ep > 1 and self.model.experts.num:
+            share, more = self.model.layer_parts[0][0], self._stage_call_ns()
             forward, backward = forward + more[0] * share, backward + more[1] * share
         return forward * self.num_layers, backward * self.num_layers
 
@@ -245,15 +244,13 @@ class LinearCost:
         work, each = self._routed_work(), num_tokens / num_micro_batches
         alpha = self._routed_alpha_ns / each
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
-        waited = sum(work.waits(self.expert_stages, alpha))
         copies = num_tokens * self.num_layers * self.model.layer_parts[0][0]
-        return whole * copies, waited * copies
+        return whole * copies, sum(work.waits(self.expert_stages, alpha)) * copies
 
     @property
     def _routed_alpha_ns(self) -> float:
         """Latency of an all-to-all of experts' rows."""
-        ep, near = self.parallel.ep, self.profile.ranks_per_node
-        span = ep if ep <= near else near + 1
+        span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
         return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
 
     def _reordered_ns(self) -> Work:
