@@ -26,14 +26,16 @@ STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
-SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "plain_4d": ("plain_4d", ()),
-    "fixed_4d": ("fixed_4d", ()),
-    "paper": ("paper", ()),
-    "wlb": ("wlb", ()),
-    "by_need": ("wlb", BY_NEED),
+WAYS_BY_NEED = (BY_NEED, ("sharding.exchange=auto", "cp.overlap=true", "cp.stages=2"))
+"""Alternatives of keys by need: at once, and in two exchanges where rows may come once a node."""
+SYSTEMS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
+    "plain_4d": ("plain_4d", ((),)),
+    "fixed_4d": ("fixed_4d", ((),)),
+    "paper": ("paper", ((),)),
+    "wlb": ("wlb", ((),)),
+    "by_need": ("wlb", WAYS_BY_NEED),
 }
-"""Compared systems: the name of each in wlb, and overrides on top of it."""
+"""Compared systems: the name of each in wlb, and alternatives of overrides on top of it."""
 NAMES = {
     "fixed_4d": "Fixed-4D",
     "paper": "WLB-LLM",
@@ -194,8 +196,8 @@ def system(name: str, config: str, *more: str, label: str = "", **options: Any) 
 
 def compared(name: str, config: str, *more: str, **options: Any) -> list[Case]:
     """Returns the alternatives of one of SYSTEMS on a configuration, as `system` does."""
-    known, overrides = SYSTEMS[name]
-    return system(known, config, *overrides, *more, **options)
+    known, ways = SYSTEMS[name]
+    return [case for way in ways for case in system(known, config, *way, *more, **options)]
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:

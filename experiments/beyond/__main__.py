@@ -20,8 +20,8 @@ from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
 from experiments.evaluation import (
-    BY_NEED,
     GIB,
+    WAYS_BY_NEED,
     Case,
     Outcome,
     arguments,
@@ -44,7 +44,7 @@ MEMORY = "packing.memory_gib=76"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")
 HYBRID, BALANCED = "sharding.strategy=hybrid", "sharding.strategy=balanced"
 RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
-CHUNKS, MORE = "+ all chunks", "+ more micro-batches"
+CHUNKS, MORE, NEED = "+ all chunks", "+ more micro-batches", "+ keys by need"
 DELAYS = ("pp.weight_delay=2", "pp.weight_delay=4")
 NUMBERS = (4, 5, 6)
 """A global batch of 4 windows per pipeline is packed into this many micro-batches per pipeline."""
@@ -67,7 +67,7 @@ def variants(config: str) -> dict[str, tuple[str, ...]]:
         "bounded": (*ours, PLAIN[2]),
         "bounded + hybrid": (*ours, HYBRID),
         "bounded + balanced": (*ours, BALANCED),
-        "+ keys by need": (*ours, BALANCED, *BY_NEED),
+        NEED: (*ours, BALANCED),
         "+ zero-bubble": (*ours, BALANCED, ZERO_BUBBLE),
         "+ late weights": (*ours, BALANCED, ZERO_BUBBLE, LATE),
         CHUNKS: (*ours, BALANCED, ZERO_BUBBLE, LATE, chunks(config)),
@@ -88,8 +88,10 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
     delays = DELAYS if name in (CHUNKS, MORE) else ()
     dp = max(1, configuration(config).parallel.dp)
     numbers = [f"packing.num_micro_batches={n * dp}" for n in NUMBERS if MORE in name]
+    ways = WAYS_BY_NEED if name == NEED else ((),)
     return [
-        Case(name=name, config=config, overrides=(*overrides, *chosen), **options)
+        Case(name=name, config=config, overrides=(*overrides, *way, *chosen), **options)
+        for way in ways
         for chosen in product(recomputes, *(some for some in (delays, numbers) if some))
     ]
 

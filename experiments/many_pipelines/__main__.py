@@ -17,9 +17,9 @@ from typing import Any
 
 from experiments import constants
 from experiments.evaluation import (
-    BY_NEED,
     GIB,
     MEMORY_GIB,
+    WAYS_BY_NEED,
     Case,
     arguments,
     batches_of,
@@ -65,13 +65,16 @@ class Layout:
 
     def cases(self, name: str, *, steps: int, seed: int) -> list[Case]:
         """Returns a system's alternatives here."""
-        more = BY_NEED if name == NEED else ()
+        ways = WAYS_BY_NEED if name == NEED else ((),)
         known = "wlb" if name == NEED else name
-        found = system(known, self.config, *self.overrides, *more, steps=steps, seed=seed)
-        if not self.recompute:
-            return found
-        chosen = f"training.recompute={self.recompute}"
-        return [replace(found[0], overrides=(*found[0].overrides, chosen))]
+        out: list[Case] = []
+        for way in ways:
+            found = system(known, self.config, *self.overrides, *way, steps=steps, seed=seed)
+            if self.recompute:
+                chosen = f"training.recompute={self.recompute}"
+                found = [replace(found[0], overrides=(*found[0].overrides, chosen))]
+            out += found
+        return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.profile.counting import CountingTimer
 from tests.words import lacks
 from wlb.cli import main
 from wlb.cli.profile import _names, visible_gpus
@@ -31,7 +32,7 @@ GRID = AttentionGrid(
 
 @pytest.fixture
 def small(monkeypatch):
-    """Makes sweeps take a few seconds and returns a list of what was measured."""
+    """Makes sweeps take a few seconds, without a clock, and returns what was measured."""
     original = sweep.settings_of
 
     def settings(*args, **options):
@@ -40,6 +41,7 @@ def small(monkeypatch):
         return replace(made, grid=GRID, tokens=(16, 64), **budgets)
 
     monkeypatch.setattr("wlb.profile.settings_of", settings)
+    monkeypatch.setattr(sweep, "make_timer", CountingTimer)
     measured: list[str] = []
     run = sweep.RecordFile.run
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from wlb.cost import (
     profile_to_json,
     save_profile,
 )
+from wlb.plan import UserError
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,15 @@ def test_a_profile_is_read_from_a_path(h100, tmp_path):
     path = tmp_path / "mine.json"
     save_profile(path, h100)
     assert profile_to_json(load_profile(str(path))) == profile_to_json(h100)
+
+
+def test_a_profile_that_no_one_could_read_is_not_written(h100, tmp_path):
+    flat = replace(h100, layer=replace(h100.layer, forward_factor=7.3e-19))
+    with pytest.raises(
+        UserError, match=r"mine\.json is not written: layer\.forward_factor = 7.3e-19"
+    ):
+        save_profile(tmp_path / "mine.json", flat)
+    assert not list(tmp_path.iterdir())
 
 
 def test_wrong_schema_version_is_refused(h100, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.parity.body import parity
+from tests.parity.body import expected_of, parity
 from tests.parity.case import Case
 from tests.parity.test_bf16 import bf16
 from wlb.launch.local import run_local
@@ -32,11 +32,12 @@ CASES = [
 def test_layout_equals_one_process_over_nccl(case: Case) -> None:
     if case.world > NUM_GPUS:
         pytest.skip(f"needs {case.world} GPUs: {NUM_GPUS} here")
+    expected = expected_of(case)
     results = run_local(
-        parity, case.world, case, "cuda", device="cuda", start_group=True, timeout_s=600
+        parity, case.world, case, expected, "cuda", device="cuda", start_group=True, timeout_s=600
     )
     for result in results:
-        assert result["loss"] == pytest.approx(result["expected"], rel=1e-5)
+        assert result["sgd"]["losses"] == pytest.approx(expected.losses["sgd"], rel=1e-5)
         error, name = result["gradient"]
         assert error <= 1e-4, name
         assert result["sgd"]["parameters"] <= 1e-4

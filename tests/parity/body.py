@@ -1,7 +1,11 @@
 """Runs on every rank of a parity test: the same steps as one process, and the differences."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +21,7 @@ from tests.parity.case import (
     reference_loss,
     spec_of,
 )
+from wlb.launch.local import run_local
 from wlb.model import Llama
 from wlb.model.llama import EMBEDDING
 from wlb.parallel.data import gradient_square
@@ -24,6 +29,8 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import Mesh, build_mesh
 from wlb.parallel.world import World, rank_device
 from wlb.spec import RunSpec
+
+OPTIMISERS = ("sgd", "adamw")
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -52,80 +59,104 @@ def run_step(executor: Executor, case: Case, *, shift: int) -> tuple[float, floa
 
 def gradient_error(executor: Executor, reference: Llama) -> tuple[float, str]:
     """Returns the worst max|diff| / max|ref| over this rank's parameters, and which it is."""
+    return _gradient_error(executor, gradients_of(reference))
+
+
+def _gradient_error(executor: Executor, wanted: dict[str, Any]) -> tuple[float, str]:
     worst = (0.0, "")
-    wanted = dict(reference.named_parameters())
     for name, parameter in executor.named_parameters().items():
         assert parameter.grad is not None, name
         # A tied head that is a copy has the embedding's gradient.
-        expected = wanted.get(name, wanted[EMBEDDING]).grad
-        assert expected is not None
-        got = whole(parameter.grad)
-        error = (got - expected).abs().max() / expected.abs().max()
-        worst = max(worst, (error.item(), name))
+        expected = wanted.get(name, wanted[EMBEDDING])
+        error = np.abs(whole(parameter.grad).numpy() - expected).max() / np.abs(expected).max()
+        worst = max(worst, (float(error), name))
     return worst
 
 
-def gradient_norm(reference: Llama) -> float:
-    grads = [p.grad for p in reference.parameters() if p.grad is not None]
-    return torch.stack([grad.norm() for grad in grads]).double().norm().item()
+def gradients_of(reference: Llama) -> dict[str, Any]:
+    """Returns copies of the gradients of one process as arrays, by parameter."""
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    return {name: grad.numpy().copy() for name, grad in grads.items() if grad is not None}
 
 
-def optimise(
-    executor: Executor, reference: Llama, case: Case, kind: str
-) -> tuple[list[float], list[float], float]:
-    """Takes two optimiser steps of the layout and of one process.
-
-    Returns the losses of both and the error of the parameters.
-    """
-    spec: RunSpec = executor.spec
-    made: type = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind]
+def new_optimiser(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.05)
     # AdamW's first steps are signs of gradients. With the default eps of 1e-8 the sign of one that
     # is nothing but rounding counts in full: the third loss differs by 1.1e-4 on some CPUs.
-    options = {"lr": 0.05} if kind == "sgd" else {"lr": 0.01, "eps": 1e-6}
-    optimisers = [made(s.parameters(), **options) for s in executor.stages.values()]
-    other = made(reference.parameters(), **options)
-    ours: list[float] = []
-    theirs: list[float] = []
-    for step in range(3):
-        for optimiser in [*optimisers, other]:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-6)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process computes. gradients: of the first step. losses, parameters: of three steps
+    with two updates, parameters after them, by optimiser."""
+
+    norm: float
+    gradients: dict[str, Any]
+    losses: dict[str, list[float]]
+    parameters: dict[str, dict[str, Any]]
+
+
+def expected_of(case: Case) -> Expected:
+    """Returns what one process computes of a case's model and micro-batches; kept, because many
+    layouts share it, and each of their ranks would compute the same."""
+    spec = spec_of(case)
+    data = replace(spec.data, row_multiple=1)
+    return _expected(replace(RunSpec(), model=spec.model, data=data), case.num_micro_batches)
+
+
+@cache
+def _expected(spec: RunSpec, num_micro_batches: int) -> Expected:
+    gradients: dict[str, Any] = {}
+    losses: dict[str, list[float]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
+    for kind in OPTIMISERS:
+        reference = fresh_reference(spec)
+        optimiser = new_optimiser(kind, reference.parameters())
+        losses[kind] = []
+        for step in range(3):
             optimiser.zero_grad()
-        plan = packing(case.num_micro_batches, shift=step)
-        ours.append(run_step(executor, case, shift=step)[0])
-        theirs.append(reference_loss(reference, spec, plan, backward=True))
-        if step < 2:
-            for optimiser in [*optimisers, other]:
+            plan = packing(num_micro_batches, shift=step)
+            losses[kind].append(reference_loss(reference, spec, plan, backward=True))
+            gradients = gradients or gradients_of(reference)
+            if step < 2:
                 optimiser.step()
-    wanted = dict(reference.named_parameters())
-    error = max(
-        ((whole(p) - w).abs().max() / w.abs().max()).item()
-        for p, w in (
-            (p, wanted.get(n, wanted[EMBEDDING])) for n, p in executor.named_parameters().items()
-        )
+        parameters[kind] = {n: p.detach().numpy() for n, p in reference.named_parameters()}
+    norm = float(np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values())))
+    return Expected(norm=norm, gradients=gradients, losses=losses, parameters=parameters)
+
+
+def parameter_error(executor: Executor, wanted: dict[str, Any]) -> float:
+    pairs = ((p, wanted.get(n, wanted[EMBEDDING])) for n, p in executor.named_parameters().items())
+    return max(
+        float(np.abs(whole(p.detach()).numpy() - w).max() / np.abs(w).max()) for p, w in pairs
     )
-    return ours, theirs, error
 
 
-def reset(executor: Executor, reference: Llama, initial: dict[str, Tensor]) -> None:
-    """Sets both models back to their initial weights."""
+def train(executor: Executor, case: Case, *, shift: int) -> float:
+    """Returns the loss of a literal step of the layout."""
+    plan = packing(case.num_micro_batches, shift=shift)
+    mine = pipeline_plan(plan, executor.spec, executor.mesh.at.dp, case.strategy)
+    local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)
+    return global_loss(executor, local)
+
+
+def reset(executor: Executor, initial: dict[str, Tensor]) -> None:
+    """Sets the model back to its initial weights."""
     with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            parameter.copy_(initial[f"ref.{name}"])
         for name, parameter in executor.named_parameters().items():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(initial[f"own.{name}"])
+            own(parameter).copy_(initial[name])
 
 
-def snapshot(executor: Executor, reference: Llama) -> dict[str, Tensor]:
-    out = {f"ref.{n}": p.detach().clone() for n, p in reference.named_parameters()}
-    for name, parameter in executor.named_parameters().items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        out[f"own.{name}"] = local.detach().clone()
-    return out
+def own(parameter: Tensor) -> Tensor:
+    """Returns this rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
-    """Returns losses, gradient errors and the end of two optimiser steps, as seen from this
-    rank."""
+def parity(world: World, case: Case, expected: Expected, device: str = "cpu") -> dict[str, object]:
+    """Returns losses, gradient errors and the end of two updates by each optimiser, as seen from
+    this rank."""
     spec = spec_of(case)
     where = rank_device(world, device)
     mesh: Mesh = build_mesh(
@@ -136,35 +167,50 @@ def parity(world: World, case: Case, device: str = "cpu") -> dict[str, object]:
         experts=bool(spec.model.experts.num),
     )
     executor = Executor(spec, mesh)
-    reference = fresh_reference(spec)
-    initial = snapshot(executor, reference)
-    plan = packing(case.num_micro_batches)
-    expected = reference_loss(reference, spec, plan, backward=True)
-    loss, held = run_step(executor, case, shift=0)
+    initial = {n: own(p.detach()).clone() for n, p in executor.named_parameters().items()}
+    first, held = run_step(executor, case, shift=0)
     square = gradient_square(executor.counted_parameters(), mesh)
     dist.all_reduce(square)
     out: dict[str, object] = {
         "norm": square.sqrt().item(),
-        "expected_norm": gradient_norm(reference),
-        "loss": loss,
         "held_out": held,
-        "expected": expected,
-        "gradient": gradient_error(executor, reference),
+        "gradient": _gradient_error(executor, expected.gradients),
     }
-    for kind in ("sgd", "adamw"):
-        reset(executor, reference, initial)
-        ours, theirs, error = optimise(executor, reference, case, kind)
-        out[kind] = {"ours": ours, "theirs": theirs, "parameters": error}
+    for kind in OPTIMISERS:
+        if kind != OPTIMISERS[0]:
+            reset(executor, initial)
+            for parameter in executor.named_parameters().values():
+                parameter.grad = None
+            first = train(executor, case, shift=0)
+        optimisers = [new_optimiser(kind, s.parameters()) for s in executor.stages.values()]
+        losses = [first]
+        for shift in (1, 2):
+            for optimiser in optimisers:
+                optimiser.step()
+                optimiser.zero_grad()
+            losses.append(train(executor, case, shift=shift))
+        error = parameter_error(executor, expected.parameters[kind])
+        out[kind] = {"losses": losses, "parameters": error}
     return out
 
 
-def expect_parity(result: dict[str, Any]) -> None:
+def expect_equal_to_one_process(case: Case, device: str = "cpu") -> None:
+    """Runs `parity` on all ranks of a case and expects what one process computes: losses,
+    gradients, updates."""
+    expected = expected_of(case)
+    results = run_local(parity, case.world, case, expected, device, start_group=True, timeout_s=600)
+    for result in results:
+        expect_parity(result, expected)
+
+
+def expect_parity(result: dict[str, Any], expected: Expected) -> None:
     """Expects that what `parity` found on a rank equals one process: losses, gradients, steps."""
-    assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)
-    assert result["held_out"] == pytest.approx(result["expected"], rel=1e-6)
+    first = expected.losses["sgd"][0]
+    assert result["sgd"]["losses"][0] == pytest.approx(first, rel=1e-6)
+    assert result["held_out"] == pytest.approx(first, rel=1e-6)
     error, name = result["gradient"]
     assert error <= 1e-5, name
-    assert result["norm"] == pytest.approx(result["expected_norm"], rel=1e-5)
-    assert result["sgd"]["ours"] == pytest.approx(result["sgd"]["theirs"], rel=1e-5)
+    assert result["norm"] == pytest.approx(expected.norm, rel=1e-5)
+    assert result["sgd"]["losses"] == pytest.approx(expected.losses["sgd"], rel=1e-5)
     assert result["sgd"]["parameters"] <= 1e-5
-    assert result["adamw"]["ours"] == pytest.approx(result["adamw"]["theirs"], rel=1e-4)
+    assert result["adamw"]["losses"] == pytest.approx(expected.losses["adamw"], rel=1e-4)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parity.body import expect_parity, global_loss, parity, whole
+from tests.parity.body import expect_equal_to_one_process, global_loss, whole
 from tests.parity.case import (
     Case,
     Reader,
@@ -85,9 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", [*QUICK, *full(*CASES)], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
-    results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
-    for result in results:
-        expect_parity(result)
+    expect_equal_to_one_process(case)
 
 
 def bf16(world: World, case: Case) -> tuple[float, float, float, str]:

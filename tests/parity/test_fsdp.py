@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
-from tests.parity.body import expect_parity, parity
+from tests.parity.body import expect_equal_to_one_process
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.parity.test_zero_bubble import Count
 from tests.sets import full
@@ -45,9 +45,7 @@ CASES = [*RESHARD, *HSDP, Case(dp=2, prefetch=0)]
 
 @pytest.mark.parametrize("case", [CASES[0], *full(*CASES[1:])], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
-    results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
-    for result in results:
-        expect_parity(result)
+    expect_equal_to_one_process(case)
 
 
 @dataclass

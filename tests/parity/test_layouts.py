@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.parity.body import expect_parity, parity
+from tests.parity.body import expect_equal_to_one_process
 from tests.parity.case import Case
 from tests.sets import full, nightly
-from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
 from wlb.spec import Activation, Recompute, RopeKind, Schedule
 
@@ -143,6 +142,4 @@ MORE = [
 
 @pytest.mark.parametrize("case", [*QUICK, *full(*CASES), *nightly(*NIGHTLY, *MORE)], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
-    results = run_local(parity, case.world, case, start_group=True, timeout_s=600)
-    for result in results:
-        expect_parity(result)
+    expect_equal_to_one_process(case)

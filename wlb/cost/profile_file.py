@@ -99,8 +99,17 @@ def _folders() -> list[Path]:
 
 
 def save_profile(path: Path, profile: KernelProfile) -> None:
-    """Writes `profile` as JSON with each list of numbers on one line."""
-    text = json.dumps(profile_to_json(profile), indent=1)
+    """Writes `profile` as JSON with each list of numbers on one line.
+
+    UserError, and no file, for a price that `load_profile` would refuse: a fit to points that other
+    work on the device disturbed may give one, such as a layer whose time does not grow with tokens.
+    """
+    data = profile_to_json(profile)
+    try:
+        _check_magnitudes(data, "")
+    except UserError as error:
+        raise UserError(f"{path} is not written: {error}") from error
+    text = json.dumps(data, indent=1)
     text = re.sub(r"\[\s+([-+.eE\d,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.write_text(text + "\n", "utf-8")
 
@@ -179,7 +188,10 @@ def _check_magnitudes(value: Any, name: str) -> None:
     elif isinstance(value, int | float):
         low, high = next(m for end, m in _MAGNITUDES.items() if name.endswith(end))
         if value > high or 0 < value < low:
-            raise UserError(f"{name} = {value} must be in [{low:g}, {high:g}]; measure it again")
+            raise UserError(
+                f"{name} = {value} must be in [{low:g}, {high:g}]; measure it again with "
+                f"nothing else on the device"
+            )
 
 
 _PROFILE_FIELDS = ("name", "device", "dtype", "ranks_per_node")
