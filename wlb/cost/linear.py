@@ -137,10 +137,9 @@ class LinearCost:
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
         if self.parallel.ep > 1:
-            share, _ = self.model.layer_parts[0]
+            share, waits = self._routed_share, self._routed_work().waits(self.expert_stages)
             both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
             terms["elementwise"] = tuple(a + b * share for a, b in both)
-            waits = self._routed_work().waits(self.expert_stages)
             terms["ep_comm"] = (*(wait * share for wait in waits), 0.0)
         out: dict[str, float] = {}
         for name, (forward, backward, again) in terms.items():
@@ -195,9 +194,9 @@ class LinearCost:
             cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
-        if self.parallel.ep > 1 and self.model.experts.num:
-            share, more = self.model.layer_parts[0][0], self._stage_call_ns()
-            forward, backward = forward + more[0] * share, backward + more[1] * share
+        if self.parallel.ep > 1:
+            more = [ns * self._routed_share for ns in self._stage_call_ns()]
+            forward, backward = forward + more[0], backward + more[1]
         return forward * self.num_layers, backward * self.num_layers
 
     @property
@@ -244,8 +243,13 @@ class LinearCost:
         work, each = self._routed_work(), num_tokens / num_micro_batches
         alpha = self._routed_alpha_ns / each
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
-        copies = num_tokens * self.num_layers * self.model.layer_parts[0][0]
+        copies = num_tokens * self.num_layers * self._routed_share
         return whole * copies, sum(work.waits(self.expert_stages, alpha)) * copies
+
+    @property
+    def _routed_share(self) -> float:
+        """Layers with experts over all layers."""
+        return self.model.num_expert_layers / self.model.num_layers
 
     @property
     def _routed_alpha_ns(self) -> float:
@@ -402,13 +406,9 @@ class LinearCost:
         return forward, backward, again
 
     def _routed_ns(self) -> Work:
-        """What experts compute of one token in the mean layer, if all ranks have equally many
-        rows."""
-        experts = self.model.experts
-        if not experts.num:
-            return 0.0, 0.0, 0.0
-        share, model = self.model.layer_parts[0]
-        routed = share * experts.per_token / (experts.per_token + experts.shared)
+        """What experts compute of one token in the mean layer, if all ranks have equal rows."""
+        experts, (_, model) = self.model.experts, self.model.layer_parts[0]
+        routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
         forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, again * routed
 

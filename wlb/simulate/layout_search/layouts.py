@@ -154,8 +154,8 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     out = Layouts()
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
-        parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp, ep=1)
-        shaped = _with_parallel(spec, parallel)
+        parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
+        shaped = _with_experts(_with_parallel(spec, parallel), 1, stages=1)
         if _is_refused(shaped, out):
             continue
         divided = _expert_degrees(shaped, choices)
@@ -169,8 +169,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
                 out.refuse("the schedule or its stages do not divide", piped, str(error))
                 continue
             for ep in divided:
-                both = replace(piped.parallel, ep=ep)
-                _add_fitting(replace(piped, parallel=both), choices, out)
+                _add_fitting(_with_experts(piped, ep, stages=spec.ep.stages), choices, out)
     if not out.candidates:
         raise UserError(_nothing(gpus, out))
     return out
@@ -180,6 +179,13 @@ def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
     """`spec` with `parallel`, and `tp.overlap` only where TP has something to overlap."""
     overlap = spec.tp.overlap and parallel.tp > 1
     return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
+
+
+def _with_experts(spec: RunSpec, ep: int, *, stages: int) -> RunSpec:
+    """`spec` with a degree of EP, and as many of `stages` as divide a rank's experts."""
+    stages = 1 if ep == 1 else math.gcd(stages, spec.model.experts.num // ep)
+    parallel = replace(spec.parallel, ep=ep)
+    return replace(spec, parallel=parallel, ep=replace(spec.ep, stages=stages))
 
 
 def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int, int]]:
