@@ -235,6 +235,7 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
         given,
         parallel=found.parallel,
         tp=found.tp,
+        ep=found.ep,
         pp=found.pp,
         packing=found.packing,
         sharding=found.sharding,

@@ -19,7 +19,7 @@ from wlb.simulate.layout_search.layouts import (
 )
 from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import pipeline_order
-from wlb.spec import ExpertsSpec, Recompute, Schedule, check
+from wlb.spec import EpSection, ExpertsSpec, Recompute, Schedule, check
 
 NONE = Recompute.NONE
 SCHEDULES = [
@@ -107,6 +107,11 @@ def test_experts_are_divided_by_every_degree_that_their_ranks_have() -> None:
     assert half < whole
     only = layouts_of(spec, gpus=4, choices=replace(few, ep=(2,)))
     assert {c.spec.parallel.ep for c in only.candidates} == {2}
+    # A rank with three of six experts cannot divide them into two stages, and none travel at EP 1.
+    staged = layouts_of(replace(spec, ep=EpSection(stages=2)), gpus=4, choices=few)
+    assert {(c.spec.parallel.ep, c.spec.ep.stages) for c in staged.candidates} == {(1, 1), (2, 1)}
+    staged = layouts_of(replace(spec, ep=EpSection(stages=6)), gpus=4, choices=few)
+    assert {(c.spec.parallel.ep, c.spec.ep.stages) for c in staged.candidates} == {(1, 1), (2, 3)}
     with pytest.raises(ValueError, match=r"ep = 4 does not divide model\.experts\.num = 6"):
         layouts_of(spec, gpus=4, choices=LayoutChoices(ep=(4,)))
     with pytest.raises(ValueError, match=r"ep = 2, but model\.experts\.num = 0"):
