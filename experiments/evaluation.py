@@ -26,8 +26,10 @@ STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
-WAYS_BY_NEED = (BY_NEED, ("sharding.exchange=auto", "cp.overlap=true", "cp.stages=2"))
-"""Alternatives of keys by need: at once, and in two exchanges where rows may come once a node."""
+STAGED = ("sharding.exchange=auto", "cp.overlap=true", "cp.stages=4", "sharding.stages=auto")
+WAYS_BY_NEED = (BY_NEED, STAGED)
+"""Alternatives of keys by need: at once, and in up to four exchanges, as the price says for each
+micro-batch, where rows may come once a node."""
 SYSTEMS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "plain_4d": ("plain_4d", ((),)),
     "fixed_4d": ("fixed_4d", ((),)),
