@@ -75,7 +75,7 @@ def test_losses_do_not_depend_on_the_layout(straight: Straight, layout: str, bal
     assert loads[1] == pytest.approx(loads[0], rel=0.02)
     assert 1.0 < min(loads[0]) < max(loads[0]) < EXPERTS["num"]
     alone, divided = (run.steps[0]["measured"]["experts"] for run in (one, other))
-    assert alone["layers"] == divided["layers"] == list(range(len(alone["expert"])))
+    assert alone["layers"] == divided["layers"] == [1, 3]  # every second of four
     assert alone["rank"] == [1.0] * len(alone["layers"])
     assert divided["expert"] == pytest.approx(alone["expert"], rel=0.02)
     ep = LAYOUTS[layout]["parallel"].get("ep", 1)
