@@ -217,10 +217,10 @@ Megatron's calls shard each document on all ranks of their sub-group, and a ring
 the attention of all chunks but one; between nodes it has the bandwidth of an all-gather.
 **staged** says what an exchange by need would be waited for if it went in as many stages and were
 hidden likewise; so it parts what a ring hides from what a schedule gains. It is what `cp.stages`
-(built since) would give without launches; `cp_traffic` has it with them, in two to four stages.
+(built since) would give without launches; `cp_traffic` has it with them, in one to four stages.
 
-Ranks of one micro-batch that hold unequal numbers of rows, and a number of stages for each
-micro-batch: [rows](../rows/results/README.md).
+What ranks of one micro-batch with unequal numbers of rows would gain, and a number of stages for
+each micro-batch, is in [rows](../rows/results/README.md).
 
 Not modelled: launches of linear layers, which the hybrid scheduler's many calls have most of; what
 barriers and the first use of a group cost; padding of samples to multiples of 2 CP; broadcast of

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,10 +56,10 @@ class Post:
     ) -> Tensor:
         assert group is self
         self.parcels[self.here.rank] = list(x.split(list(sent)))
-        self.barrier.wait(20)
+        self.barrier.wait()
         out = [parcels[self.here.rank] for parcels in self.parcels]
         assert [part.shape[0] for part in out] == list(received)
-        self.barrier.wait(20)
+        self.barrier.wait()
         return torch.cat(out)
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
@@ -67,7 +67,11 @@ class Post:
 
         def as_rank(rank: int) -> Any:
             self.here.rank = rank
-            return work(rank)
+            try:
+                return work(rank)
+            except BaseException:
+                self.barrier.abort()  # the others would wait for this rank
+                raise
 
         with (
             mock.patch.object(expert_exchange, "start_all_to_all", self.carry),
@@ -75,7 +79,12 @@ class Post:
             mock.patch.object(expert_exchange.dist, "get_rank", self.rank),
             ThreadPoolExecutor(self.ranks) as pool,
         ):
-            return list(pool.map(as_rank, range(self.ranks)))
+            ranks = [pool.submit(as_rank, rank) for rank in range(self.ranks)]
+            errors = [rank.exception() for rank in ranks]
+            for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+                if error is not None:
+                    raise error
+            return [rank.result() for rank in ranks]
 
 
 class Delivered(NamedTuple):
@@ -86,7 +95,6 @@ class Delivered(NamedTuple):
     returned: list[int]
 
 
-@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_every_row_arrives_once_in_one_order(data: st.DataObject) -> None:
     """By expert, source rank and token, whatever the stages; also from ranks with few rows or
@@ -223,8 +231,10 @@ def steps(world: World) -> tuple[Logs, float]:
             ran = one_step(recompute, stages, micro_batches=[["8:0-1"], [], ["2:0-17", "1:0-3"]])
             logs[str(recompute), stages] = ran.forward, ran.backward
             first = first or ran
+            assert ran.grads.keys() == first.grads.keys()
             for name, grad in ran.grads.items():
                 error = (grad - first.grads[name]).abs().max() / first.grads[name].abs().max()
+                assert torch.isfinite(error), name
                 worst = max(worst, error.item())
     return logs, worst
 

@@ -69,6 +69,7 @@ def _gradient_error(executor: Executor, wanted: dict[str, Any]) -> tuple[float, 
         # A tied head that is a copy has the embedding's gradient.
         expected = wanted.get(name, wanted[EMBEDDING])
         error = np.abs(whole(parameter.grad).numpy() - expected).max() / np.abs(expected).max()
+        assert np.isfinite(error), name
         worst = max(worst, (float(error), name))
     return worst
 
@@ -128,10 +129,14 @@ def _expected(spec: RunSpec, num_micro_batches: int) -> Expected:
 
 
 def parameter_error(executor: Executor, wanted: dict[str, Any]) -> float:
-    pairs = ((p, wanted.get(n, wanted[EMBEDDING])) for n, p in executor.named_parameters().items())
-    return max(
-        float(np.abs(whole(p.detach()).numpy() - w).max() / np.abs(w).max()) for p, w in pairs
-    )
+    """Returns the worst max|diff| / max|ref| over this rank's parameters."""
+    worst = 0.0
+    for name, parameter in executor.named_parameters().items():
+        expected = wanted.get(name, wanted[EMBEDDING])
+        error = np.abs(whole(parameter.detach()).numpy() - expected).max()
+        assert np.isfinite(error), name
+        worst = max(worst, float(error / np.abs(expected).max()))
+    return worst
 
 
 def train(executor: Executor, case: Case, *, shift: int) -> float:

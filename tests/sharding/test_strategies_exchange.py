@@ -80,7 +80,7 @@ def test_no_strategy_is_slower_for_knowing_the_exchange(
     exchange=st.sampled_from(ExchangeChoice),
     strategy=st.sampled_from(NAMES),
 )
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 6)  # each shards three times
 def test_choosing_stages_is_never_slower_than_one_or_the_most(
     lengths: list[int], layout: tuple[int, int], exchange: ExchangeChoice, strategy: str
 ) -> None:

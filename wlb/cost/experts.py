@@ -1,7 +1,7 @@
 """Sizes and waits of a mixture of experts on a rank.
 
-load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetry reports them. What
-ranks wait for all-to-alls in stages is that of `wlb.parallel.expert_exchange`, event by event.
+load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetry reports them.
+Waits replay the order of all-to-alls and products in `wlb.parallel.expert_exchange`.
 """
 
 from collections.abc import Callable, Iterable
@@ -118,7 +118,7 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
 
 
 _TILE, _UNITS = 128, 132
-"""A product's output is computed in tiles of so many rows and columns, so many at a time (H100)."""
+"""A product's output is computed in tiles of 128 x 128, one on each of an H100's 132 units."""
 _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 """Kernels that a stage has besides its products, forward and backward, and the shortest's time."""
 
@@ -126,7 +126,7 @@ _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
     """Times of one token in one layer, ns. wire: of an all-to-all of its copies. forward: experts'
-    kernels between its ways there and back; gradients: the same in backward, without weights'
+    kernels between dispatch and combine; gradients: the same in backward, without weights'
     gradients, which are apart; again: those that backward runs again. shared_*: shared experts,
     before experts in forward, behind them in backward. before: products that backward runs again
     before the router (full recompute).

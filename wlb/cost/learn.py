@@ -199,8 +199,8 @@ def counted_votes(total: FloatArray) -> Measured | None:
 
 
 class LoadPrices(NamedTuple):
-    """Loads of experts' ranks in millionths, as in `PriceFactors`. held: that plans are made with.
-    measured: of the last steps."""
+    """Loads of experts' ranks in millionths, as in `PriceFactors`. held: the one that plans are
+    made with. measured: that of the last steps."""
 
     held: int
     measured: int

@@ -1,9 +1,10 @@
-"""How the rows of a layer with experts travel: the protocol, and rows that stay in their process.
+"""Dispatch and combine of the rows of a layer with experts: the protocol, and all in one process.
 
-The held experts are divided into stages, whose rows travel one after the other, so that one stage's
-rows are under way while another's are computed. Autograd sees an empty tensor instead of the rows:
-those that are under way are in a `Trip`, each of whose parts is read once and freed. Shapes: as in
-`wlb.model.experts`.
+A `Way` is one layer's routing of a micro-batch: `there` dispatches rows and combines outputs, and
+`back` does so with gradients. The held experts are divided into stages, whose rows travel one after
+the other, so that one stage's rows are under way while another's are computed. Autograd sees an
+empty tensor instead of the rows, which may be under way: they are in a `Trip`, each of whose parts
+is read once and freed. Shapes: as in `wlb.model.experts`.
 """
 
 from collections.abc import Callable, Generator, Sequence

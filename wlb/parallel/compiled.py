@@ -1,11 +1,11 @@
 """torch.compile of decoder layers: one graph serves all layers and micro-batch lengths.
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
-kernels are custom ops; with experts its first half, as the host reads their numbers of rows.
-Lengths are the only symbolic sizes. A run has one graph for training and one for evaluation; one
-more of each if a rank can hold a single row (torch specialises on size 1), and one if FSDP's hooks
-pass views between layers. No CUDA graphs, recorded per length. Not for zero-bubble schedules: their
-weight queue outlives the memory of compiled code.
+kernels are custom ops. Of a layer with experts attention's half is compiled, because the host reads
+how many rows each rank gets. Lengths are the only symbolic sizes. A run has one graph for training
+and one for evaluation; one more of each if a rank can hold a single row (torch specialises on size
+1), and one if FSDP's hooks pass views between layers. No CUDA graphs, recorded per length. Not for
+zero-bubble schedules: their weight queue outlives the memory of compiled code.
 """
 
 from collections.abc import Callable, Iterable

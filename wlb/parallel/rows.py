@@ -187,7 +187,8 @@ def attention_rows(
 
 
 def _refuse_without_overlap(sharding: ShardingPlan, overlap: bool) -> None:
-    """UserError for an exchange whose rows come in turns, where one call reads all keys."""
+    """UserError if keys arrive in several exchanges without cp.overlap, because one attention call
+    needs all keys at once."""
     if sharding.exchange == KeyExchange.RELAYED and not overlap:
         raise UserError("an exchange by way of nodes needs cp.overlap = true")
     if sharding.stages > 1 and not overlap:

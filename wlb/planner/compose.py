@@ -86,9 +86,9 @@ class Planner:
     source: of global batches. packer: the policy. cost: workload model used for balancing.
     strategy: `sharding.strategy`. remainder: `sharding.remainder`, the treatment of tokens left
     over by equal chunks. exchange: `sharding.exchange`. dp: pipelines that the micro-batches are
-    dealt to. meets: neighbouring ones of them whose ranks meet in every layer. cp: ranks that a
-    micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline: a
-    second packer on the same stream, which only predicts, or None. reprice: the workload at other
+    dealt to. meets: neighbouring ones of them whose ranks meet in layers with experts. cp: ranks
+    that a micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline:
+    a second packer on the same stream, which only predicts, or None. reprice: the workload at other
     prices, which planners of runs have; a step is planned and sharded at the prices that its state
     names.
     """

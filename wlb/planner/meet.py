@@ -1,4 +1,4 @@
-"""Deals micro-batches to pipelines whose ranks meet in every layer, because experts are over them.
+"""Deals micro-batches to pipelines whose ranks meet in layers with experts: EP groups span them.
 
 In an EP group of several pipelines a layer waits for its slowest member, so that what counts is
 which micro-batches run at the same place of their pipelines: a round. Sorted by work and cut,

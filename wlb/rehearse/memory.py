@@ -134,7 +134,8 @@ class Footprint:
         record.writer, record.written, record.done = stream.id, stream.seen[stream.id] + 1, None
 
     def landed(self, tensor: Any, stream: FakeStream) -> None:
-        """A transfer on `stream`, which has filled the tensor, has ended there."""
+        """Notes where on `stream` the transfer that fills the tensor ends, so that waiting for it
+        does not wait for later ones."""
         self.add(tensor).done = FakeEvent().record(stream)
 
     def wait_for(self, tensor: Any, stream: FakeStream) -> None:

@@ -37,9 +37,9 @@ def cheapest(
     """The plan whose slowest rank is predicted to finish first, with its price; ties: the first.
 
     strategy: the name that the plan takes; "" leaves its own. exchange: how ranks will get each
-    other's keys; auto tries both. With another than gather, what is waited for the exchange counts
-    as well, and of plans that take equally long the one that moves fewest rows is taken. UserError
-    for an unknown exchange.
+    other's keys; auto tries all that `cost` can price. With another than gather, what is waited
+    for the exchange counts as well, and of plans that take equally long the one that moves fewest
+    rows is taken. UserError for an unknown exchange.
     """
     if exchange not in set(ExchangeChoice):
         raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")

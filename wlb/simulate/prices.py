@@ -87,8 +87,8 @@ class StepPrices:
     pass. dense: as `linear`, of layers with an MLP where `linear` is of layers with experts;
     dense_layers: their number by stage, empty if all layers are alike. Times without `sliding` are
     of the model's mean layer. sliding: of a layer whose window slides, where stages have unequal
-    shares of these; more_sliding: by stage, how many more it has than of the mean, over the share
-    of layers that see all keys.
+    shares of these; more_sliding: by stage, its sliding layers less those of a stage with the
+    model's share, over the share of layers that see all keys.
     """
 
     tokens: IntArray

@@ -33,10 +33,12 @@ class FsdpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpSection:
+    """Expert parallelism; its degree is parallel.ep."""
+
     stages: int = key(
         1,
-        "parts of each rank's experts whose rows travel one after the other, each hidden behind "
-        "the products of the one before; divides model.experts.num / parallel.ep",
+        "parts into which each rank's experts are divided, so that one part's rows travel while "
+        "another's are computed; divides model.experts.num / parallel.ep",
         at_least=1,
         at_most=64,
     )

@@ -131,7 +131,8 @@ class ParallelSpec:
     ep: int = key(
         1,
         "expert-parallel degree: ranks of dp x cp x tp, neighbours first, that hold different "
-        "experts (model.experts) and send each other their tokens",
+        "experts (model.experts) and send each other their tokens; with fsdp.shard_size ranks of "
+        "one copy of the parameters (shard_size x tp)",
         unit="ranks",
         at_least=1,
         at_most=65_536,
@@ -148,7 +149,7 @@ class ParallelSpec:
 
     @property
     def meeting_pipelines(self) -> int:
-        """Neighbouring pipelines whose ranks meet in every layer, as EP groups span them."""
+        """Neighbouring pipelines whose ranks meet in layers with experts: EP groups span them."""
         return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
 
     @property
@@ -206,7 +207,8 @@ class CpSection:
     stages: int = key(
         1,
         "with overlap, exchanges in which a micro-batch's keys arrive one after the other, each "
-        "hidden behind attention over those before; pays between nodes; costs a launch each",
+        "hidden behind attention over those before; pays between nodes; costs a launch each; with "
+        "sharding.stages = auto the most that a micro-batch may have",
         at_least=1,
         at_most=64,
     )

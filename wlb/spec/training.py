@@ -120,8 +120,9 @@ class TrainingSection:
     )
     compile: bool = key(
         False,
-        "compile decoder layers with torch.compile: one graph for all lengths; takes about a "
-        "minute at the start, and pays where norms, RoPE and SiLU are a large part of a layer",
+        "compile decoder layers with torch.compile, of layers with experts attention's half: one "
+        "graph for all lengths; takes about a minute at the start, and pays where norms, RoPE and "
+        "SiLU are a large part of a layer",
     )
     compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
     on_nonfinite: OnNonfinite = key(

@@ -167,10 +167,13 @@ def _experts_rows(made: Forecast) -> str:
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
     whole, waited = (ns / 1e6 for ns in made.cost.linear.routed_rows_ns(tokens, num))
+    layers = spec.stage_expert_layers
+    most = max(sum(layers[s] for s in spec.stages_of(rank)) for rank in range(spec.parallel.pp))
+    stages = "one stage" if spec.ep.stages == 1 else f"{spec.ep.stages} stages"
     return (
-        f"{whole:,.0f} ms of all-to-alls a step over EP {spec.parallel.ep}, in {spec.ep.stages} "
-        f"stages: ranks wait for {waited:,.0f} ms, the rest is predicted to hide behind products; "
-        f"the host reads numbers of rows {num * made.cost.linear.num_layers} times"
+        f"{whole:,.0f} ms of all-to-alls a step over EP {spec.parallel.ep}, in {stages}: ranks "
+        f"wait for {waited:,.0f} ms, the rest is predicted to hide behind products; the host reads "
+        f"numbers of rows {num * most} times"
     )
 
 

@@ -219,8 +219,8 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
         "load of ranks",
         f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean one, predicted), "
         f"experts {sums.mean_rank:.2f} (rows of the EP rank that a layer waits for over the mean "
-        f"one's), most in layer {_most(sums, 'rank')}; of all layers and steps EP rank "
-        f"{_most(sums, 'ranks')} has most",
+        f"one's), most in layer {_most(sums, 'rank')}; summed over layers and steps EP rank "
+        f"{_most(sums, 'ranks')} has most rows",
     )
 
 
