@@ -63,7 +63,8 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight
     ("layout", "balance"),
     [
         ("cp2-pp2-ep2", "bias"),
-        *full(("cp2-pp2-ep2", "aux_loss"), ("cp2-dp2-ep4", "aux_loss"), ("tp2-cp2", "bias")),
+        *full(("cp2-pp2-ep2", "aux_loss"), ("cp2-dp2-ep4", "aux_loss")),
+        *full(("tp2-cp2", "bias"), ("copies", "bias")),
     ],
 )
 def test_losses_do_not_depend_on_the_layout(straight: Straight, layout: str, balance: str) -> None:
