@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from wlb.cost.budget import num_communicators
-from wlb.cost.experts import RoutedWork, experts_of_layer, mlp_values, stored_parameters
+from wlb.cost.experts import (
+    RoutedWork,
+    experts_of_layer,
+    hidden_values,
+    mlp_values,
+    order_bytes,
+    smaller_products_ns,
+    stored_parameters,
+)
 from wlb.cost.flops import (
     head_flops,
     layer_linear_flops,
@@ -223,6 +231,19 @@ def test_work_is_that_of_the_rank_with_most_rows() -> None:
     assert mlp_values(MODEL, load=1.5) == 3 * (16 + 48) + 72
     kept = [layer_activation_bytes(spec, micro_batch_tokens=1024) for spec in (even, loaded)]
     assert kept[0] < kept[1] < 1.5 * kept[0]
+    # Of three places of each of two copies, two are at the rank of the expert.
+    orders = [order_bytes(MODEL, is_recomputed=False, load=load) for load in (1.0, 1.5)]
+    assert orders == [2 * 3 * 8, 2 * 4 * 8]
+    assert [hidden_values(MODEL, load=load) for load in (1.0, 1.5)] == [2 * 24 + 24, 3 * 24 + 24]
+
+
+def test_a_cpu_pays_nothing_for_smaller_products() -> None:
+    """Its products are not computed in waves of tiles, which cost a GPU half a wave a stage."""
+    for name, costs in (("cpu", False), ("h100", True)):
+        found = smaller_products_ns(
+            MODEL, 2, profile=load_profile(name), tflops=100.0, is_recomputed=False
+        )
+        assert [ns > 0 for ns in found] == [costs, costs]
 
 
 def test_the_preset_fits_and_has_its_published_parameters() -> None:

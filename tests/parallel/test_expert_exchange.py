@@ -1,6 +1,8 @@
 """Tests the stages of experts' rows: where every row goes, and what runs while rows travel."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +30,7 @@ from wlb.launch.local import run_local
 from wlb.parallel import expert_exchange
 from wlb.parallel.build import recompute_layers
 from wlb.parallel.execute import Executor
-from wlb.parallel.expert_exchange import ExpertAllToAll, RowsBetween
+from wlb.parallel.expert_exchange import ExpertAllToAll, RowsBetween, StagedWay
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.tensor import local_tensor
 from wlb.parallel.world import World
@@ -185,6 +187,9 @@ class Order(TorchDispatchMode):
         return [f"{len(list(same))} {word}" for word, same in groupby(log)]
 
 
+Batches = list[list[str]]
+
+
 class Ran(NamedTuple):
     """Logs of the last micro-batch, and this rank's gradients of the step."""
 
@@ -193,10 +198,12 @@ class Ran(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def one_step(recompute: Recompute, stages: int, *, micro_batches: list[list[str]]) -> Ran:
+def one_step(
+    recompute: Recompute, stages: int, parts: tuple[str, ...] = (), *, micro_batches: Batches
+) -> Ran:
     experts = ExpertsSpec(num=12, per_token=3, hidden_size=16, shared=1)
     case = Case(cp=2, experts=experts, ep=2, ep_stages=stages, layers=1, recompute=recompute)
-    spec = spec_of(replace(case, num_micro_batches=len(micro_batches)))
+    spec = spec_of(replace(case, num_micro_batches=len(micro_batches), parts=parts))
     mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
     executor, plan = Executor(spec, mesh), packing_of(micro_batches)
     mine = pipeline_plan(plan, spec, 0, case.strategy)
@@ -267,6 +274,46 @@ def test_rows_travel_while_others_are_computed() -> None:
                     "full": [gradients, rows, *again, *end],
                 }[how]
             )
+
+
+WORDS = ("start", "wait")
+
+
+def circles(world: World) -> tuple[list[str], int]:
+    """Returns the log of a step whose branches end with a norm, by recompute, and how many ways of
+    rows are left where nothing but references frees them."""
+    ways: list[weakref.ref[StagedWay]] = []
+    make = StagedWay.__init__
+
+    def watched(way: StagedWay, *args: Any) -> None:
+        make(way, *args)
+        ways.append(weakref.ref(way))
+
+    unequal: list[str] = []
+    gc.collect()
+    gc.disable()
+    with mock.patch.object(StagedWay, "__init__", watched):
+        for how in Recompute:
+            ran = one_step(how, 2, ("branch_norms",), micro_batches=[["2:0-17", "1:0-3"]])
+            log = [word.split()[:2] for word in ran.forward + ran.backward]
+            started, waited = (
+                sum(int(n) for n, w in log if w == word) for word in ("start", "wait")
+            )
+            if started != waited:
+                unequal.append(f"{how}: {started} started, {waited} waited for")
+            del ran
+    left = sum(way() is not None for way in ways)
+    gc.enable()
+    assert len(ways) == 5  # recomputed layers have a second one
+    return unequal, left
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_nothing_is_left_under_way_or_in_memory() -> None:
+    for unequal, left in run_local(circles, 2, start_group=True, timeout_s=300):
+        assert unequal == []
+        assert left == 0
 
 
 @pytest.mark.parametrize("parts", [(), ("branch_norms",)])

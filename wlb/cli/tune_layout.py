@@ -236,6 +236,7 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
         parallel=found.parallel,
         tp=found.tp,
         ep=found.ep,
+        cost=replace(given.cost, expert_load=found.cost.expert_load),
         pp=found.pp,
         packing=found.packing,
         sharding=found.sharding,

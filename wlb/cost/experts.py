@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
-from wlb.spec import ModelSpec, ParallelSpec, RunSpec
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec
 
 
 def experts_of_layer(spec: RunSpec) -> int:
@@ -83,11 +83,20 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
     return round(load * routed) + 3 * experts.shared_hidden_size
 
 
-def order_bytes(model: ModelSpec, *, is_recomputed: bool) -> int:
+def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
     """Bytes of a token's places among the rows of experts, on both sides of an exchange and back;
     autograd functions hold them whatever is recomputed. A recomputed layer has its choice of
-    experts too, in 16 bits."""
-    return bool(model.experts.num) * (3 * 8 + 2 * is_recomputed) * model.experts.per_token
+    experts too, in 16 bits. The places at experts, there and back, are those of `load`."""
+    copies = bool(model.experts.num) * model.experts.per_token
+    return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
+
+
+def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
+    """Hidden values of a token in an MLP, or in the experts that compute it."""
+    if not model.experts.num:
+        return model.ffn_hidden_size
+    shared = model.experts.shared_hidden_size
+    return shared + round(load * (model.active_ffn_size - shared))
 
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
@@ -182,10 +191,13 @@ class RoutedWork:
 
 
 def smaller_products_ns(
-    model: ModelSpec, stages: int, *, tflops: float, is_recomputed: bool
+    model: ModelSpec, stages: int, *, profile: KernelProfile, tflops: float, is_recomputed: bool
 ) -> tuple[float, float]:
     """What a layer's stages take longer once a micro-batch, forward and backward: for each beyond
-    the first half a wave of tiles in each product, and the shortest time of its other kernels."""
+    the first half a wave of tiles in each product, and the shortest time of its other kernels. A
+    CPU, whose profiles have PyTorch's own attention alone, has no waves."""
+    if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
+        return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)

@@ -273,18 +273,18 @@ class LinearCost:
         """What experts' exchange takes once a micro-batch in a layer with experts: latency of
         all-to-alls that nothing hides, and smaller products of stages."""
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
-        late = work.waits(stages, self._routed_alpha_ns / tokens)
-        both = zip(late, work.waits(stages), strict=True)
+        late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
         rows, columns = layer_matrices(self.model.layer_parts[0][1])[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
             self.model,
             stages,
+            profile=self.profile,
             tflops=float(self.profile.gemm.forward.at(*at)[0]),
             is_recomputed=self.recompute != Recompute.NONE,
         )
         forward, backward = (
-            (slow - fast) * tokens + more for (slow, fast), more in zip(both, smaller, strict=True)
+            (a - b) * tokens + more for a, b, more in zip(late, early, smaller, strict=True)
         )
         return forward, backward
 

@@ -195,7 +195,8 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
     local, how = _local(spec, micro_batch_tokens), spec.training.recompute
-    order_bytes = experts.order_bytes(model, is_recomputed=how != Recompute.NONE)
+    load = spec.cost.expert_load
+    order_bytes = experts.order_bytes(model, is_recomputed=how != Recompute.NONE, load=load)
     if how == Recompute.FULL:
         return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
@@ -203,7 +204,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
     if spec.training.recompute == Recompute.NONE:
-        values += model.hidden_size + experts.mlp_values(model, load=spec.cost.expert_load)
+        values += model.hidden_size + experts.mlp_values(model, load=load)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
@@ -238,8 +239,9 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     """Bytes of the MLP's backward; of attention's while its kernel runs and while gradients of K
     and V are added up; and of activations recomputed for attention's."""
     local = _local(spec, tokens)
-    values = 2 * spec.model.hidden_size + 3 * spec.model.active_ffn_size // spec.parallel.tp
     load = spec.cost.expert_load
+    hidden = experts.hidden_values(spec.model, load=load)
+    values = 2 * spec.model.hidden_size + 3 * hidden // spec.parallel.tp
     values += experts.exchanged_values(spec.model, load=load) // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
     kept, half, whole = (

@@ -167,17 +167,18 @@ class FirstPass:
 
     The second takes the choice of experts from here and does not make it: products may round
     differently, and then rows would go to other experts than those whose weights' gradients and
-    numbers of rows are known. starts_late: its second pass starts gradients' way
-    (`Way.again`), because little else would run while they travel.
+    numbers of rows are known. whole_layer: both passes are of a whole layer, not of its second half
+    alone, whose second pass starts gradients' way (`Way.again`), because little else would run
+    while they travel.
     """
 
-    def __init__(self, *, starts_late: bool) -> None:
-        self.starts_late, self.is_over = starts_late, False
+    def __init__(self, *, whole_layer: bool) -> None:
+        self.whole_layer, self.is_over = whole_layer, False
         self._way: Way | None = None
         self._chosen_TK: Tensor | None = None
 
     def keep(self, way: Way, chosen_TK: Tensor) -> None:
-        way.starts_late = self.starts_late
+        way.starts_late = not self.whole_layer
         # There are at most 4,096 experts.
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 

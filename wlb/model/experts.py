@@ -263,14 +263,17 @@ class MixtureMlp(nn.Module):
 
     @property
     def _needs_outputs(self) -> bool:
-        """In a second pass only if a later operator of the layer saves them for backward."""
-        is_second = self._first is not None and self._first.is_over
-        return not is_second or self._has_branch_norms
+        """In a second pass only if a later operator of it saves them for backward: the norm of the
+        branch, which belongs to a whole layer."""
+        first = self._first
+        if first is None or not first.is_over:
+            return True
+        return self._has_branch_norms and first.whole_layer
 
-    def passes(self, *, starts_late: bool) -> tuple[Any, Any]:
+    def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
         """`context_fn` of torch's checkpoint, for a call that contains this module's; see
         `FirstPass`."""
-        first = FirstPass(starts_late=starts_late)
+        first = FirstPass(whole_layer=whole_layer)
         return (
             during_pass(self._tell, first, is_second=False),
             during_pass(self._tell, first, is_second=True),

@@ -110,7 +110,7 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
             # Gradients' way hides behind attention if that is recomputed.
-            passes = partial(layer.mlp.passes, starts_late=how == Recompute.SELECTIVE)
+            passes = partial(layer.mlp.passes, whole_layer=how == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)
 

@@ -72,10 +72,14 @@ def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tens
 
 
 class StagedTrip:
-    """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for."""
+    """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for.
 
-    def __init__(self, way: "StagedWay") -> None:
-        self._way = way
+    It does not know its `StagedWay`, which knows it: in a circle both would live until Python's
+    next collection, which is once in `training.gc_interval` steps.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:
+        self._group, self._choice = group, choice
         self._leaving: Tensor | None = None
         self._score_type: torch.dtype | None = None
         self._arriving: list[Tensor | None] = []
@@ -89,24 +93,25 @@ class StagedTrip:
     def start(self) -> None:
         if self._leaving is None:
             return
-        for rows, received, sent in zip(self._way.sent, *self._way.between, strict=True):
-            arriving = start_all_to_all(self._leaving[rows], received, sent, self._way.group)
+        choice = self._choice
+        for rows, received, sent in zip(choice.sent, *choice.known, strict=True):
+            arriving = start_all_to_all(self._leaving[rows], received, sent, self._group)
             self._arriving.append(arriving)
         self._leaving = None
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
         arriving, self._arriving[stage] = self._arriving[stage], None
         assert arriving is not None
-        arriving, order_P = wait(arriving), self._way.order_of(stage)
+        arriving, order_P = wait(arriving), self._choice.order_of(stage)
         x, scores_P = _apart(arriving, self._score_type)
         if scores_P is not None:
             scores_P = scores_P.index_select(0, order_P)
         if len(self._arriving) == 1:
             self._whole = x.index_select(0, order_P), scores_P
             return self._whole
-        rows = self._way.stages[stage].rows
+        rows = self._choice.stages[stage].rows
         if self._whole is None:
-            num = self._way.stages[-1].rows.stop
+            num = self._choice.stages[-1].rows.stop
             scores_M = None if scores_P is None else scores_P.new_empty(num)
             self._whole = x.new_empty(num, x.shape[1]), scores_M
         x_MC, scores_M = self._whole
@@ -120,13 +125,13 @@ class StagedTrip:
         return whole
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        inverse_P = self._way.inverse_of(stage)
+        inverse_P = self._choice.inverse_of(stage)
         if scores is not None:
             scores = scores.index_select(0, inverse_P)
         # What a rank received it sends.
-        sent, received = (numbers[stage] for numbers in self._way.between)
+        sent, received = (numbers[stage] for numbers in self._choice.known)
         leaving = _select(x, inverse_P, scores)
-        back = start_all_to_all(leaving, received, sent, self._way.group)
+        back = start_all_to_all(leaving, received, sent, self._group)
         self._back.append((back, None if scores is None else scores.dtype))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
@@ -139,14 +144,15 @@ class _Choice:
     """Where a micro-batch's rows of a layer go; both forward passes of a recomputed layer have it.
 
     arriving_RH: rows for each of this rank's experts, by the rank they come from. numbers_2SR: on
-    the host once `copied` has passed (None: already). The rest is known once these are read.
+    the host once `copied` has passed (None: already), and let go once read, as pinned memory is
+    scarce. The rest is known then.
     order_M, inverse_M: of rows as they arrive, to their order by expert, and back.
     """
 
     order_N: Tensor
     counts_E: Tensor
     arriving_RH: Tensor
-    numbers_2SR: Tensor
+    numbers_2SR: Tensor | None
     copied: torch.cuda.Event | None
     between: RowsBetween | None = None
     sent: list[slice] = field(default_factory=list[slice])
@@ -154,6 +160,22 @@ class _Choice:
     order_M: Tensor | None = None
     inverse_M: Tensor | None = None
     ends_E: Tensor | None = None
+
+    @property
+    def known(self) -> RowsBetween:
+        assert self.between is not None, "rows travel before their numbers are read"
+        return self.between
+
+    def order_of(self, stage: int) -> Tensor:
+        """Order of a stage's rows by expert, from its first row on."""
+        assert self.order_M is not None
+        rows = self.stages[stage].rows
+        return _within(self.order_M[rows], rows)
+
+    def inverse_of(self, stage: int) -> Tensor:
+        assert self.inverse_M is not None
+        rows = self.stages[stage].rows
+        return _within(self.inverse_M[rows], rows)
 
 
 class StagedWay:
@@ -165,7 +187,7 @@ class StagedWay:
         self.group, self._choice, self._first = group, choice, first
         self.counts_E, self.order_N = choice.counts_E, choice.order_N
         self.starts_late = False
-        self.there, self.back = StagedTrip(self), StagedTrip(self)
+        self.there, self.back = StagedTrip(group, choice), StagedTrip(group, choice)
 
     def begin(self) -> None:
         if self._first is not None:
@@ -185,7 +207,9 @@ class StagedWay:
             # The host has waited for the other stream; the current one has not.
             choice.copied.wait()
         rank, num_rows = dist.get_rank(self.group), choice.order_N.shape[0]
+        assert choice.numbers_2SR is not None, "numbers of rows are read once"
         choice.between = rows_between(choice.numbers_2SR, num_rows=num_rows, rank=rank)
+        choice.numbers_2SR = choice.copied = None
         received, choice.sent = choice.between.bounds()
         return received
 
@@ -213,11 +237,6 @@ class StagedWay:
         return StagedWay(self.group, self._choice, self)
 
     @property
-    def between(self) -> RowsBetween:
-        assert self._choice.between is not None, "rows travel before their numbers are read"
-        return self._choice.between
-
-    @property
     def sent(self) -> Sequence[slice]:
         return self._choice.sent
 
@@ -229,17 +248,6 @@ class StagedWay:
     def ends_E(self) -> Tensor:
         assert self._choice.ends_E is not None
         return self._choice.ends_E
-
-    def order_of(self, stage: int) -> Tensor:
-        """Order of a stage's rows by expert, from its first row on."""
-        assert self._choice.order_M is not None
-        rows = self.stages[stage].rows
-        return _within(self._choice.order_M[rows], rows)
-
-    def inverse_of(self, stage: int) -> Tensor:
-        assert self._choice.inverse_M is not None
-        rows = self.stages[stage].rows
-        return _within(self._choice.inverse_M[rows], rows)
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:

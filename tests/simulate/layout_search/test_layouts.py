@@ -112,6 +112,15 @@ def test_experts_are_divided_by_every_degree_that_their_ranks_have() -> None:
     assert {(c.spec.parallel.ep, c.spec.ep.stages) for c in staged.candidates} == {(1, 1), (2, 1)}
     staged = layouts_of(replace(spec, ep=EpSection(stages=6)), gpus=4, choices=few)
     assert {(c.spec.parallel.ep, c.spec.ep.stages) for c in staged.candidates} == {(1, 1), (2, 3)}
+    # A rank of EP 1 has all rows, and with EP 2 at most twice the mean.
+    loaded = layouts_of(
+        replace(spec, cost=replace(spec.cost, expert_load=2.5)), gpus=4, choices=few
+    )
+    assert {(c.spec.parallel.ep, c.spec.cost.expert_load) for c in loaded.candidates} == {
+        (1, 1.0),
+        (2, 2.0),
+    }
+    assert all(check(c.spec) for c in loaded.candidates)
     with pytest.raises(ValueError, match=r"ep = 4 does not divide model\.experts\.num = 6"):
         layouts_of(spec, gpus=4, choices=LayoutChoices(ep=(4,)))
     with pytest.raises(ValueError, match=r"ep = 2, but model\.experts\.num = 0"):

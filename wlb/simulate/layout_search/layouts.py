@@ -147,15 +147,16 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     choices.check(gpus)
     if spec.fsdp.shard_size:
         raise UserError(
-            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are simulated with parameters that "
-            f"all of dp x cp share; search with fsdp.shard_size = 0 and set it for the one you take"
+            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are searched with parameters that "
+            f"all of dp x cp share, because each layout divides into other copies; search with "
+            f"fsdp.shard_size = 0 and set it for the one you take"
         )
     _check_expert_degrees(spec, choices)
     out = Layouts()
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        shaped = _with_experts(_with_parallel(spec, parallel), 1, stages=1)
+        shaped = _with_experts(_with_parallel(spec, parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
         divided = _expert_degrees(shaped, choices)
@@ -169,7 +170,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
                 out.refuse("the schedule or its stages do not divide", piped, str(error))
                 continue
             for ep in divided:
-                _add_fitting(_with_experts(piped, ep, stages=spec.ep.stages), choices, out)
+                _add_fitting(_with_experts(piped, ep, asked=spec), choices, out)
     if not out.candidates:
         raise UserError(_nothing(gpus, out))
     return out
@@ -181,11 +182,16 @@ def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
     return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
 
 
-def _with_experts(spec: RunSpec, ep: int, *, stages: int) -> RunSpec:
-    """`spec` with a degree of EP, and as many of `stages` as divide a rank's experts."""
-    stages = 1 if ep == 1 else math.gcd(stages, spec.model.experts.num // ep)
-    parallel = replace(spec.parallel, ep=ep)
-    return replace(spec, parallel=parallel, ep=replace(spec.ep, stages=stages))
+def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
+    """`spec` with a degree of EP; as many of `asked`'s stages as divide a rank's experts, and its
+    load of experts as far as a rank of so few can have it."""
+    stages = 1 if ep == 1 else math.gcd(asked.ep.stages, spec.model.experts.num // ep)
+    return replace(
+        spec,
+        parallel=replace(spec.parallel, ep=ep),
+        ep=replace(spec.ep, stages=stages),
+        cost=replace(spec.cost, expert_load=min(asked.cost.expert_load, float(ep))),
+    )
 
 
 def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int, int]]:

@@ -219,10 +219,12 @@ class TrialRunner:
         return self.spans[key]
 
 
-def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str]:
+def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str, bool]:
     """Specs with equal keys give documents equal prices."""
     p = spec.parallel
-    return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute)
+    # Weights' gradients in passes of their own hide no way of experts' rows.
+    hides_less = p.ep > 1 and spec.splits_backward
+    return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute), hides_less
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
