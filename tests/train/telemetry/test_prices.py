@@ -15,7 +15,15 @@ import torch
 from tests.sets import full
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
 from tests.train.telemetry.test_meter import MODEL, first_step, ms
-from wlb.cost import RankVote, ballot, counted_votes, stage_times, without_collectives, workload_for
+from wlb.cost import (
+    RankVote,
+    StageLayers,
+    ballot,
+    counted_votes,
+    stage_times,
+    without_collectives,
+    workload_for,
+)
 from wlb.launch.local import run_local
 from wlb.parallel.mesh import Coordinates
 from wlb.parallel.observe import Cell, Part, Pass
@@ -326,8 +334,8 @@ def test_a_rank_measures_terms_apart_from_waits_and_recomputing(
     for cp in range(2):
         mesh: Any = _Mesh(device, cp)
         prices = PriceMeter(spec, mesh, cost)
-        base = stage_times(plan, once, layers=4)
-        full_times = stage_times(plan, timed, layers=4)
+        base = stage_times(plan, once, StageLayers(layers=4))
+        full_times = stage_times(plan, timed, StageLayers(layers=4))
         parts: dict[tuple[Cell, Part], int] = {}
         for i in range(len(plan.micro_batches)):
             forward_wait = 0.0
@@ -389,7 +397,7 @@ def test_the_load_of_experts_is_in_no_price(device: str) -> None:
         ratio = 1.6 if device == "cuda" else (0.4, 1.6)[cp]
         assert experts == pytest.approx(ratio * lengths)
         base, again, even = (
-            stage_times(plan, w, layers=4)
+            stage_times(plan, w, StageLayers(layers=4))
             for w in (*(replace(w, expert_load=ratio) for w in (once, timed)), once)
         )
         changed = base.linear_forward_ns / even.linear_forward_ns
@@ -413,6 +421,36 @@ def test_the_load_of_experts_is_in_no_price(device: str) -> None:
     assert measured is not None
     assert measured.num_votes == 2
     assert measured.factors == pytest.approx(TRUE, rel=0.02)
+
+
+def test_stages_without_experts_are_priced_as_such() -> None:
+    """Stage 0 has MLPs alone and stage 1 experts; a rank of either measures the same prices."""
+    moe = ExpertsSpec(num=4, per_token=1, hidden_size=2**14, dense_layers=(0, 1))
+    spec = RunSpec(model=replace(MODEL, experts=moe), parallel=ParallelSpec(cp=2, pp=2, ep=2))
+    spec = replace(spec, data=replace(spec.data, context_window=64, num_windows=4))
+    cost = workload_for(spec, "cpu")
+    once = without_collectives(cost)
+    plan = first_step(0)
+    lengths = np.array([sharding.num_tokens for sharding in plan.shardings])
+    for pp, (kind, load) in enumerate(((spec.model.dense, 1.0), (spec.model, 1.5))):
+        model = replace(kind, experts=replace(kind.experts, dense_layers=()))
+        of_kind = replace(once, model=model, expert_load=load)
+        base = stage_times(plan, of_kind, StageLayers(layers=2))
+        parts: dict[tuple[Cell, Part], int] = {}
+        for i in range(lengths.size):
+            for end in ("forward", "backward"):
+                cell, factor = Cell(Pass(end), pp, i), TRUE[f"linear_{end}"]
+                attention = getattr(base, f"attention_{end}_ns")[i, 0] * TRUE[f"attention_{end}"]
+                parts[cell, Part.ATTENTION] = round(attention)
+                parts[cell, Part.LAYERS] = round(getattr(base, f"linear_{end}_ns")[i] * factor)
+        mesh: Any = _Mesh("cpu", 0)
+        mesh.at = Coordinates(tp=0, cp=0, pp=pp, dp=0)
+        prices = PriceMeter(spec, mesh, cost)
+        prices.add(plan, StepTimes(parts, wall_ns=1), 1.5 * lengths)
+        found = counted_votes(prices.ballot())
+        assert found is not None
+        assert found.factors == pytest.approx(TRUE, rel=0.02)
+        assert found.linear_forward == pytest.approx(UNIT, rel=0.02)
 
 
 def test_pipelines_that_meet_have_their_mean_tokens_at_experts() -> None:

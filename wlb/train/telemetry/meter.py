@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from wlb.cost import (
+    StageLayers,
     StageTimes,
     end_times_ns,
     repriced,
@@ -66,7 +67,7 @@ class TelemetryMeter:
         # `StragglerWatch` compares ranks by the terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
-        self._layers = {s: spec.stage_layers[s] for s in spec.stages_of(mesh.at.pp)}
+        self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
         self._clear()
 
     def _clear(self) -> None:
@@ -101,8 +102,7 @@ class TelemetryMeter:
     def add(self, plan: PipelinePlan, times: StepTimes, exposed: Exposed | None = None) -> None:
         """A step that this rank executed."""
         predicted = {
-            layers: stage_times(plan, self._priced, layers=layers)
-            for layers in set(self._layers.values())
+            layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
         }
         num = len(plan.micro_batches)
         latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
@@ -110,7 +110,7 @@ class TelemetryMeter:
             for stage, layers in self._layers.items():
                 row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
-                if layers and plan.shardings[i].tokens[self.mesh.at.cp]:
+                if layers.layers and plan.shardings[i].tokens[self.mesh.at.cp]:
                     self._compare(i, num - 1, stage, predicted[layers], times)
         self._latencies_ns.append(latencies)
         embedding_ns, head_ns = end_times_ns(plan, self._priced)
