@@ -489,6 +489,31 @@ def test_the_load_of_experts_is_counted_over_several_intervals() -> None:
     assert {prices.relative["attention_forward"] for prices in changes} == {1.0}
 
 
+def test_a_learned_load_that_memory_was_not_planned_for_is_told_once() -> None:
+    spec = RunSpec()
+    spec = replace(spec, cost=replace(spec.cost, expert_load=1.2, online_max_change=9.0))
+    learn, said = LearnPrices(spec, workload_for(spec, "cpu")), list[str]()
+    right = ballot(RankVote(dict.fromkeys(TERMS, 1.0), (0.0, 0.0)))
+    report = SimpleNamespace(say=said.append, write=lambda *_, **__: None)
+    feed = SimpleNamespace(announce=lambda prices: None)
+    run: Any = SimpleNamespace(
+        is_last_step=False, report=report, feed=feed, prices=NO_CHANGES, steps_done=1
+    )
+    found: list[int] = []
+    for i, load in enumerate([1.0] * 4 + [1.8] * 8):
+        loads = ExpertLoad(layers=(0,), expert=(2.0,), rank=(load,), ranks=(1.0,))
+        plan = SimpleNamespace(step=i)
+        step: Any = SimpleNamespace(sums=SimpleNamespace(experts=loads), votes=right, plan=plan)
+        learn.record(run, step)
+        found.append(sum("exceeds cost.expert_load = 1.2" in text for text in said))
+    changed = [change.prices.expert_load for change in run.prices.changes]
+    assert changed == [1_000_000, 1_200_000, 1_400_000, 1_600_000, 1_800_000]
+    assert found == [0] * 5 + [1] * 7
+    (text,) = (text for text in said if "exceeds" in text)
+    assert "1.400, exceeds" in text
+    assert "set cost.expert_load = 1.400 and start again" in text
+
+
 def test_decisions_count_the_votes_of_several_intervals() -> None:
     """One interval of wrong votes among right ones changes nothing; two out of four do."""
     learn = LearnPrices(RunSpec(), workload_for(RunSpec(), "cpu"))

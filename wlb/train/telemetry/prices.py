@@ -184,6 +184,7 @@ class LearnPrices(Hook):
         self.spec, self.base = spec, price_base(base)
         self._votes: deque[FloatArray] = deque(maxlen=WINDOWS)
         self._loads: deque[list[float]] = deque([[]], maxlen=WINDOWS)
+        self._has_warned = False
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         self._votes.clear()
@@ -259,3 +260,16 @@ class LearnPrices(Hook):
                 f"prices learned by step {run.steps_done}, over those of {self.base} and relative "
                 f"to linear forward: {factors}; plans use them from step {change.step + 1} on"
             )
+            self._warn(run, change.prices.expert_load / UNIT)
+
+    def _warn(self, run: RunContext, learned: float) -> None:
+        """Say once that memory was planned for fewer rows of experts than a rank has."""
+        cost = self.spec.cost
+        if self._has_warned or learned <= cost.expert_load * (1 + cost.online_threshold):
+            return
+        self._has_warned = True
+        run.report.say(
+            f"the learned load of experts' ranks, {learned:.3f}, exceeds cost.expert_load = "
+            f"{cost.expert_load:g}, for which S_max, T and memory were estimated and which a run "
+            f"keeps: set cost.expert_load = {learned:.3f} and start again if memory is short"
+        )
