@@ -74,6 +74,19 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
     return LinearPrices((per_token[0], per_token[1]), (per_call[0], per_call[1]))
 
 
+def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
+    """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
+    with load."""
+    _, model = cost.model.layer_parts[0]
+    routed = replace(cost.linear, model=model)
+    once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
+    forward, backward = (
+        sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))
+        for end in ("_forward", "_backward")
+    )
+    return forward / routed.num_layers, backward / routed.num_layers
+
+
 def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) -> StageTimes:
     """Prices each micro-batch of `plan` on a stage."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)

@@ -423,6 +423,30 @@ def test_the_load_of_experts_is_in_no_price(device: str) -> None:
     assert measured.factors == pytest.approx(TRUE, rel=0.02)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_calibrated_profile_has_no_load_of_experts(device: str) -> None:
+    """Predicted terms are those of the rows that experts computed, whatever cost.expert_load is."""
+    moe = ExpertsSpec(num=4, per_token=2, hidden_size=2**24)
+    spec = RunSpec(model=replace(MODEL, experts=moe), parallel=ParallelSpec(cp=2, ep=2))
+    spec = replace(spec, data=replace(spec.data, context_window=64, num_windows=4))
+    plan = first_step(0)
+    mesh: Any = _Mesh(device, 0)
+    lengths = np.array([sharding.num_tokens for sharding in plan.shardings])
+    cells = [Cell(Pass(end), 0, i) for end in ("forward", "backward") for i in range(lengths.size)]
+    times = StepTimes({(cell, Part.LAYERS): ms(1) for cell in cells}, wall_ns=1)
+    found: list[dict[str, float]] = []
+    for load in (1.0, 1.3, 1.6):
+        spec = replace(spec, cost=replace(spec.cost, expert_load=load))
+        measured = meter.TelemetryMeter(spec, mesh)
+        measured.add(plan, times, experts=1.6 * lengths)
+        found.append({name: measured._moments[name].predicted_s for name in TERMS[2:]})
+    assert found[0] == pytest.approx(found[2], rel=1e-3)
+    assert found[1] == pytest.approx(found[2], rel=1e-3)
+    measured = meter.TelemetryMeter(spec, mesh)
+    measured.add(plan, times, experts=1.0 * lengths)
+    assert measured._moments["linear_forward"].predicted_s < 0.95 * found[2]["linear_forward"]
+
+
 def test_stages_without_experts_are_priced_as_such() -> None:
     """Stage 0 has MLPs alone and stage 1 experts; a rank of either measures the same prices."""
     moe = ExpertsSpec(num=4, per_token=1, hidden_size=2**14, dense_layers=(0, 1))

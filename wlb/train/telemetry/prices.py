@@ -19,6 +19,7 @@ from wlb.cost import (
     StageTimes,
     ballot,
     counted_votes,
+    experts_ns_per_token,
     linear_prices,
     next_prices,
     price_base,
@@ -62,7 +63,8 @@ class PriceMeter:
         once = replace(base, recompute=Recompute.NONE, expert_load=1.0)
         self._base = once if self.holds_waits else without_collectives(once)
         recomputing = replace(self._base, recompute=base.recompute)
-        (forward, backward), (_, both) = _by_load(self._base), _by_load(recomputing)
+        forward, backward = experts_ns_per_token(self._base)
+        _, both = experts_ns_per_token(recomputing)
         self._routed = (forward, backward, both - backward)
         self._attends_again = base.linear.again.attention
         stages = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
@@ -158,19 +160,6 @@ def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
     tokens = step.plan.packing.rows[step.plan.pipelines[first : first + meets]].mean(0)
     is_cuda = mesh.device.type == "cuda"
     return tokens * (load.mean_rank if is_cuda else load.ranks[mesh.experts.get_local_rank(EP)])
-
-
-def _by_load(cost: ProfiledWorkload) -> tuple[float, float]:
-    """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
-    with load."""
-    _, model = cost.model.layer_parts[0]
-    routed = replace(cost.linear, model=model)
-    once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
-    forward, backward = (
-        sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))
-        for end in ("_forward", "_backward")
-    )
-    return forward / routed.num_layers, backward / routed.num_layers
 
 
 class LearnPrices(Hook):
