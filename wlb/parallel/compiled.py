@@ -2,11 +2,10 @@
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
 kernels are custom ops. Of a layer with experts attention's half is compiled, because the host reads
-how many rows each rank gets. Lengths are the only symbolic sizes. A run has one graph for training
-and one for evaluation, of each kind of layer (with experts, with an MLP); one more of each if a
-rank can hold a single row (torch specialises on size 1), and one if FSDP's hooks pass views between
-layers. No CUDA graphs, recorded per length. Not for zero-bubble schedules: their weight queue
-outlives the memory of compiled code.
+how many rows each rank gets. Lengths are the only symbolic sizes. A run has a graph for training,
+one for evaluation, of each kind of layer (with experts, with an MLP); one more if a rank can hold a
+single row (torch specialises on size 1), and if FSDP's hooks pass views between layers. No CUDA
+graphs, recorded per length. Not for zero-bubble: its weight queue outlives compiled code's memory.
 """
 
 from collections.abc import Callable, Iterable
