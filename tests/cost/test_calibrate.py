@@ -11,6 +11,7 @@ from wlb.cost import (
     Provenance,
     ProvenanceKind,
     Scales,
+    StageLayers,
     calibrated_name,
     end_times_ns,
     fit_scales,
@@ -117,8 +118,9 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
         collectives=collectives,
     )
     plan = first_plan()
-    before = stage_times(plan, cost, layers=cost.num_layers_per_rank)
-    after = stage_times(plan, replace(cost, profile=made), layers=cost.num_layers_per_rank)
+    layers = StageLayers(layers=cost.num_layers_per_rank)
+    before = stage_times(plan, cost, layers)
+    after = stage_times(plan, replace(cost, profile=made), layers)
     for name, factor in FACTORS.items():
         expected = getattr(before, f"{name}_ns") * factor
         assert getattr(after, f"{name}_ns") == pytest.approx(expected, rel=1e-4)

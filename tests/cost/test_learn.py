@@ -10,6 +10,7 @@ from wlb.cost import (
     Measured,
     RankCells,
     RankVote,
+    StageLayers,
     ballot,
     counted_votes,
     next_prices,
@@ -226,7 +227,7 @@ def test_a_workload_at_other_prices_predicts_times_by_them(device: str) -> None:
     made = repriced(cost, prices, device=device)
     assert price_base(made) == price_base(cost) == f"h100 {cost.table.backends[0]}"
     layers = cost.num_layers_per_rank
-    before, after = (stage_times(first_plan(), c, layers=layers) for c in (cost, made))
+    before, after = (stage_times(first_plan(), c, StageLayers(layers=layers)) for c in (cost, made))
     assert after.attention_forward_ns == pytest.approx(2 * before.attention_forward_ns, rel=1e-4)
     assert after.attention_backward_ns == pytest.approx(3 * before.attention_backward_ns, rel=1e-4)
     assert made.linear.call_ns[0] < cost.linear.call_ns[0]

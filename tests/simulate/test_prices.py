@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
-from wlb.cost import Collective, Scope, attention_latency, over_gather_ns, stage_times
+from wlb.cost import Collective, Scope, StageLayers, attention_latency, over_gather_ns, stage_times
 from wlb.simulate import PassKind, Simulator, StepPrices
 from wlb.simulate.prices import end_terms, linear_terms, message_scope, message_terms
 from wlb.spec import ExchangeChoice, ParallelSpec, Recompute, RunSpec, Schedule, Strategy
@@ -67,7 +67,7 @@ def test_passes_are_the_stage_times_that_telemetry_compares_with(exchange: Excha
     prices = simulator.price(steps)
     for d, pipeline in enumerate(steps[0].pipelines):
         layers = spec.stage_layers[1]
-        times = stage_times(pipeline, simulator.cost, layers=layers)
+        times = stage_times(pipeline, simulator.cost, StageLayers(layers=layers))
         for kind, attention, linear in (
             (PassKind.FORWARD, times.attention_forward_ns, times.linear_forward_ns),
             (PassKind.BACKWARD, times.attention_backward_ns, times.linear_backward_ns),

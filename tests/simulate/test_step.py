@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.simulate.runs import made, spec_of
-from wlb.cost import stage_times, without_collectives
+from wlb.cost import StageLayers, stage_times, without_collectives
 from wlb.plan import IntArray
 from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
 from wlb.simulate.prices import TermPrices
@@ -116,7 +116,9 @@ def test_compute_is_all_kernels_without_collectives(v: int) -> None:
     cost, prices = simulator.cost, simulator.price([step])
     found = simulator.run(prices).compute_s[0, 0]
     free = without_collectives(cost)
-    times = stage_times(step.pipelines[0], free, layers=spec.model.num_layers // spec.num_stages)
+    times = stage_times(
+        step.pipelines[0], free, StageLayers(layers=spec.model.num_layers // spec.num_stages)
+    )
     linear = float((times.linear_forward_ns + times.linear_backward_ns).sum())
     linear -= 2 * sum(free.linear.call_ns) / v
     attention = times.attention_forward_ns + times.attention_backward_ns

@@ -64,8 +64,11 @@ from wlb.cost.profile_file import profile_to_json as profile_to_json
 from wlb.cost.profile_file import save_profile as save_profile
 from wlb.cost.reprice import price_base as price_base
 from wlb.cost.reprice import repriced as repriced
+from wlb.cost.stages import StageLayers as StageLayers
 from wlb.cost.stages import StageTimes as StageTimes
 from wlb.cost.stages import end_times_ns as end_times_ns
+from wlb.cost.stages import experts_ns_per_token as experts_ns_per_token
+from wlb.cost.stages import linear_prices as linear_prices
 from wlb.cost.stages import stage_times as stage_times
 from wlb.cost.surface import Curve as Curve
 from wlb.cost.surface import Surface as Surface

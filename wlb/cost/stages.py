@@ -1,13 +1,15 @@
 """Times of whole stages for the micro-batches of a plan, as telemetry can measure them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from wlb.cost.exposed import over_gather_ns
-from wlb.cost.latency import attention_latency
+from wlb.cost.latency import kernels_ns
 from wlb.cost.workload import ProfiledWorkload
-from wlb.plan import IntArray, PipelinePlan
+from wlb.plan import FloatArray, IntArray, PipelinePlan
+from wlb.spec import RunSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,30 +26,101 @@ class StageTimes:
     linear_backward_ns: IntArray
 
 
-def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, *, layers: int) -> StageTimes:
-    """Prices each micro-batch of `plan` on a stage of `layers` layers."""
-    priced = cost.num_layers_per_rank
-    latencies = [attention_latency(sharding, cost) for sharding in plan.shardings]
-    shape = (len(latencies), cost.parallel.cp)
-    forward = np.array([a.forward_ns for a in latencies], np.int64).reshape(shape)
-    backward = np.array([a.backward_ns for a in latencies], np.int64).reshape(shape)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayers:
+    """What a stage's price depends on; stages with equal ones have equal prices.
+
+    layers: decoder layers. dense: of these with an MLP, where the model's others have experts.
+    more_sliding: its sliding layers less those of a stage with the model's share, over the model's
+    share of layers that see all keys; 0 where all stages have that share.
+    """
+
+    layers: int
+    dense: int = 0
+    more_sliding: float = 0.0
+
+    @classmethod
+    def of(cls, spec: RunSpec, stage: int) -> "StageLayers":
+        """The layers of one stage of a run."""
+        model, layers = spec.model, spec.stage_layers[stage]
+        is_mixed = 0 < model.num_expert_layers < model.num_layers
+        more = 0.0
+        if spec.has_uneven_windows:
+            share = model.num_sliding_layers / model.num_layers
+            more = (spec.stage_sliding_layers[stage] - share * layers) / (1 - share)
+        dense = layers - spec.stage_expert_layers[stage] if is_mixed else 0
+        return cls(layers=layers, dense=dense, more_sliding=more)
+
+
+class LinearPrices(NamedTuple):
+    """Linear work of a stage's layers, (forward, backward): ns a token, and ns a micro-batch."""
+
+    per_token: tuple[float, float]
+    per_call: tuple[float, float]
+
+
+def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
+    """Sums layers with experts and those with an MLP, each at its own price."""
+    parts = cost.model.layer_parts
+    counts = (stage.layers,) if len(parts) == 1 else (stage.layers - stage.dense, stage.dense)
+    per_token, per_call = [0.0, 0.0], [0.0, 0.0]
+    for (_, model), count in zip(parts, counts, strict=True):
+        linear = replace(cost.linear, model=model)
+        ns_per_token, share = linear.ns_per_token, count / linear.num_layers
+        for k, one_pass in enumerate(("_forward", "_backward")):
+            ns = sum(ns for name, ns in ns_per_token.items() if name.endswith(one_pass))
+            per_token[k] += ns * share
+            per_call[k] += linear.call_ns[k] * share
+    return LinearPrices((per_token[0], per_token[1]), (per_call[0], per_call[1]))
+
+
+def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
+    """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
+    with load."""
+    _, model = cost.model.layer_parts[0]
+    routed = replace(cost.linear, model=model)
+    once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
+    forward, backward = (
+        sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))
+        for end in ("_forward", "_backward")
+    )
+    return forward / routed.num_layers, backward / routed.num_layers
+
+
+def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) -> StageTimes:
+    """Prices each micro-batch of `plan` on a stage."""
+    forward, backward, over = _of_layers(plan, cost, stage.layers)
+    if stage.more_sliding:
+        # A sliding layer more is one fewer of the others, whose time follows from both means.
+        for priced, sign in ((cost.of_sliding_layers, 1), (cost, -1)):
+            more = _of_layers(plan, priced, sign * stage.more_sliding)
+            forward, backward, over = forward + more[0], backward + more[1], over + more[2]
     tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
-    over = [over_gather_ns(sharding, cost) for sharding in plan.shardings]
     linear = [
-        np.rint(
-            sum(ns for name, ns in cost.ns_per_token.items() if name.endswith(one_pass)) * tokens
-            + call_ns
-        ).astype(np.int64)
-        + np.array([both[i] for both in over], np.int64)
-        for i, (one_pass, call_ns) in enumerate(
-            zip(("_forward", "_backward"), cost.linear.call_ns, strict=True)
-        )
+        per_token * tokens + call_ns + over[:, k]
+        for k, (per_token, call_ns) in enumerate(zip(*linear_prices(cost, stage), strict=True))
     ]
     return StageTimes(
-        attention_forward_ns=forward * layers // priced,
-        attention_backward_ns=backward * layers // priced,
-        linear_forward_ns=linear[0] * layers // priced,
-        linear_backward_ns=linear[1] * layers // priced,
+        attention_forward_ns=np.rint(forward).astype(np.int64),
+        attention_backward_ns=np.rint(backward).astype(np.int64),
+        linear_forward_ns=np.rint(linear[0]).astype(np.int64),
+        linear_backward_ns=np.rint(linear[1]).astype(np.int64),
+    )
+
+
+def _of_layers(
+    plan: PipelinePlan, cost: ProfiledWorkload, layers: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Attention forward and backward of `layers` layers of `cost`, [n, cp], and how much longer
+    their exchanges of keys take than all-gathers, [n, 2]."""
+    share = layers / cost.num_layers_per_rank
+    forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)
+    over = [over_gather_ns(sharding, cost) for sharding in plan.shardings]
+    exchanges = np.array(over, np.float64).reshape(len(over), 2)
+    return (
+        forward.astype(np.float64) * share,
+        backward.astype(np.float64) * share,
+        exchanges * share,
     )
 
 

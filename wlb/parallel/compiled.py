@@ -1,11 +1,11 @@
-"""torch.compile of decoder layers: one graph serves all layers and micro-batch lengths.
+"""torch.compile of decoder layers: one graph serves all layers of a kind and micro-batch lengths.
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
 kernels are custom ops. Of a layer with experts attention's half is compiled, because the host reads
-how many rows each rank gets. Lengths are the only symbolic sizes. A run has one graph for training
-and one for evaluation; one more of each if a rank can hold a single row (torch specialises on size
-1), and one if FSDP's hooks pass views between layers. No CUDA graphs, recorded per length. Not for
-zero-bubble schedules: their weight queue outlives the memory of compiled code.
+how many rows each rank gets. Lengths are the only symbolic sizes. A run has a graph for training,
+one for evaluation, of each kind of layer (with experts, with an MLP); one more if a rank can hold a
+single row (torch specialises on size 1), and if FSDP's hooks pass views between layers. No CUDA
+graphs, recorded per length. Not for zero-bubble: its weight queue outlives compiled code's memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,19 @@ def compile_layers(stage: Llama, backend: str) -> None:
         if isinstance(layer.mlp, MixtureMlp):
             _compile_attention(layer, backend)
         else:
-            layer.forward = _compiled(layer, layer.forward, backend)
+            _compile_whole(layer, backend)
+
+
+def _compile_whole(layer: Any, backend: str) -> None:
+    forward = layer.forward
+
+    # Each kind of layer has a function of its own, because torch limits the graphs of a function.
+    def whole(x_TC: Tensor, rows: Rows) -> Tensor:
+        # Keep head_size static; otherwise RoPE divides once per element to find its index.
+        comptime.force_static(layer.self_attn.head_size)
+        return forward(x_TC, rows)
+
+    layer.forward = _compiled(layer, whole, backend)
 
 
 def _compile_attention(layer: Any, backend: str) -> None:
@@ -42,6 +54,7 @@ def _compile_attention(layer: Any, backend: str) -> None:
     first_half = layer.first_half
 
     def ended(x_TC: Tensor, rows: Rows) -> Tensor:
+        comptime.force_static(layer.self_attn.head_size)
         return first_half(x_TC, rows, ends=True)[0]
 
     run = _compiled(layer, ended, backend)
@@ -49,15 +62,9 @@ def _compile_attention(layer: Any, backend: str) -> None:
 
 
 def _compiled(
-    layer: Any, forward: Callable[[Tensor, Rows], Tensor], backend: str
+    layer: Any, traced: Callable[[Tensor, Rows], Tensor], backend: str
 ) -> Callable[[Tensor, Rows], Tensor]:
-    """`forward`, a part of `layer` that begins with it, compiled."""
-
-    def traced(x_TC: Tensor, rows: Rows) -> Tensor:
-        # Keep head_size static; otherwise RoPE divides once per element to find its index.
-        comptime.force_static(layer.self_attn.head_size)
-        return forward(x_TC, rows)
-
+    """`traced`, a part of `layer` that begins with it, compiled."""
     compiled = torch.compile(
         traced, backend=backend, dynamic=True, fullgraph=True, options=_OPTIONS.get(backend)
     )

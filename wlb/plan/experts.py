@@ -58,9 +58,11 @@ class ExpertLoad:
 @dataclass(slots=True)
 class ExpertLoads:
     """Sums of `ExpertLoad` over steps. attention: of these steps' predicted attention times of the
-    slowest over the mean CP rank. expert, rank: by layer. ranks: by EP rank."""
+    slowest over the mean CP rank. expert, rank: by layer. ranks: by EP rank, of the last
+    `rank_steps` steps, in which EP ranks were equally many: others held other experts."""
 
     steps: int = 0
+    rank_steps: int = 0
     attention: float = 0.0
     expert: dict[int, float] = field(default_factory=dict[int, float])
     rank: dict[int, float] = field(default_factory=dict[int, float])
@@ -72,6 +74,9 @@ class ExpertLoads:
         for i, layer in enumerate(load.layers):
             self.expert[layer] = self.expert.get(layer, 0.0) + load.expert[i]
             self.rank[layer] = self.rank.get(layer, 0.0) + load.rank[i]
+        if len(load.ranks) != len(self.ranks):
+            self.rank_steps, self.ranks = 0, {}
+        self.rank_steps += 1
         for i, ratio in enumerate(load.ranks):
             self.ranks[i] = self.ranks.get(i, 0.0) + ratio
 
@@ -88,4 +93,4 @@ class ExpertLoads:
         """The layer (of `expert`, `rank`) or EP rank (of `ranks`) of the highest mean, and it."""
         sums: dict[int, float] = getattr(self, name)
         most = max(sums, key=lambda i: sums[i])
-        return most, sums[most] / self.steps
+        return most, sums[most] / (self.rank_steps if name == "ranks" else self.steps)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import Collective, ProfiledWorkload, Scope, kernels_ns, over_gather_ns
+from wlb.cost import Collective, ProfiledWorkload, Scope, StageLayers, kernels_ns, over_gather_ns
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
 from wlb.cost.linear import LinearCost, split_backward
 from wlb.cost.profile import DTYPE_BYTES
@@ -335,7 +335,7 @@ def prices_of(
     stages have unequal shares of sliding layers, of `cost.of_sliding_layers`."""
     own = times(cost)
     routed, *dense = (replace(cost.linear, model=model) for _, model in spec.model.layer_parts)
-    counts = zip(spec.stage_layers, spec.stage_expert_layers, strict=True)
+    stages = [StageLayers.of(spec, stage) for stage in range(spec.num_stages)]
     return StepPrices(
         tokens=tokens,
         **{name: getattr(own, name) for name in _LAYER_FIELDS},
@@ -346,18 +346,10 @@ def prices_of(
         meets=spec.parallel.meeting_pipelines,
         pooled=_pooled(routed),
         dense=linear_terms(spec, dense[0]) if dense else {},
-        dense_layers=tuple(n - r for n, r in counts) if dense else (),
+        dense_layers=tuple(s.dense for s in stages) if dense else (),
         sliding=times(cost.of_sliding_layers) if spec.has_uneven_windows else None,
-        more_sliding=_more_sliding(spec) if spec.has_uneven_windows else (),
+        more_sliding=tuple(s.more_sliding for s in stages) if spec.has_uneven_windows else (),
     )
-
-
-def _more_sliding(spec: RunSpec) -> tuple[float, ...]:
-    """Of each stage, its sliding layers less those that it would have with the model's share, over
-    the share of layers that see all keys."""
-    share = spec.model.num_sliding_layers / spec.model.num_layers
-    counts = zip(spec.stage_sliding_layers, spec.stage_layers, strict=True)
-    return tuple((sliding - share * layers) / (1 - share) for sliding, layers in counts)
 
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:

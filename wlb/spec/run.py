@@ -328,7 +328,9 @@ class CostSection:
         1.0,
         "rows of the EP rank that a micro-batch's layer waits for over the mean rank's, with which "
         "experts' work is priced and their memory estimated; 1 = even; a run's own is in its "
-        "summary (load of ranks) and in metrics.jsonl (experts.rank); online measures it",
+        "summary (load of ranks) and in metrics.jsonl (experts.rank); online measures it for "
+        "prices, while memory estimates, S_max and T keep this value; no load is in the factors of "
+        "--calibrate",
         at_least=1,
         at_most=4096,
     )

@@ -10,7 +10,16 @@ from rich.console import Console
 
 from tests.plan.test_telemetry import record
 from tests.words import lacks
-from wlb.plan import ExpertLoad, KeyRows, MeasuredStep, RankTable, StepMetrics, Straggler, Work
+from wlb.plan import (
+    ExpertLoad,
+    ExpertLoads,
+    KeyRows,
+    MeasuredStep,
+    RankTable,
+    StepMetrics,
+    Straggler,
+    Work,
+)
 from wlb.plan.tally import Tally
 from wlb.report import tables
 from wlb.train.telemetry.display import HEADINGS, Display, StepFigures, TimeLeft, fitting, summary
@@ -214,6 +223,18 @@ def test_loads_of_experts_are_beside_those_of_attention() -> None:
     said = ("2.00 mean of steps", "most in layer 3 (2.50)", "attention 1.04 (slowest CP rank")
     said += ("experts 1.25 (rows of the EP rank", "most in layer 3 (1.40)", "EP rank 1 (1.25) has")
     assert lacks(text, *said) == []
+
+
+def test_loads_of_ranks_begin_anew_with_another_degree() -> None:
+    """After a restart over fewer or more EP ranks, a rank holds other experts than before."""
+    sums = ExpertLoads()
+    loads = [LOAD] * 3 + [replace(LOAD, ranks=(1.0, 0.5, 2.0, 0.5))] * 2 + [LOAD]
+    found: list[tuple[int, float]] = []
+    for load in loads:
+        sums.add(load, attention=1.0)
+        found.append(sums.worst("ranks"))
+    assert found == [(1, 1.25)] * 3 + [(2, 2.0)] * 2 + [(1, 1.25)]
+    assert sums.worst("expert") == (3, 2.5)
 
 
 def test_the_summary_has_mfu_where_the_peak_is_known() -> None:

@@ -35,9 +35,10 @@ class MeasureSteps(Hook):
             if step.plan.prices != meter.prices:
                 meter.price(step.plan.prices)
             times = self.clock.take()
-            meter.add(step.pipeline, times, self._exposed(run, step))
+            experts = expert_tokens(step, self.mesh)
+            meter.add(step.pipeline, times, self._exposed(run, step), experts)
             if self.prices is not None and self._num_measured >= run.spec.telemetry.warmup_steps:
-                self.prices.add(step.pipeline, times, expert_tokens(step, self.mesh))
+                self.prices.add(step.pipeline, times, experts)
         self._num_measured += has_targets
         # A record ends with the warm-up, so that none holds steps of both.
         ends_warm_up = self._num_measured == run.spec.telemetry.warmup_steps

@@ -2,8 +2,9 @@
 
 A cell is a micro-batch on a stage on a rank. Predictions are those of the profile that plans are
 priced with, for the rank's own spans; on CPU without collectives, which CPU time does not hold
-either. Not compared: cells without a document's token (padding has no price) and, under FSDP, the
-passes that hold its collectives.
+either. Terms of linear layers are predicted for the rows that experts computed, so that a profile
+fitted to them has no run's load. Not compared: cells without a document's token (padding has no
+price) and, under FSDP, the passes that hold its collectives.
 """
 
 from dataclasses import fields
@@ -13,8 +14,10 @@ import numpy as np
 import torch
 
 from wlb.cost import (
+    StageLayers,
     StageTimes,
     end_times_ns,
+    experts_ns_per_token,
     repriced,
     stage_times,
     without_collectives,
@@ -66,7 +69,7 @@ class TelemetryMeter:
         # `StragglerWatch` compares ranks by the terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
-        self._layers = {s: spec.stage_layers[s] for s in spec.stages_of(mesh.at.pp)}
+        self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
         self._clear()
 
     def _clear(self) -> None:
@@ -80,6 +83,7 @@ class TelemetryMeter:
         self.prices = prices
         self.cost = repriced(self.base, prices, device=self.mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
+        self._experts_ns = experts_ns_per_token(self._priced)
 
     @property
     def times_hold_collectives(self) -> bool:
@@ -98,11 +102,16 @@ class TelemetryMeter:
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
         return np.array([*own, *times], np.int64)
 
-    def add(self, plan: PipelinePlan, times: StepTimes, exposed: Exposed | None = None) -> None:
-        """A step that this rank executed."""
+    def add(
+        self,
+        plan: PipelinePlan,
+        times: StepTimes,
+        exposed: Exposed | None = None,
+        experts: FloatArray | None = None,
+    ) -> None:
+        """A step that this rank executed. experts: `expert_tokens`."""
         predicted = {
-            layers: stage_times(plan, self._priced, layers=layers)
-            for layers in set(self._layers.values())
+            layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
         }
         num = len(plan.micro_batches)
         latencies = np.zeros((self.spec.num_micro_batches, self.spec.num_stages, 3), np.int64)
@@ -110,8 +119,10 @@ class TelemetryMeter:
             for stage, layers in self._layers.items():
                 row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
-                if layers and plan.shardings[i].tokens[self.mesh.at.cp]:
-                    self._compare(i, num - 1, stage, predicted[layers], times)
+                if layers.layers and plan.shardings[i].tokens[self.mesh.at.cp]:
+                    tokens = plan.shardings[i].num_tokens * self._priced.expert_load
+                    more = 0.0 if experts is None else float(experts[i]) - tokens
+                    self._compare(i, num - 1, stage, predicted[layers], times, more)
         self._latencies_ns.append(latencies)
         embedding_ns, head_ns = end_times_ns(plan, self._priced)
         step = {
@@ -136,8 +147,12 @@ class TelemetryMeter:
         return layers, attention + int(predicted.linear_forward_ns[i]), whole
 
     def _compare(
-        self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes
+        self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes, more: float
     ) -> None:
+        """more: tokens that experts computed beyond those that are priced."""
+        of = self._layers[stage]
+        experts = (round(ns * more * (of.layers - of.dense)) for ns in self._experts_ns)
+        more_ns: dict[str, int] = dict(zip(TERMS[2:], experts, strict=True))
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         measured = {
             "attention_forward": times.part_ns(forward, Part.ATTENTION),
@@ -154,6 +169,7 @@ class TelemetryMeter:
             # Attention has a column for each CP rank.
             column = getattr(predicted, f"{name}_ns")
             expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
+            expected_ns += more_ns.get(name, 0)
             if name in self._own_terms:
                 self._own_measured_ns += measured_ns
                 self._own_predicted_ns += expected_ns

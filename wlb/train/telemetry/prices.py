@@ -15,9 +15,12 @@ from wlb.cost import (
     Measured,
     ProfiledWorkload,
     RankCells,
+    StageLayers,
     StageTimes,
     ballot,
     counted_votes,
+    experts_ns_per_token,
+    linear_prices,
     next_prices,
     price_base,
     stage_times,
@@ -60,11 +63,13 @@ class PriceMeter:
         once = replace(base, recompute=Recompute.NONE, expert_load=1.0)
         self._base = once if self.holds_waits else without_collectives(once)
         recomputing = replace(self._base, recompute=base.recompute)
-        self._again = _runs_again(self._base, recomputing)
-        (forward, backward), (_, both) = _by_load(self._base), _by_load(recomputing)
+        forward, backward = experts_ns_per_token(self._base)
+        _, both = experts_ns_per_token(recomputing)
         self._routed = (forward, backward, both - backward)
         self._attends_again = base.linear.again.attention
-        self._layers = {s: n for s in spec.stages_of(mesh.at.pp) if (n := spec.stage_layers[s])}
+        stages = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
+        self._stages = {s: of for s, of in stages.items() if of.layers}
+        self._again = {of: _runs_again(self._base, recomputing, of) for of in stages.values()}
         self._cells = RankCells()
         self.num_steps = 0
 
@@ -76,8 +81,9 @@ class PriceMeter:
     def add(self, plan: PipelinePlan, times: StepTimes, experts: FloatArray | None = None) -> None:
         """A step that this rank executed. experts: `expert_tokens`."""
         self.num_steps += 1
-        for stage, layers in self._layers.items():
-            base = stage_times(plan, self._base, layers=layers)
+        priced = {of: stage_times(plan, self._base, of) for of in set(self._stages.values())}
+        for stage, of in self._stages.items():
+            base = priced[of]
             for i, sharding in enumerate(plan.shardings):
                 if sharding.tokens[self.mesh.at.cp]:
                     more = 0.0 if experts is None else float(experts[i]) - sharding.num_tokens
@@ -93,13 +99,15 @@ class PriceMeter:
         more: float,
     ) -> None:
         """more: tokens that experts computed beyond the micro-batch's own."""
-        layers, last = self._layers[stage], len(plan.micro_batches) - 1
+        of, last = self._stages[stage], len(plan.micro_batches) - 1
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         linear = [
             times.part_ns(forward, Part.LAYERS),
             times.part_ns(backward, Part.LAYERS) + times.part_ns(weight, Part.LAYERS),
         ]
-        forward_more, backward_more, again_more = (ns * more * layers for ns in self._routed)
+        forward_more, backward_more, again_more = (
+            ns * more * (of.layers - of.dense) for ns in self._routed
+        )
         of_linear = (
             int(base.linear_forward_ns[i] + forward_more),
             int(base.linear_backward_ns[i] + backward_more),
@@ -114,19 +122,15 @@ class PriceMeter:
                 waits[k] = measured_ns * int(of_attention[k].max() - own_ns) // own_ns
         linear[0] -= waits[0]
         linear[1] -= waits[1] + waits[0] * self._attends_again
-        again_ns = self._again_ns(plan, i, layers) + again_more
+        per_token, a_call = self._again[of]
+        again_ns = per_token * plan.shardings[i].num_tokens + a_call + again_more
         linear[1] -= round(linear[0] * again_ns / of_linear[0])
         # FSDP's collectives are in the first forward and the last backward pass.
         has_fsdp = self.mesh.fsdp_size > 1
-        shifted = (i == 0, i == last or (i == 0 and any(self._again)))
+        shifted = (i == 0, i == last or (i == 0 and any(self._again[of])))
         for k, name in enumerate(LINEAR):
             is_shifted = has_fsdp and shifted[k]
-            self._cells.add(name, of_linear[k], linear[k], layers=layers, is_shifted=is_shifted)
-
-    def _again_ns(self, plan: PipelinePlan, i: int, layers: int) -> float:
-        """The price of linear layers' forward work that backward of a cell runs again."""
-        per_token, a_call = self._again
-        return (per_token * plan.shardings[i].num_tokens + a_call) * layers
+            self._cells.add(name, of_linear[k], linear[k], layers=of.layers, is_shifted=is_shifted)
 
     def ballot(self) -> FloatArray:
         """This rank's vote, of the cells since the last one, which are forgotten."""
@@ -135,16 +139,12 @@ class PriceMeter:
         return ballot(vote)
 
 
-def _runs_again(once: ProfiledWorkload, recomputing: ProfiledWorkload) -> tuple[float, float]:
-    """Prices of forward work that a layer's backward runs again: ns a token, and ns a call."""
-
-    def of(cost: ProfiledWorkload) -> tuple[float, float]:
-        backward = (ns for name, ns in cost.ns_per_token.items() if name.endswith("_backward"))
-        return sum(backward), cost.linear.call_ns[1]
-
-    (per_token, a_call), (own_per_token, own_call) = of(recomputing), of(once)
-    layers = once.num_layers_per_rank
-    return (per_token - own_per_token) / layers, (a_call - own_call) / layers
+def _runs_again(
+    once: ProfiledWorkload, recomputing: ProfiledWorkload, stage: StageLayers
+) -> tuple[float, float]:
+    """Prices of forward work that a stage's backward runs again: ns a token, and ns a call."""
+    both, own = linear_prices(recomputing, stage), linear_prices(once, stage)
+    return both.per_token[1] - own.per_token[1], both.per_call[1] - own.per_call[1]
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
@@ -162,17 +162,6 @@ def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
     return tokens * (load.mean_rank if is_cuda else load.ranks[mesh.experts.get_local_rank(EP)])
 
 
-def _by_load(cost: ProfiledWorkload) -> tuple[float, float]:
-    """Prices in a layer, forward and backward, of one token's experts: ns that grow with load."""
-    more = replace(cost, expert_load=cost.expert_load + 1).ns_per_token
-    forward, backward = (
-        sum(ns - cost.ns_per_token[name] for name, ns in more.items() if name.endswith(end))
-        for end in ("_forward", "_backward")
-    )
-    layers = cost.num_layers_per_rank
-    return forward / layers, backward / layers
-
-
 class LearnPrices(Hook):
     """Decides on prices where votes were counted, and tells planners, records and screen.
 
@@ -184,6 +173,7 @@ class LearnPrices(Hook):
         self.spec, self.base = spec, price_base(base)
         self._votes: deque[FloatArray] = deque(maxlen=WINDOWS)
         self._loads: deque[list[float]] = deque([[]], maxlen=WINDOWS)
+        self._has_warned = False
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
         self._votes.clear()
@@ -259,3 +249,16 @@ class LearnPrices(Hook):
                 f"prices learned by step {run.steps_done}, over those of {self.base} and relative "
                 f"to linear forward: {factors}; plans use them from step {change.step + 1} on"
             )
+            self._warn(run, change.prices.expert_load / UNIT)
+
+    def _warn(self, run: RunContext, learned: float) -> None:
+        """Say once that memory was planned for fewer rows of experts than a rank has."""
+        cost = self.spec.cost
+        if self._has_warned or learned <= cost.expert_load * (1 + cost.online_threshold):
+            return
+        self._has_warned = True
+        run.report.say(
+            f"the learned load of experts' ranks, {learned:.3f}, exceeds cost.expert_load = "
+            f"{cost.expert_load:g}, for which S_max, T and memory were estimated and which a run "
+            f"keeps: set cost.expert_load = {learned:.3f} and start again if memory is short"
+        )
