@@ -276,9 +276,6 @@ def test_rows_travel_while_others_are_computed() -> None:
             )
 
 
-WORDS = ("start", "wait")
-
-
 def circles(world: World) -> tuple[list[str], int]:
     """Returns the log of a step whose branches end with a norm, by recompute, and how many ways of
     rows are left where nothing but references frees them."""
