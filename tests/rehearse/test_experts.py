@@ -48,6 +48,7 @@ def test_every_stage_of_the_preset_takes_the_memory_that_was_planned(layers: int
         assert min(wait.left_ns for wait in waits) > 10_000
 
 
+@pytest.mark.nightly
 def test_ranks_of_several_pipelines_exchange_the_rows_of_their_micro_batches() -> None:
     """The EP groups of a stage span two pipelines with micro-batches of other lengths; the first
     stage has no experts."""
