@@ -16,6 +16,7 @@ def test_all_ranks_of_a_pipeline_exchange_the_same_rows() -> None:
     """Also where backward is split, and where ranks hold equal experts (4 of 8 ranks differ)."""
     keys = ["parallel.tp=2", "parallel.cp=4", "parallel.pp=2", "parallel.ep=4", "ep.stages=2"]
     more = ["pp.schedule=interleaved_zero_bubble", "data.row_multiple=8", "data.num_windows=4"]
+    more += ["model.num_layers=4", "pp.virtual_stages=2"]
     found = rehearse(load("qwen3_30b_a3b_128k", [*SMALL, *keys, *more]), ranks=ALL, steps=1, jobs=2)
     assert found.passed, verdict(found)
     (step,) = found.ranks[0].steps
@@ -24,7 +25,7 @@ def test_all_ranks_of_a_pipeline_exchange_the_same_rows() -> None:
     assert step.parts["expert_shard"]["calls"] > 0
     # Two stages, there and back forward, rows there again and gradients there and back; numbers of
     # rows once, with the loads of a step.
-    layers, micro_batches = 6, 4
+    layers, micro_batches = 2, 4
     assert exchanged["calls"] == layers * micro_batches * (2 * 5 + 1) + 1
     # Stages hide behind each other's products, although these are small.
     assert step.exposed_ns["ep"] < 0.8 * exchanged["time_ns"]

@@ -62,7 +62,7 @@ LARGE_ONES = [case for case in LARGE if case not in COMBINED]
     "cases",
     [
         pytest.param(FEW, id="axes-and-stages"),
-        pytest.param(COMBINED, id="three-axes"),
+        pytest.param(COMBINED, id="three-axes", marks=pytest.mark.nightly),
         pytest.param(LARGE_ONES, id="large", marks=pytest.mark.nightly),
         pytest.param(OTHERS, id="fsdp-and-overlap", marks=pytest.mark.nightly),
         pytest.param(SMALL_ONES, id="small", marks=pytest.mark.nightly),
