@@ -38,9 +38,9 @@ class RowsBetween(NamedTuple):
         return received, sent
 
 
-def rows_between(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> RowsBetween:
-    """What the host reads of a layer. numbers_2SR: received and sent, on the host. num_rows: that
-    leave. rank: this rank in the group. `wlb.rehearse` has no values and its own numbers."""
+def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
+    """Read the numbers of a layer's rows, received and sent, which are on the host. rank: in the
+    group; for `wlb.rehearse`, whose tensors have no values, so that it takes other numbers."""
     received, sent = numbers_2SR.numpy().tolist()
     return RowsBetween(received, sent)
 
@@ -145,8 +145,8 @@ class _Choice:
 
     arriving_RH: rows for each of this rank's experts, by the rank they come from. numbers_2SR: on
     the host once `copied` has passed (None: already), and let go once read, as pinned memory is
-    scarce. The rest is known then.
-    order_M, inverse_M: of rows as they arrive, to their order by expert, and back.
+    scarce. The rest is known then. order_M, inverse_M: from the order in which rows arrive to that
+    by expert, and back.
     """
 
     order_N: Tensor
@@ -206,9 +206,8 @@ class StagedWay:
             choice.copied.synchronize()
             # The host has waited for the other stream; the current one has not.
             choice.copied.wait()
-        rank, num_rows = dist.get_rank(self.group), choice.order_N.shape[0]
         assert choice.numbers_2SR is not None, "numbers of rows are read once"
-        choice.between = rows_between(choice.numbers_2SR, num_rows=num_rows, rank=rank)
+        choice.between = rows_between(choice.numbers_2SR, rank=dist.get_rank(self.group))
         choice.numbers_2SR = choice.copied = None
         received, choice.sent = choice.between.bounds()
         return received

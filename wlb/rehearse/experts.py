@@ -92,7 +92,7 @@ def load_equally(spec: RunSpec) -> None:
     loads = EqualLoads(spec)
     shard, forward = Planner.shard, MixtureMlp.forward
 
-    def equal_rows(numbers_2SR: Tensor, *, num_rows: int, rank: int) -> expert_exchange.RowsBetween:
+    def equal_rows(numbers_2SR: Tensor, *, rank: int) -> expert_exchange.RowsBetween:
         _, stages, size = numbers_2SR.shape
         return loads.split(stages, size, rank)
 
