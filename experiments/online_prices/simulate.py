@@ -16,6 +16,7 @@ import numpy as np
 from experiments.configurations import configuration
 from wlb.cost import (
     ProfiledWorkload,
+    StageLayers,
     StageTimes,
     load_profile,
     price_base,
@@ -169,7 +170,7 @@ class Ranks:
         true = case.true if case.device == "cuda" else without_collectives(case.true)
         for pipeline in pipelines:
             for stage in range(spec.num_stages):
-                times = stage_times(pipeline, true, layers=spec.stage_layers[stage])
+                times = stage_times(pipeline, true, StageLayers.of(spec, stage))
                 group = ranks[stage % spec.parallel.pp, pipeline.pipeline, :, 0].tolist()
                 for rank, parts in zip(group, self._parts(times, stage, group), strict=True):
                     self.meters[rank].add(pipeline, StepTimes(parts, wall_ns=1))
