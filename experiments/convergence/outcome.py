@@ -69,7 +69,8 @@ def result_of(run: RunRecords, *, class_losses: Sequence[float | None], made_by:
     done = np.cumsum([0, *(step.measured.num_tokens for step in run.steps)])
     if run.evaluations[-1][0] != run.steps[-1].steps_done:
         raise ValueError(f"{run.folder} was not evaluated after its last step; it did not end")
-    late = [step.measured.grad_norm for step in run.steps[len(run.steps) // 2 :]]
+    norms = [step.measured.grad_norm for step in run.steps[len(run.steps) // 2 :]]
+    late = [norm for norm in norms if norm is not None]  # a step that was skipped has none
     return Result(
         curve=tuple((int(done[step]), loss) for step, loss in run.evaluations),
         num_steps=len(run.steps),

@@ -50,7 +50,8 @@ class RankCall:
         self.gradient = torch.randn(*shapes[0], layout.head_dim, **options)
 
     def forward(self) -> torch.Tensor:
-        return attend(*self.inputs, self.segments, backend=self.backend)
+        q_THD, k_SGD, v_SGD = self.inputs
+        return attend(q_THD, k_SGD, v_SGD, self.segments, backend=self.backend)
 
     def backward(self, out: torch.Tensor) -> None:
         torch.autograd.grad(out, self.inputs, self.gradient)

@@ -112,11 +112,11 @@ def check(plan: ShardingPlan, layout: Layout) -> list[float]:
     found = [out.detach(), *op.backward(out)]
     exact = torch.float64 if layout.dtype == torch.float32 else torch.float32
     *inputs, gradient = (x.to(exact) for x in tensors)
-    inputs = [x.requires_grad_() for x in inputs]
+    q_THD, k_SGD, v_SGD = (x.requires_grad_() for x in inputs)
     offsets = offsets_of(plan.lengths)
     segments = Segments.from_offsets(offsets, offsets, device=layout.device)
-    whole = attend(*inputs, segments, backend="sdpa")
-    expected = [whole.detach(), *torch.autograd.grad(whole, inputs, gradient)]
+    whole = attend(q_THD, k_SGD, v_SGD, segments, backend="sdpa")
+    expected = [whole.detach(), *torch.autograd.grad(whole, (q_THD, k_SGD, v_SGD), gradient)]
     rows = plan.for_rank(dist.get_rank()).num_tokens
     errors = [
         float((a[:rows] - b[:rows]).abs().max() / full.abs().max())

@@ -9,7 +9,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -70,9 +70,9 @@ class Nested:
 
 
 def verl(sources: Sources) -> Peer:
-    utils = Nothing("verl.utils.tensordict_utils")
+    utils: Any = Nothing("verl.utils.tensordict_utils")
     utils.index_select_tensor_dict = lambda batch, part: part
-    package = Nothing("verl.utils")
+    package: Any = Nothing("verl.utils")
     package.tensordict_utils = utils
     module, version = sources.load(
         "verl/utils/seqlen_balancing.py", pip("verl"),
@@ -250,7 +250,8 @@ def functions(text: str, *names: str) -> dict[str, Any]:
 
 
 def areal(sources: Sources) -> Peer:
-    logging, numba, utils = Nothing("areal.utils.logging"), Nothing("numba"), Nothing("areal.utils")
+    names = ("areal.utils.logging", "numba", "areal.utils")
+    logging, numba, utils = (cast(Any, Nothing(name)) for name in names)
     logging.getLogger = lambda name: NoLogger()
     numba.njit = lambda *args, **kwargs: args[0] if args else (lambda f: f)
     utils.logging = logging
@@ -306,7 +307,7 @@ def openrlhf(sources: Sources) -> Peer:
 
 
 def veomni(sources: Sources) -> Peer:
-    package = Nothing("fetched.utils")
+    package: Any = Nothing("fetched.utils")
     package.logging = Namespace(get_logger=lambda name: NoLogger())
     text, version = sources.text("veomni/data/dynamic_batching.py", pip("veomni"))
     text = text.replace("from ..utils import logging", "")

@@ -188,8 +188,10 @@ async def measure(num_nodes: int, window_s: float, logs: Path, *, dies: bool) ->
     # Scale up for the two nodes whose messages are not counted here.
     scale = num_nodes / len(nodes)
     return Loads(
-        *shares,
-        *memory,
+        shares[0],
+        shares[1],
+        memory[0],
+        memory[1],
         scale * messages / took,
         scale * sent / took,
         limits.node_beat_s,

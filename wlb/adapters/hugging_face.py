@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from wlb.adapters.versions import require
 from wlb.plan import check_at_least
@@ -32,8 +32,6 @@ from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
 from wlb.cost import WorkloadModel
 from wlb.plan import IGNORE, IntArray, IntLike, UserError, int_array
 from wlb.planner import LLAMA2_7B, Planner
-
-T = TypeVar("T")
 
 BLOCK = 1 << 16
 """Rows whose lengths are read at once."""
@@ -306,7 +304,7 @@ class BalancedTrainer:
         return (*values, min(max_steps, max(1, self.balanced_batches.num_steps)))
 
 
-def balanced(trainer: type[T]) -> type[T]:
+def balanced(trainer: type[Any]) -> type[Any]:
     """A subclass of the Trainer that takes `balance=` and trains balanced batches."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedTrainer, trainer), {})
     return made

@@ -10,7 +10,7 @@ equal. GRPO: each rank's completions are sliced by length and slices lose their 
 import functools
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from wlb.adapters.versions import require
 
@@ -32,7 +32,6 @@ from wlb.balance.mini_batches import choose
 from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
 from wlb.planner import LLAMA2_7B
 
-T = TypeVar("T")
 GRPO = "trl.trainer.grpo_trainer"
 COMPLETION = ("completion_ids", "completion_mask")
 PROMPT = ("prompt_ids", "prompt_mask")
@@ -181,7 +180,7 @@ class BalancedSteps:
         return loader
 
 
-def balanced_steps(trainer: type[T]) -> type[T]:
+def balanced_steps(trainer: type[Any]) -> type[Any]:
     """A subclass of TRL's SFTTrainer that takes `max_tokens=` and trains balanced steps."""
     made: Any = type(f"Stepwise{trainer.__name__}", (BalancedSteps, trainer), {})
     return made
@@ -219,7 +218,7 @@ class BalancedCompletions:
         return {name: _taken(value, order) for name, value in completions.items()}
 
 
-def balanced_grpo(trainer: type[T]) -> type[T]:
+def balanced_grpo(trainer: type[Any]) -> type[Any]:
     """A subclass of TRL's GRPOTrainer whose slices are balanced over ranks and lose padding."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
     return made

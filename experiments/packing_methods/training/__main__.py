@@ -74,8 +74,12 @@ def run_sizes(study: Study) -> Sizes:
 
 def best_rate(rates: dict[Case, Result]) -> float:
     """Returns the best rate of the mini-batch runs: many steps, the paper's own method."""
-    found = {c: r for c, r in rates.items() if c.method == "mini_batch_posid"}
-    return min(found, key=lambda case: found[case].heldout_after).learning_rate
+    found = [
+        (r.heldout_after, c.learning_rate)
+        for c, r in rates.items()
+        if c.method == "mini_batch_posid" and r.heldout_after is not None
+    ]
+    return min(found)[1]
 
 
 def study_of(options: argparse.Namespace) -> None:
