@@ -10,6 +10,7 @@ from wlb.cost import (
     StageLayers,
     attention_latency,
     end_times_ns,
+    linear_prices,
     load_profile,
     stage_times,
     without_collectives,
@@ -113,3 +114,12 @@ def test_without_collectives_only_they_are_free() -> None:
     with_them, without = (stage_times(plan, c, StageLayers(layers=4)) for c in (cost, free))
     assert (without.linear_forward_ns < with_them.linear_forward_ns).all()
     assert (without.attention_forward_ns == with_them.attention_forward_ns).all()
+
+
+def test_prices_of_a_workload_are_made_once() -> None:
+    """Telemetry asks for them in every step; those of another workload are its own."""
+    cost, layers = priced(), StageLayers(layers=2)
+    assert cost.of_sliding_layers is cost.of_sliding_layers
+    assert linear_prices(cost, layers) is linear_prices(cost, layers)
+    slower = replace(cost, parallel=replace(cost.parallel, tp=1))
+    assert linear_prices(slower, layers).per_token > linear_prices(cost, layers).per_token

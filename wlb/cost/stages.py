@@ -1,6 +1,7 @@
 """Times of whole stages for the micro-batches of a plan, as telemetry can measure them."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +60,7 @@ class LinearPrices(NamedTuple):
     per_call: tuple[float, float]
 
 
+@lru_cache(maxsize=64)  # about 0.5 ms; telemetry asks for them in every step
 def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
     """Sums layers with experts and those with an MLP, each at its own price."""
     parts = cost.model.layer_parts

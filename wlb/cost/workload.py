@@ -8,6 +8,7 @@ and gradient communication are left out: they do not depend on which documents s
 """
 
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -310,7 +311,7 @@ class ProfiledWorkload:
     @property
     def of_sliding_layers(self) -> "ProfiledWorkload":
         """Prices of as many layers whose window slides in all of them."""
-        return replace(self, model=replace(self.model, full_every=0, full_first=0))
+        return _of_sliding_layers(self)
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         return self.attention_ns(lengths) + self.linear_ns(lengths)
@@ -489,3 +490,8 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         dtype=str(spec.training.dtype),
         longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )
+
+
+@lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry asks for them in every step
+def _of_sliding_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
+    return replace(cost, model=replace(cost.model, full_every=0, full_first=0))
