@@ -3,7 +3,7 @@
     import wlb.adapters.openrlhf
     wlb.adapters.openrlhf.install()   # in the trainer's process and in every actor
 
-No micro-batch exceeds max_tokens_per_gpu, which OpenRLHF's own cutting only counts with.
+No micro-batch exceeds max_tokens_per_gpu; OpenRLHF itself only derives their number from it.
 """
 
 import importlib

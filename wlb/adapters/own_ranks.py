@@ -21,8 +21,8 @@ class Cut:
     """How a rank's samples are cut; see `balance_step`.
 
     max_tokens: of a micro-batch. atoms: labels of this rank's samples that share a micro-batch.
-    at_least, multiple: of micro-batches. in_step: whether the group is asked, so that all its ranks
-    have as many; without, each rank is by itself.
+    at_least, multiple: of micro-batches. in_step: whether all ranks of the group get the same
+    number of micro-batches; otherwise each rank is cut by itself.
     """
 
     max_tokens: int

@@ -32,7 +32,7 @@ _mini_batches: list[int] = []
 
 
 def install(*, cost: Cost = "verl") -> None:
-    """Make verl balance by wlb in this process, until `uninstall`; twice is once.
+    """Make verl balance by wlb in this process, until `uninstall`; a second call only sets `cost`.
 
     cost: of a sample of so many tokens, for `rearrange_micro_batches`; verl prices samples itself
     where it divides them among ranks.

@@ -65,8 +65,8 @@ def solve(units: Units, rules: Rules) -> Placed:
 
 
 def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
-    """Any unit on any rank. Slots that differ are the better start, except that now and then equal
-    ones are, or heavy units stacked in one slot: tried where the first is not near the bound."""
+    """Any unit on any rank. Starts from slots of different levels, mostly the best start; where
+    that does not come near the bound, also from equal slots and from one slot of heavy units."""
     ranks = rules.num_ranks
     everywhere = np.zeros(ranks * num, np.int64)
     best, least = None, float("inf")

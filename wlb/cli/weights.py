@@ -42,11 +42,12 @@ def add_parsers(commands: Any) -> None:
     importing = commands.add_parser(
         "import",
         help="make a checkpoint of a Hugging Face folder",
-        description="Convert a Llama in a Hugging Face folder to a checkpoint, with a model.toml "
+        description="Convert a model in a Hugging Face folder to a checkpoint, with a model.toml "
         "that trains from it on any layout: wlb train DIR/model.toml --set ... Reads safetensors "
-        "of LlamaForCausalLM, and of Mistral without a sliding window, with GQA, head_dim, "
-        "rope_theta and Llama 3's RoPE scaling; a tied head becomes a separate tensor. Biases, "
-        "other activations, quantised weights, and missing or unknown tensors are refused by name.",
+        "of Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3 (text), Qwen3-MoE, Mixtral and OLMoE, "
+        "with sliding windows, soft caps and RoPE scaling (llama3, linear, yarn); a tied head "
+        "stays the embedding. Other biases, activations and layers, quantised weights, and "
+        "missing or unknown tensors are refused by name.",
     )
     importing.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights")
     add_text(importing, "--out", "DIR", "new checkpoint folder", required=True)

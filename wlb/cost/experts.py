@@ -84,9 +84,9 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
-    """Bytes of a token's places among the rows of experts, on both sides of an exchange and back;
-    autograd functions hold them whatever is recomputed. A recomputed layer has its choice of
-    experts too, in 16 bits. The places at experts, there and back, are those of `load`."""
+    """Bytes a token of the indices that order rows, on both sides of an exchange, which autograd
+    functions keep under any recompute. A recomputed layer also keeps the chosen experts, in 16
+    bits. Indices on the experts' side, one for each direction, grow with `load`."""
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
 
@@ -193,9 +193,9 @@ class RoutedWork:
 def smaller_products_ns(
     model: ModelSpec, stages: int, *, profile: KernelProfile, tflops: float, is_recomputed: bool
 ) -> tuple[float, float]:
-    """What a layer's stages take longer once a micro-batch, forward and backward: for each beyond
-    the first half a wave of tiles in each product, and the shortest time of its other kernels. A
-    CPU, whose profiles have PyTorch's own attention alone, has no waves."""
+    """Extra time a micro-batch of a layer's products in stages, forward and backward: for each
+    stage after the first, half a wave of tiles a product and the shortest time of its other
+    kernels. A profile that has SDPA alone is of a CPU, which has no waves."""
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size

@@ -66,7 +66,7 @@ def waits_ns(
 
 
 def stages_of(plan: ShardingPlan, cost: HiddenExchange) -> int:
-    """Exchanges in which keys of the plan's micro-batch arrive, unless by way of nodes."""
+    """Stages in which keys of the plan's micro-batch arrive; not for relayed exchanges."""
     return plan.stages or cost.stages
 
 
@@ -90,7 +90,7 @@ def _waits_in_stages_ns(
     hidden = cost.products_ns(num_rows)
     own, parts, calls = attention_in_stages_ns(plan, cost, keys_in_stages(plan, stages))
     zero = np.zeros(plan.cp)
-    # Of each rank, when its kernels are done, with the transfers' start as zero.
+    # `at`: when the kernels of each rank so far have ended, counted from the transfers' start.
     at, arrived = hidden.there + own[0], zero
     for travel, part in zip(travels, parts, strict=True):
         arrived = arrived + travel[0]
@@ -117,9 +117,9 @@ def _waits_of_relay_ns(
 ) -> tuple[FloatArray, FloatArray]:
     """`waits_ns` of an exchange that brings each row to a node once, as `_waits_in_stages_ns`.
 
-    Rows land while keys of the own node come, on a communicator of their own, and are passed on
-    when own keys are done; in backward they are passed on first, and their gradients take the same
-    way back (`wlb.parallel.overlap_op`).
+    Forward: rows of other nodes land while keys of this node arrive on a second communicator; they
+    are passed on once attention over the rank's own keys has ended. Backward: they are passed on
+    first, and their gradients return the same way (`wlb.parallel.overlap_op`).
     """
     assert isinstance(cost, HiddenExchange)
     relay = Relay(sharding=plan, near=plan.ranks_per_node)
@@ -172,7 +172,7 @@ def attention_in_stages_ns(
 def keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
     """Keys of other ranks that come in each stage of each span's document, [stages, num_spans].
 
-    Those behind the span, which a later span of the rank sees, are few and are left in.
+    Keys after the span, which only a later span of this rank reads, are few and counted too.
     """
     rank = rank_of_span(plan)
     read = rows_read_of_others(plan)

@@ -31,7 +31,7 @@ _MOST_CELLS = 256
 """Cells of a term that a line is fitted to: pairs of cells are compared."""
 _LEAST_CELLS = 8
 _LEAST_SPREAD = 0.1
-"""Two cells tell a slope if they differ by this part of the mean."""
+"""A pair of cells gives a slope if its prices differ by more than this share of the mean price."""
 MOST_ERROR = 0.05
 """Largest standard error of a slope, over the slope, with which the line is used."""
 
@@ -71,7 +71,7 @@ class RankCells:
         layers: int = 1,
         is_shifted: bool = False,
     ) -> None:
-        """A cell of `layers` layers; one without a price or a time tells nothing."""
+        """Add a cell of `layers` layers; one without a price or a time is ignored."""
         if base_ns > 0 and measured_ns > 0:
             cells = self._shifted if is_shifted else self._cells
             cells[term].append((base_ns / layers, measured_ns / layers))
@@ -82,7 +82,7 @@ class RankCells:
             cells.clear()
 
     def vote(self) -> RankVote | None:
-        """None where some term cannot be told: the rank does not vote."""
+        """The fit of all terms; None, which is no vote, where some term cannot be fitted."""
         factors: dict[str, float] = {}
         extra_ns: list[float] = []
         for name in TERMS:

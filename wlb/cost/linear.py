@@ -120,7 +120,7 @@ class LinearCost:
 
     @property
     def kv_gathers_again(self) -> bool:
-        """Whether backward gathers K and V; once, as attention that runs again keeps its gather."""
+        """Whether backward gathers K and V (once: recomputed attention keeps what it gathers)."""
         return not self.keep_gathered_kv or self.again.attention
 
     @property
@@ -220,7 +220,7 @@ class LinearCost:
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
         forward, backward, again = (ns * (1 - shared) * self.expert_load for ns in products)
         if not self.model.branch_norms:
-            # Its last product does not run again, whatever a dense layer's would (`again`).
+            # The experts' last product does not run again, whatever `again` has of dense layers.
             again = min(again, forward * 2 / 3)
         weights = backward / LINEAR_BACKWARD_FACTOR
         return RoutedWork(
@@ -258,8 +258,8 @@ class LinearCost:
         return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
 
     def _reordered_ns(self) -> Work:
-        """Copies of a token's rows at both ends of their way (`reordered_values`) in one layer with
-        experts, on the rank with most rows."""
+        """Time to reorder a token's rows before and after they travel (`reordered_values`), in one
+        layer with experts, on the rank with most rows."""
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         size *= self.expert_load
@@ -270,8 +270,8 @@ class LinearCost:
         return (*work[:2], work[2] * (self.recompute != Recompute.NONE))
 
     def _stage_call_ns(self) -> Passes:
-        """What experts' exchange takes once a micro-batch in a layer with experts: latency of
-        all-to-alls that nothing hides, and smaller products of stages."""
+        """Constant cost a micro-batch of the exchange in a layer with experts: latency of
+        all-to-alls that nothing hides, and what smaller products take longer in stages."""
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
         rows, columns = layer_matrices(self.model.layer_parts[0][1])[4]

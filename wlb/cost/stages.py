@@ -93,7 +93,8 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
     """Prices each micro-batch of `plan` on a stage."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
     if stage.more_sliding:
-        # A sliding layer more is one fewer of the others, whose time follows from both means.
+        # Each further sliding layer replaces one of the others, whose time follows from the means
+        # of all layers and of sliding ones.
         for priced, sign in ((cost.of_sliding_layers, 1), (cost, -1)):
             more = _of_layers(plan, priced, sign * stage.more_sliding)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]

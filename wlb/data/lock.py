@@ -24,7 +24,7 @@ class NoLocks(OSError):
 
 
 def lock(descriptor: int, *, waits: bool = False) -> bool:
-    """Whether this process holds the lock now; False if another does. waits: until it does not.
+    """Take the lock; False if another process holds it. waits: wait until it is free instead.
     NoLocks where the file system cannot lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
@@ -43,7 +43,7 @@ def open_folder(path: Path) -> int:
 
 
 def make_folder(path: Path) -> int:
-    """`open_folder` of a folder that is made if it is absent; its owner may just be removing it."""
+    """Make the folder if it is absent and open it; tries again while its owner removes it."""
     while True:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def make_folder(path: Path) -> int:
         except FileNotFoundError:
             continue
         except FileExistsError:
-            # A folder is there no longer, or a file is.
+            # Either a folder was there and is gone by now, so try again, or a file is there.
             if os.path.lexists(path):
                 raise
 

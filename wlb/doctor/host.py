@@ -75,7 +75,7 @@ def cores_of(text: str) -> frozenset[int]:
 
 
 def shared_memory(patient: Patient) -> Finding:
-    """Room in /dev/shm. That NCCL is content with it has not been seen on a GPU."""
+    """Room in /dev/shm. Whether it is enough for NCCL has not been tried on a GPU."""
     name = "shared memory"
     try:
         usage = shutil.disk_usage(SHM)

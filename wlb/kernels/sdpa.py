@@ -115,7 +115,7 @@ class _Classes:
 
 
 class SdpaBackend:
-    """deterministic: of kernels elsewhere than on CPU, which always add in a fixed order."""
+    """deterministic: for other devices than the CPU, whose kernels always add in a fixed order."""
 
     takes_key_rows = True
 
@@ -295,9 +295,9 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 
 
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Starts and lengths of queries and of keys, of each segment; one whose keys slide out of sight
-    is cut into blocks of query rows with the keys that they see, so that its work is linear in its
-    length, and one with capped scores, so that they fit into memory."""
+    """Starts and lengths of queries and of keys, of each segment. One with more keys than the
+    sliding window is cut into blocks of query rows with the keys that they see, so that its work is
+    linear in its length; one with capped scores is cut so that its scores fit into memory."""
     q, k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     num_q, num_k = np.diff(q), np.diff(k)
     sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
@@ -337,10 +337,10 @@ def _mask(
     *,
     sliding: int = 0,
 ) -> Tensor:
-    """0 if query i attends to key j, else -inf, [B or 1, 1, Q, K]: j <= Lk - Lq + i, and with
-    `sliding` above that less it. Padded queries see what the last one does, so that each row has a
-    key. Segments of one query see all their keys: that masks padded keys alone. Additive and in the
-    queries' dtype: torch would convert a bool mask in every call, and keep it."""
+    """0 if query i attends to key j, else -inf, [B or 1, 1, Q, K]. Query i sees the keys up to
+    Lk - Lq + i, with `sliding` the last `sliding` of them. Padded queries see what the last query
+    sees, so that each row has a key; with one query only padded keys are masked. The mask is added,
+    in the queries' dtype: torch would convert a bool mask in every call, and keep it."""
     both = np.stack([keys_B, queries_B])
     if (both == both[:, :1]).all():
         # One mask serves all.

@@ -51,8 +51,8 @@ class _Told:
 
 
 class Reporter:
-    """Reports for a rank from a thread that begins with `start`. It is let in when it is made;
-    OSError if that fails. end: see `Watch`."""
+    """Reports for a rank, from a thread that `start` begins. The constructor joins the watch:
+    OSError if the aggregator cannot be reached or does not let it in. end: see `Watch`."""
 
     def __init__(
         self,

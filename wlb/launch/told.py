@@ -1,4 +1,4 @@
-"""How ranks tell an exception: in one line where that is enough."""
+"""Exceptions as ranks report them: in one line where that is enough."""
 
 import traceback
 

@@ -1,4 +1,4 @@
-"""Plain LLaMA over packed rows."""
+"""A plain decoder over packed rows: LLaMA, Mistral, Qwen, Gemma, mixtures of experts."""
 
 from wlb.model.experts import ExpertRows as ExpertRows
 from wlb.model.llama import Attend as Attend

@@ -167,9 +167,9 @@ class FirstPass:
 
     The second takes the choice of experts from here and does not make it: products may round
     differently, and then rows would go to other experts than those whose weights' gradients and
-    numbers of rows are known. whole_layer: both passes are of a whole layer, not of its second half
-    alone, whose second pass starts gradients' way (`Way.again`), because little else would run
-    while they travel.
+    numbers of rows are known. whole_layer: both passes are of a whole layer. Otherwise they are of
+    its second half alone, and the second pass sends the gradients (`Way.again`), behind its own
+    rows: little else would run while they travel.
     """
 
     def __init__(self, *, whole_layer: bool) -> None:

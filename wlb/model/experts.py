@@ -29,8 +29,8 @@ Defer = Callable[[Sequence[Tensor], Compute], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
     """What experts are told of a micro-batch. num: rows of this process before padding, which goes
-    to no expert. loss_scale: of the auxiliary loss of a row. counts: they leave the rows of each
-    expert here, [E], by layer; a recomputed layer writes the same again."""
+    to no expert. loss_scale: of the auxiliary loss of a row. counts: filled by layers with the
+    number of rows of each expert, [E]; a recomputed layer writes the same numbers again."""
 
     num: int
     loss_scale: float = 1.0
@@ -109,7 +109,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
         x_MC, scores_M, *products, gate, up, down = ctx.saved_tensors
         way: Way = ctx.way
         way.back.start()
-        # Those of all stages are whole, so that a weight's gradient is one product.
+        # These hold the rows of all stages, so that each weight's gradient is one product.
         hidden_MF, dgate_MF, dup_MF = (
             x_MC.new_empty(x_MC.shape[0], gate.shape[1]) for _ in range(3)
         )
@@ -131,7 +131,7 @@ class _GroupedSwiGlu(torch.autograd.Function):
                 dx_PC.add_(grouped_mm(dup_MF[rows], up[held], offs=ends))
                 way.back.answer(i, dx_PC, dscores_P)
                 del dx_PC
-        # What is computed from here on hides the last stage's way back.
+        # The weights' gradients below run while the last stage's rows travel back.
         grad_MC, ends_E = way.back.whole()[0], way.ends_E
 
         def of_down() -> list[Tensor]:
@@ -197,7 +197,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The scores; backward also differentiates `loss`, which no stage returns."""
+    """The scores; backward also starts the backward of `loss`, which no stage returns."""
 
     @staticmethod
     def forward(ctx: Any, scores_TK: Tensor, loss: Tensor) -> Tensor:
@@ -210,12 +210,12 @@ class _WithLoss(torch.autograd.Function):
 
 class MixtureMlp(nn.Module):
     """A layer's experts. shared: the MLP of all tokens, if there is one. exchange: the way to the
-    experts (`wlb.parallel.experts`). load: rows of each expert in the last step, all ranks';
-    slowest: of its micro-batches, the rows of the ranks of experts that had most.
+    experts (`wlb.parallel.experts`). load: rows of each expert in the last step, over all ranks.
+    slowest: rows of the EP rank that had most, summed over the step's micro-batches.
 
-    balance: the bias of each expert, or its share of the step before (`ExpertBalance`): the
-    auxiliary loss takes the shares of all ranks' tokens, which are known a step later, so that it
-    is the same in every layout.
+    balance: each expert's bias, or its share of the previous step's tokens (`ExpertBalance`). The
+    auxiliary loss takes shares over all ranks, which are known one step late, so that it is the
+    same in every layout.
     """
 
     balance: Tensor
@@ -235,12 +235,12 @@ class MixtureMlp(nn.Module):
             self.register_buffer("balance", torch.zeros(self.spec.num))
 
     def forward(self, x_TC: Tensor, rows: ExpertRows | None = None) -> Tensor:
-        """The residual branch of x, [T, C] and padding; zero without shared experts there."""
+        """The residual branch of x, [T, C] with padding, which is zero without shared experts."""
         num = x_TC.shape[0] if rows is None else rows.num
         way, scores_TK = self._choose(x_TC[:num], rows)
         if rows is not None:
             rows.counts[self] = way.counts_E
-        # What needs no numbers of rows comes before the host reads them.
+        # Work that needs no numbers of rows is issued before the host waits for them (`begin`).
         under_way: Any = _Spread.apply(way, x_TC[:num], scores_TK)
         shared_TC = None if self.shared_experts is None else self.shared_experts(x_TC)
         way.begin()

@@ -1,7 +1,7 @@
 """A decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
 
 x is [T, C]: T rows, C width. Inputs that depend on the micro-batch (rotary tables, attention,
-labels) are in a `Rows` record. It is LLaMA's; fields of `ModelSpec` add parts of Qwen2 and Qwen3.
+labels) are in a `Rows` record. The base is LLaMA; `ModelSpec` adds parts of Qwen and Gemma.
 Layers with weights, which tensor parallelism changes, go through an `Ops` object; `Ops` itself just
 calls the modules.
 """

@@ -71,7 +71,8 @@ def _choices(waiting: WaitingDocuments) -> ReleaseChoices:
     choices = ReleaseChoices(first=first, end=end, tail=tail).at(is_one)
     taken = choices.released(waiting.sums[0]) + choices.held(waiting.forced_sums[0])
     taken += waiting.ordinary.forced_tokens
-    # With the ordinary documents that may come along; what a step must take, if any choice can.
+    # possible: with the ordinary documents that still fit. least: what a step has to take, unless
+    # no choice can.
     fits = taken <= limits.step_tokens
     possible = np.minimum(taken + waiting.ordinary.tokens, limits.step_tokens)
     least = min(LEAST * limits.tokens_per_step, int(possible[fits].max()))
@@ -88,7 +89,7 @@ def _score(waiting: WaitingDocuments, choices: ReleaseChoices) -> FloatArray:
     room = np.minimum(limits.step_tokens - tokens, ordinary.tokens)
     light_tokens, light_work, light_ends = ordinary.lightest(room)
     heavy_tokens, heavy_work, heavy_ends = ordinary.heaviest(room)
-    # Ordinary documents as heavy as it takes to make the mean as high as the tallest document.
+    # Take ordinary documents heavy enough to raise the mean to the tallest document's work.
     missing = _tallest(waiting, choices, waiting.work) * num - work
     is_light = light_work >= missing
     part = np.minimum(1.0, np.maximum(0, missing) / np.maximum(1, heavy_work))
@@ -185,14 +186,14 @@ def _tallest(waiting: WaitingDocuments, choices: ReleaseChoices, work: IntArray)
     """Work (of all documents at some price) of the tallest released outlier, shape [num_choices];
     0 if none is released."""
     work = work[: waiting.num_outliers]
-    # Classes descend, but inside a class age decides the order: the most from a position on.
+    # Inside a class documents are sorted by age, so take the most work from each position on.
     highest = np.append(np.maximum.accumulate(work[::-1])[::-1], 0)
     forced = int(work[waiting.forced[: work.size]].max(initial=0))
     return np.maximum(highest[choices.tallest], forced)
 
 
 def _pigeonhole(waiting: WaitingDocuments, choices: ReleaseChoices, work: IntArray) -> FloatArray:
-    """Of N + 1 outliers two share a micro-batch, of 2N + 1 three do: at least the least of them."""
+    """Lower bound: of N + 1 outliers at least two share a micro-batch, of 2N + 1 three."""
     num, num_outliers = waiting.limits.num_micro_batches, waiting.num_outliers
     work = np.append(work[:num_outliers], 0)
     count = choices.end - choices.first
@@ -204,7 +205,7 @@ def _pigeonhole(waiting: WaitingDocuments, choices: ReleaseChoices, work: IntArr
 
     two = np.where(at(num) > 0, at(num) + at(num - 1), 0)
     three = np.where(at(2 * num) > 0, at(2 * num) + at(2 * num - 1) + at(2 * num - 2), 0)
-    # Inside a class age decides the order, so the least of them may be that much less.
+    # Inside a class documents are sorted by age, so the lightest may be lighter by this factor.
     return CLASS * np.maximum(two, three)
 
 

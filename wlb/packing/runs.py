@@ -69,8 +69,9 @@ def _by_load(
 
 
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
-    """Documents that each bin takes at loads up to `level`, or more, shape [num_bins]. Where all
-    bins have room the least loaded one is never above the mean at the end, which is below it."""
+    """Upper bound on the documents that each bin takes, shape [num_bins]: those that it takes while
+    its load is at most `level`. The least loaded bin never exceeds the final mean, which is below
+    `level`, as long as all bins have room."""
     counts = free
     for load, step in zip(begin, steps, strict=True):
         if step:

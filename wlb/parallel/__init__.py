@@ -1,1 +1,1 @@
-"""Executors of plans: mesh, tensor, context, pipeline and data parallelism."""
+"""Executors of plans: mesh, tensor, context, pipeline, expert and data parallelism."""

@@ -109,7 +109,7 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
         # run again in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
-            # Gradients' way hides behind attention if that is recomputed.
+            # FULL recomputes attention while gradients of the experts' outputs travel.
             passes = partial(layer.mlp.passes, whole_layer=how == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)

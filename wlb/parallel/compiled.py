@@ -48,9 +48,9 @@ def _compile_whole(layer: Any, backend: str) -> None:
 
 
 def _compile_attention(layer: Any, backend: str) -> None:
-    """Compile the first half of a layer with experts. Backward exchanges K and V again from its end
-    on and not from the layer's, because torch may copy gradients that cross the end of a graph, and
-    these still travel."""
+    """Compile the first half of a layer with experts. Backward starts to exchange K and V again at
+    the end of this half, not of the layer: torch may copy gradients that cross the end of a graph,
+    and the gathered K and V, which come as gradients, would still be travelling."""
     first_half = layer.first_half
 
     def ended(x_TC: Tensor, rows: Rows) -> Tensor:

@@ -135,8 +135,8 @@ def slots_again(
 
 
 def returned_rows(inverse_UR: list[Tensor], sent_N: list[Tensor], cp: int) -> list[int]:
-    """Rows of gradients that come back in each stage, which are the rank's own that went out. len()
-    would make the lengths constants, and each length a graph of its own."""
+    """Rows of gradients that come back in each stage: of the own rows that this rank sent. Read
+    from shapes, because len() would make each number a constant with a graph of its own."""
     if sent_N:
         return [index.shape[0] for index in sent_N]
     return [inverse.shape[1] // cp for inverse in inverse_UR]

@@ -171,7 +171,7 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
         for name, p in parameters.items()
         if p.grad is not None and placement(name).is_replicate()
     ]
-    # Then no tp rank of this stage has any.
+    # The other tp ranks of this stage have none either, so none waits in the all-reduce.
     if not grads:
         return
     flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.group("tp"))

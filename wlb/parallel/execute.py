@@ -199,7 +199,7 @@ class Executor:
             for slides, attention in attentions.items()
         }
         tables = [table for pair in made_tables.values() for table in pair]
-        # Where all layers slide, nothing takes what is there for the others.
+        # If all layers slide, fields for the others hold the same values, and nothing reads them.
         rows = Rows(
             **of_kind[self._kinds[0]]._asdict(),
             labels=on_device.get("labels"),

@@ -39,8 +39,8 @@ class RowsBetween(NamedTuple):
 
 
 def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
-    """Read the numbers of a layer's rows, received and sent, which are on the host. rank: in the
-    group; for `wlb.rehearse`, whose tensors have no values, so that it takes other numbers."""
+    """How many rows of a layer come from and go to each rank; numbers_2SR is on the host. rank: in
+    the group; only for `wlb.rehearse`, whose tensors have no values and which replaces this."""
     received, sent = numbers_2SR.numpy().tolist()
     return RowsBetween(received, sent)
 
@@ -74,8 +74,8 @@ def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tens
 class StagedTrip:
     """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for.
 
-    It does not know its `StagedWay`, which knows it: in a circle both would live until Python's
-    next collection, which is once in `training.gc_interval` steps.
+    It holds no reference to the `StagedWay` that holds it: in a reference cycle both would live
+    until the next garbage collection, which comes every `training.gc_interval` steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:
@@ -128,7 +128,7 @@ class StagedTrip:
         inverse_P = self._choice.inverse_of(stage)
         if scores is not None:
             scores = scores.index_select(0, inverse_P)
-        # What a rank received it sends.
+        # On the way back a rank sends as many rows as it received, and the reverse.
         sent, received = (numbers[stage] for numbers in self._choice.known)
         leaving = _select(x, inverse_P, scores)
         back = start_all_to_all(leaving, received, sent, self._group)
@@ -200,11 +200,11 @@ class StagedWay:
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """The layer's only wait of the host; returns each stage's rows among those that arrive."""
+        """Where the host waits, once a layer; returns the slice of arriving rows of each stage."""
         choice = self._choice
         if choice.copied is not None:
             choice.copied.synchronize()
-            # The host has waited for the other stream; the current one has not.
+            # So far only the host has waited for the side stream; the current stream has to, too.
             choice.copied.wait()
         assert choice.numbers_2SR is not None, "numbers of rows are read once"
         choice.between = rows_between(choice.numbers_2SR, rank=dist.get_rank(self.group))
@@ -293,7 +293,7 @@ class ExpertAllToAll:
             return self._numbers(wait(arriving_E), counts_E), None
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            # The work is waited for by this stream; the other one waits for the event.
+            # The side stream waits for the collective; the current one will wait for the event.
             numbers_2SR = self._numbers(wait(arriving_E), counts_E)
             copied = torch.cuda.Event()
             on_host = numbers_2SR.to("cpu", non_blocking=True)

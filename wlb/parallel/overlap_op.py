@@ -146,8 +146,8 @@ class _WayBack(NamedTuple):
 def _with_passed_on(
     arriving: list[Tensor], relay_M: Tensor | None, relay_splits: Tensor | None, near_name: str
 ) -> list[Tensor]:
-    """`arriving`, where the first stage's rows have started from where they landed to those that
-    read them; as it is if none are passed on."""
+    """`arriving`, with the first stage's rows on their way from the ranks where they landed to
+    those that read them; unchanged if no rows are passed on."""
     if relay_M is None or relay_splits is None:
         return list(arriving)
     landed = _collectives.wait_tensor(arriving[0])

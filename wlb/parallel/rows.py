@@ -254,7 +254,7 @@ def _by_need(
     """What the rank sends and receives, and for each token of the packed sequence its row among
     those that arrive, stage after stage, shape [S], -1 for tokens that do not. kept: rows that the
     rank sends to itself, all or none."""
-    # Own rows are left out for all ranks: where stages cut depends on all rows of a receiver.
+    # Every rank's own rows are left out: stage bounds depend on all rows that a rank receives.
     read = rows_read(sharding) if kept else rows_read_of_others(sharding)
     offsets = sharding.rank_offsets
     own = slice(int(offsets[rank]), int(offsets[rank + 1]))

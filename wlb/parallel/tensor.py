@@ -87,8 +87,8 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The last layer's part of all rows' gradient, and the gather of x_SC, which has started;
-        for before the other layers' gradients are there."""
+        """The last layer's part of the gradient of all rows, and the started gather of x_SC: work
+        that does not need the other layers' gradients."""
         gathering = start_all_gather(x_SC, self)
         return grad_TF @ weight_FC, gathering
 

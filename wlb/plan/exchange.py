@@ -91,7 +91,7 @@ class ReadRanges(NamedTuple):
     last: IntArray
 
     def of(self, chosen: IntArray | BoolArray) -> "ReadRanges":
-        """Those of a mask or of indices."""
+        """The ranges that a mask or indices select."""
         return ReadRanges(*(column[chosen] for column in self))
 
 
@@ -103,7 +103,7 @@ def ranges_read(sharding: ShardingPlan, *, sliding: int = 0) -> ReadRanges:
         return ReadRanges(reader, span, np.zeros_like(span), read[span, reader])
     rank, piece = rank_of_span(sharding), sharding.piece
     start, stop = sharding.start, sharding.stop
-    # A rank's spans of a piece in order: each brings what the one before did not.
+    # Of a rank's spans of a piece, in order, each adds the keys that the one before does not read.
     order = np.lexsort((start, piece, rank))
     rank, piece, end = rank[order], piece[order], stop[order]
     begin = np.maximum(0, start[order] - sliding + 1)

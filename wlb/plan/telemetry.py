@@ -8,7 +8,7 @@ from typing import Any
 
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
 """Times that are compared with predictions. linear: everything in decoder layers except attention
-kernels, W_l of Eq. 2. Embedding, head and loss are no part of the workload W and apart."""
+kernels, W_l of Eq. 2. Embedding, head and loss do not belong to W and are recorded apart."""
 
 _NOTHING_VARIES = 1e-12
 _TELLS_A_LINE = 0.1

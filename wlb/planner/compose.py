@@ -245,7 +245,7 @@ class Planner:
                 baseline=None if self.baseline is None else _priced(self.baseline, cost),
                 cost=cost,
             )
-            # Two are at work at a time: the one in force, and the one that follows.
+            # Keep two: the planner at the prices in force, and the one at the prices that follow.
             for old in list(self._repriced)[:-1]:
                 del self._repriced[old]
             self._repriced[prices] = made

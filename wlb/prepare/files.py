@@ -50,7 +50,7 @@ def locked(path: Path) -> Generator[None]:
 
 @contextmanager
 def locked_folder(path: Path) -> Generator[None]:
-    """Makes a folder, waits for its lock and holds it; nothing can take its place before."""
+    """Makes a folder and holds its lock; starts over if the folder was replaced while it waited."""
     with ExitStack() as opened:
         while True:
             folder = make_folder(path)

@@ -47,7 +47,7 @@ _MOST_SHAPES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """All of a message that the template's own text may depend on: not its content."""
+    """What the template's own text may depend on in a message: everything but its content."""
 
     role: Role
     has_content: bool

@@ -257,7 +257,7 @@ def _tables(bench: _TaskBench, model: ModelSpec, tokens: int) -> tuple[Tensor, T
 
 
 def _embedding(bench: _TaskBench, tp: int, *, tokens: int, hidden: int, vocab: int) -> Numbers:
-    """As `wlb.parallel.tensor`: under TP, tokens of other ranks look up an end row, times zero."""
+    """As in tensor parallelism: tokens of other ranks read the first or last row, times zero."""
     weight = bench.random(vocab, hidden, grad=True)
     index = bench.integers(vocab * tp, tokens)
 

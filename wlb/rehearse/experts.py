@@ -50,7 +50,7 @@ class EqualLoads:
             return each + ((to - of) % size < more)
 
         def by_stage(rows: list[int]) -> list[list[int]]:
-            # Both sides divide a number alike.
+            # Sender and receiver round alike, so that their numbers of rows agree.
             ends = [[n * s // stages for n in rows] for s in range(stages + 1)]
             return [[b - a for a, b in zip(*pair, strict=True)] for pair in pairwise(ends)]
 

@@ -60,8 +60,8 @@ class HostWait(NamedTuple):
 
 
 class StreamFault(NamedTuple):
-    """Memory that a stream took while another may use it. op: that took it. where: file and line of
-    wlb."""
+    """A stream was given memory that another one may still use. op: the operator that asked for it.
+    where: file and line of wlb."""
 
     step: int
     op: str

@@ -70,10 +70,10 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     longest = int(pieces.max())
     if near == cp:
         return gather, ideal + waits.of(_received(cp, 1, max(0, longest - share)))
-    # The node of the last token holds all but `away` tokens of the document, which each of its
-    # ranks that reads that far receives from other nodes, and has at least the work of the first
-    # ones that it holds.
-    # What lands on a node's ranks in equal parts hides behind attention over keys of the node too.
+    # Say the node of the document's last token holds all but `away` of its tokens. Each of its
+    # ranks that reads that far receives those from other nodes, and the node's work is at least
+    # that of as many first tokens as it holds.
+    # Rows that land on a node's ranks in equal parts also hide behind attention over its keys.
     landing = near if cost.overlaps else 1
     if landing > 1:
         waits.all_attention = mean
@@ -98,7 +98,7 @@ def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float,
 
 
 class _LeastWaits:
-    """What is waited for transfers at least; own keys hide as much as they ever could."""
+    """Least time that ranks wait for transfers, if own keys hide as much as they ever could."""
 
     def __init__(self, num_tokens: int, cp: int, cost: HiddenExchange) -> None:
         self.num_tokens, self.cp, self.cost = num_tokens, cp, cost

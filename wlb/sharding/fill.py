@@ -23,7 +23,7 @@ LONGEST_CUT_IN_TWO = 1024
 """Documents up to this length are cut to fill a rank up in runs of tokens; longer ones, whose runs
 differ too much in work, symmetrically."""
 NEGLIGIBLE = 0.005
-"""Missing work of a rank, relative to its documents' beyond the lightest, for which none is cut."""
+"""Share of a rank's work beyond the lightest documents' that may be missing without a cut."""
 LIGHTEST = 0.15
 """Share of a group's tokens, of the documents with least work a token, that level its nodes."""
 

@@ -157,7 +157,8 @@ class StepPrices:
         whole = mean * self.layers[stage]
         if self.sliding is None:
             return whole
-        # A sliding layer more is one fewer of the others, whose time follows from both means.
+        # Each further sliding layer replaces one of the others, whose time follows from the means
+        # of all layers and of sliding ones.
         more = (getattr(self.sliding, name) - mean) * self.more_sliding[stage]
         return whole + np.rint(more).astype(np.int64)
 

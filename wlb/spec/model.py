@@ -1,4 +1,4 @@
-"""The [model] section: shapes and parts of a decoder of the LLaMA and Qwen families."""
+"""The [model] section: shapes and parts of a decoder (LLaMA, Mistral, Qwen, Gemma)."""
 
 import math
 from dataclasses import dataclass, field, replace

@@ -68,8 +68,8 @@ def show(spec: RunSpec, console: Console) -> None:
 
 
 def _device(spec: RunSpec) -> str:
-    """The kind of device that is spoken of. auto: GPUs, unless neither cost.profile names one nor
-    this machine has one."""
+    """The kind of device that the figures are for. run.device = auto means GPUs, unless
+    cost.profile is auto as well and this machine has none."""
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
     return "cpu" if spec.run.device == Device.CPU else "cuda"
@@ -114,7 +114,7 @@ def _documents(spec: RunSpec, stores: Stores | None) -> _Documents:
 
 
 def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
-    """Whose machine the figures speak of."""
+    """A sentence on the machine that the figures are for."""
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
     asked = "run.device = cpu was asked for"
     if made.spec.run.device == Device.AUTO:

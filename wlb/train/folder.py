@@ -59,8 +59,8 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 
 
 def _move_older_aside(job: Job, console: Console) -> bool:
-    """Whether the folder was moved; on resume only checkpoints later than the one that is gone on
-    from are."""
+    """Move an older run of the name aside; True if there was one. On resume the folder stays, and
+    only checkpoints later than the resumed one are renamed."""
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")

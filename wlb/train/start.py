@@ -142,7 +142,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                 asked.console.print(_why(checked, choice, world))
                 try:
                     answer = [_claimed_job(checked, world.world_size, choice, asked, lock)]
-                # Every exception is caught, because the other ranks wait for this answer.
+                # A refusal is sent as the answer, because the other ranks wait for one.
                 except (UserError, OSError) as error:
                     answer = [str(error)]
                 except StoppedEarly:

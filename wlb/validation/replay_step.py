@@ -17,7 +17,8 @@ from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
 MOST_SPREAD = 20
-"""A wait is at least the mean over this; scaling up an empty micro-batch would take minutes."""
+"""A wait is at least the mean wait over this; waits scaled up to an empty micro-batch's would take
+minutes."""
 MOST_PROCESSES = 32
 
 

@@ -283,7 +283,7 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
     # Gemma's key has another name; what older files have under this one does not count.
     if not is_silu and model_type not in GEMMA:
-        raise keys.error("hidden_act", "is not silu, the only activation that wlb has")
+        raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
     for name in ("attention_bias", "mlp_bias"):
         if flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
@@ -320,7 +320,7 @@ def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
 def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, RopeScaling]:
     for name, value in rope.values.items():
         if isinstance(value, dict):
-            raise rope.error(name, "differs between layers: wlb uses the same RoPE in all layers")
+            raise rope.error(name, "differs between layers, which wlb reads of Gemma 3 alone")
         if name not in _ROPE.split() and value not in (None, False):
             raise rope.error(name, "is not known here and may change RoPE; remove it if not")
     theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))

@@ -130,7 +130,7 @@ class LoadedModel:
         return self.tokenizer.file
 
     def _asked(self, text: str) -> list[int]:
-        """The tokens of training before what an assistant says to this message."""
+        """The tokens that come before an assistant's answer to this message, as in training."""
         chat = self.tokenizer.chat
         assert chat is not None
         template = JinjaTemplate(chat.template, name=str(self.folder), variables=chat.variables)

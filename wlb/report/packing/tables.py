@@ -28,7 +28,7 @@ def _of_steps(name: str, form: str) -> Cell:
 
 
 STEP = "F+B time-w."
-"""Column by which policies are compared, and what is saved is told."""
+"""The column by which policies are compared and from which the saving is computed."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     (STEP, _of_steps("step_time_weighted", ".3f")),
     ("imbalance", _of_steps("imbalance", ".3f")),

@@ -222,7 +222,7 @@ class TrialRunner:
 def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str, bool]:
     """Specs with equal keys give documents equal prices."""
     p = spec.parallel
-    # Weights' gradients in passes of their own hide no way of experts' rows.
+    # Weights' gradients in passes of their own hide no transfer of experts' rows.
     hides_less = p.ep > 1 and spec.splits_backward
     return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute), hides_less
 

@@ -30,8 +30,8 @@ class DamagedCheckpoint(UserError):
 
 
 class ToResume(NamedTuple):
-    """The checkpoint that `--resume` names, None for a new run. passed_over: why newer ones are
-    not it. falls_back: whether older ones may take its place."""
+    """The checkpoint that `--resume` names, None for a new run. passed_over: why newer ones were
+    not taken. falls_back: whether an older one may be loaded if this one is damaged."""
 
     checkpoint: Path | None
     passed_over: tuple[str, ...] = ()
@@ -66,15 +66,15 @@ def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False
 
 
 def replaced_of(directory: Path, step: int) -> Path:
-    """The name of a checkpoint while another one of its step takes its place."""
+    """The temporary name of a checkpoint while a new one of the same step replaces it."""
     return directory / f"partial-replaced-{step:08d}"
 
 
 def put_back(directory: Path) -> None:
-    """Give checkpoints their names back whose successor never got it."""
+    """Give checkpoints their names back whose replacement was never published."""
     for replaced in directory.glob("partial-replaced-*"):
         final = folder_of(directory, int(replaced.name.rpartition("-")[2]))
-        # One whose successor is there may be half removed.
+        # If its replacement is there, the old checkpoint may be half removed.
         if not final.exists():
             replaced.rename(final)
 

@@ -1,7 +1,7 @@
-"""The folder of a run by its inode, whatever becomes of its name.
+"""Holds the folder of a run by its inode, so that saves reach it whatever becomes of its name.
 
-torch makes all parents of what it writes to. By the name of a run's folder that was removed or
-renamed, a save would bring that name back, or end up in another run that has it now.
+torch creates all parents of the files that it writes. After a run's folder was removed or renamed,
+a save by name would create that name again, or end up in another run that has it now.
 """
 
 import os
@@ -29,8 +29,8 @@ class HeldFolder:
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def named(self, text: str) -> str:
-        """`text` with the name that the folder had instead of `path`, be it that of another
-        rank."""
+        """`text` with the folder's name in place of `path`, which may be that of another rank's
+        process."""
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 
     def close(self) -> None:

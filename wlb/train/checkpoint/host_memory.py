@@ -1,4 +1,4 @@
-"""Host memory that was freed goes back to the operating system.
+"""Return freed host memory to the operating system.
 
 The C library keeps freed memory for allocations of the same size, which hardly repeat as
 micro-batches differ in length: 100 to 170 of a demo rank's 430 MiB were such gaps. Giving them back

@@ -55,7 +55,7 @@ class SaveCheckpoints(Hook):
         self.saver.close()
 
     def newest(self, run: RunContext) -> Path | None:
-        """The newest complete checkpoint, as rank 0 sees it, which sees it first. Collective."""
+        """The newest complete checkpoint that rank 0, which publishes it, sees. Collective."""
         self.saver.finish_for_reading()
         there = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []
         newest = [there[-1].name if there else ""]
@@ -81,7 +81,7 @@ class SaveCheckpoints(Hook):
                 self._tallies[run.steps_done] = deepcopy(run.tally)
             state = run.progress.state
             if state is not None:
-                # Plans of steps before a change were made before it was known.
+                # The plan may have been made before a change of prices was known.
                 state = state.with_prices(run.prices)
             ended += self.saver.save(run.steps_done, state, began_s=began_s)
             run.saved = run.progress

@@ -110,7 +110,7 @@ class RunLock:
         return True
 
     def _is_locked(self, folder: int, file: int) -> bool:
-        """Whether both are locked, as far as the file system has locks; it says where not."""
+        """Lock both as far as the file system can; say where it cannot. False if one is taken."""
         problem = ""
         try:
             self._remedy = "train a copy of the folder, which has no lock"

@@ -70,7 +70,7 @@ class Calibration:
         self._records.append(record)
 
     def clear(self) -> None:
-        """Forget records, which compare with prices that hold no more."""
+        """Forget all records: they compare with prices that are no longer in force."""
         self._records.clear()
 
     def finish(
@@ -123,7 +123,7 @@ class Calibration:
 class WriteProfile(Hook):
     """Collects a run's records and, unless it was stopped, writes the profile `path` in the end.
 
-    With cost.online it refits the prices last in force, from the records since they hold.
+    With cost.online it refits the prices last in force, from records made since they took effect.
     """
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:

@@ -183,7 +183,8 @@ class TelemetryMeter:
         own = np.array([*sums, *self._sums.values()], np.float64)
         num, flat = own.size, np.zeros(0) if votes is None else votes.ravel()
         total = torch.from_numpy(np.concatenate([own, flat]))
-        # Times and ranks in one number: its maximum is the largest time and its lowest rank.
+        # Each code holds a time and a rank, so that one maximum gives the largest time, and of the
+        # ranks that have it the lowest.
         world, rank = self.mesh.world_size, self.mesh.rank
         codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
