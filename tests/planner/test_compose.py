@@ -15,6 +15,7 @@ from wlb.data import GlobalBatches, LengthSource, TokenStoreWriter
 from wlb.packing import (
     BoundedPacker,
     CapacityPacker,
+    ExamplesPacker,
     FixedPacker,
     OriginalPacker,
     Packer,
@@ -24,10 +25,10 @@ from wlb.packing import (
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.plan.tally import Share
 from wlb.planner import Planner, deal, open_heldout_planner
-from wlb.spec import load, system_overrides
+from wlb.spec import Policy, load, system_overrides
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
-POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
+POLICIES = tuple(map(str, Policy))
 
 
 def planner(
@@ -61,6 +62,7 @@ def planner(
         "var_len": VarLenPacker(options=options, s_max=384, queue_thresholds=(60, 180)),
         "bounded": BoundedPacker(options=options, s_max=512, max_delay=6),
         "capacity": CapacityPacker(options=options),
+        "examples": ExamplesPacker(options=options, examples=3),
     }
     return Planner(
         source=source,

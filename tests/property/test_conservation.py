@@ -17,6 +17,7 @@ from wlb.packing import (
     BinMethod,
     BoundedPacker,
     CapacityPacker,
+    ExamplesPacker,
     FixedPacker,
     OriginalPacker,
     Packer,
@@ -27,6 +28,7 @@ from wlb.packing import (
     WindowCut,
 )
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, ranges
+from wlb.spec import Policy
 
 MOST = 1000  # documents a source, and tokens a document, are fewer
 
@@ -56,7 +58,7 @@ def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
     return out
 
 
-POLICIES = ("original", "fixed", "var_len", "bounded", "capacity")
+POLICIES = tuple(map(str, Policy))
 WINDOWED = ("fixed", "capacity")
 
 
@@ -70,7 +72,7 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
     )
     per_step = options.tokens_per_step
     prices = draw(st.sampled_from([PriceRange(), PriceRange(low=0.7, high=1.6)]))
-    match policy or draw(st.sampled_from(POLICIES)):
+    match chosen := policy or draw(st.sampled_from(POLICIES)):
         case "original":
             return OriginalPacker(options=options, cut=draw(st.sampled_from(list(WindowCut))))
         case "fixed":
@@ -86,6 +88,10 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
                 pack_batches=draw(st.integers(1, 3)),
                 open_bins=draw(st.integers(1, 4)),
             )
+        case "examples":
+            return ExamplesPacker(
+                options=options, examples=draw(st.integers(1, 4)), by_length=draw(st.booleans())
+            )
         case "bounded":
             return BoundedPacker(
                 options=options,
@@ -94,13 +100,21 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
                 max_delay=draw(st.integers(1, 8)),
                 price_range=prices,
             )
+        case "var_len":
+            return draw(_var_len(options, prices))
+    raise ValueError(f"policy {chosen} has no case here: add one, so that these tests hold it too")
+
+
+@st.composite
+def _var_len(draw: st.DrawFn, options: PackerOptions, prices: PriceRange) -> VarLenPacker:
+    window = options.context_window
     thresholds = draw(st.lists(st.integers(1, window + 2), max_size=3, unique=True).map(sorted))
     s_max = draw(st.integers(window, 3 * window))
     return VarLenPacker(
         options=options,
         s_max=s_max,
         queue_thresholds=tuple(thresholds),
-        step_tokens=draw(st.none() | st.integers(window, 3 * per_step + s_max)),
+        step_tokens=draw(st.none() | st.integers(window, 3 * options.tokens_per_step + s_max)),
         price_range=prices,
     )
 
