@@ -15,6 +15,7 @@ import torch.distributed as dist
 from wlb.launch import local as launch
 from wlb.launch.local import RankFailure, report_failure, run_local
 from wlb.parallel import world as worlds
+from wlb.parallel.host import new_host_group
 
 pytestmark = pytest.mark.dist
 
@@ -233,3 +234,33 @@ def test_a_report_of_a_dead_rank_has_its_exit_code(
     assert str(caught.value).startswith("rank 0 died from SIGKILL (exit code -9)\n")
     assert str(caught.value).endswith("rank 0 of 2 died")
     assert caught.value.rank == 0
+
+
+def test_ranks_part_over_their_hosts_group(monkeypatch, tmp_path):
+    """The group of all ranks may have no side for CPU tensors, as that of NCCL."""
+
+    def init(world: worlds.World, device: torch.device, *, timeout_s: float) -> None:
+        store = dist.HashStore()
+        dist.init_process_group("cuda:gloo", store=store, rank=0, world_size=1)
+        new_host_group(timeout_s)
+
+    monkeypatch.setattr(worlds, "init", init)
+    threads = torch.get_num_threads()
+    job = launch._RankJob(
+        world=worlds.World(),
+        task=launch._pickled_task(_own_rank, ()),
+        device="cuda",
+        start_group=True,
+        group_timeout_s=60.0,
+        environment={"OMP_NUM_THREADS": str(threads)},
+        stack_file=str(tmp_path / "stack"),
+    )
+    try:
+        assert launch._run_task(job) == 0
+        assert not dist.is_initialized()
+    finally:
+        worlds.shutdown()
+
+
+def _own_rank(world: worlds.World) -> int:
+    return dist.get_rank()

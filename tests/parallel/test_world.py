@@ -1,6 +1,7 @@
 """Tests discovery of the launcher and the choice of device."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -204,3 +205,53 @@ def test_a_world_that_makes_no_sense_is_refused():
         worlds.World(rank=2, world_size=2, master_port=1)
     with pytest.raises(ValueError, match="2 ranks need a place to meet"):
         worlds.World(rank=0, world_size=2)
+
+
+def test_cuda_defaults_are_set_before_devices_are_counted(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    seen: list[str | None] = []
+
+    def is_available() -> bool:
+        seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for is_built in (False, True):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda is_built=is_built: is_built)
+        worlds.choose_device(Device.AUTO, local_ranks=1)
+    assert seen == [None, worlds.CUDA_DEFAULTS["CUDA_DEVICE_MAX_CONNECTIONS"]]
+
+
+def test_a_thread_begins_with_the_ranks_gpu(monkeypatch):
+    """A new thread has GPU 0, where all ranks of a node would make a context."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: chosen.append((threading.current_thread().name, device)),
+    )
+    device = torch.device("cuda", 3)
+    with worlds.device_thread("inputs", device) as pool:
+        name = pool.submit(lambda: threading.current_thread().name).result()
+    assert chosen == [(name, device)]
+    assert name.startswith("inputs")
+    with worlds.device_thread("inputs", torch.device("cpu")) as pool:
+        pool.submit(int).result()
+    assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_no_rank_waits_for_others_after_an_exception(monkeypatch, kind):
+    """Destroying a group of NCCL waits for its kernels, and thus for ranks that may be gone."""
+    ended: list[str] = []
+    monkeypatch.setattr(worlds, "init", lambda *_, **__: None)
+    monkeypatch.setattr(worlds, "shutdown", lambda: ended.append("all"))
+    monkeypatch.setattr(worlds, "destroy_gloo_groups", lambda: ended.append("gloo"))
+    device = torch.device(kind)
+    with worlds.in_group(worlds.World(), device, timeout_s=1.0):
+        assert not ended
+    assert ended == ["all"]
+    with pytest.raises(KeyboardInterrupt), worlds.in_group(worlds.World(), device, timeout_s=1.0):
+        raise KeyboardInterrupt
+    assert ended == ["all", "gloo" if kind == "cuda" else "all"]

@@ -15,8 +15,10 @@ from rich.console import Console
 from tests.train.case import small_spec, train, write_corpus
 from tests.train.faults.test_watched_ranks import free_port
 from wlb.launch.local import RankFailure, run_local
+from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
 from wlb.parallel.world import World
+from wlb.plan import UserError
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver
@@ -131,3 +133,39 @@ def test_a_store_may_take_longer_to_make_than_a_collective_may(tmp_path: Path) -
     spec = replace(spec, parallel=replace(spec.parallel, tp=2))
     limits_s = [start.PREPARE_TIMEOUT_S, 300.0]
     assert run_local(as_given_ranks, 2, spec, timeout_s=600) == [limits_s, limits_s]
+
+
+def _process_or_refusal(refuses: bool) -> int:
+    if refuses:
+        raise UserError("kernels.fused = triton can't compute this run")
+    return os.getpid()
+
+
+@pytest.mark.process
+def test_a_launcher_of_ranks_leaves_gpus_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run tries on a GPU is tried in a process that ends, if ranks are other processes."""
+    assert start._in_own_process(_process_or_refusal, False) != os.getpid()
+    with pytest.raises(UserError, match=r"kernels\.fused = triton can't"):
+        start._in_own_process(_process_or_refusal, True)
+
+    class Claimed(Exception):
+        """Ends a run where its job would be made."""
+
+    probes: list[Any] = []
+
+    def claimed(*args: Any) -> None:
+        probes.append(args[-1])
+        raise Claimed
+
+    monkeypatch.setattr(start, "_claimed_job", claimed)
+    for device in ("cpu", "cuda"):
+        choice = worlds.DeviceChoice(device, "")
+        monkeypatch.setattr(worlds, "choose_device", lambda *_, choice=choice, **__: choice)
+        for dp in (1, 2):
+            spec = small_spec(tmp_path, tmp_path / "texts", parallel={"dp": dp})
+            with pytest.raises(Claimed):
+                start.train(spec, resume=None, console=Console(), signals=Signals())
+    here = start.probe_here
+    assert probes == [here, here, here, start._in_own_process]

@@ -28,6 +28,7 @@ from typing import Any
 from wlb.data.leftovers import process_folder, temporary_folder
 from wlb.launch.told import in_words
 from wlb.parallel import world as worlds
+from wlb.parallel.host import host_group
 from wlb.plan import UserError, check_at_least
 
 PRELOAD = (
@@ -419,9 +420,8 @@ def _run_task(job: _RankJob) -> Any:
         worlds.init(job.world, device, timeout_s=job.group_timeout_s)
     result = fn(job.world, *args)
     if job.start_group and torch.distributed.is_initialized():
-        # Ranks wait for each other over Gloo, because leaving early would break connections of
-        # peers.
-        torch.distributed.all_reduce(torch.zeros(1))
+        # Ranks wait for each other, because leaving early would break connections of peers.
+        torch.distributed.all_reduce(torch.zeros(1), group=host_group())
     worlds.shutdown()
     return result
 

@@ -8,6 +8,7 @@ import atexit
 import os
 import re
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -170,10 +171,14 @@ class DeviceChoice(NamedTuple):
 def choose_device(
     requested: Device, *, local_ranks: int, one_gpu_each: bool = False
 ) -> DeviceChoice:
-    """CUDA if every rank of this machine gets a GPU, else the CPU; CUDA is not initialised.
-    UserError if CUDA was requested and GPUs are missing."""
+    """CUDA if every rank of this machine gets a GPU, else the CPU. `CUDA_DEFAULTS` are set before
+    devices are counted; no context is made. UserError if CUDA was requested and GPUs are missing.
+    """
     if requested == Device.CPU:
         return DeviceChoice("cpu", "run.device = cpu was asked for")
+    if torch.backends.cuda.is_built():
+        # The driver may read its variables when it is first asked for devices, which is next.
+        set_cuda_defaults()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = 1 if one_gpu_each else local_ranks
     found = f"{num_gpus} GPUs for {local_ranks} ranks on this machine"
@@ -204,6 +209,36 @@ def rank_device(world: World, kind: str) -> torch.device:
     return torch.device("cuda", 0 if world.one_gpu_each else world.local_rank)
 
 
+def select_device(device: torch.device) -> None:
+    """Make a GPU this thread's; no effect for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
+    """A pool of one thread that uses `device`. Every new thread begins with GPU 0, and a stream or
+    event that it used would cost each rank a context there: about 0.5 GiB, all on one GPU."""
+    return ThreadPoolExecutor(
+        1, thread_name_prefix=name, initializer=select_device, initargs=(device,)
+    )
+
+
+@contextmanager
+def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterator[None]:
+    """torch.distributed for the block (`init`), destroyed after it; after an exception only where
+    that waits for no other rank, because peers may never join what this rank's GPU has begun."""
+    init(world, device, timeout_s=timeout_s)
+    try:
+        yield
+    except BaseException:
+        if device.type == "cuda":
+            destroy_gloo_groups()
+        else:
+            shutdown()
+        raise
+    shutdown()
+
+
 def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with a group of Gloo beside it for CPU
     tensors and objects (`wlb.parallel.host`). UserError if too few files may be open.
@@ -223,7 +258,7 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     one_gloo_worker(is_one_machine=world.local_world_size == world.world_size)
     if is_cuda:
         set_cuda_defaults()
-        torch.cuda.set_device(device)
+    select_device(device)
     dist.init_process_group(
         "nccl" if is_cuda else "gloo",
         rank=world.rank,

@@ -6,12 +6,13 @@ allocator would otherwise reuse their memory while they are read.
 """
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
 from wlb.parallel.execute import Executor, StepInputs
 from wlb.parallel.rows import TokenReader
+from wlb.parallel.world import device_thread
 from wlb.plan import PipelinePlan
 
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
@@ -25,8 +26,8 @@ class InputPrefetcher:
         self.executor, self.reader, self.ahead = executor, reader, ahead
         self.exposed_ns = 0
         self._waiting: dict[int, Future[Loaded]] = {}
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="inputs") if ahead else None
         device = executor.mesh.device
+        self._pool = device_thread("inputs", device) if ahead else None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The loading stream reads the rotary frequencies, which the current stream wrote.
         if self._stream is not None:

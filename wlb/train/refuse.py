@@ -5,8 +5,10 @@ Opening the planners reads the stores' lengths and the kernel profile. Planning 
 step refuses a planner state of another corpus or seed.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,14 @@ from wlb.train.memory import budget_of, hold_against
 from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of
 from wlb.train.telemetry.sinks import refuse_missing
 
+Probe = Callable[..., Any]
+"""Returns fn(*args) of a function that uses a GPU, in this process or in one of its own."""
+
+
+def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
+    """The `Probe` of a process that will use the GPU anyway."""
+    return fn(*args)
+
 
 def refuse_early(
     spec: RunSpec,
@@ -36,11 +46,12 @@ def refuse_early(
     device: str,
     resume: Path | None,
     init_from: Path | None,
+    probe: Probe = probe_here,
 ) -> Planner:
     """UserError for a run that cannot work; else the planner of its steps, which was opened."""
     refuse_missing(spec)
     if spec.training.compile:
-        refuse_uncompilable(spec.training.compile_backend, torch.device(device))
+        probe(refuse_uncompilable, spec.training.compile_backend, torch.device(device))
     if spec.tp.overlap:
         refuse_overlap(torch.device(device), spec.parallel.tp)
     priced = with_backend(spec, device)
@@ -124,11 +135,11 @@ def agree_on_kernel(
     return priced, profile
 
 
-def computed_by(spec: RunSpec, device: str) -> str:
+def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
     """Lines for the log: the attention kernel, whether kernels are fused, and why. UserError for a
     kernel that cannot compute here."""
     where = torch.device(device)
-    return f"{kernel_of(spec, where).line}\n{fused_of(spec, where).line}"
+    return f"{kernel_of(spec, where).line}\n{probe(fused_of, spec, where).line}"
 
 
 def priced_by(planner: Planner) -> str:

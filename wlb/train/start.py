@@ -6,9 +6,10 @@ computes.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,11 +40,13 @@ from wlb.train.loop import Trainer
 from wlb.train.memory import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
+    Probe,
     computed_by,
     model_change,
     priced_by,
     priced_workload,
     prices_kept,
+    probe_here,
     refuse_early,
 )
 from wlb.train.refuse_inputs import begins_with
@@ -98,14 +101,12 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
     """Train in this process, or in as many local ones as the layout has ranks."""
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
-    if choice.kind == "cuda":
-        # The settings are made before the device's memory is read, which starts CUDA; local ranks
-        # inherit them.
-        worlds.set_cuda_defaults()
     checked = resolve_dp(spec, world_size)
     asked.console.print(_why(checked, choice, None))
     with closing(RunLock(directory_of(checked), asked.console)) as lock:
-        job = _claimed_job(checked, world_size, choice, asked, lock)
+        apart = world_size > 1 and choice.kind == "cuda"
+        probe = _in_own_process if apart else probe_here
+        job = _claimed_job(checked, world_size, choice, asked, lock, probe)
         if world_size == 1:
             request = StopRequest(checked.run.stop_file, rank=0, signals=asked.signals)
             _started_rank(World(), job, choice.kind, request)
@@ -132,8 +133,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
     checked = resolve_dp(spec, world.world_size)
     device = worlds.rank_device(world, choice.kind)
     # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
-    worlds.init(world, device, timeout_s=spec.training.timeout_s)
-    try:
+    with worlds.in_group(world, device, timeout_s=spec.training.timeout_s):
         # Rank 0 may tokenise a corpus for hours while the others wait for its answer.
         limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
         with closing(RunLock(directory_of(checked), asked.console)) as lock:
@@ -141,7 +141,8 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
             if world.rank == 0:
                 asked.console.print(_why(checked, choice, world))
                 try:
-                    answer = [_claimed_job(checked, world.world_size, choice, asked, lock)]
+                    num = world.world_size
+                    answer = [_claimed_job(checked, num, choice, asked, lock, probe_here)]
                 # A refusal is sent as the answer, because the other ranks wait for one.
                 except (UserError, OSError) as error:
                     answer = [str(error)]
@@ -149,14 +150,12 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                     asked.console.print(_STOPPED)
             dist.broadcast_object_list(answer, src=0, group=host_group())
             job = answer[0]
-            if isinstance(job, str):
-                raise UserError(job)
-            if job is not None:
+            if isinstance(job, Job):
                 limit_collectives(spec.training.timeout_s)
                 request = StopRequest(spec.run.stop_file, rank=world.rank, signals=asked.signals)
                 run_rank(world, job, device, request)
-    finally:
-        worlds.shutdown()
+    if isinstance(job, str):
+        raise UserError(job)
 
 
 def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
@@ -168,15 +167,33 @@ def local_rank(world: World, job: Job, device_kind: str, told: Path | None = Non
 
 def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> None:
     device = worlds.rank_device(world, device_kind)
-    worlds.init(world, device, timeout_s=job.spec.training.timeout_s)
-    try:
+    with worlds.in_group(world, device, timeout_s=job.spec.training.timeout_s):
         run_rank(world, job, device, request)
-    finally:
-        worlds.shutdown()
+
+
+def _in_own_process(fn: Callable[..., Any], *args: Any) -> Any:
+    """The result of `fn` from a process that ends, and with it its context on a GPU (0.5 GiB): a
+    launcher that made one would hold it, beside those of its ranks, until the run ends."""
+    (result,) = run_local(_told, 1, fn, args, device="cuda")
+    if isinstance(result, UserError):
+        raise result
+    return result
+
+
+def _told(_: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return fn(*args)
+    except UserError as error:
+        return error
 
 
 def _claimed_job(
-    spec: RunSpec, world_size: int, choice: DeviceChoice, asked: _Request, lock: RunLock
+    spec: RunSpec,
+    world_size: int,
+    choice: DeviceChoice,
+    asked: _Request,
+    lock: RunLock,
+    probe: Probe,
 ) -> Job:
     """The job, with its stores made and its folder claimed. StoppedEarly if a signal came."""
     stores = open_stores(spec, asked.console, asked.signals)
@@ -186,7 +203,7 @@ def _claimed_job(
         # are read next.
         with claiming(spec):
             lock.take()
-    job = _job(spec, stores, world_size, choice, asked)
+    job = _job(spec, stores, world_size, choice, asked, probe)
     asked.signals.check()
     claim_directory(job, asked.console, lock)
     if spec.data.verify == VerifyData.START:
@@ -207,7 +224,12 @@ def _verify(job: Job, asked: _Request) -> None:
 
 
 def _job(
-    spec: RunSpec, stores: Stores, world_size: int, choice: DeviceChoice, asked: _Request
+    spec: RunSpec,
+    stores: Stores,
+    world_size: int,
+    choice: DeviceChoice,
+    asked: _Request,
+    probe: Probe,
 ) -> Job:
     console, calibrate = asked.console, asked.calibrate
     filled = ready(spec, stores, world_size)
@@ -228,12 +250,13 @@ def _job(
         device=choice.kind,
         resume=saved,
         init_from=init_from,
+        probe=probe,
     )
     begun = saved or init_from
     for line in (
         *(f"WARNING: {why}" for why in passed_over),
         *memory,
-        computed_by(filled, choice.kind),
+        computed_by(filled, choice.kind, probe),
         priced_by(planner),
         f"weights of {init_from}" if init_from else "",
         model_change(filled.model, begun) if begun else "",

@@ -247,3 +247,31 @@ def test_every_chunk_of_a_step_is_timed_once(case: Case) -> None:
         # One of the four micro-batches is empty: padding has a kernel call too.
         assert len(timed) == 2 * len(stages) * 4
         assert 0 < times.compute_ns <= times.wall_ns
+
+
+class Pooled(WallMarks):
+    """Makes 1,000 ns pass for a mark that is new, and 10 ns for one that is used again."""
+
+    def __init__(self) -> None:
+        self.time_ns = self._made = self._used = 0
+
+    def reset(self) -> None:
+        self._used = 0
+
+    def now(self) -> int:
+        self._used += 1
+        self.time_ns += 1000 if self._used > self._made else 10
+        self._made = max(self._made, self._used)
+        return self.time_ns
+
+    wall_now = now
+
+
+def test_a_marks_cost_is_that_of_one_from_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA events are made once and used in all steps."""
+    marks = Pooled()
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: marks.time_ns)
+    clock = StepClock(marks)
+    with clock.step(), clock.chunk(Pass.FORWARD, stage=0, micro_batch=0):
+        pass
+    assert 0 < clock.marks_ns < 200

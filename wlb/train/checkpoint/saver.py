@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from wlb.model.llama import EMBEDDING, HEAD
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
+from wlb.parallel.world import device_thread
 from wlb.plan import PlannerState, RunError, UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
@@ -108,7 +109,7 @@ class CheckpointSaver:
         # The group has all ranks, so new_group returns no placeholder.
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pool = device_thread("checkpoint", mesh.device)
         self._pending: Future[Saved] | None = None
 
     def save(
