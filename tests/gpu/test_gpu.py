@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch.nn.functional import grouped_mm
 
 from tests.parity.body import expected_of, parity
 from tests.parity.case import Case
 from tests.parity.test_bf16 import bf16
 from wlb.launch.local import run_local
 from wlb.spec import AttentionBackend, Schedule
+from wlb.spec.check import MOST_EXPERTS_OF_RANK
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -50,3 +52,22 @@ def test_bf16_on_the_varlen_kernel_is_near_fp32() -> None:
     assert result["backend"] == AttentionBackend.TORCH_VARLEN
     assert result["loss"] == pytest.approx(result["expected"], rel=2e-2)
     assert result["cosine"] > 0.99
+
+
+@pytest.mark.parametrize("rows", [[5, 0, 3, 0], [0, 0, 0, 8], [0] * 4, [1] * MOST_EXPERTS_OF_RANK])
+def test_products_of_experts_without_rows(rows: list[int]) -> None:
+    """An expert without rows has no output, and gradients of zero for its weights."""
+    ends = torch.tensor(rows, device="cuda").cumsum(0, dtype=torch.int32)
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    x, grad = (torch.randn(sum(rows), size, **options) for size in (64, 32))
+    weights = torch.randn(len(rows), 32, 64, **options)
+    made = grouped_mm(x, weights.transpose(-2, -1), offs=ends)
+    of_weights = grouped_mm(grad.t(), x, offs=ends)
+    assert made.shape == (sum(rows), 32)
+    for expert, (part, its_x, its_grad) in enumerate(
+        zip(made.split(rows), x.split(rows), grad.split(rows), strict=True)
+    ):
+        expected = its_x.float() @ weights[expert].float().t()
+        torch.testing.assert_close(part.float(), expected, rtol=2e-2, atol=1e-1)
+        expected = its_grad.float().t() @ its_x.float()
+        torch.testing.assert_close(of_weights[expert].float(), expected, rtol=2e-2, atol=1e-1)

@@ -26,6 +26,10 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["model.experts.hidden_size=20"], "hidden_size = 20 is not a multiple of 8.*use 24"),
         (["model.hidden_size=68", "model.head_dim=8"], "model.hidden_size = 68 is not a multiple"),
         (["parallel.ep=3"], "parallel.ep = 3 does not divide model.experts.num = 8"),
+        (
+            ["model.experts.num=4096", "parallel.ep=2"],
+            "2048 experts of a rank; torch's grouped products take at most 1023 on a GPU",
+        ),
         (["parallel.ep=8"], r"parallel.ep = 8 does not divide dp 2 x cp 2 x tp 1 = 4 ranks"),
         (["model.experts.num=0", "parallel.ep=2"], "there are no experts to divide"),
         (["parallel.ep=4", "ep.stages=2"], ""),

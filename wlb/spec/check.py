@@ -188,6 +188,10 @@ def _divided_mlp(spec: RunSpec) -> dict[str, int]:
     )
 
 
+MOST_EXPERTS_OF_RANK = 1023
+"""Groups that one of torch's grouped products (`torch.nn.functional.grouped_mm`) takes on CUDA."""
+
+
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
     if spec.cost.expert_load > (parallel.ep if num else 1):
@@ -207,6 +211,11 @@ def _check_experts(spec: RunSpec) -> None:
     if num % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide model.experts.num = {num}; use a divisor"
+        )
+    if num // parallel.ep > MOST_EXPERTS_OF_RANK:
+        raise UserError(
+            f"model.experts.num / parallel.ep = {num // parallel.ep} experts of a rank; torch's "
+            f"grouped products take at most {MOST_EXPERTS_OF_RANK} on a GPU; raise parallel.ep"
         )
     _check_expert_stages(spec, num // parallel.ep)
     if parallel.dp and parallel.expert_ranks % parallel.ep:
