@@ -26,6 +26,7 @@ from wlb.parallel.mesh import build_mesh, limit_collectives
 from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
+from wlb.planner import Planner
 from wlb.spec import Recompute, RunSpec, VerifyData, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saves import unsaved_remark
@@ -231,7 +232,7 @@ def _job(
     asked: _Request,
     probe: Probe,
 ) -> Job:
-    console, calibrate = asked.console, asked.calibrate
+    console = asked.console
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     filled = with_s_max(filled, planned_gib=budget.planned_gib if budget else None)
@@ -266,13 +267,6 @@ def _job(
     ):
         if line:
             console.print(line)
-    target: Path | None = None
-    if calibrate is not None:
-        target = profile_path(
-            calibrate,
-            priced_by=priced_workload(planner).profile.name,
-            folder=Path(spec.run.output_dir),
-        )
     return Job(
         spec=filled,
         train_store=stores.train,
@@ -281,9 +275,19 @@ def _job(
         title=_title(filled, choice.kind),
         started_s=asked.started_s,
         ready_s=time.time(),
-        calibrate=target,
+        calibrate=_profile_to_write(spec, asked, planner),
         init_from=init_from,
         falls_back=falls_back,
+    )
+
+
+def _profile_to_write(spec: RunSpec, asked: _Request, planner: Planner) -> Path | None:
+    if asked.calibrate is None:
+        return None
+    return profile_path(
+        asked.calibrate,
+        priced_by=priced_workload(planner).profile.name,
+        folder=Path(spec.run.output_dir),
     )
 
 
