@@ -28,6 +28,7 @@ from tests.adapters.context_ranks import (
     own_loop,
     parity,
 )
+from tests.sets import nightly
 from wlb.adapters import transformers_cp
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.transformers_cp import FAMILIES, NAME, ContextParallel
@@ -75,12 +76,11 @@ def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks(
 @pytest.mark.parametrize(
     ("num_ranks", "cases", "batches"),
     [
-        (2, OTHER_FAMILIES, LENGTHS),
-        (2, STRATEGIES, DRAWN),
-        (3, STRATEGIES[-2:], DRAWN),
-        (4, FOUR_RANKS, LENGTHS),
+        pytest.param(2, OTHER_FAMILIES, LENGTHS, id="families"),
+        pytest.param(2, STRATEGIES, DRAWN, id="strategies", marks=pytest.mark.nightly),
+        pytest.param(3, STRATEGIES[-2:], DRAWN, id="three ranks", marks=pytest.mark.nightly),
+        pytest.param(4, FOUR_RANKS, LENGTHS, id="four ranks"),
     ],
-    ids=["families", "strategies", "three ranks", "four ranks"],
 )
 def test_ranks_compute_what_one_process_does_unpacked(
     num_ranks: int, cases: list[Case], batches: tuple[tuple[int, ...], ...]
@@ -91,7 +91,7 @@ def test_ranks_compute_what_one_process_does_unpacked(
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(("dtype", "allowed"), [(None, 1e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(("dtype", "allowed"), [(None, 1e-5), *nightly((torch.bfloat16, 0.1))])
 def test_fsdp2_over_dp_and_cp_sums_gradients_as_one_process(
     dtype: torch.dtype | None, allowed: float
 ) -> None:

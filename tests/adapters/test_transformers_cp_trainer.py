@@ -84,7 +84,14 @@ def without_cp(job: Job, num_ranks: int) -> Trained:
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("job", "num_ranks", "other", "num_others"), JOBS, ids=["Trainer", "SFTTrainer", "FSDP2"]
+    ("job", "num_ranks", "other", "num_others"),
+    [
+        pytest.param(*JOBS[0], id="Trainer", marks=pytest.mark.nightly),
+        *(
+            pytest.param(*job, id=name)
+            for job, name in zip(JOBS[1:], ("SFTTrainer", "FSDP2"), strict=True)
+        ),
+    ],
 )
 def test_trainers_train_what_processes_without_cp_do(
     job: Job, num_ranks: int, other: Job, num_others: int, tmp_path: Path

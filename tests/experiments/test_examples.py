@@ -119,6 +119,7 @@ def test_a_chat_model_is_fine_tuned_and_stops(tmp_path: Path) -> None:
     assert "\nHi\n" in said  # wlb sample
 
 
+@pytest.mark.nightly
 def test_the_trainer_of_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     model = host_model(tmp_path / "model")

@@ -44,7 +44,7 @@ def test_rows_are_kept_for_their_commit(tmp_path: Path, monkeypatch: pytest.Monk
     assert script.exit_status([["p", FORCED[0], "FAULT: x"]]) == 1
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.process
 def test_the_quick_form_rehearses_one_preset(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--quick"]) == 0

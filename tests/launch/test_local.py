@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.sets import nightly
 from wlb.launch import local as launch
 from wlb.launch.local import RankFailure, report_failure, run_local
 from wlb.parallel import world as worlds
@@ -172,7 +173,7 @@ def test_bad_calls_are_refused_before_any_rank_starts():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGKILL, *nightly(signal.SIGTERM, signal.SIGINT)])
 def test_ranks_end_with_the_launcher(tmp_path, sent):
     script = tmp_path / "sleepers.py"
     script.write_text(

@@ -110,7 +110,7 @@ def test_a_node_that_is_lost(tmp_path: Path) -> None:
             assert at_work(text) == sorted({0, 1, 2, 3, 4, 5} - {one, other})
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_an_aggregator_that_is_stopped(tmp_path: Path) -> None:
     """Either of two, in two runs that wait for their reports together."""
     with contextlib.ExitStack() as stack:

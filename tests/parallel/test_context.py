@@ -248,7 +248,7 @@ def both(world: World, how: How) -> tuple[dict[str, Any], Errors]:
 @pytest.mark.parametrize(
     "how", [*HOWS, *(pytest.param(how, marks=pytest.mark.full) for how in SCORED)], ids=str
 )
-@pytest.mark.parametrize("cp", [1, 2, *full(3, 8), *nightly(4)])
+@pytest.mark.parametrize("cp", [1, 2, *full(3), *nightly(4, 8)])
 def test_it_is_what_one_process_computes(cp: int, how: How) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
     results = run_local(both, cp, how, start_group=True, timeout_s=600)
@@ -289,7 +289,7 @@ def other_bits(world: World) -> list[str]:
     return out
 
 
-@pytest.mark.parametrize("cp", [2, *full(4)])
+@pytest.mark.parametrize("cp", [2, *nightly(4)])
 def test_rows_that_were_needed_give_the_bits_of_gathered_ones(cp: int) -> None:
     for found in run_local(other_bits, cp, start_group=True, timeout_s=600):
         assert found == []
@@ -336,7 +336,7 @@ def test_compiled_code_knows_what_gradients_travel_in(
 
 @pytest.mark.full
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.parametrize("cp", [2, 4, *nightly(8)])
 def test_gradients_that_are_added_in_bfloat16_round_once_a_rank(
     cp: int, exchange: KeyExchange
 ) -> None:
@@ -374,7 +374,7 @@ def compiled(world: World, how: How) -> tuple[list[bool], int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("how", [*HOWS[::2], *nightly(*HOWS[1::2])], ids=str)
 def test_compiled_code_computes_the_same_for_micro_batches_of_any_lengths(how: How) -> None:
     results = run_local(compiled, 2, how, start_group=True, timeout_s=600)
     for same, num_graphs in results:

@@ -33,6 +33,12 @@ from wlb.spec import RunSpec
 OPTIMISERS = ("sgd", "adamw")
 
 
+def optimisers_of(case: Case) -> tuple[str, ...]:
+    """Returns the optimisers that take steps. AdamW does on two ranks and in four dimensions: it
+    takes as long again, and its update of a shard knows nothing of the layout."""
+    return OPTIMISERS if case.world in (2, 16) else OPTIMISERS[:1]
+
+
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
@@ -104,15 +110,16 @@ def expected_of(case: Case) -> Expected:
     layouts share it, and each of their ranks would compute the same."""
     spec = spec_of(case)
     data = replace(spec.data, row_multiple=1)
-    return _expected(replace(RunSpec(), model=spec.model, data=data), case.num_micro_batches)
+    spec = replace(RunSpec(), model=spec.model, data=data)
+    return _expected(spec, case.num_micro_batches, optimisers_of(case))
 
 
 @cache
-def _expected(spec: RunSpec, num_micro_batches: int) -> Expected:
+def _expected(spec: RunSpec, num_micro_batches: int, optimisers: tuple[str, ...]) -> Expected:
     gradients: dict[str, Any] = {}
     losses: dict[str, list[float]] = {}
     parameters: dict[str, dict[str, Any]] = {}
-    for kind in OPTIMISERS:
+    for kind in optimisers:
         reference = fresh_reference(spec)
         optimiser = new_optimiser(kind, reference.parameters())
         losses[kind] = []
@@ -181,7 +188,7 @@ def parity(world: World, case: Case, expected: Expected, device: str = "cpu") ->
         "held_out": held,
         "gradient": _gradient_error(executor, expected.gradients),
     }
-    for kind in OPTIMISERS:
+    for kind in optimisers_of(case):
         if kind != OPTIMISERS[0]:
             reset(executor, initial)
             for parameter in executor.named_parameters().values():
@@ -218,4 +225,5 @@ def expect_parity(result: dict[str, Any], expected: Expected) -> None:
     assert result["norm"] == pytest.approx(expected.norm, rel=1e-5)
     assert result["sgd"]["losses"] == pytest.approx(expected.losses["sgd"], rel=1e-5)
     assert result["sgd"]["parameters"] <= 1e-5
-    assert result["adamw"]["losses"] == pytest.approx(expected.losses["adamw"], rel=1e-4)
+    if "adamw" in result:
+        assert result["adamw"]["losses"] == pytest.approx(expected.losses["adamw"], rel=1e-4)

@@ -23,6 +23,7 @@ from tests.parity.case import (
     reference_loss,
     spec_of,
 )
+from tests.sets import nightly
 from wlb.launch.local import run_local
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.execute import Executor
@@ -127,13 +128,8 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
     "case",
     [
         Case(tp=2, recompute=Recompute.SELECTIVE),
-        Case(tp=2, cp=2),
-        Case(cp=2, recompute=Recompute.FULL),
         Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
         Case(dp=2, keep_gathered_kv=True),
-        Case(tp=2, cp=2, strategy="per_sequence", recompute=Recompute.FULL),
-        Case(cp=2, exchange=KeyExchange.NEEDED),
-        Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
         Case(cp=2, own_first=True),
         Case(
             cp=2,
@@ -142,11 +138,19 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
             parts=("branch_norms", "zero_centred_norms", "scaled_embeddings"),
             keys=(("sliding_window", 5), ("activation", Activation.GELU_TANH)),
         ),
-        Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
         # Experts run eagerly between graphs of attention.
         Case(tp=2, cp=2, experts=SHARED, ep=2, exchange=KeyExchange.NEEDED),
-        Case(cp=2, experts=ALTERNATING, ep=2, recompute=Recompute.FULL),
         Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, own_first=True),
+        # Other cases have each of these parts, some on fewer ranks.
+        *nightly(
+            Case(tp=2, cp=2),
+            Case(cp=2, recompute=Recompute.FULL),
+            Case(cp=2, exchange=KeyExchange.NEEDED),
+            Case(cp=4, exchange=KeyExchange.NEEDED, recompute=Recompute.FULL),
+            Case(cp=2, experts=ALTERNATING, ep=2, recompute=Recompute.FULL),
+            Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True, recompute=Recompute.FULL),
+            Case(tp=2, cp=2, strategy="per_sequence", recompute=Recompute.FULL),
+        ),
     ],
     ids=str,
 )

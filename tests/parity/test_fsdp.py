@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.parity.body import expect_equal_to_one_process
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.parity.test_zero_bubble import Count
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.parallel.data import finish_gradients
 from wlb.parallel.execute import Executor
@@ -31,19 +31,21 @@ RESHARD = [
     Case(cp=2, reshard=True, prefetch=0, recompute=Recompute.FULL),
     Case(dp=2, pp=2, reshard=True, prefetch=2, schedule=F1B, num_micro_batches=8),
     Case(dp=2, pp=2, v=2, reshard=True, num_micro_batches=8),
-    Case(tp=2, cp=2, pp=2, v=2, reshard=True, schedule=IZB, num_micro_batches=8),
 ]
 HSDP = [
     Case(dp=4, shard_size=2, num_micro_batches=8),
     Case(dp=2, shard_size=1),
     Case(dp=2, cp=2, shard_size=2, num_micro_batches=8),
+]
+NIGHTLY = [
+    Case(tp=2, cp=2, pp=2, v=2, reshard=True, schedule=IZB, num_micro_batches=8),
     Case(dp=2, cp=2, tp=2, shard_size=2, num_micro_batches=8),
     Case(dp=4, pp=2, shard_size=2, schedule=F1B, num_micro_batches=16, reshard=True),
 ]
 CASES = [*RESHARD, *HSDP, Case(dp=2, prefetch=0)]
 
 
-@pytest.mark.parametrize("case", [CASES[0], *full(*CASES[1:])], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *full(*CASES[1:]), *nightly(*NIGHTLY)], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
     expect_equal_to_one_process(case)
 

@@ -58,14 +58,8 @@ CASES = [
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
     Case(pp=2, v=2, layers=4, stage_layers=(1, 2, 1, 0)),
     Case(pp=2, v=2, dp=2, layers=3, stage_layers=(0, 1, 2, 0), schedule=IZB, num_micro_batches=8),
-    # Keys by need.
-    Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
-    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
-    Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
     # Own keys while others' travel.
     Case(cp=3, own_first=True, row_multiple=4),
-    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
-    Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
     # Others' keys in stages.
     Case(cp=4, exchange=NEEDED, own_first=True, stages=3, recompute=Recompute.FULL),
     Case(
@@ -84,30 +78,37 @@ CASES = [
     Case(cp=4, exchange=RELAYED, own_first=True),
     Case(cp=4, pp=2, v=2, schedule=IZB, exchange=RELAYED, own_first=True, recompute=FULL),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
-    Case(tp=4, head_dim=8, parts=QWEN3),
     Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),
     Case(dp=2, num_micro_batches=8, head_dim=8, parts=QWEN3),
     Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=QWEN2),
     Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=QWEN3),
-    Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, head_dim=8, parts=QWEN3),
-    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
     Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
     # Windows that slide, in all layers or every other; capped scores and logits.
-    Case(cp=4, exchange=NEEDED, row_multiple=4, keys=MISTRAL),
     Case(cp=4, exchange=NEEDED, own_first=True, stages=3, keys=GEMMA2),
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2), keys=(*MISTRAL, ("full_every", 3))),
-    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=GEMMA2),
     # Gemma's norms, embeddings and activation, and two bases of RoPE.
-    Case(tp=4, head_dim=8, parts=GEMMA, keys=GEMMA3),
     Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
     Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
-    Case(tp=2, cp=2, pp=2, schedule=F1B),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, strategy="per_sequence"),
 ]
-# Axes in pairs and triples that cases above have with more besides.
+# Axes in pairs and triples that cases above have with more besides, or on fewer ranks.
 NIGHTLY = [
+    # Keys by need.
+    Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
+    Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
+    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
+    Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
+    # Families.
+    Case(tp=4, head_dim=8, parts=QWEN3),
+    Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, head_dim=8, parts=QWEN3),
+    Case(tp=2, cp=2, pp=2, v=2, head_dim=8, parts=QWEN3, recompute=Recompute.FULL),
+    Case(cp=4, exchange=NEEDED, row_multiple=4, keys=MISTRAL),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=GEMMA2),
+    Case(tp=4, head_dim=8, parts=GEMMA, keys=GEMMA3),
+    Case(tp=2, cp=2, pp=2, schedule=F1B),
     # Two axes.
     Case(tp=2, cp=2, strategy="per_sequence"),
     Case(tp=2, dp=2, num_micro_batches=8),
@@ -135,7 +136,7 @@ NIGHTLY = [
 
 MORE = [
     replace(case, parts=QWEN2 if case.parts == QWEN3 else QWEN3)
-    for case in CASES
+    for case in [*CASES, *NIGHTLY]
     if case.parts in (QWEN2, QWEN3) and case.recompute == Recompute.NONE
 ]
 """The other family in the same layouts."""

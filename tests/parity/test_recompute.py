@@ -20,7 +20,7 @@ from tests.parity.case import (
 )
 from tests.parity.test_tensor import CU_SEQLENS, micro_batch, saved_bytes
 from tests.parity.test_zero_bubble import Count
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.cost.linear import RECOMPUTED_WORK
 from wlb.cost.memory import layer_activation_bytes
 from wlb.launch.local import run_local
@@ -235,12 +235,14 @@ def steps(world: World, case: Case) -> list[dict[str, object]]:
         Case(pp=2, v=2),
         *full(
             Case(tp=2, cp=2),
-            Case(tp=2, cp=2, keep_gathered_kv=True, strategy="per_sequence"),
             Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
             Case(pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
+            Case(cp=4, exchange=KeyExchange.NEEDED),
+        ),
+        *nightly(
+            Case(tp=2, cp=2, keep_gathered_kv=True, strategy="per_sequence"),
             Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
             Case(cp=2, dp=2, num_micro_batches=8),
-            Case(cp=4, exchange=KeyExchange.NEEDED),
             Case(tp=2, cp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
         ),
     ],

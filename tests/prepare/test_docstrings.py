@@ -68,7 +68,7 @@ def test_a_module_literally() -> None:
     assert box[5] == "`shapes.Box.cube()`\n\nAll sides equal."
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_standard_library(tmp_path) -> None:
     write_docstring_conversations(tmp_path / "chat.jsonl")
     lines = (tmp_path / "chat.jsonl").read_text("utf-8").splitlines()

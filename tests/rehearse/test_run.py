@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearse.case import rehearsed, rehearsed_each, small_job
-from tests.sets import nightly
+from tests.sets import full, nightly
 from wlb.cli.main import main
 from wlb.plan import UserError
 from wlb.rehearse import run
@@ -169,16 +169,16 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.full
-def test_options_run_and_wait_once_a_step() -> None:
-    specs = [small_job(*overrides) for overrides in OPTIONS]
-    for overrides, found in zip(OPTIONS, rehearsed_each(specs, ranks="0,7"), strict=True):
+@pytest.mark.parametrize("options", [*full(OPTIONS[::3]), *nightly(OPTIONS[1::3], OPTIONS[2::3])])
+def test_options_run_and_wait_once_a_step(options: list[tuple[str, ...]]) -> None:
+    specs = [small_job(*overrides) for overrides in options]
+    for overrides, found in zip(options, rehearsed_each(specs, ranks="0,7"), strict=True):
         assert found.passed, (overrides, verdict(found))
         waits = [len(result.steps[1].host_waits) for result in found.ranks]
         assert waits == [1, 1], overrides
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.parametrize("recompute", ["none", *nightly("selective")])
 def test_compiled_layers_run_as_the_compilers_graphs(recompute: str) -> None:
     """They multiply, attend and communicate as plain layers do, and wait once a step."""

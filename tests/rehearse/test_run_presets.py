@@ -43,15 +43,24 @@ def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
         assert least * step.estimate_bytes <= step.peak_bytes <= step.estimate_bytes
 
 
-PRESETS = ("7b_128k",)
+PRESET = "7b_128k"
 """In the full set; `experiments/rehearsals/results` has all presets with all layers."""
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *nightly(*(p for p in TABLE_1 if p not in PRESETS))])
-def test_each_pipeline_position_runs_under_each_system(preset: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "systems"),
+    [
+        (PRESET, ("wlb",)),
+        *nightly((PRESET, tuple(s for s in SYSTEMS if s != "wlb"))),
+        *nightly(*((preset, tuple(SYSTEMS)) for preset in TABLE_1 if preset != PRESET)),
+    ],
+)
+def test_each_pipeline_position_runs_under_each_system(
+    preset: str, systems: tuple[str, ...]
+) -> None:
     """With one layer a stage, where a step's largest layer is more of the estimate than of the
     peak; `python -m experiments.rehearsals` takes all layers."""
-    for found in passed([spec_of(preset, name, layers=1) for name in SYSTEMS], ranks=ONE_PER_STAGE):
+    for found in passed([spec_of(preset, name, layers=1) for name in systems], ranks=ONE_PER_STAGE):
         expect_planned_memory(found)
 
 
@@ -121,6 +130,7 @@ def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> Non
         assert all(kinds <= set(rank.at_peak) for rank in found.ranks)
 
 
+@pytest.mark.nightly
 def test_demos_run_on_gpus() -> None:
     """Their models are too small for the estimate to be near."""
     passed(

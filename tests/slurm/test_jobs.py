@@ -197,6 +197,7 @@ def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: La
     assert len(lab.losses("cancelled")) == int(stopped)
 
 
+@pytest.mark.nightly
 def test_a_file_of_one_s_own_is_trained_as_it_says(lab: Lab) -> None:
     variables, options, _ = documented_trial()
     spec = load("7b_128k", [*variables["EXTRA"].split(), f"data.corpus={lab.folder}/corpus"])
@@ -293,6 +294,7 @@ def test_the_simulate_job_compares_the_systems(lab: Lab) -> None:
         assert re.search(rf"^ {system} +\d", log, re.MULTILINE), log
 
 
+@pytest.mark.nightly
 def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
     out = lab.folder / "cpu.json"
     given = {"DEVICE": "cpu", "PRESET": "demo", "OUT": str(out)}
@@ -304,6 +306,7 @@ def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
     assert f"wrote {out}" in log
 
 
+@pytest.mark.nightly
 def test_the_doctor_s_job_examines_all_ranks_and_writes_what_it_found(lab: Lab) -> None:
     out, store = lab.folder / "found.json", lab.folder / "no-store"
     variables, options, _ = documented_trial()

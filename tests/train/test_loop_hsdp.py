@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.sets import nightly
 from tests.train.case import Run, small_spec, train, write_corpus
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
@@ -50,7 +51,10 @@ def test_groups_train_as_all_ranks_together_do(straight: dict[str, Run]) -> None
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [("plain", "groups"), ("groups", "plain"), ("groups", "tp groups"), ("groups", "dropped")],
+    [
+        *(("plain", "groups"), ("groups", "plain"), ("groups", "dropped")),
+        *nightly(("groups", "tp groups")),
+    ],
 )
 def test_a_checkpoint_goes_on_under_another_sharding(
     straight: dict[str, Run], corpus: Path, tmp_path: Path, first: str, then: str

@@ -205,7 +205,13 @@ def test_what_decays(which: str, case: Case) -> None:
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [{"dp": 1}, {"tp": 2, "dp": 2}], ids=["one", "tp2-fsdp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({"dp": 1}, id="one"),
+        pytest.param({"tp": 2, "dp": 2}, id="tp2-fsdp2", marks=pytest.mark.nightly),
+    ],
+)
 def test_checkpoints_go_on_with_other_groups(
     corpus: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sets import full
+from tests.sets import full, nightly
 from tests.train.case import relaid, small_spec, train, write_corpus
 from tests.weights.case import SPEC, hub_tensors, logits, model_of, some_tokens, write_hub
 from wlb.spec import Dtype, RopeScaling
@@ -282,7 +282,7 @@ def test_transformers_computes_the_logits_of_a_run(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2", "dp2-tp2")])
+@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2"), *nightly("dp2-tp2")])
 def test_any_layout_begins_with_imported_weights(corpus: Path, tmp_path: Path, layout: str) -> None:
     """A run that hardly learns saves the weights that it was given, to the bit."""
     base = small_spec(tmp_path, corpus)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.report.profile.sweep import MODEL, gpu_profile, held_of, residuals_of, sweep_of
+from tests.sets import full
 from tests.words import lacks
 from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
 from wlb.report.profile.page import HeldPoint, profile_page
@@ -253,13 +254,19 @@ def test_layers_are_priced_as_the_fit_prices_them() -> None:
     ("kinds", "figures_gone", "said"),
     [
         (["collective"], {"collectives"}, "Collectives were not measured"),
-        (["layer", "held_layer"], {"layers"}, "Whole layers were not measured."),
-        (["gemm"], {"gemm"}, "Matrix products were not measured."),
-        (["elementwise", "embedding"], {"elementwise"}, "Element-wise operators were not measured"),
         (
             ["grid"],
             {"kernel-0-forward", "kernel-0-backward"},
             "Too little of the grid was measured to draw it.",
+        ),
+        *full(
+            (["layer", "held_layer"], {"layers"}, "Whole layers were not measured."),
+            (["gemm"], {"gemm"}, "Matrix products were not measured."),
+            (
+                ["elementwise", "embedding"],
+                {"elementwise"},
+                "Element-wise operators were not measured",
+            ),
         ),
     ],
 )

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from tests.sets import full
+from tests.sets import nightly
 from tests.simulate.layout_search.searched import WINDOW, N, sample, spec_of
 from wlb.cost.memory import GIB
 from wlb.simulate import check_memory, simulate_run
@@ -61,7 +61,7 @@ def exhaustive(known: Search, settings: PackingChoices, max_delay_mean: float) -
     return out
 
 
-@pytest.mark.parametrize(("memory_gib", "tp"), [(80.0, (1, 2)), *full((0.8, (2,)))])
+@pytest.mark.parametrize(("memory_gib", "tp"), [(80.0, (1, 2)), *nightly((0.8, (2,)))])
 def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     memory_gib: float, tp: tuple[int, ...]
 ) -> None:

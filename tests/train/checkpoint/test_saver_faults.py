@@ -73,7 +73,7 @@ def test_any_change_of_a_save_may_fail(
 
 @pytest.mark.parametrize(
     ("kinds", "again"),
-    [*full(("naming", False), ("naming", True)), *nightly(("all", False), ("all", True))],
+    [*full(("naming", True)), *nightly(("naming", False), ("all", False), ("all", True))],
 )
 def test_a_kill_at_any_change_of_a_save_is_survived(
     tmp_path: Path, kinds: str, again: bool

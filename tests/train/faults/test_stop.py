@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sets import nightly
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
 from wlb.train import start
@@ -162,8 +163,16 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (signal.SIGTERM, "one"),
+        (signal.SIGUSR1, "one"),
+        (signal.SIGINT, "dp2-tp2"),
+        *nightly((signal.SIGINT, "one")),
+        *nightly((signal.SIGTERM, "dp2-tp2"), (signal.SIGUSR1, "dp2-tp2")),
+    ],
+)
 def test_a_signal_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, kind: signal.Signals, layout: str
 ) -> None:
@@ -236,7 +245,7 @@ def test_ranks_save_after_a_terminals_ctrl_c_until_a_second_one_aborts_them(tmp_
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", "dp2-tp2"])
+@pytest.mark.parametrize("layout", ["dp2-tp2", *nightly("one")])
 def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:

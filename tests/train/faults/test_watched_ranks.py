@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.sets import full
+from tests.sets import full, nightly
 from tests.train.case import job_of, relaid, small_spec, train, write_corpus
 from wlb.launch import watch
 from wlb.launch.local import RankFailure, run_local
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, corpus: Path, rank: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [3, *nightly(0)])
 def test_a_rank_that_is_stopped(tmp_path: Path, corpus: Path, rank: int) -> None:
     failure = broken_run(tmp_path, corpus, (rank,), stop)
     text = str(failure)
@@ -209,13 +209,13 @@ def test_a_rank_that_hangs_alive_is_named_and_not_those_that_wait(
     assert "time.sleep(1000)" in text  # its stack
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_without_a_watch_groups_of_the_mesh_run_out_of_time(tmp_path: Path, corpus: Path) -> None:
     failure = broken_run(tmp_path, corpus, (3,), hang, timeout_s=WAIT_S, heartbeat_s=0.0)
     assert f"Timed out waiting {1000 * WAIT_S:.0f}ms" in str(failure)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_without_a_watch_the_launcher_still_reports(tmp_path: Path, corpus: Path) -> None:
     failure = broken_run(tmp_path, corpus, (2,), kill, heartbeat_s=0.0)
     assert failure.rank == 2
@@ -282,7 +282,7 @@ def wait_for_steps(metrics: Path, num: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("rank", "kind"), [(1, signal.SIGSTOP), (0, signal.SIGSTOP), (1, signal.SIGKILL)]
+    ("rank", "kind"), [(1, signal.SIGKILL), *nightly((1, signal.SIGSTOP), (0, signal.SIGSTOP))]
 )
 def test_processes_that_nobody_watches_end_each_other(
     tmp_path: Path, corpus: Path, rank: int, kind: signal.Signals

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sets import full
+from tests.sets import nightly
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
 from tests.train.telemetry.test_meter import MODEL, first_step, ms
 from wlb.cost import (
@@ -148,7 +148,7 @@ def test_learning_takes_no_collective_of_its_own(
 
 
 @pytest.mark.usefixtures("known_votes")
-@pytest.mark.parametrize("saved", [5, *full(10)])
+@pytest.mark.parametrize("saved", [5, *nightly(10)])
 def test_a_resumed_run_plans_as_the_uninterrupted_one(
     corpus: Path, tmp_path: Path, saved: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +253,7 @@ def rank_that_votes(world: World, job: Job) -> None:
     start.local_rank(world, job, "cpu")
 
 
-@pytest.mark.parametrize("layout", ["cp2-pp2", *full("tp2-pp2-v2", "dp2-tp2")])
+@pytest.mark.parametrize("layout", ["cp2-pp2", *nightly("tp2-pp2-v2", "dp2-tp2")])
 def test_all_ranks_change_prices_together(corpus: Path, tmp_path: Path, layout: str) -> None:
     """Digests of plans are compared two steps ahead; a mismatch would end the run."""
     spec = relaid(learning(tmp_path, corpus), layout)
@@ -287,7 +287,7 @@ def test_ranks_plan_with_the_load_of_experts_that_they_counted(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["cp2-pp2", "dp2-tp2"])
+@pytest.mark.parametrize("layout", ["cp2-pp2", *nightly("dp2-tp2")])
 def test_a_real_run_learns_its_own_prices(corpus: Path, tmp_path: Path, layout: str) -> None:
     """The CPU's profile does not fit such small matrices; the ranks agree on what does."""
     spec = learning(tmp_path, corpus, steps=24)
