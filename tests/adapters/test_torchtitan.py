@@ -85,10 +85,24 @@ def test_filler_is_a_document_of_its_own_that_trains_nothing(store: str) -> None
     assert widths == {WINDOW * 3 // 2}
 
 
+def test_positions_of_filler_stay_within_torchtitans_rope(tmp_path: Path) -> None:
+    """RoPE has seq_len positions, and the padding of short micro-batches is longer than that."""
+    short = write_store(tmp_path / "s", [40] * 9)
+    made = list(loader(short, equal_lengths=True))
+    assert {labels.shape[1] for _, labels in made} == {WINDOW * 3 // 2}
+    assert min(int((labels != IGNORE).sum()) for _, labels in made) < WINDOW // 2
+    assert max(int(inputs["positions"].max()) for inputs, _ in made) < WINDOW
+    rope = pytest.importorskip("torchtitan.models.common.rope")
+    table = rope.CosSinRoPE.Config(dim=4, max_seq_len=WINDOW, theta=1e4).build()
+    for inputs, _ in made:
+        rows = torch.randn(1, inputs["positions"].shape[1], 1, 4)
+        table(rows, rows, inputs["positions"])
+
+
 def test_masks_that_torchtitan_makes_of_positions_are_the_documents(store: str) -> None:
     pytest.importorskip("triton", reason="torchtitan's models need triton")
     attention = pytest.importorskip("torchtitan.models.common.attention")
-    for inputs, labels in loader(store, pad_to_multiple=16):
+    for inputs, labels in [*loader(store, pad_to_multiple=16), *loader(store, equal_lengths=True)]:
         made = attention.create_varlen_metadata_for_document(inputs["positions"])
         sizes = [len(tokens) for tokens, _ in documents(inputs, labels)]
         assert np.diff(made.cu_seq_q.numpy()).tolist() == sizes

@@ -68,6 +68,39 @@ def test_errors_are_a_line_and_skipped_records_are_shown(
     assert f"  {corpus}, line 51: not JSON" in shown
 
 
+def test_files_of_text_are_counted_and_have_no_key(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (corpus.parent / "b.txt").write_text("words")
+    out = corpus.parent / "x"
+    both = [corpus, corpus.parent / "b.txt", "--out", out, "--tokenizer", "bytes"]
+    assert run(*both, "--text-key", "body") == 0
+    assert "2 files (1 read as text), 0.0 MB" in capsys.readouterr().out
+    assert TokenStore(out).num_documents == 51
+    assert run(*both[1:], "--text-key", "body", "--overwrite") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "--text-key body is for records (.jsonl, .ndjson, .json, .parquet), and all 1" in error
+
+
+def test_a_json_list_of_instructions_is_prepared_as_text_and_as_conversations(
+    corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Alpaca's data is such a file."""
+    path, out = corpus.parent / "alpaca.json", corpus.parent / "x"
+    items = [{"instruction": f"say {i}", "input": "", "output": "so"} for i in range(9)]
+    path.write_text(json.dumps(items, indent=4))
+    assert run(path, "--out", out, "--tokenizer", "bytes") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "alpaca.json, record 0: no text under 'text' (keys: 'instruction'" in error
+    command = [path, "--out", out, "--tokenizer", "bytes", "--overwrite"]
+    assert run(*command, "--text-key", "output") == 0
+    assert TokenStore(out).num_documents == 9
+    assert "1 files, 0.0 MB" in capsys.readouterr().out
+    chat = [path, "--out", f"{out}-chat", "--chat", "chatml", "--vocab-size", 300]
+    assert run(*chat) == 0
+    assert TokenStore(f"{out}-chat").has_targets
+
+
 def test_checking_stores(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = corpus.parent / "x"
     assert run(corpus, "--out", out, "--tokenizer", "bytes", "--text-key", "body") == 0

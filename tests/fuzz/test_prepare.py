@@ -120,6 +120,7 @@ def _parquet() -> bytes:
 
 JSONL = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
 FILES = {"a.jsonl": JSONL, "a.jsonl.gz": gzip.compress(JSONL), "a.txt": b"text", "a.parquet": b""}
+FILES["a.json"] = json.dumps(RECORDS, indent=1).encode()
 FILES["a.parquet"] = _parquet()
 
 

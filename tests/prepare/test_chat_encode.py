@@ -194,9 +194,9 @@ def test_what_cannot_be_read_names_its_line(tmp_path) -> None:
 
 
 def test_a_file_of_text_is_told_what_conversations_are_read_from(tmp_path) -> None:
-    path = tmp_path / "sharegpt.json"
+    path = tmp_path / "sharegpt"
     path.write_text(json.dumps([ask("?", "!")]))
-    with pytest.raises(ValueError, match=r"sharegpt.json: text, not a conversation; .*JSONL .*jq"):
+    with pytest.raises(ValueError, match=r"sharegpt: text, not a conversation; .*JSONL .*\.json"):
         prepared(tmp_path, path)
 
 

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.prepare import BadRecord, TextUnit
+from wlb.prepare import BadRecord, TextUnit, json_list, records
 from wlb.prepare.encode import TextChoice
 from wlb.prepare.records import check_columns, list_inputs, list_shards, read_shard
 
@@ -176,24 +177,99 @@ def test_parquet_refusals(tmp_path):
         read(path)
 
 
-def test_a_folder_is_read_recursively_with_every_kind(tmp_path):
+def test_a_folder_is_read_recursively_with_every_kind_of_records(tmp_path):
     (tmp_path / "sub" / "deep").mkdir(parents=True)
-    (tmp_path / "sub" / "deep" / "b.txt").write_text("text b")
-    (tmp_path / "a.md").write_text("text a")
+    (tmp_path / "sub" / "deep" / "b.json").write_text('[{"text": "item"}]')
     (tmp_path / "empty.txt").touch()
     (tmp_path / ".hidden").write_text("x")
     write_lines(tmp_path / "sub" / "c.jsonl", "line 1", "line 2")
     write_table(tmp_path / "z.parquet", values=["row"])
     found, skipped, _ = read(tmp_path)
     assert [text if isinstance(text, str) else text.decode() for text in texts(found)] == [
-        "text a",
         "line 1",
         "line 2",
-        "text b",
+        "item",
         "row",
     ]
-    assert [p.name for p, _ in found][:2] == ["a.md", "sub/c.jsonl:0"]
+    assert [p.name for p, _ in found][:3:2] == ["sub/c.jsonl:0", "sub/deep/b.json:0"]
     assert skipped == {"empty": 1, "hidden": 1}
+
+
+def test_text_beside_records_is_refused_not_trained(tmp_path):
+    """The card and the configuration of a data set lie beside its records."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("# A data set")
+    (tmp_path / "empty.md").touch()
+    (tmp_path / "about.json").write_text('{"default": {}}')
+    write_lines(tmp_path / "data" / "a.jsonl", "line")
+    message = r"has 2 files of records, such as data/a\.jsonl, and 1 that .* such as README\.md; "
+    with pytest.raises(ValueError, match=message + r".*'.*/\*\*/\*\.jsonl'"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match=r"has 2 files of records, such as a\.jsonl"):
+        read(f"{tmp_path}/**")
+    assert texts(read(f"{tmp_path}/**/*.jsonl")[0]) == ["line"]
+    named, _, _ = read(tmp_path / "data", f"{tmp_path}/*.md")
+    assert texts(named) == ["line", "# A data set"]
+
+
+@pytest.mark.parametrize("blanks", ["", "\ufeff", " \n\t"])
+@pytest.mark.parametrize(("indent", "pack"), [(None, None), (1, None), (None, gzip.compress)])
+def test_a_json_list_gives_its_items(tmp_path, blanks, indent, pack):
+    items = [{"text": f'é {i} [{{"\\', "n": [i]} for i in range(50)]
+    path = tmp_path / ("a.json.gz" if pack else "a.json")
+    data = (blanks + json.dumps([*items, 7, {"text": "last"}], indent=indent) + "\n").encode()
+    path.write_bytes(pack(data) if pack else data)
+    found, _, shards = read(path, shard_bytes=10)
+    assert len(shards) == 1
+    assert [item for _, item in found[:50]] == items
+    assert texts(found[50:]) == ["not_an_object", "last"]
+    assert found[50][0].spoken() == f"{path}, record 50"
+    assert found[50][0].name == f"{path.name}:50"
+
+
+@pytest.mark.parametrize("block", range(1, 40))
+def test_a_json_list_may_be_cut_anywhere_between_blocks(monkeypatch, block):
+    monkeypatch.setattr(json_list, "_BLOCK", block)
+    items = ["é\n\U0001f600", -1.5e10, 1234567, True, None, {"a": [{}, "]"]}, [], "\\"]
+    for text in (json.dumps(items), json.dumps(items, ensure_ascii=False, indent=2)):
+        assert list(json_list.list_items(io.BytesIO(text.encode()), most=100)) == items
+    assert list(json_list.list_items(io.BytesIO(b" [ ] "), most=100)) == []
+
+
+def test_json_lines_named_json_are_lines(tmp_path):
+    path = write_lines(tmp_path / "a.json", "one", "two")
+    found, _, _ = read(path, shard_bytes=4)
+    assert texts(found) == ["one", "two"]
+    assert found[1][0].spoken() == f"{path}, line 2"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b'{\n "data": []\n}',
+            r"a\.json holds neither a JSON list .* nor a JSON object a line; .*jq",
+        ),
+        (b"words", "holds neither"),
+        (b" \n", "holds neither"),
+        (b'[{"text": "a"}, {"text" "b"}]', "record 1 cannot be read: Expecting ':'"),
+        (b'[{"text": "a"}', "record 0 is followed by neither a comma"),
+        (b'[{"text": "a"}, ', "record 1 cannot be read: Expecting value"),
+        (b'[{"text": "a"},]', "record 1 cannot be read: Expecting value"),
+        (b'[{"text": "a', "record 0 cannot be read: Unterminated string"),
+        (b'["a"]\n["b"]\n', "text follows the list of 1 records"),
+        (b'[{"text": "\xff"}]', "it is not UTF-8 at byte 11"),
+        (b"[" * 100_000, "record 0 cannot be read: maximum recursion"),
+        (b"[1" + b"0" * 9000 + b"]", "record 0 cannot be read: Exceeds the limit"),
+        (b'["' + b"a" * 9000 + b'"]', "record 0 cannot be read: it has more than 6000 characters"),
+    ],
+)
+def test_json_that_holds_no_records_is_refused(tmp_path, monkeypatch, content, message):
+    monkeypatch.setattr(records, "_MOST_BYTES", 6000)
+    monkeypatch.setattr(json_list, "_BLOCK", 500)
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "a.json")
 
 
 def test_patterns_and_order(tmp_path):

@@ -38,11 +38,16 @@ def test_lengths_offsets_and_positions_say_the_same(lengths: list[int], start: i
     assert np.array_equal(cu_seqlens_from_position_ids(ids, start=start), offsets)
 
 
-@given(documents_of, st.none() | st.integers(1, 20), st.sampled_from(["list", "int32", "buffer"]))
+@given(
+    documents_of,
+    st.none() | st.integers(1, 20),
+    st.none() | st.integers(1, 20),
+    st.sampled_from(["list", "int32", "buffer"]),
+)
 def test_tokens_are_conserved_and_targets_add_up(
-    documents: list[list[int]], multiple: int | None, kind: str
+    documents: list[list[int]], multiple: int | None, longest: int | None, kind: str
 ) -> None:
-    options = FlatOptions(pad_to_multiple_of=multiple, next_labels=True)
+    options = FlatOptions(pad_to_multiple_of=multiple, longest_padding=longest, next_labels=True)
     if kind == "buffer":
         made = flatten_buffer(list(chain(*documents)), [len(d) for d in documents], options=options)
     elif kind == "int32":
@@ -57,6 +62,7 @@ def test_tokens_are_conserved_and_targets_add_up(
     assert len(ids) % (multiple or 1) == 0
     assert made.num_padding < (multiple or 1)
     assert made.max_seqlen == max(np.diff(offsets))
+    assert max(np.diff(offsets)[made.num_documents :], default=0) <= (longest or len(ids))
     targets = [token for d in documents for token in d[1:]]
     assert made.num_targets == len(targets)
     assert [label for label in made.labels.tolist() if label != IGNORE] == targets

@@ -137,7 +137,11 @@ class BalancedDataLoader(BaseDataLoader):
             ),
             partial(open_reader, store),
             dp_rank=dp_rank,
-            collate=partial(as_batch, multiple=longest if config.equal_lengths else multiple),
+            collate=partial(
+                as_batch,
+                multiple=longest if config.equal_lengths else multiple,
+                context_window=seq_len,
+            ),
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
         )
@@ -210,9 +214,21 @@ def open_reader(store: str) -> StoreReader:
     return StoreReader(store, info.vocab_size if info else np.iinfo(np.int32).max)
 
 
-def as_batch(micro_batch: MicroBatch, reader: TokenReader, *, multiple: int = 1) -> Batch:
-    """A micro-batch in torchtitan's form, T a multiple of `multiple`."""
-    options = FlatOptions(pad_to_multiple_of=multiple, next_labels=True)
+def as_batch(
+    micro_batch: MicroBatch,
+    reader: TokenReader,
+    *,
+    multiple: int = 1,
+    context_window: int | None = None,
+) -> Batch:
+    """A micro-batch in torchtitan's form, T a multiple of `multiple`.
+
+    context_window: positions stay below it, those of padding too, as torchtitan's RoPE has
+    `training.seq_len` of them.
+    """
+    options = FlatOptions(
+        pad_to_multiple_of=multiple, longest_padding=context_window, next_labels=True
+    )
     flat = flatten_micro_batch(micro_batch, reader, options=options)
     arrays: Any = (flat.input_ids, flat.position_ids, flat.next_labels)
     tokens, positions, labels = (torch.from_numpy(array)[None] for array in arrays)

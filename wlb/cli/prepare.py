@@ -38,11 +38,12 @@ CHAT_OPTIONS = {
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "prepare",
-        help="turn text, JSONL or Parquet into a token store",
-        description="Turn text files, JSONL (.jsonl, .ndjson), Parquet, each also .gz, .bz2 or .xz "
-        "but Parquet, folders of them and glob patterns into a token store (.bin + .idx + .json) "
-        "for data.store; with --chat, turn conversations into a store that marks which tokens are "
-        "trained. The same command continues an interrupted preparation.",
+        help="turn text, JSONL, JSON or Parquet into a token store",
+        description="Turn JSONL (.jsonl, .ndjson), JSON lists or lines (.json), Parquet and text "
+        "(any other file), each also .gz, .bz2 or .xz but Parquet, folders and glob patterns of "
+        "records or of text, into a token store (.bin + .idx + .json) for data.store; with --chat, "
+        "turn conversations into a store that marks which tokens are trained. The same command "
+        "continues an interrupted preparation.",
     )
     text = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
@@ -85,7 +86,7 @@ def _add_tokenizer(group: Any) -> None:
 
 
 def _add_documents(group: Any) -> None:
-    text = "key of JSONL objects, column of Parquet"
+    text = "key of JSON objects, column of Parquet; for records only"
     add_value(group, "--text-key", DEFAULTS.text_key, text)
     text = "unit of a text file that becomes a document"
     add_value(group, "--one-per", DEFAULTS.text_unit, text, dest="text_unit")
@@ -227,7 +228,9 @@ def _table(made: StoreReport) -> Table:
     """Describe the stores in a table. A row is left out if its value is empty."""
     megabytes = made.num_bytes / 1e6
     heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
-    trained = unknown = ""
+    trained = unknown = text = ""
+    if made.num_text_files:
+        text = f" ({made.num_text_files:,} read as text)"
     if made.num_targets != made.num_tokens - made.num_documents:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:
@@ -249,7 +252,7 @@ def _table(made: StoreReport) -> Table:
         "left out": _counted(made.skipped) or "nothing",
         "unknown": unknown,
         "checksum": made.checksum,
-        "input": f"{made.num_files:,} files, {megabytes:,.1f} MB",
+        "input": f"{made.num_files:,} files{text}, {megabytes:,.1f} MB",
         "time": f"{made.time_s:.1f} s{'; ' if made.reused else ', '}{work}",
     }
     table = facts_table("Token store")

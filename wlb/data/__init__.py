@@ -10,6 +10,7 @@ from wlb.data.batches import SourceBatches as SourceBatches
 from wlb.data.blend import BlendedBatches as BlendedBatches
 from wlb.data.blend import BlendedStore as BlendedStore
 from wlb.data.blend import StoreName as StoreName
+from wlb.data.blend import check_tokenizers as check_tokenizers
 from wlb.data.blend import open_batches as open_batches
 from wlb.data.blend import open_store as open_store
 from wlb.data.length_files import lengths_of_file as lengths_of_file

@@ -65,7 +65,7 @@ class BlendedStore:
 
     def __init__(self, stores: Sequence[TokenStore], weights: Sequence[float]) -> None:
         _check_weights(len(stores), weights)
-        _check_tokenizers(stores)
+        check_tokenizers(stores, "data.blend")
         self.stores = tuple(stores)
         self.weights = tuple(weights)
         self._first = offsets_of([store.num_documents for store in stores])
@@ -370,10 +370,11 @@ def _check_weights(num_sources: int, weights: Sequence[float]) -> None:
         raise UserError(f"weights {list(weights)} must all be above 0; leave out the others")
 
 
-def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
+def check_tokenizers(stores: Sequence[TokenStore], keys: str) -> None:
     """UserError for stores of different tokenizers, as far as their sidecars tell.
 
-    A store without an eos_id may be mixed with others.
+    keys: those that name the stores, for the message. A store without an eos_id may be used with
+    others.
     """
     first: dict[str, tuple[TokenStore, object]] = {}
     for store in stores:
@@ -392,7 +393,7 @@ def _check_tokenizers(stores: Sequence[TokenStore]) -> None:
                 name = (other.info and other.info.tokenizer) or "tokenizer.json"
                 path = Path(other.prefix).parent / name
                 raise UserError(
-                    f"the stores {other.prefix} and {store.prefix} of data.blend have "
+                    f"the stores {other.prefix} and {store.prefix} of {keys} have "
                     f"different tokenizers ({what} {_short(ours)} and {_short(theirs)}); prepare "
                     f"both with the same one: wlb prepare --tokenizer {path}"
                 )

@@ -216,8 +216,8 @@ def _conversation(record: Record) -> Conversation:
     if set(record) == {"text"}:
         raise BadRecord(
             Skip.NOT_A_CONVERSATION,
-            "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson) and "
-            "Parquet, so write a JSON list's items a line each (jq -c '.[]')",
+            "text, not a conversation; conversations are read from JSONL (.jsonl, .ndjson), JSON "
+            "lists (.json) and Parquet, so name the file by its kind",
         )
     with left_out_as(Skip.NOT_A_CONVERSATION):
         return conversation_of(_decoded(record))

@@ -45,7 +45,14 @@ from wlb.prepare.records import (
     list_inputs,
     list_shards,
 )
-from wlb.prepare.request import PrepareOptions, Status, StoreReport, arguments_of, report_of
+from wlb.prepare.request import (
+    TEXT_KEY,
+    PrepareOptions,
+    Status,
+    StoreReport,
+    arguments_of,
+    report_of,
+)
 from wlb.prepare.text import Skip
 from wlb.prepare.tokenizer import prepare_tokenizer
 from wlb.prepare.workers import encode_shards
@@ -76,8 +83,7 @@ def prepare_store(
                 f"--out {options.out} lies in the input folder {folder}: the store would be read "
                 f"as input the next time; write it elsewhere"
             )
-    files, skipped = list_inputs(options.inputs, text_unit=options.text_unit)
-    _refuse_own_outputs(options.out, files)
+    files, skipped = list_inputs(options.inputs, text_unit=options.text_unit, out=options.out)
     if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
         raise UserError(
             f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
@@ -85,6 +91,12 @@ def prepare_store(
         )
     if not files:
         raise UserError(f"all files of {', '.join(options.inputs)} are empty")
+    if encoder is None and options.text_key != TEXT_KEY and all(f.kind.is_text for f in files):
+        raise UserError(
+            f"--text-key {options.text_key} is for records (.jsonl, .ndjson, .json, .parquet), and "
+            f"all {len(files)} files of {', '.join(options.inputs)} are read as text; leave it "
+            f"out, or name files of records by their kind"
+        )
     arguments = arguments_of(options)
     if encoder is not None:
         arguments["encoder"] = encoder.arguments
@@ -118,19 +130,6 @@ def _mark_of(prefix: str) -> str | None:
     except UserError:
         return None
     return None if info is None else info.preparation.get("manifest")
-
-
-def _refuse_own_outputs(out: str, files: Sequence[InputFile]) -> None:
-    """Refuses inputs that an earlier call wrote and a pattern finds."""
-    parts = (".bin", ".idx", ".json", ".targets")
-    ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
-    own = {store_path(out, end).resolve() for end in ends}
-    for file in files:
-        if Path(file.path).resolve() in own:
-            raise UserError(
-                f"the inputs hold {file.path}, which --out {out} writes: it would be read as text; "
-                f"write it elsewhere"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +184,8 @@ class _Preparation:
                 f"--overwrite"
             )
         size = sum(file.size for file in self.files)
-        return report_of(*stores, num_files=len(self.files), num_bytes=size)
+        made = report_of(*stores, num_files=len(self.files), num_bytes=size)
+        return replace(made, num_text_files=sum(file.kind.is_text for file in self.files))
 
     @property
     def parts(self) -> Path:

@@ -1,8 +1,9 @@
-"""Inputs to records: text files, JSONL and Parquet in shards that any process can read.
+"""Inputs to records: text files, JSONL, JSON and Parquet in shards that any process can read.
 
-JSONL and line files are divided at line ends, Parquet by row groups, text files into groups. Shards
-in order give every line, row and file once, in the order of the inputs; invalid records are given
-as `BadRecord`, and reading continues after them. Reading holds one line or file, or 256 rows.
+JSONL and line files are divided at line ends, Parquet by row groups, text files into groups; a JSON
+list is one shard. Shards in order give every line, item, row and file once, in the order of the
+inputs; invalid records are given as `BadRecord`, and reading continues after them. Reading holds
+one line, item or file, or 256 rows.
 """
 
 import bz2
@@ -12,7 +13,8 @@ import json
 import lzma
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
@@ -21,6 +23,7 @@ from typing import IO, Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.read_file import check_depth
+from wlb.prepare.json_list import first_bytes, list_items
 from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
 from wlb.prepare.text import Skip, TextDocuments, folder_documents
 
@@ -41,7 +44,13 @@ class FileKind(StrEnum):
     TEXT = "text"
     LINES = "lines"
     JSONL = "jsonl"
+    JSON = "json"
     PARQUET = "parquet"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether documents are the file's text as it is, not the values of records."""
+        return self in (FileKind.TEXT, FileKind.LINES)
 
 
 class TextUnit(StrEnum):
@@ -82,7 +91,8 @@ class Shard:
     """Part of one file, or several whole text files.
 
     start, stop: bytes of a JSONL or line file (lines that start in [start, stop) belong to it),
-    row groups of a Parquet file, not used for whole files. size: bytes, for progress.
+    row groups of a Parquet file, not used for whole files and JSON lists. size: bytes, for
+    progress.
     """
 
     files: tuple[InputFile, ...]
@@ -93,8 +103,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordPosition:
-    """Position of a record. offset: bytes before a line, rows before a row; None for a whole file.
-    name: text that the held-out rule hashes; it does not depend on the corpus's folder.
+    """Position of a record. offset: bytes before a line, rows or items before a row or an item;
+    None for a whole file. name: text that the held-out rule hashes; it does not depend on the
+    corpus's folder.
     """
 
     file: InputFile
@@ -105,11 +116,13 @@ class RecordPosition:
         return self.file.name if self.offset is None else f"{self.file.name}:{self.offset}"
 
     def spoken(self) -> str:
-        """The place as messages show it: path, with line (from 1) or row (from 0)."""
+        """The place as messages show it: path, with line (from 1), or row or record (from 0)."""
         if self.offset is None:
             return self.file.path
         if self.file.kind == FileKind.PARQUET:
             return f"{self.file.path}, row {self.offset}"
+        if self.file.kind == FileKind.JSON:
+            return f"{self.file.path}, record {self.offset}"
         return f"{self.file.path}, line {_line_number(self.file.path, self.offset)}"
 
 
@@ -127,15 +140,19 @@ Read = tuple[RecordPosition, Record | BadRecord]
 
 
 def list_inputs(
-    inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE
+    inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE, out: str = ""
 ) -> tuple[list[InputFile], Counter[Skip]]:
     """Files of paths, folders and glob patterns, in the order given, and counts of files left out.
 
-    UserError for an input that is absent, a file named twice, and compression that is not read.
+    out: prefix of the store that is written. UserError for an input that is absent, a file named
+    twice, a file of that store, compression that is not read, JSON that holds no records, and a
+    folder or pattern that finds records and text.
     """
+    own = _files_of_store(out) if out else frozenset[str]()
     found: dict[str, InputFile] = {}
     skipped: Counter[Skip] = Counter()
     for text in inputs:
+        new: list[InputFile] = []
         for path, name in _expand(text, skipped):
             resolved = str(path.resolve())
             if resolved in found:
@@ -143,13 +160,45 @@ def list_inputs(
                     f"{path} is in the inputs twice; to repeat data give its store a larger weight "
                     f"in data.blend"
                 )
+            if resolved in own:
+                raise UserError(
+                    f"the inputs hold {path}, which --out {out} writes: it would be read as text; "
+                    f"write it elsewhere"
+                )
             found[resolved] = _input_file(path, name, text_unit)
+            new.append(found[resolved])
+        _refuse_mixed(text, [file for file in new if file.size])
     if not found:
         counts = {str(reason): count for reason, count in skipped.items() if count}
         raise UserError(f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts})")
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
     return filled, +skipped
+
+
+def _files_of_store(out: str) -> frozenset[str]:
+    """Files that an earlier call may have written and that a pattern may find."""
+    parts = (".bin", ".idx", ".json", ".targets")
+    ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
+    return frozenset(str(Path(f"{out}{end}").resolve()) for end in ends)
+
+
+def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
+    """UserError for records beside text, such as the README of a data set, in one input."""
+    texts = [file for file in files if file.kind.is_text]
+    records = [file for file in files if not file.kind.is_text]
+    if not texts or not records:
+        return
+    # A .json file beside others is more likely to describe them than to hold the data.
+    named = min(records, key=lambda file: ".json" in Path(file.path).suffixes)
+    first = Path(named.path)
+    suffix = "".join(first.suffixes[-2 if first.suffix.lower() in _OPENERS else -1 :])
+    folder = text if Path(text).is_dir() else first.parent
+    raise UserError(
+        f"{text} has {len(records)} files of records, such as {named.name}, and {len(texts)} "
+        f"that would be trained as text, such as {texts[0].name}; name the files that are meant, "
+        f"or give a pattern for each kind, such as '{Path(folder, '**', f'*{suffix}')}'"
+    )
 
 
 def _expand(text: str, skipped: Counter[Skip]) -> Iterator[tuple[Path, str]]:
@@ -185,12 +234,28 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     kind = FileKind.TEXT if text_unit == TextUnit.FILE else FileKind.LINES
     if inner and inner[-1] in (".jsonl", ".ndjson"):
         kind = FileKind.JSONL
+    elif inner and inner[-1] == ".json" and status.st_size:
+        kind = _json_kind(path)
     elif inner and inner[-1] == ".parquet":
         kind = FileKind.PARQUET
         if inner is not suffixes:
             raise UserError(f"{path}: a Parquet file is compressed inside; unpack it")
     return InputFile(
         path=str(path), name=name, kind=kind, size=status.st_size, mtime_ns=status.st_mtime_ns
+    )
+
+
+def _json_kind(path: Path) -> FileKind:
+    """How a .json file is read; UserError for one that holds neither a list nor a record a line."""
+    with _unpacked(str(path)) as file:
+        first, line = first_bytes(file, most=_MOST_BYTES)
+    if first == b"[":
+        return FileKind.JSON
+    if not isinstance(_json_record(line), BadRecord):
+        return FileKind.JSONL
+    raise UserError(
+        f"{path} holds neither a JSON list of records nor a JSON object a line; write it as JSON "
+        f"Lines (for a list under a key: jq -c '.KEY[]'), or name it .txt to train its text"
     )
 
 
@@ -224,7 +289,7 @@ def _divided(file: InputFile, shard_bytes: int) -> Iterator[Shard]:
     if file.kind == FileKind.PARQUET:
         for rows, size in runs_of(group_sizes(file.path), shard_bytes):
             yield Shard(files=(file,), start=rows.start, stop=rows.stop, size=size)
-    elif Path(file.path).suffix.lower() in _OPENERS:
+    elif file.kind == FileKind.JSON or Path(file.path).suffix.lower() in _OPENERS:
         yield Shard(files=(file,), start=0, stop=1 << 62, size=file.size)
     else:
         for start in range(0, file.size, shard_bytes):
@@ -258,6 +323,10 @@ def read_shard(shard: AnyShard, *, text_key: str, columns: Columns) -> Iterator[
         groups = range(shard.start, shard.stop)
         for row, record in parquet_records(file.path, groups=groups, columns=columns):
             yield RecordPosition(file=file, offset=row), record
+        return
+    if file.kind == FileKind.JSON:
+        for number, item in enumerate(_items(file.path)):
+            yield RecordPosition(file=file, offset=number), _object(item)
         return
     for offset, line in _lines(file.path, shard.start, shard.stop):
         if not line.strip():
@@ -311,21 +380,40 @@ def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
 
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """(offset, line without its end) of the lines that start in [start, stop)."""
+    with _unpacked(path) as file:
+        offset = start
+        if start:
+            file.seek(start - 1)
+            offset += len(file.readline()) - 1
+        while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
+            if len(line) > _MOST_BYTES:
+                raise UserError(
+                    f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
+                    f"divide it into documents"
+                )
+            text = line if offset else line.removeprefix(_BOM)
+            yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
+            offset += len(line)
+
+
+def _items(path: str) -> Iterator[object]:
+    """The items of a JSON list, each read when it is asked for."""
+    with _unpacked(path) as file:
+        try:
+            yield from list_items(file, most=_MOST_BYTES)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: {error}; correct it, or write it as JSON Lines, of which damaged lines "
+                f"can be left out"
+            ) from None
+
+
+@contextmanager
+def _unpacked(path: str) -> Generator[IO[bytes]]:
+    """The file's bytes; UserError where they end early or are corrupt."""
     try:
         with _open(path) as file:
-            offset = start
-            if start:
-                file.seek(start - 1)
-                offset += len(file.readline()) - 1
-            while offset < stop and (line := file.readline(_MOST_BYTES + 1)):
-                if len(line) > _MOST_BYTES:
-                    raise UserError(
-                        f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
-                        f"divide it into documents"
-                    )
-                text = line if offset else line.removeprefix(_BOM)
-                yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
-                offset += len(line)
+            yield file
     except _CORRUPT as error:
         raise UserError(
             f"{path} cannot be read to its end ({error}); if it is truncated or corrupt, get it "
@@ -343,6 +431,10 @@ def _json_record(line: bytes) -> Record | BadRecord:
     # The JSON is nested too deeply, or has a number of too many digits.
     except (RecursionError, ValueError) as error:
         return BadRecord(Skip.NOT_JSON, f"not JSON: {error}")
+    return _object(value)
+
+
+def _object(value: object) -> Record | BadRecord:
     try:
         check_depth(value, "it", remedy="flatten it")
     except UserError as error:

@@ -11,6 +11,8 @@ from wlb.plan import UserError, check_at_least, check_between
 from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
 from wlb.prepare.records import OnError, TextUnit
 
+TEXT_KEY = "text"
+"""Key that a record's text has unless another is given."""
 MOST_VOCABULARY = 10**6
 """Most tokens of a BPE that is trained here, as for data.bpe_vocab_size."""
 
@@ -33,7 +35,7 @@ class PrepareOptions:
     bos: str = ""
     eos: str = ""
     policy: DocumentPolicy = DocumentPolicy.SEPARATOR
-    text_key: str = "text"
+    text_key: str = TEXT_KEY
     text_unit: TextUnit = TextUnit.FILE
     heldout_fraction: float = 0.0
     seed: int = 0
@@ -95,7 +97,8 @@ class StoreReport:
     num_targets: trained tokens. lengths_p50, lengths_p99, longest: tokens of training documents.
     counts, skipped, num_unknown: sums over both stores of `Encoded.counts`, of records left out by
     reason (with the first `examples`), of tokens for unknown characters. num_shards, num_kept: all
-    parts, and those that an interrupted call had made. time_s: of this call.
+    parts, and those that an interrupted call had made. num_text_files: inputs of `prepare_store`
+    that were read as text, not as records. time_s: of this call.
     """
 
     prefix: str
@@ -118,6 +121,7 @@ class StoreReport:
     checksum: str
     num_files: int
     num_bytes: int
+    num_text_files: int = 0
     num_shards: int = 0
     num_kept: int = 0
     reused: bool = True

@@ -3,7 +3,7 @@
 from operator import attrgetter
 from pathlib import Path
 
-from wlb.data import BlendedStore, StoreName, TokenStore, open_store
+from wlb.data import BlendedStore, StoreName, TokenStore, check_tokenizers, open_store
 from wlb.plan import UserError
 from wlb.spec import ExpertBalance, LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
@@ -39,7 +39,21 @@ def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
         )
     _hold_documents(spec, store)
     if spec.eval.steps and heldout:
-        _hold_documents(spec, TokenStore(heldout))
+        held_out = TokenStore(heldout)
+        _hold_documents(spec, held_out)
+        _hold_vocabulary(spec, store, held_out)
+
+
+def _hold_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
+    """UserError for a held-out store whose tokens mean others than those that are trained."""
+    stores = train.stores if isinstance(train, BlendedStore) else (train,)
+    key = "data.blend" if isinstance(train, BlendedStore) else "data.store"
+    check_tokenizers([*stores, heldout], f"{key} and data.heldout_store")
+    if heldout.vocab_size and heldout.vocab_size > spec.model.vocab_size:
+        raise UserError(
+            f"model.vocab_size = {spec.model.vocab_size} is smaller than the "
+            f"{heldout.vocab_size} entries of the held-out store {heldout.prefix}; raise it"
+        )
 
 
 def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:

@@ -237,6 +237,22 @@ def test_all_micro_batches_of_a_plan_hold_the_plans_targets() -> None:
     assert sum(flat.num_tokens for flat in made) == sum(plan.num_tokens for plan in plans)
 
 
+def test_filler_may_be_cut_so_that_no_position_leaves_a_models_table() -> None:
+    options = FlatOptions(pad_to_multiple_of=12, longest_padding=3, next_labels=True)
+    made = flatten([[5, 6, 7], [8, 9]], options=options)
+    assert made.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0]
+    assert made.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 12]
+    assert made.seq_idx.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert (made.num_documents, made.num_tokens, made.num_padding) == (2, 5, 7)
+    assert (made.max_seqlen, made.num_targets, made.lengths.tolist()) == (3, 3, [3, 2])
+    assert made.next_labels is not None
+    assert made.next_labels.tolist() == [6, 7, X, 9, *[X] * 8]
+    empty = MicroBatch(index=0, pieces=Pieces.empty(), workload_ns=0)
+    made = flatten_micro_batch(empty, Reader([]), options=options)
+    assert made.cu_seqlens.tolist() == [0, 3, 6, 9, 12]
+    assert (made.num_documents, made.num_tokens, made.num_targets) == (0, 0, 0)
+
+
 def test_a_micro_batch_without_pieces_is_filler() -> None:
     empty = MicroBatch(index=0, pieces=Pieces.empty(), workload_ns=0)
     made = flatten_micro_batch(empty, Reader([]), options=FlatOptions(pad_to_multiple_of=4))
@@ -285,6 +301,7 @@ def test_a_reader_that_gives_too_few_tokens_is_named() -> None:
         (lambda: flatten_buffer([1, 2], [3]), "the buffer has 2 tokens"),
         (lambda: flatten_buffer([], []), "at least one document"),
         (lambda: FlatOptions(pad_to_multiple_of=0), "pad_to_multiple_of = 0"),
+        (lambda: FlatOptions(longest_padding=0), "longest_padding = 0"),
         (lambda: FlatOptions(pad_token_id=-1), "pad_token_id = -1"),
         (lambda: FlatOptions(position_ids_start=-1), "position_ids_start = -1"),
         (lambda: FlatOptions(dtype=np.int16), "must be numpy.int64 or numpy.int32"),  # pyright: ignore

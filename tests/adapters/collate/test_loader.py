@@ -139,6 +139,17 @@ def test_an_iteration_goes_on_where_the_last_one_was_left(prefix: str) -> None:
     assert first + rest == [content(step) for step in loader(prefix)]
 
 
+def test_a_state_that_contradicts_the_data_is_refused(prefix: str) -> None:
+    made = loader(prefix)
+    next(iter(made))
+    before = made.state_dict()
+    damaged = json.loads(json.dumps(before))
+    damaged["num_tokens"] -= 5
+    with pytest.raises(ValueError, match=r"contradicts itself: .* tokens"):
+        made.load_state_dict(damaged)
+    assert made.state_dict() == before
+
+
 def test_only_names_are_sent_to_workers(prefix: str) -> None:
     steps = PlannedSteps(
         partial(planner_of, prefix, 1), partial(Reader, prefix), dp_rank=0, collate=flat, state=None

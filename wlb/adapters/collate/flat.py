@@ -2,8 +2,8 @@
 
 Labels are unshifted, as transformers takes them: labels[t] is token t, so a document's first label
 is IGNORE and n tokens have n - 1 targets; `next_labels` are shifted. Boundaries come from lengths,
-else from position ids, else each example is one document. Padding is last, a segment but neither
-document nor target. Cost: 3-8 ns a token in arrays, 20-30 in lists.
+else from position ids, else each example is one document. Padding is last, in segments that are
+neither documents nor targets. Cost: 3-8 ns a token in arrays, 20-30 in lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,13 +38,16 @@ _PACKED_TOKENS = 256
 class FlatOptions:
     """Layout of a flat batch.
 
-    pad_to_multiple_of: pad with `pad_token_id` to a multiple of this many tokens. separator_id:
-    label of each document's first token, IGNORE unless the loss ignores another value.
-    position_ids_start: position of a document's first token (RoBERTa: padding_idx + 1).
-    next_labels: also make `FlatBatch.next_labels`. dtype: of tokens, labels, positions.
+    pad_to_multiple_of: pad with `pad_token_id` to a multiple of this many tokens. longest_padding:
+    most tokens of a segment of padding, so that its positions stay within a model's table of them,
+    such as the context window; None makes one segment of all padding. separator_id: label of each
+    document's first token, IGNORE unless the loss ignores another value. position_ids_start:
+    position of a document's first token (RoBERTa: padding_idx + 1). next_labels: also make
+    `FlatBatch.next_labels`. dtype: of tokens, labels, positions.
     """
 
     pad_to_multiple_of: int | None = None
+    longest_padding: int | None = None
     pad_token_id: int = 0
     separator_id: int = IGNORE
     position_ids_start: int = 0
@@ -54,6 +57,8 @@ class FlatOptions:
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None:
             check_at_least("pad_to_multiple_of", self.pad_to_multiple_of, 1)
+        if self.longest_padding is not None:
+            check_at_least("longest_padding", self.longest_padding, 1)
         check_at_least("pad_token_id", self.pad_token_id, 0)
         check_at_least("position_ids_start", self.position_ids_start, 0)
         if np.dtype(self.dtype) not in (np.dtype(np.int64), np.dtype(np.int32)):
@@ -63,6 +68,12 @@ class FlatOptions:
         """Padding tokens after `num_tokens`; an empty batch gets a whole multiple."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
+
+    def padding_segments(self, num_padding: int) -> IntArray:
+        """Tokens of each segment of `num_padding` tokens of padding, shape [num_segments]."""
+        longest = self.longest_padding or max(1, num_padding)
+        starts = np.arange(0, num_padding, longest)
+        return np.minimum(longest, num_padding - starts)
 
 
 DEFAULT_OPTIONS = FlatOptions()
@@ -95,7 +106,7 @@ class FlatBatch:
 
     @property
     def num_documents(self) -> int:
-        return self.cu_seqlens.size - 1 - (self.num_padding > 0)
+        return int(np.searchsorted(self.cu_seqlens, self.num_tokens))
 
     @property
     def lengths(self) -> IntArray:
@@ -111,7 +122,7 @@ class FlatBatch:
 
     @property
     def seq_idx(self) -> Int32Array:
-        """Segment index of each token, shape [T]; padding has its own."""
+        """Segment index of each token, shape [T]; padding has segments of its own."""
         return np.repeat(
             np.arange(self.cu_seqlens.size - 1, dtype=np.int32), np.diff(self.cu_seqlens)
         )
@@ -206,7 +217,7 @@ def _assemble(
     """ids, labels: checked, as many as the documents of `lengths` have tokens."""
     num_tokens = int(lengths.sum())
     padding = options.padding(num_tokens)
-    segments = np.append(lengths, padding) if padding else lengths
+    segments = np.append(lengths, options.padding_segments(padding))
     cu_seqlens = cu_seqlens_from_lengths(segments)
     tokens = _join("tokens", ids, num_tokens + padding, options)
     out = tokens.copy() if labels is None else _join("labels", labels, tokens.size, options)

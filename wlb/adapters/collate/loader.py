@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from wlb.parallel.rows import TokenReader
 from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
-from wlb.planner import Planner
+from wlb.planner import Planner, hold_state
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
 
@@ -49,8 +49,13 @@ class PlannedRank:
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that step, with any number of ranks and possibly with more epochs."""
-        self._state = PlannerState.from_json(state).reopened()
+        """Continue after that step, with any number of ranks and possibly with more epochs.
+
+        UserError for a state that contradicts itself or the planner's data.
+        """
+        resumed = PlannerState.from_json(state).reopened()
+        hold_state(resumed, self.planner.source)
+        self._state = resumed
 
 
 def micro_batches_of(plan: StepPlan, dp_rank: int) -> list[MicroBatch]:

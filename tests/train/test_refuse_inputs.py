@@ -1,0 +1,64 @@
+"""Tests which stores a run refuses before its ranks start, without starting any."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.case import small_spec, write_store
+from wlb.data import TokenStoreWriter, store
+from wlb.train.refuse_inputs import hold_stores
+
+
+def made(prefix: Path, *, tokenizer: str | None = None, **options: Any) -> str:
+    """Writes a store of one document, as `wlb prepare` would with a tokenizer of that checksum."""
+    about = {} if tokenizer is None else {"tokenizer_checksum": tokenizer}
+    options = {"vocab_size": 320, **options}
+    with TokenStoreWriter(prefix, preparation=about, **options) as writer:
+        writer.add([1, 2, 3, 4])
+    return str(prefix)
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout", "differing"),
+    [
+        ({"tokenizer": "aaaa"}, {"tokenizer": "bbbb"}, "tokenizer aaaa and bbbb"),
+        ({"vocab_size": 320}, {"vocab_size": 300}, "vocab_size 320 and 300"),
+        ({"eos_id": 0}, {"eos_id": 2}, "eos_id 0 and 2"),
+    ],
+)
+def test_a_heldout_store_of_another_tokenizer_is_refused(
+    tmp_path: Path, train: dict[str, Any], heldout: dict[str, Any], differing: str
+) -> None:
+    ours, theirs = made(tmp_path / "ours", **train), made(tmp_path / "theirs", **heldout)
+    evaluated = small_spec(tmp_path, tmp_path, model={"vocab_size": 512})
+    message = rf"ours and .*theirs of data\.store and data\.heldout_store .*\({differing}\)"
+    with pytest.raises(ValueError, match=message):
+        hold_stores(evaluated, train=ours, heldout=theirs)
+    blend = (f"{ours}:1", f"{made(tmp_path / 'more', **train)}:1")
+    with pytest.raises(ValueError, match=r"of data\.blend and data\.heldout_store have different"):
+        hold_stores(evaluated, train=blend, heldout=theirs)
+    never = small_spec(tmp_path, tmp_path, model={"vocab_size": 512}, eval={"steps": 0})
+    hold_stores(never, train=ours, heldout=theirs)
+
+
+def test_stores_that_do_not_name_a_tokenizer_may_be_held_out(tmp_path: Path) -> None:
+    known = made(tmp_path / "known", tokenizer="aaaa", eos_id=0)
+    unnamed = made(tmp_path / "unnamed")
+    foreign = made(tmp_path / "foreign")
+    store.store_path(foreign, ".json").unlink()
+    spec = small_spec(tmp_path, tmp_path, model={"vocab_size": 320})
+    for train, heldout in [(known, unnamed), (unnamed, known), (known, foreign), (foreign, known)]:
+        hold_stores(spec, train=train, heldout=heldout)
+
+
+def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    """The training store says nothing of its vocabulary, so model.vocab_size was set by hand."""
+    foreign, heldout = made(tmp_path / "foreign"), write_store(tmp_path / "heldout", [5])
+    store.store_path(foreign, ".json").unlink()
+    spec = small_spec(tmp_path, tmp_path, model={"vocab_size": 319})
+    message = (
+        r"model\.vocab_size = 319 is smaller than the 320 entries of the held-out store .*heldout"
+    )
+    with pytest.raises(ValueError, match=message):
+        hold_stores(spec, train=foreign, heldout=heldout)
