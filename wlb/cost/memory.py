@@ -2,7 +2,7 @@
 
 An upper bound on tensors and on the memory that attention kernels allocate besides them. The
 allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations
-follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/README.md has the
+follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/MEMORY.md has the
 formulas.
 """
 
