@@ -160,6 +160,7 @@ OPTIONS = [
     ("cp.overlap=true", "kernels.fused=off"),
     ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
     ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
+    ("cp.overlap=true", "sharding.exchange=auto", "cp.stages=3", "sharding.stages=auto"),
     # Two nodes of four CP ranks.
     (*RELAYED, "parallel.cp=8", "parallel.pp=1", "pp.virtual_stages=1"),
     ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
