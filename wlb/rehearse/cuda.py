@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch.distributed import distributed_c10d
 
 from wlb.kernels.fused import select
@@ -37,6 +37,8 @@ def install() -> None:
     # Autograd's threads would not see the modes of this one.
     torch.autograd.set_multithreading_enabled(False)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
+    # It makes a first tensor on the GPU, which a build for CUDA would really do.
+    setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
