@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from trl import GRPOTrainer, SFTTrainer
 
+from tests.adapters.trainer_stand_in import StandIn
 from tests.adapters.whole_step import (
     ADVANTAGES,
     CLIP,
@@ -206,9 +207,8 @@ def test_sft_losses_over_a_ranks_own_tokens_are_refused() -> None:
     loss = sft_loss("nll", None)
     assert error(gradient(DIVISIONS["slots"], loss), gradient(WHOLE, loss)) > 1e-3
 
-    class Own:
-        args = SimpleNamespace(world_size=2, average_tokens_across_devices=False)
-
-    trainer = balanced_steps(Own)(max_tokens=100)
+    trainer = balanced_steps(StandIn)(
+        world_size=2, average_tokens_across_devices=False, max_tokens=100
+    )
     with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):
         trainer.get_train_dataloader()

@@ -20,13 +20,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.hugging_face import (
-    BalancedCollator,
-    _check_accelerator,
-    _checked,
-    _lengths,
-    _read_by_ours,
-)
+from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.balance import Cost, StepBalance, balance_step
 from wlb.balance.mini_batches import choose
 from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
@@ -129,7 +123,7 @@ class BalancedStep(Sampler[list[int]]):
                     yield rows[balance.samples(0, rank, m)].tolist()
 
 
-class BalancedSteps:
+class BalancedSteps(PlannedTrainer):
     """A mixin left of TRL's SFTTrainer; see `balanced_steps`.
 
     A step trains as many rows as the arguments say (per_device_train_batch_size x
@@ -149,18 +143,18 @@ class BalancedSteps:
                 "average_tokens_across_devices = False divides each rank's loss by its own tokens, "
                 "and ranks of a balanced step hold different numbers of them; set it to True"
             )
-        _check_accelerator(self.accelerator, self.get_sp_size())
-        rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
-        num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
+        num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
+        collator = self._collator()
+        rows = self._rows(collator)
         wanted = args.per_device_train_batch_size * accumulated * num_ranks
         if wanted > len(rows):
             raise UserError(
                 f"a step takes per_device_train_batch_size = {args.per_device_train_batch_size} x "
-                f"gradient_accumulation_steps = {accumulated} x {num_ranks} processes = {wanted} "
+                f"gradient_accumulation_steps = {accumulated} x {num_ranks} ranks = {wanted} "
                 f"rows, more than the {len(rows)} of train_dataset; lower one of them"
             )
         batches = BalancedStep(
-            _lengths(rows),
+            lengths_of(rows),
             samples_per_step=wanted,
             max_tokens=self.max_tokens,
             num_ranks=num_ranks,
@@ -168,16 +162,7 @@ class BalancedSteps:
             cost=self.cost,
             seed=args.seed,
         )
-        loader = self.accelerator.prepare(
-            DataLoader(
-                rows,
-                batch_sampler=batches,
-                collate_fn=BalancedCollator(),
-                num_workers=args.dataloader_num_workers,
-            )
-        )
-        loader.batch_sampler.sampler = batches  # where skip_first_batches looks for set_epoch
-        return loader
+        return self._loader(rows, batches, collator)
 
 
 def balanced_steps(trainer: type[Any]) -> type[Any]:
