@@ -105,3 +105,42 @@ def test_a_step_under_tensor_parallelism_takes_the_rows_of_its_ranks() -> None:
     sampler = by_steps(world_size=4, tp=2).get_train_dataloader().batch_sampler.sampler
     assert sampler.samples_per_step == 4 * 2 * 2
     assert len(list(sampler)) == len(ROWS) // 16 * 2 * 2
+
+
+def test_losses_over_a_ranks_own_tokens_are_refused(make: Callable[..., Any]) -> None:
+    trainer = make(world_size=2, average_tokens_across_devices=False)
+    with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):
+        trainer.get_train_dataloader()
+    alone = make(world_size=1, average_tokens_across_devices=False)
+    assert len(alone.get_train_dataloader()) > 0
+
+
+class OwnMean(StandIn):
+    """Its model divides by the labels that it sees."""
+
+    model_accepts_loss_kwargs = False
+
+
+@pytest.mark.parametrize(("world_size", "accumulated"), [(2, 1), (1, 2)])
+def test_losses_over_a_micro_batches_own_tokens_are_refused(
+    make: Callable[..., Any], world_size: int, accumulated: int
+) -> None:
+    sizes = {"world_size": world_size, "gradient_accumulation_steps": accumulated}
+    says = rf"takes no num_items_in_batch, .* step's {world_size} x {accumulated} micro-batches"
+    with pytest.raises(UserError, match=f"{says} .* give compute_loss_func"):
+        make(OwnMean, **sizes).get_train_dataloader()
+    assert len(make(OwnMean, gradient_accumulation_steps=1).get_train_dataloader()) > 0
+
+    class OwnLoss(OwnMean):
+        compute_loss_func = print
+
+    class Scaled(OwnMean):
+        loss_is_scaled_for_ga = True
+
+    class Mean(StandIn):
+        loss_is_scaled_for_ga = False
+
+    for scaled in (OwnLoss, Scaled):
+        assert len(make(scaled, **sizes).get_train_dataloader()) > 0
+    with pytest.raises(UserError, match=r"loss_is_scaled_for_ga = False .* set it to True"):
+        make(Mean, **sizes).get_train_dataloader()

@@ -14,6 +14,7 @@ class StandIn:
     the first. world_size: of all processes, tp x cp x sp of which share what they train.
     """
 
+    model_accepts_loss_kwargs = True
     compute_loss_func: Any = None
     loss_is_scaled_for_ga: bool | None = None
 
@@ -25,11 +26,10 @@ class StandIn:
         tp: int = 1,
         cp: int = 1,
         sp: int = 1,
-        model_accepts_loss_kwargs: bool = True,
         **options: Any,
     ) -> None:
         self.data_collator = data_collator or (lambda rows: {"padded": rows})
-        self.train_dataset, self.model_accepts_loss_kwargs = ROWS, model_accepts_loss_kwargs
+        self.model, self.train_dataset = SimpleNamespace(), ROWS
         self.sizes, ranks = {"tp": tp, "cp": cp, "sp": sp}, world_size // (tp * cp * sp)
         given: dict[str, Any] = {
             "world_size": world_size,

@@ -201,8 +201,8 @@ class BalancedTrainer(PlannedTrainer):
     data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
     UserError before training for settings that would lose, repeat or mix rows or train masked
     tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
-    dispatch_batches and split_batches, and ranks that share a sequence by other means than
-    Balance's cp. context: of Balance's cp, None with 1.
+    dispatch_batches and split_batches, ranks that share a sequence by other means than Balance's
+    cp, and losses that are not a mean over a step's tokens. context: of Balance's cp, None with 1.
     """
 
     balanced_batches: BalancedBatchSampler

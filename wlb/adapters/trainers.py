@@ -76,7 +76,8 @@ class PlannedTrainer:
         return self._remove_unused_columns(dataset, description="training")
 
     def _num_ranks(self: Any, *, cp: int = 1) -> int:
-        """Ranks that get micro-batches of their own, if cp processes share each."""
+        """Ranks that get micro-batches of their own, if cp processes share each; UserError for
+        settings that would undo what was planned for them."""
         _check_accelerator(self.accelerator)
         _check_sequences(self)
         num_ranks = self.args.world_size // (self.get_tp_size() * cp)
@@ -84,6 +85,7 @@ class PlannedTrainer:
             raise UserError(
                 f"{self.args.world_size} processes are too few for the trainer's tp and cp"
             )
+        _check_loss(self, num_ranks)
         return num_ranks
 
     def _loader(self: Any, rows: Any, batches: Sampler[list[int]], collator: Any) -> Any:
@@ -208,4 +210,28 @@ def _check_sequences(trainer: Any) -> None:
             f"accelerate's cp_size = {cp} takes the mask out of attention, so documents of a "
             f"micro-batch would see each other; leave cp_size at 1, use Balance(cp={cp}), with "
             f"`balanced` of wlb.adapters.hugging_face: no other trainer here has CP"
+        )
+
+
+def _check_loss(trainer: Any, num_ranks: int) -> None:
+    """UserError for a loss that is a mean over the tokens of less than a step, which weigh more
+    where they are fewer: planned micro-batches and ranks hold different numbers of them."""
+    args = trainer.args
+    if num_ranks > 1 and not args.average_tokens_across_devices:
+        raise UserError(
+            "average_tokens_across_devices = False divides each rank's loss by its own tokens, and "
+            "ranks of a balanced step hold different numbers of them; set it to True"
+        )
+    is_scaled, remedy = trainer.loss_is_scaled_for_ga, "divide by the step's, and set it to True"
+    told = "loss_is_scaled_for_ga = False says that"
+    if is_scaled is None:  # the Trainer's own rule
+        is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        told = f"{type(trainer.model).__name__} takes no num_items_in_batch, so"
+        remedy = "give compute_loss_func, which divides by the step's"
+    accumulated = args.gradient_accumulation_steps
+    if not is_scaled and num_ranks * accumulated > 1:
+        raise UserError(
+            f"{told} the loss of each of a step's {num_ranks} x {accumulated} micro-batches (ranks "
+            f"x gradient_accumulation_steps) is a mean over its own tokens, and balanced ones hold "
+            f"different numbers of them; {remedy}"
         )

@@ -136,13 +136,8 @@ class BalancedSteps(PlannedTrainer):
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """TRL's DataLoader over balanced steps, prepared by its accelerator. UserError for settings
-        that would undo them, and for losses that are not a mean over the tokens of all ranks."""
+        that would undo them, and for losses that are not a mean over a step's tokens."""
         args = self.args
-        if args.world_size > 1 and not args.average_tokens_across_devices:
-            raise UserError(
-                "average_tokens_across_devices = False divides each rank's loss by its own tokens, "
-                "and ranks of a balanced step hold different numbers of them; set it to True"
-            )
         num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
         collator = self._collator()
         rows = self._rows(collator)
