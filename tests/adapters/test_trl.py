@@ -114,6 +114,8 @@ def test_a_slice_loses_the_columns_that_are_only_padding() -> None:
         "prompt_ids": torch.arange(8).view(2, 4), "prompt_mask": prompt,
         "old_per_token_logps": torch.arange(10.0).view(2, 5), "advantages": torch.ones(2),
         "num_items_in_batch": torch.tensor(4),
+        "token_type_ids": torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0, 0]] * 2),
+        "mm_token_type_ids": torch.zeros(2, 9),
     }  # fmt: skip
     out = without_padding(inputs)
     assert out["completion_ids"].tolist() == [[0, 1, 2], [5, 6, 7]]
@@ -122,6 +124,22 @@ def test_a_slice_loses_the_columns_that_are_only_padding() -> None:
     assert out["old_per_token_logps"].shape == (2, 3)
     assert out["advantages"].shape == (2,)
     assert out["num_items_in_batch"] == 4
+    assert out["token_type_ids"].tolist() == [[7, 8, 0, 0, 0]] * 2
+    assert out["mm_token_type_ids"].shape == (2, 5)
+
+
+def test_a_slice_keeps_the_images_of_a_completion_that_is_masked() -> None:
+    """TRL masks all of a truncated completion, and the model counts its images' tokens."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    kinds = torch.tensor([[0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0]])
+    inputs = {
+        "completion_ids": torch.zeros(2, 5), "completion_mask": mask, "mm_token_type_ids": kinds,
+        "prompt_ids": torch.zeros(2, 2), "prompt_mask": torch.tensor([[0, 1], [0, 1]]),
+    }  # fmt: skip
+    out = without_padding(inputs)
+    assert out["completion_ids"].shape == (2, 4)
+    assert out["prompt_ids"].shape == (2, 1)
+    assert out["mm_token_type_ids"].tolist() == [[0] * 5, [1, 0, 0, 1, 1]]
 
 
 def run(example: str) -> str:

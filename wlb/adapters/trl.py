@@ -29,6 +29,8 @@ from wlb.planner import LLAMA2_7B
 GRPO = "trl.trainer.grpo_trainer"
 COMPLETION = ("completion_ids", "completion_mask")
 PROMPT = ("prompt_ids", "prompt_mask")
+BOTH = ("token_type_ids", "mm_token_type_ids")
+"""Tensors of a slice that have a column for each token of a prompt, then of a completion."""
 BY_TOKEN = (
     "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
     "importance_sampling_ratio", "advantages",
@@ -247,17 +249,22 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A slice without the columns that are padding in all of its rows."""
+    """A slice without the columns that are padding in all of its rows: the first of prompts, the
+    last of completions."""
     out: dict[str, Any] = dict(inputs)
-    width = out["completion_mask"].shape[1]
+    prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
+    first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
     used = max(1, int(out["completion_mask"].sum(1).max()))
-    for name in (*COMPLETION, *BY_TOKEN):
+    # A truncated completion may be masked as a whole, and yet its images need their tokens.
+    for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
+        used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
+    kept = dict.fromkeys((*COMPLETION, *BY_TOKEN), (width, slice(0, used)))
+    kept |= dict.fromkeys(PROMPT, (prompt, slice(first, None)))
+    kept |= dict.fromkeys(BOTH, (prompt + width, slice(first, prompt + used)))
+    for name, (columns, part) in kept.items():
         value: Any = out.get(name)
-        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == width:
-            out[name] = value[:, :used]
-    first = out["prompt_mask"].shape[1] - max(1, int(out["prompt_mask"].sum(1).max()))
-    for name in PROMPT:
-        out[name] = out[name][:, first:]
+        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == columns:
+            out[name] = value[:, part]
     return out
 
 
