@@ -135,6 +135,8 @@ class Trainer:
         self.args = SimpleNamespace(**(given | args))
         for name in ("top_entropy_quantile", "_entropy_bonus_enabled"):
             setattr(self, name, args.get(name, getattr(self, name)))
+        self.get_cp_size = lambda: args.get("cp_size", 1)
+        self.get_sp_size = lambda: args.get("sp_size", 1)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +145,12 @@ class Trainer:
         ({"loss_type": "bnpo"}, "loss_type = 'bnpo' .* take 'dapo'"),
         ({"_entropy_bonus_enabled": True}, "entropy bonus .* entropy_coef = 0"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile = 0.2 .* 1.0"),
+        ({"cp_size": 2}, "cp_size = 2 cuts rows .* leave cp_size at 1"),
+        ({"sp_size": 4}, "sp_size = 4 cuts rows .* leave sp_size at 1"),
         ({"gradient_accumulation_steps": 3}, "steps_per_generation = 4 .* = 3 .* multiple"),
     ],
 )
-def test_settings_that_depend_on_slices_are_refused(args: dict[str, Any], says: str) -> None:
+def test_settings_that_do_not_go_with_slices_are_refused(args: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         balanced_grpo(Trainer)(**args)
 

@@ -208,6 +208,13 @@ def balanced_grpo(trainer: type[Any]) -> type[Any]:
 
 def _check_slices(trainer: Any) -> None:
     args = trainer.args
+    # GRPOConfig refuses these too, but does not see those that `accelerate launch` sets.
+    for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
+        if size > 1:
+            raise UserError(
+                f"accelerate's {name} = {size} cuts rows over ranks, which TRL's GRPOTrainer does "
+                f"not support, with balanced slices or without; leave {name} at 1"
+            )
     generated, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
     if generated % accumulated and accumulated % generated:
         raise UserError(
