@@ -172,6 +172,7 @@ def heldout_loss(trained: Any, rows: list[Tokens]) -> float:
 
 def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
     """Trains in one way on all ranks and returns (what each rank took, held-out loss)."""
+    stores()  # made here on first use: two ranks would make the same files at once
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",

@@ -31,7 +31,7 @@ from tests.adapters.trainer_worker import (
     lengths,
     tiny_model,
 )
-from wlb.adapters import hugging_face
+from wlb.adapters import trainers
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.dealt import DealtRows, RankBalance, work_of
 from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, BalancedCollator, balanced
@@ -203,12 +203,12 @@ def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
 def test_lengths_of_datasets_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds for a dataset that was shuffled and cut, whose rows are not in table
     order."""
-    monkeypatch.setattr(hugging_face, "BLOCK", 7)
+    monkeypatch.setattr(trainers, "BLOCK", 7)
     rows = [{"input_ids": [1] * n} for n in lengths()]
     whole = Dataset.from_list(rows)
     for dataset in (whole, whole.shuffle(seed=1).select(range(40)), rows, whole.select([])):
         expected = [len(row["input_ids"]) for row in dataset]
-        assert hugging_face._lengths(dataset).tolist() == expected
+        assert trainers.lengths_of(dataset).tolist() == expected
 
 
 def test_lengths_of_rows_made_as_they_are_read() -> None:
@@ -217,17 +217,17 @@ def test_lengths_of_rows_made_as_they_are_read() -> None:
     def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] * min(8, len(text)) for text in rows["text"]]}
 
-    found = hugging_face._lengths(dataset.with_transform(tokenize))
+    found = trainers.lengths_of(dataset.with_transform(tokenize))
     assert found.tolist() == [min(8, n) for n in lengths()]
     with pytest.raises(ValueError, match=r"row 0 .* has \['texts'\], but no input_ids"):
-        hugging_face._lengths(dataset.with_transform(lambda rows: {"texts": rows["text"]}))
+        trainers.lengths_of(dataset.with_transform(lambda rows: {"texts": rows["text"]}))
 
 
 def test_a_row_of_null_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugging_face, "BLOCK", 2)
+    monkeypatch.setattr(trainers, "BLOCK", 2)
     dataset = Dataset.from_dict({"input_ids": [[1], [2, 3], [4], None]})
     with pytest.raises(ValueError, match="row 3 of train_dataset has null"):
-        hugging_face._lengths(dataset)
+        trainers.lengths_of(dataset)
 
 
 def first_batch(tmp_path: Path, rows: Dataset, **options: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,10 @@ import torch
 pytest.importorskip("trl")
 from datasets import Dataset
 
+from experiments.adapters.common import tiny_llama, words_tokenizer
+from tests.adapters.trainer_stand_in import StandIn
 from tests.sets import nightly
-from wlb.adapters.trl import BalancedStep, BalancedSteps, by_length, without_padding
+from wlb.adapters.trl import BalancedStep, balanced_steps, by_length, without_padding
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -67,23 +68,32 @@ def test_steps_that_cannot_be(options: dict[str, Any], says: str) -> None:
 
 
 def test_a_step_of_too_many_rows_names_options_of_the_trainer() -> None:
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            world_size=2,
-            average_tokens_across_devices=True,
-            remove_unused_columns=True,
-            gradient_accumulation_steps=4,
-            per_device_train_batch_size=16,
-        ),
-        accelerator=SimpleNamespace(
-            dataloader_config=SimpleNamespace(dispatch_batches=None, split_batches=False)
-        ),
-        get_sp_size=lambda: 1,
-        train_dataset=Dataset.from_dict({"input_ids": [[1]] * 100}),
+    trainer = balanced_steps(StandIn)(
+        world_size=2, per_device_train_batch_size=16, gradient_accumulation_steps=4, max_tokens=9
     )
-    says = "per_device_train_batch_size = 16 x gradient_accumulation_steps = 4 x 2 processes = 128"
+    says = "per_device_train_batch_size = 16 x gradient_accumulation_steps = 4 x 2 ranks = 128"
     with pytest.raises(UserError, match=f"{says} rows, more than the 100 of train_dataset"):
-        BalancedSteps.get_train_dataloader(trainer)
+        trainer.get_train_dataloader()
+
+
+@pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
+def test_one_process_trains_steps(tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(
+        str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=2,
+        use_cpu=True, bf16=False, logging_steps=1, report_to=[], save_strategy="no",
+        max_length=None, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{"input_ids": [4 + i % 8] * (3 + i % 5)} for i in range(40)]
+    trainer = balanced_steps(SFTTrainer)(
+        model=tiny_llama(), args=args, train_dataset=Dataset.from_list(rows),
+        processing_class=words_tokenizer(), max_tokens=60,
+    )  # fmt: skip
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert trainer.state.global_step == len(losses) == 2
+    assert losses[1] < losses[0]
 
 
 def test_completions_of_each_optimiser_step_have_the_same_lengths() -> None:
@@ -104,6 +114,8 @@ def test_a_slice_loses_the_columns_that_are_only_padding() -> None:
         "prompt_ids": torch.arange(8).view(2, 4), "prompt_mask": prompt,
         "old_per_token_logps": torch.arange(10.0).view(2, 5), "advantages": torch.ones(2),
         "num_items_in_batch": torch.tensor(4),
+        "token_type_ids": torch.tensor([[5, 6, 7, 8, 0, 0, 0, 0, 0]] * 2),
+        "mm_token_type_ids": torch.zeros(2, 9),
     }  # fmt: skip
     out = without_padding(inputs)
     assert out["completion_ids"].tolist() == [[0, 1, 2], [5, 6, 7]]
@@ -112,6 +124,22 @@ def test_a_slice_loses_the_columns_that_are_only_padding() -> None:
     assert out["old_per_token_logps"].shape == (2, 3)
     assert out["advantages"].shape == (2,)
     assert out["num_items_in_batch"] == 4
+    assert out["token_type_ids"].tolist() == [[7, 8, 0, 0, 0]] * 2
+    assert out["mm_token_type_ids"].shape == (2, 5)
+
+
+def test_a_slice_keeps_the_images_of_a_completion_that_is_masked() -> None:
+    """TRL masks all of a truncated completion, and the model counts its images' tokens."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    kinds = torch.tensor([[0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0]])
+    inputs = {
+        "completion_ids": torch.zeros(2, 5), "completion_mask": mask, "mm_token_type_ids": kinds,
+        "prompt_ids": torch.zeros(2, 2), "prompt_mask": torch.tensor([[0, 1], [0, 1]]),
+    }  # fmt: skip
+    out = without_padding(inputs)
+    assert out["completion_ids"].shape == (2, 4)
+    assert out["prompt_ids"].shape == (2, 1)
+    assert out["mm_token_type_ids"].tolist() == [[0] * 5, [1, 0, 0, 1, 1]]
 
 
 def run(example: str) -> str:

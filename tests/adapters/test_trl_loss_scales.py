@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from trl import GRPOTrainer, SFTTrainer
 
+from tests.adapters.trainer_stand_in import StandIn
 from tests.adapters.whole_step import (
     ADVANTAGES,
     CLIP,
@@ -134,6 +135,8 @@ class Trainer:
         self.args = SimpleNamespace(**(given | args))
         for name in ("top_entropy_quantile", "_entropy_bonus_enabled"):
             setattr(self, name, args.get(name, getattr(self, name)))
+        self.get_cp_size = lambda: args.get("cp_size", 1)
+        self.get_sp_size = lambda: args.get("sp_size", 1)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +145,12 @@ class Trainer:
         ({"loss_type": "bnpo"}, "loss_type = 'bnpo' .* take 'dapo'"),
         ({"_entropy_bonus_enabled": True}, "entropy bonus .* entropy_coef = 0"),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile = 0.2 .* 1.0"),
+        ({"cp_size": 2}, "cp_size = 2 cuts rows .* leave cp_size at 1"),
+        ({"sp_size": 4}, "sp_size = 4 cuts rows .* leave sp_size at 1"),
         ({"gradient_accumulation_steps": 3}, "steps_per_generation = 4 .* = 3 .* multiple"),
     ],
 )
-def test_settings_that_depend_on_slices_are_refused(args: dict[str, Any], says: str) -> None:
+def test_settings_that_do_not_go_with_slices_are_refused(args: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         balanced_grpo(Trainer)(**args)
 
@@ -206,9 +211,8 @@ def test_sft_losses_over_a_ranks_own_tokens_are_refused() -> None:
     loss = sft_loss("nll", None)
     assert error(gradient(DIVISIONS["slots"], loss), gradient(WHOLE, loss)) > 1e-3
 
-    class Own:
-        args = SimpleNamespace(world_size=2, average_tokens_across_devices=False)
-
-    trainer = balanced_steps(Own)(max_tokens=100)
+    trainer = balanced_steps(StandIn)(
+        world_size=2, average_tokens_across_devices=False, max_tokens=100
+    )
     with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):
         trainer.get_train_dataloader()

@@ -8,10 +8,8 @@ steps by packing with delay. Attention must keep documents apart: see README.md;
 `BalancedBatchSampler` as a DataLoader's batch_sampler.
 """
 
-import importlib
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import ceil
 from typing import Any, cast
@@ -22,23 +20,15 @@ from wlb.plan import check_at_least
 require("transformers>=5.23", "accelerate>=1.15")
 
 import numpy as np
-from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.collate import PaddingFreeCollator, flatten
-from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.dealt import DealtRows, RankBalance
+from wlb.adapters.trainers import BalancedCollator as BalancedCollator
+from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
 from wlb.cost import WorkloadModel
-from wlb.plan import IGNORE, IntArray, IntLike, UserError, int_array
+from wlb.plan import IntArray, IntLike, UserError, int_array
 from wlb.planner import LLAMA2_7B, Planner
-
-BLOCK = 1 << 16
-"""Rows whose lengths are read at once."""
-PACKED_COLUMNS = ("seq_lengths", "lengths")
-"""Columns that hold a list per row if rows are packed documents."""
-READ = ("input_ids", "labels", "attention_mask", "position_ids")
-"""Columns that our collator reads; attention_mask only to refuse padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,32 +195,14 @@ class RankBatches(Sampler[list[int]]):
                 yield rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BalancedCollator:
-    """`PaddingFreeCollator` that turns an empty micro-batch into one padding token.
-
-    A micro-batch is empty if fewer rows than micro-batches are left. As it has no label, divide the
-    loss by the labels of all ranks, as the Trainer does, not by this rank's.
-    """
-
-    collator: PaddingFreeCollator = PaddingFreeCollator()
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        if features:
-            return self.collator(features)
-        padding = [[self.collator.pad_token_id]]
-        nothing = flatten(padding, labels=[[IGNORE]], options=self.collator)
-        return self.collator.batch(nothing)
-
-
-class BalancedTrainer:
+class BalancedTrainer(PlannedTrainer):
     """A mixin left of a Trainer: `class Mine(BalancedTrainer, SFTTrainer)`; see `balanced`.
 
     data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
     UserError before training for settings that would lose, repeat or mix rows or train masked
     tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
-    dispatch_batches and split_batches, and ranks that share a sequence by other means than
-    Balance's cp. context: of Balance's cp, None with 1.
+    dispatch_batches and split_batches, ranks that share a sequence by other means than Balance's
+    cp, and losses that are not a mean over a step's tokens. context: of Balance's cp, None with 1.
     """
 
     balanced_batches: BalancedBatchSampler
@@ -238,7 +210,6 @@ class BalancedTrainer:
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
-        asked = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         super().__init__(*args, **kwargs)
         check_at_least("cp of Balance", balance.cp, 1)
         self.context = None
@@ -246,28 +217,12 @@ class BalancedTrainer:
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
-        given = asked.get("data_collator") is not None
-        self._chosen_collator = None if given else cast(Any, self).data_collator
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""
-        # The user may also have set a collator after the trainer was made.
-        is_chosen = self.data_collator is self._chosen_collator
-        collator = _collator(None if is_chosen else self.data_collator)
-        dataset = _checked(self.train_dataset)
-        # Only `datasets.Dataset` needs this; from other datasets the collator takes the keys that
-        # it reads.
-        if hasattr(dataset, "column_names"):
-            if isinstance(collator, BalancedCollator):
-                dataset = _read_by_ours(dataset, remove=self.args.remove_unused_columns)
-            else:
-                dataset = self._remove_unused_columns(dataset, description="training")
-        _check_accelerator(self.accelerator, self.get_sp_size())
-        args, lengths = self.args, _lengths(dataset)
-        cp = self.balance.cp * self.get_cp_size()
-        num_ranks = args.world_size // (self.get_tp_size() * cp)
-        if num_ranks < 1:
-            raise UserError(f"{args.world_size} processes are too few for the trainer's tp and cp")
+        args, collator = self.args, self._collator()
+        rows, num_ranks = self._rows(collator), self._num_ranks(cp=self.balance.cp)
+        lengths = lengths_of(rows)
         batches = BalancedBatchSampler(
             lengths,
             self.balance,
@@ -275,22 +230,9 @@ class BalancedTrainer:
             accumulation_steps=args.gradient_accumulation_steps,
             epochs=_epochs(args, self.balance, lengths, num_ranks),
         )
-        loader = self.accelerator.prepare(
-            DataLoader(
-                dataset,
-                batch_sampler=batches,
-                collate_fn=collator if self.context is None else self.context.collator(collator),
-                num_workers=args.dataloader_num_workers,
-                pin_memory=args.dataloader_pin_memory,
-                persistent_workers=args.dataloader_persistent_workers,
-                prefetch_factor=args.dataloader_prefetch_factor,
-            )
-        )
-        if isinstance(loader.batch_sampler, BatchSamplerShard):
-            shard: Any = loader.batch_sampler
-            # skip_first_batches looks for set_epoch here. Without it, a run that resumes in a later
-            # epoch would train the rows of the first epoch.
-            shard.sampler = batches
+        if self.context is not None:
+            collator = self.context.collator(collator)
+        loader = self._loader(rows, batches, collator)
         self.balanced_batches = batches
         # With max_steps, more epochs than needed are planned.
         if args.max_steps <= 0:
@@ -349,97 +291,6 @@ def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> N
             f"{accumulation_steps} x context_window = {window}), so rows held back could never be "
             f"caught up; raise step_tokens or lower gradient_accumulation_steps"
         )
-
-
-def _checked(dataset: Any) -> Any:
-    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            f"balancing needs a train_dataset with a length and rows by number, not "
-            f"{type(dataset).__name__}; load it without streaming"
-        )
-    names = getattr(dataset, "column_names", None) or []
-    for name in PACKED_COLUMNS:
-        if name in names and len(dataset) and np.ndim(dataset[0][name]):
-            raise UserError(
-                f"train_dataset has {name}: its rows are packed already, and hold documents that "
-                f"cannot be balanced one by one; use packing=False"
-            )
-    return dataset
-
-
-def _read_by_ours(dataset: Any, *, remove: bool) -> Any:
-    """A `datasets.Dataset` with only the columns that our collator reads, if `remove`.
-
-    The Trainer would silently remove all that the model's forward does not take, e.g. a padding
-    mask or a loss mask; a loss mask without labels is a UserError.
-    """
-    names: list[str] = dataset.column_names
-    masks = [name for name in LOSS_MASKS if name in names]
-    if masks and "labels" not in names:
-        raise UserError(
-            f"train_dataset has {masks[0]} and no labels, so masked tokens would be trained; give "
-            f"labels that are {IGNORE} where nothing is trained"
-        )
-    if not remove or _is_transformed(dataset):
-        return dataset
-    return dataset.remove_columns([name for name in names if name not in READ])
-
-
-def _is_transformed(dataset: Any) -> bool:
-    """Whether rows are computed when read, by `set_transform` or `with_transform`."""
-    return dataset.format["type"] == "custom"
-
-
-def _lengths(dataset: Any) -> IntArray:
-    """Tokens of each row; for a `datasets.Dataset` from its offsets, without reading tokens."""
-    if not hasattr(dataset, "with_format") or _is_transformed(dataset):
-        return np.array(list(_lengths_read(dataset)), np.int64)
-    # pyarrow is a dependency of datasets.
-    arrow: Any = importlib.import_module("pyarrow.compute")
-    table = dataset.with_format("arrow")
-    parts = [np.zeros(0, np.int64)]
-    for at in range(0, len(dataset), BLOCK):
-        part = arrow.list_value_length(table[at : at + BLOCK]["input_ids"])
-        if part.null_count:
-            raise UserError(
-                f"row {at + part.is_null().to_pylist().index(True)} of train_dataset has null for "
-                f"its input_ids; remove such rows"
-            )
-        parts.append(part.to_numpy())
-    return np.concatenate(parts).astype(np.int64)
-
-
-def _lengths_read(rows: Iterable[Mapping[str, Any]]) -> Iterator[int]:
-    for i, row in enumerate(rows):
-        if row.get("input_ids") is None:
-            raise UserError(
-                f"row {i} of train_dataset has {sorted(row)}, but no input_ids; tokenize it first"
-            )
-        yield len(row["input_ids"])
-
-
-def _collator(given: Any) -> Callable[[Any], dict[str, Any]]:
-    """The user's collator, or a padding-free one instead of the trainer's, which pads."""
-    if given is None or isinstance(given, PaddingFreeCollator):
-        return BalancedCollator(collator=given or PaddingFreeCollator())
-    return given
-
-
-def _check_accelerator(accelerator: Any, sp: int) -> None:
-    given = accelerator.dataloader_config
-    if given.dispatch_batches:
-        raise UserError(
-            "accelerator_config.dispatch_batches = True: a run that resumes would skip one rank's "
-            "share of what was trained; leave it False, every process plans the same batches and "
-            "reads its own. In a loop of your own it works where pad_to_multiple_of is s_max"
-        )
-    if given.split_batches:
-        raise UserError(
-            "accelerator_config.split_batches = True cuts rows of a batch apart, and a batch here "
-            "is one row of many documents; leave it False"
-        )
-    if sp > 1:
-        raise UserError(f"sequence parallelism of {sp} deals its own batches; balance without it")
 
 
 def _epochs(args: Any, balance: Balance, lengths: IntArray, num_ranks: int) -> int:

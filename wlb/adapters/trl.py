@@ -20,13 +20,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.hugging_face import (
-    BalancedCollator,
-    _check_accelerator,
-    _checked,
-    _lengths,
-    _read_by_ours,
-)
+from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.balance import Cost, StepBalance, balance_step
 from wlb.balance.mini_batches import choose
 from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
@@ -35,6 +29,8 @@ from wlb.planner import LLAMA2_7B
 GRPO = "trl.trainer.grpo_trainer"
 COMPLETION = ("completion_ids", "completion_mask")
 PROMPT = ("prompt_ids", "prompt_mask")
+BOTH = ("token_type_ids", "mm_token_type_ids")
+"""Tensors of a slice that have a column for each token of a prompt, then of a completion."""
 BY_TOKEN = (
     "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
     "importance_sampling_ratio", "advantages",
@@ -129,11 +125,12 @@ class BalancedStep(Sampler[list[int]]):
                     yield rows[balance.samples(0, rank, m)].tolist()
 
 
-class BalancedSteps:
+class BalancedSteps(PlannedTrainer):
     """A mixin left of TRL's SFTTrainer; see `balanced_steps`.
 
     A step trains as many rows as the arguments say (per_device_train_batch_size x
-    gradient_accumulation_steps x ranks), divided by work instead of by number.
+    gradient_accumulation_steps x ranks), divided by work instead of by number. data_collator: as
+    `PlannedTrainer` takes it.
     """
 
     def __init__(self, *args: Any, max_tokens: int, cost: Cost = LLAMA2_7B, **kwargs: Any) -> None:
@@ -142,25 +139,20 @@ class BalancedSteps:
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """TRL's DataLoader over balanced steps, prepared by its accelerator. UserError for settings
-        that would undo them, and for losses that are not a mean over the tokens of all ranks."""
+        that would undo them, and for losses that are not a mean over a step's tokens."""
         args = self.args
-        if args.world_size > 1 and not args.average_tokens_across_devices:
-            raise UserError(
-                "average_tokens_across_devices = False divides each rank's loss by its own tokens, "
-                "and ranks of a balanced step hold different numbers of them; set it to True"
-            )
-        _check_accelerator(self.accelerator, self.get_sp_size())
-        rows = _read_by_ours(_checked(self.train_dataset), remove=args.remove_unused_columns)
-        num_ranks, accumulated = args.world_size, args.gradient_accumulation_steps
+        num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
+        collator = self._collator()
+        rows = self._rows(collator)
         wanted = args.per_device_train_batch_size * accumulated * num_ranks
         if wanted > len(rows):
             raise UserError(
                 f"a step takes per_device_train_batch_size = {args.per_device_train_batch_size} x "
-                f"gradient_accumulation_steps = {accumulated} x {num_ranks} processes = {wanted} "
+                f"gradient_accumulation_steps = {accumulated} x {num_ranks} ranks = {wanted} "
                 f"rows, more than the {len(rows)} of train_dataset; lower one of them"
             )
         batches = BalancedStep(
-            _lengths(rows),
+            lengths_of(rows),
             samples_per_step=wanted,
             max_tokens=self.max_tokens,
             num_ranks=num_ranks,
@@ -168,16 +160,7 @@ class BalancedSteps:
             cost=self.cost,
             seed=args.seed,
         )
-        loader = self.accelerator.prepare(
-            DataLoader(
-                rows,
-                batch_sampler=batches,
-                collate_fn=BalancedCollator(),
-                num_workers=args.dataloader_num_workers,
-            )
-        )
-        loader.batch_sampler.sampler = batches  # where skip_first_batches looks for set_epoch
-        return loader
+        return self._loader(rows, batches, collator)
 
 
 def balanced_steps(trainer: type[Any]) -> type[Any]:
@@ -226,6 +209,13 @@ def balanced_grpo(trainer: type[Any]) -> type[Any]:
 
 def _check_slices(trainer: Any) -> None:
     args = trainer.args
+    # GRPOConfig refuses these too, but does not see those that `accelerate launch` sets.
+    for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
+        if size > 1:
+            raise UserError(
+                f"accelerate's {name} = {size} cuts rows over ranks, which TRL's GRPOTrainer does "
+                f"not support, with balanced slices or without; leave {name} at 1"
+            )
     generated, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
     if generated % accumulated and accumulated % generated:
         raise UserError(
@@ -267,17 +257,22 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A slice without the columns that are padding in all of its rows."""
+    """A slice without the columns that are padding in all of its rows: the first of prompts, the
+    last of completions."""
     out: dict[str, Any] = dict(inputs)
-    width = out["completion_mask"].shape[1]
+    prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
+    first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
     used = max(1, int(out["completion_mask"].sum(1).max()))
-    for name in (*COMPLETION, *BY_TOKEN):
+    # A truncated completion may be masked as a whole, and yet its images need their tokens.
+    for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
+        used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
+    kept = dict.fromkeys((*COMPLETION, *BY_TOKEN), (width, slice(0, used)))
+    kept |= dict.fromkeys(PROMPT, (prompt, slice(first, None)))
+    kept |= dict.fromkeys(BOTH, (prompt + width, slice(first, prompt + used)))
+    for name, (columns, part) in kept.items():
         value: Any = out.get(name)
-        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == width:
-            out[name] = value[:, :used]
-    first = out["prompt_mask"].shape[1] - max(1, int(out["prompt_mask"].sum(1).max()))
-    for name in PROMPT:
-        out[name] = out[name][:, first:]
+        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == columns:
+            out[name] = value[:, part]
     return out
 
 

@@ -37,6 +37,9 @@ def install() -> None:
     # Autograd's threads would not see the modes of this one.
     torch.autograd.set_multithreading_enabled(False)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
+    # Builds for CUDA would look for a GPU to choose a kernel; builds for CPU take this one anyway.
+    for kind in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     # It makes a first tensor on the GPU, which a build for CUDA would really do.
     setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
