@@ -37,18 +37,24 @@ def install() -> None:
     # Autograd's threads would not see the modes of this one.
     torch.autograd.set_multithreading_enabled(False)
     setattr(FakeTensorMode, "avoid_device_init", property(lambda _: True))  # noqa: B010
-    # Builds for CUDA would look for a GPU to choose a kernel; builds for CPU take this one anyway.
-    for kind in ("flash", "mem_efficient", "cudnn"):
-        getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     # It makes a first tensor on the GPU, which a build for CUDA would really do.
     setattr(fake_tensor, "init_gpu_context", lambda _: None)  # noqa: B010
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device="cuda") is a copy
     importlib.import_module("torch.distributed._tools.fake_collectives")
     _shapes_of_whole_tensors()
     _register_kernels()
+    # Builds for CUDA would ask the GPU which kernel to take; builds for CPU take this one.
+    setattr(torch.nn.functional, "scaled_dot_product_attention", _attention)  # noqa: B010
     setattr(select, "launch_problem", lambda _: None)  # noqa: B010  # a CUDA build brings Triton
     setattr(refuse, "refuse_uncompilable", compiler.refuse_other_backends)  # noqa: B010
     _groups()
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *, is_causal: bool = False
+) -> Tensor:
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, attn_mask, 0.0, is_causal)
+    return out
 
 
 def describe(*, name: str, memory_bytes: int, local_ranks: int) -> None:
