@@ -60,5 +60,7 @@ class TraceSteps(Hook):
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
-        self._running = profile(activities=kinds)
-        self._running.start()
+        # A trace is of one cycle; without `acc_events` torch 2.11 warns that it forgets others.
+        started = profile(activities=kinds, acc_events=True)
+        started.start()
+        self._running = started
