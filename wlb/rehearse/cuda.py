@@ -312,7 +312,8 @@ class _Transfer(FakeWork):
 def _transfers() -> None:
     def post(kind: str, tensor: Tensor, peer: int, group: Any, batch: int = -1) -> _Transfer:
         where = recorder().communicator(_group(group))
-        what = (tuple(tensor.shape), str(tensor.dtype))
+        # torch 2.11 connects stages by a number sent from a tensor of no dimensions to one of one.
+        what = (tuple(tensor.shape) or (1,), str(tensor.dtype))
         here = called_from(2)
         GPU.messages.append(RankMessage(where, kind, peer, what, here, GPU.step, batch))
         index = len(GPU.messages) - 1
