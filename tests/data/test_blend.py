@@ -81,6 +81,7 @@ def reference(lengths, weights, *, seed, num_tokens, end=np.inf):
 LENGTHS = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=4)
 
 
+@pytest.mark.full
 @given(data=st.data(), lengths=LENGTHS, tokens=st.integers(1, 300), epochs=st.integers(0, 3))
 def test_the_order_is_that_of_the_plain_loop(data, lengths, tokens, epochs):
     weights = [data.draw(st.sampled_from([0.1, 0.25, 1.0, 1 / 3, 7])) for _ in lengths]

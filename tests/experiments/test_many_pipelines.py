@@ -19,6 +19,7 @@ NIGHTLY = tuple(name for name in layouts() if name not in (*QUICK, *FULL))
 SETS = [*QUICK, *full(*FULL), *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SETS)
 def test_ours_is_within_two_percent_of_perfect_balance(name: str) -> None:
     """That is so against the steps as they were made and against equal ones, every document

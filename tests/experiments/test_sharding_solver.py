@@ -28,6 +28,7 @@ def price_of(case: Case, rank: IntArray) -> float:
     return case.linear_ns * rows + work + case.launches_ns + waits
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tp", [1, 8])
 @pytest.mark.parametrize("lengths", [[60_000, 20_000], [30_000, 30_000, 9000, 700], [50_000]])
 def test_no_assignment_of_chunks_is_better(lengths: list[int], tp: int) -> None:

@@ -276,6 +276,7 @@ def test_a_planner_that_is_stopped_before_it_listens_is_named(more: bytes) -> No
     assert not address.folder.exists()
 
 
+@pytest.mark.full
 def test_more_ranks_than_may_queue_learn_that_a_planner_is_stopped() -> None:
     with process(clients=8) as made:
         os.kill(made._process.pid, signal.SIGSTOP)

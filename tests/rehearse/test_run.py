@@ -117,6 +117,7 @@ def planted() -> dict[str, Rehearsed]:
     return dict(zip(ranks, found, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault: str, planted: dict[str, Rehearsed]) -> None:
     """Each is told with the step, and with the file and line that it concerns."""
@@ -128,6 +129,7 @@ def test_a_planted_fault_is_found(fault: str, planted: dict[str, Rehearsed]) -> 
     assert all(re.search(r"step \d", line) and re.search(r"\w+\.py:\d", line) for line in lines)
 
 
+@pytest.mark.full
 def test_a_planted_host_wait_is_named(planted: dict[str, Rehearsed]) -> None:
     (result,) = planted[HOST_WAIT].ranks
     assert sum(wait.what == "item()" for wait in result.steps[1].host_waits) >= 4
@@ -222,6 +224,7 @@ def test_ranks_are_chosen() -> None:
             chosen_ranks(wrong, parallel)
 
 
+@pytest.mark.full
 def test_the_command_prints_tables_and_writes_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

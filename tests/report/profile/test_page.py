@@ -86,6 +86,7 @@ def rows(page: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.full
 def test_the_page_needs_nothing_else_and_is_the_same_again(page: str) -> None:
     assert set(figures(page)) == FIGURES
     links = set(re.findall(r"(?:https?:)?//[\w.]+", page))

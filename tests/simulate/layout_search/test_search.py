@@ -61,6 +61,7 @@ def exhaustive(known: Search, settings: PackingChoices, max_delay_mean: float) -
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("memory_gib", "tp"), [(80.0, (1, 2)), *nightly((0.8, (2,)))])
 def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     memory_gib: float, tp: tuple[int, ...]
@@ -164,6 +165,7 @@ def test_equal_inputs_give_equal_results_on_any_number_of_workers(found: Search)
     assert again.packed == found.packed
 
 
+@pytest.mark.full
 def test_memory_is_kept_and_costs_time(found: Search) -> None:
     gib = 1.0
     _, tight = search(spec_of(f"cluster.memory_gib={gib}"), choices=LayoutChoices(cp=(2, 4)))
@@ -173,6 +175,7 @@ def test_memory_is_kept_and_costs_time(found: Search) -> None:
     assert tight.ranking[0].time_s > found.ranking[0].time_s
 
 
+@pytest.mark.full
 def test_the_delay_is_kept() -> None:
     tuner, known = search(spec_of(), max_delay_mean=0.1)
     assert all(t.mean_delay <= 0.1 for t in known.ranking)

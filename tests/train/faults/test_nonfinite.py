@@ -105,6 +105,7 @@ def test_many_in_a_row_stop_the_run(
         train(spec_of(tmp_path, corpus, "skip", 3))
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_rollback_of_a_passing_fault_changes_nothing(
     corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch

@@ -93,6 +93,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_stop_file_ends_a_run_after_its_step(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -136,6 +136,7 @@ class FakeRun:
         self.is_finished = True
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_weights_and_biases_keeps_its_run_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
