@@ -386,6 +386,7 @@ def test_calibrations_that_cannot_work_are_refused(
     assert not (tiny.parent / "runs").exists()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_a_calibrated_profile_prices_the_next_run(
     tiny: Path, capsys: pytest.CaptureFixture[str]

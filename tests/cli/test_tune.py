@@ -38,6 +38,7 @@ def made(lengths: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return {**paths, "words": words, "data": json.loads(Path(paths["json"]).read_text("utf-8"))}
 
 
+@pytest.mark.full
 def test_the_winner_is_written_as_a_run(made: dict[str, Any]) -> None:
     spec, best = load(made["toml"]), made["data"]["best"][0]
     given = load("demo", SETTINGS[1:])

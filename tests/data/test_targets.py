@@ -225,6 +225,7 @@ def packers(window: int, num: int) -> list[Packer]:
     ]
 
 
+@pytest.mark.full
 @given(masks(), st.integers(2, 16), st.integers(1, 3))
 def test_plans_of_every_policy_count_the_labels_of_the_store(all_masks, window, num):
     with TemporaryDirectory() as folder:

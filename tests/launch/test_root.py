@@ -55,6 +55,7 @@ def test_ranks_that_say_goodbye_end_all_aggregators(tmp_path: Path, num: int) ->
         assert nodes.told.empty()
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_on_another_node(tmp_path: Path) -> None:
     (tmp_path / "rank-3.log").write_text("its last line\n")
     with nodes_of(tmp_path, 3) as nodes:
@@ -126,6 +127,7 @@ def test_an_aggregator_that_is_stopped(tmp_path: Path) -> None:
             assert text.partition("\n")[0].endswith(") gave no sign of life for 20 s")
 
 
+@pytest.mark.full
 def test_the_only_aggregator_that_is_killed(tmp_path: Path) -> None:
     """Nobody hears the ranks of a single node any more; one of them reports."""
     with nodes_of(tmp_path, 1) as nodes:

@@ -105,6 +105,7 @@ def memory(world: World, exchange: KeyExchange) -> dict[tuple[str, bool], Any]:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_only_local_rows_are_kept_and_one_gather_more_is_made(exchange: KeyExchange) -> None:
     """64 tokens on 2 ranks are 32 local rows of 4 and 2 heads of 8 numbers, 2 bytes per number.

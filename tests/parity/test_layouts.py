@@ -34,15 +34,16 @@ QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
 QUICK = [
     Case(tp=4, strategy="per_sequence", rope_factor=4.0),
     Case(cp=4, row_multiple=4, head_dim=16, rope_factor=4.0, rope_kind=RopeKind.YARN),
-    Case(cp=4, exchange=NEEDED, row_multiple=4),
     Case(cp=4, exchange=NEEDED, own_first=True),
     Case(dp=4, num_micro_batches=8),
     Case(pp=4, v=1, schedule=F1B, num_micro_batches=8),
-    Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
-    Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
 ]
 CASES = [
+    # On four ranks, beside those of the quick set.
+    Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
+    Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
+    Case(cp=4, exchange=NEEDED, row_multiple=4),
     # One axis alone.
     Case(tp=2),
     Case(cp=2),

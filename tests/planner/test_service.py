@@ -265,6 +265,7 @@ def starts(*args: object, silence_s: float = 0.0, address: Address | None = None
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("more", [b"", bytes(1 << 22)], ids=["read", "half read"])
 def test_a_planner_that_is_stopped_before_it_listens_is_named(more: bytes) -> None:
     """A job of megabytes is more than a pipe takes from a parent whose planner reads no more."""

@@ -26,6 +26,7 @@ def whole() -> Rehearsed:
     return rehearsed(*options, "telemetry.warmup_steps=1", steps=3)
 
 
+@pytest.mark.full
 def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
     assert whole.passed, verdict(whole)
     assert whole.proof.is_complete
@@ -37,6 +38,7 @@ def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
     assert [len(result.steps) for result in whole.ranks] == [3] * 8
 
 
+@pytest.mark.full
 def test_what_is_counted_is_what_a_step_does(whole: Rehearsed) -> None:
     spec = small_job()
     (first, *_), plan = whole.ranks, spec.model
@@ -60,6 +62,7 @@ def test_what_is_counted_is_what_a_step_does(whole: Rehearsed) -> None:
                     assert exposed <= step.parts[part]["time_ns"] * 1.0001 or part == "pp"
 
 
+@pytest.mark.full
 def test_memory_is_counted_by_kind_and_reserved_by_the_allocator(whole: Rehearsed) -> None:
     for result in whole.ranks:
         assert sum(result.at_peak.values()) == result.peak_bytes
@@ -68,6 +71,7 @@ def test_memory_is_counted_by_kind_and_reserved_by_the_allocator(whole: Rehearse
             assert taken.peak_bytes >= taken.allocated_bytes >= result.peak_bytes
 
 
+@pytest.mark.full
 def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
     """An evaluation after it waits once more, the last one after all steps; a checkpoint never."""
     reduces, evaluates = ("tolist()", "wlb/train/reduce.py"), ("item()", "wlb/train/evaluate.py")
@@ -79,6 +83,7 @@ def test_a_step_waits_for_the_device_once(whole: Rehearsed) -> None:
         assert found == [[reduces, evaluates], [reduces, evaluates], [reduces]]
 
 
+@pytest.mark.full
 def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
     """Evaluations are seen by their waits (above) and sums, checkpoints by their copies."""
     for result in whole.ranks:

@@ -167,6 +167,7 @@ def store_spec(folder: Path, lengths: list[int], *, window: int, **sections: Any
     return replace(spec, data=replace(spec.data, store=store, context_window=window, epochs=1))
 
 
+@pytest.mark.full
 def test_the_end_of_data_flushes_every_token(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +340,7 @@ def test_evaluations_come_at_equal_tokens(corpus: Path, tmp_path: Path) -> None:
     assert {e for e in again.evaluations if e[0] > 3} == {e for e in whole.evaluations if e[0] > 3}
 
 
+@pytest.mark.full
 def test_an_older_run_of_the_name_is_moved_aside(corpus: Path, tmp_path: Path) -> None:
     spec = small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0})
     first, said = train(spec)
@@ -432,6 +434,7 @@ def separate(
     return run_local(on_separate_nodes, 2, job, other, timeout_s=600)
 
 
+@pytest.mark.full
 def test_nodes_that_plan_alike_train_together(corpus: Path, tmp_path: Path) -> None:
     assert separate(corpus, tmp_path) == ["9 steps", "9 steps"]
 

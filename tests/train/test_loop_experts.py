@@ -62,8 +62,7 @@ def straight(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Straight
 @pytest.mark.parametrize(
     ("layout", "balance"),
     [
-        ("cp2-pp2-ep2", "bias"),
-        *full(("cp2-dp2-ep4", "aux_loss"), ("copies", "bias")),
+        *full(("cp2-pp2-ep2", "bias"), ("cp2-dp2-ep4", "aux_loss"), ("copies", "bias")),
         *nightly(("cp2-pp2-ep2", "aux_loss"), ("tp2-cp2", "bias")),
     ],
 )

@@ -125,6 +125,7 @@ def test_a_wsd_run_that_goes_on_is_the_longer_run(corpus: Path, tmp_path: Path) 
     assert [line["learning_rate"] for line in again.steps[-5:]] == pytest.approx(lasting[4:])
 
 
+@pytest.mark.full
 def test_resuming_a_decayed_run_says_that_the_rate_rises(corpus: Path, tmp_path: Path) -> None:
     training = {"schedule": "wsd", "decay_steps": 2, "warmup_steps": 1}
     train(small_spec(tmp_path, corpus, training={**training, "steps": 3}))

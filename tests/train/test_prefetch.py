@@ -93,6 +93,7 @@ def test_steps_are_the_same() -> None:
         assert ahead == direct
 
 
+@pytest.mark.full
 def test_a_run_loads_ahead_and_says_what_it_waited(tmp_path: Any) -> None:
     corpus = write_corpus(tmp_path / "corpus")
     losses: list[list[float]] = []

@@ -20,6 +20,7 @@ def blend(tmp_path: Path) -> list[str]:
     return [f"{one}:3", f"{two}:1"]
 
 
+@pytest.mark.full
 def test_a_run_on_a_blend_resumes_to_the_same_losses(tmp_path: Path, blend: list[str]) -> None:
     held = write_store(tmp_path / "held", [40] * 6)
     data = {"blend": blend, "heldout_store": held}

@@ -149,6 +149,7 @@ def test_an_export_says_which_template_it_lacks(tmp_path: Path) -> None:
         export(saved, tmp_path / "d", tokenizer=other.parent)
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_chat_fine_tune_stops_and_chats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -311,6 +311,7 @@ def test_a_cpu_with_groups_padding_and_few_points() -> None:
         assert f"each such group costs {time_text(table.group_forward_ns)}" in page
 
 
+@pytest.mark.full
 def test_conditions_and_origin_are_told() -> None:
     conditions = {
         "sm_clock_mhz": [1200.0, 1980.0, 1990.0],

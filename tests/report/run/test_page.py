@@ -223,6 +223,7 @@ def test_the_timeline_says_that_it_was_measured_and_draws_every_pass(page: str) 
     assert rows[0].idle == pytest.approx(4 / 14)
 
 
+@pytest.mark.full
 def test_a_step_without_a_timeline_is_simulated_or_the_page_says_why_not(tmp_path: Path) -> None:
     records = read_run(write(tmp_path, whole_run()))
     chosen = text_of(run_page(records, step=12))
@@ -281,6 +282,7 @@ def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> N
     assert "TFLOP/s" not in text
 
 
+@pytest.mark.full
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
     lines = [start()]
     for done in range(1, 6001):

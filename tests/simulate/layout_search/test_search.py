@@ -78,6 +78,7 @@ def test_the_winner_is_as_fast_as_any_of_an_exhaustive_search(
     assert is_pruned or memory_gib < 80
 
 
+@pytest.mark.full
 def test_expert_parallelism_is_searched() -> None:
     """Experts over one rank, a pipeline's two, or two pipelines', which then meet in layers."""
     experts = ("model.experts.num=8", "model.experts.hidden_size=704", "model.experts.every=2")
@@ -156,6 +157,7 @@ def test_the_own_settings_are_tried_as_they_are(found: Search) -> None:
     assert found.own.time_s > found.ranking[0].time_s
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_equal_inputs_give_equal_results_on_any_number_of_workers(found: Search) -> None:
     _, again = search(spec_of(), own=spec_of(), jobs=2)
@@ -233,6 +235,7 @@ def test_why_the_others_lost(found: Search) -> None:
     assert min(best.values()) == pytest.approx(found.ranking[0].time_s)
 
 
+@pytest.mark.full
 def test_a_family_that_does_not_fit_is_said() -> None:
     tuner, known = search(spec_of("cluster.memory_gib=0.4"), top=1)
     losers = {x.label: x for x in losers_of(tuner, known, own=None, node=8)}

@@ -209,6 +209,7 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
 
 
+@pytest.mark.full
 def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, training={"steps": 2})
     first, shown = train(spec, resume="auto")

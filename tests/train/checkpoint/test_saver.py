@@ -260,6 +260,7 @@ def test_a_run_begins_with_the_weights_of_another(
     assert len(third.steps) == 3
 
 
+@pytest.mark.full
 def test_what_is_known_of_an_imported_model_is_handed_on(corpus: Path, tmp_path: Path) -> None:
     first, _ = train(small_spec(tmp_path, corpus, training={"steps": 1}, eval={"steps": 0}))
     saved = first.folder / "checkpoints" / "step-00000001"

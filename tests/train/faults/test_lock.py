@@ -176,6 +176,7 @@ def test_a_file_system_without_locks_is_said_once(
     taken.close()
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_run_that_is_trained_is_neither_moved_aside_nor_tidied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

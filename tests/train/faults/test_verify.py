@@ -63,6 +63,7 @@ def test_nothing_is_read_if_asked(tmp_path: Path, store: str) -> None:
     assert not (run.folder / "stores.json").exists()
 
 
+@pytest.mark.full
 def test_what_was_read_once_is_read_again_only_if_it_changed(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_lines_that_a_full_disk_lost_make_the_count_inexact(
     assert (found.num_lost, found.num_steps, found.is_exact) == (1, 3, False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("then", [2, 8])
 def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, then: int) -> None:
     """Global batches have another size after the resume."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sets import nightly
+from tests.sets import full, nightly
 from tests.train.case import Run, job_of, relaid, small_spec, train, write_corpus
 from tests.train.telemetry.test_meter import MODEL, first_step, ms
 from wlb.cost import (
@@ -123,6 +123,7 @@ def test_prices_hold_from_a_stated_step_on(
     assert factors[1] > 1.5 * factors[0]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_votes")
 def test_learning_takes_no_collective_of_its_own(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +148,7 @@ def test_learning_takes_no_collective_of_its_own(
     assert more == [votes if i in (2 * 3, 2 * 6) else 0 for i in range(14)]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_votes")
 @pytest.mark.parametrize("saved", [5, *nightly(10)])
 def test_a_resumed_run_plans_as_the_uninterrupted_one(
@@ -192,6 +194,7 @@ def test_prices_of_another_kernel_profile_do_not_go_on(
     capsys.readouterr()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_votes")
 def test_a_rollback_takes_prices_back_that_were_learned_since(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +256,7 @@ def rank_that_votes(world: World, job: Job) -> None:
     start.local_rank(world, job, "cpu")
 
 
-@pytest.mark.parametrize("layout", ["cp2-pp2", *nightly("tp2-pp2-v2", "dp2-tp2")])
+@pytest.mark.parametrize("layout", [*full("cp2-pp2"), *nightly("tp2-pp2-v2", "dp2-tp2")])
 def test_all_ranks_change_prices_together(corpus: Path, tmp_path: Path, layout: str) -> None:
     """Digests of plans are compared two steps ahead; a mismatch would end the run."""
     spec = relaid(learning(tmp_path, corpus), layout)

@@ -133,6 +133,7 @@ def tables_of(run: Run) -> list[RankTable]:
     return [RankTable.from_json(line) for line in run.lines if line["kind"] == "ranks"]
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_tables_and_timelines_come_at_their_intervals(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus")

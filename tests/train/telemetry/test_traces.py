@@ -14,6 +14,7 @@ from wlb.train.telemetry.traces import TraceSteps
 from wlb.train.telemetry.wall import WallTimes
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_run_writes_the_traces_it_is_asked_for_and_says_where_its_time_went(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
