@@ -466,7 +466,7 @@ def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> Non
     assert again[0]["losses"] == whole[0]["losses"]  # the log goes on from the checkpoint's
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_accelerate_dispatches_micro_batches_that_are_filled_up(tmp_path: Path) -> None:
     first, second = launch(tmp_path / "out", "dispatch")

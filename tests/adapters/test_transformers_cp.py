@@ -79,7 +79,7 @@ def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks(
         pytest.param(2, OTHER_FAMILIES, LENGTHS, id="families"),
         pytest.param(2, STRATEGIES, DRAWN, id="strategies", marks=pytest.mark.nightly),
         pytest.param(3, STRATEGIES[-2:], DRAWN, id="three ranks", marks=pytest.mark.nightly),
-        pytest.param(4, FOUR_RANKS, LENGTHS, id="four ranks"),
+        pytest.param(4, FOUR_RANKS, LENGTHS, id="four ranks", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_compute_what_one_process_does_unpacked(

@@ -25,6 +25,7 @@ import torch
 
 from tests.adapters.hosts import StandIn, stand_in  # noqa: F401
 from tests.adapters.own_code import torchtitan_batcher  # noqa: F401
+from tests.sets import nightly
 from wlb.plan import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -203,7 +204,7 @@ def test_slimes_own_tests_pass_with_ours_installed(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "example", ["verl", "slime", "nemo_rl", "openrlhf", "areal", "torchtitan_rl"]
+    "example", ["verl", "slime", "nemo_rl", "openrlhf", "areal", *nightly("torchtitan_rl")]
 )
 def test_the_examples_train_two_processes_where_the_framework_is_installed(example: str) -> None:
     package = "torchtitan" if example == "torchtitan_rl" else example

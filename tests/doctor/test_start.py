@@ -213,7 +213,7 @@ def absent(world: World, spec: RunSpec, wanted: Options) -> bool:
     return start.examine_rank(world, start._filled(spec, RANKS), wanted)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     wanted = options(tmp_path / "found", limit_s=GRACE_S)

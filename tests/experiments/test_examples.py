@@ -130,6 +130,7 @@ def test_the_trainer_of_trl(tmp_path: Path) -> None:
     assert (out / "model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_the_trainer_of_trl_on_packed_documents_over_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("trl")

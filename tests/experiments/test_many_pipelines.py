@@ -14,7 +14,7 @@ from experiments.many_pipelines.losses import losses
 from tests.sets import full
 
 QUICK = ("DP 1",)
-FULL = ("DP 2", "DP 4")
+FULL = ("DP 2",)
 NIGHTLY = tuple(name for name in layouts() if name not in (*QUICK, *FULL))
 SETS = [*QUICK, *full(*FULL), *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 

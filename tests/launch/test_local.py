@@ -122,7 +122,7 @@ def test_the_first_failure_is_the_error():
     assert "in _raise_on_rank_2" in str(caught.value)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_hang_reports_the_stacks_of_the_ranks_that_run(tmp_path):
     with pytest.raises(RankFailure) as caught:
         run_local(_hang_on_rank_1, 2, str(tmp_path), timeout_s=20.0)

@@ -248,7 +248,7 @@ def both(world: World, how: How) -> tuple[dict[str, Any], Errors]:
 @pytest.mark.parametrize(
     "how", [*HOWS, *(pytest.param(how, marks=pytest.mark.full) for how in SCORED)], ids=str
 )
-@pytest.mark.parametrize("cp", [2, *full(1, 3), *nightly(4, 8)])
+@pytest.mark.parametrize("cp", [2, *full(3), *nightly(1, 4, 8)])
 def test_it_is_what_one_process_computes(cp: int, how: How) -> None:
     """All strategies and lengths agree; bits are the same twice, and with gathered rows kept."""
     results = run_local(both, cp, how, start_group=True, timeout_s=600)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests.parity.body import run_step, whole
 from tests.parity.case import Case, spec_of
-from tests.sets import full
+from tests.sets import nightly
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.model.llama import EMBEDDING, HEAD
@@ -43,7 +43,7 @@ def ends(world: World, case: Case) -> dict[str, torch.Tensor]:
     "case",
     [
         Case(pp=2, schedule=Schedule.ONE_F_ONE_B, parts=("tied_embeddings",)),
-        *full(Case(tp=2, pp=2, dp=2, v=2, num_micro_batches=8, parts=("tied_embeddings",))),
+        *nightly(Case(tp=2, pp=2, dp=2, v=2, num_micro_batches=8, parts=("tied_embeddings",))),
     ],
     ids=str,
 )

@@ -127,9 +127,7 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tp=2, recompute=Recompute.SELECTIVE),
         Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
-        Case(dp=2, keep_gathered_kv=True),
         Case(cp=2, own_first=True),
         Case(
             cp=2,
@@ -140,9 +138,11 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         ),
         # Experts run eagerly between graphs of attention.
         Case(tp=2, cp=2, experts=SHARED, ep=2, exchange=KeyExchange.NEEDED),
-        Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, own_first=True),
         # Other cases have each of these parts, some on fewer ranks.
         *nightly(
+            Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, own_first=True),
+            Case(dp=2, keep_gathered_kv=True),
+            Case(tp=2, recompute=Recompute.SELECTIVE),
             Case(tp=2, cp=2),
             Case(cp=2, recompute=Recompute.FULL),
             Case(cp=2, exchange=KeyExchange.NEEDED),

@@ -45,14 +45,11 @@ CASES = [
     Case(dp=2, experts=PLAIN, num_micro_batches=8, reshard=True),
     # Expert parallelism over CP, DP and TP.
     Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, v=2),
-    Case(tp=2, experts=SHARED, ep=2, ep_stages=4),
-    Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
     Case(cp=2, dp=2, experts=SHARED, ep=2, ep_stages=2, num_micro_batches=8, reshard=True),
     # Copies of experts beside those of other weights (HSDP): of each EP group, of FSDP's shards.
     Case(cp=2, dp=2, experts=SHARED, ep=2, shard_size=2, num_micro_batches=8),
     Case(dp=4, experts=PLAIN, shard_size=2, num_micro_batches=8),
     Case(tp=2, cp=2, pp=2, experts=SHARED, ep=4, ep_stages=2, v=2, schedule=IZB),
-    Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, recompute=Recompute.FULL, schedule=F1B),
     Case(cp=2, pp=2, experts=TWELVE, ep=2, ep_stages=3, recompute=Recompute.SELECTIVE, v=2),
     # Experts in some layers: a stage of two, and both stages of a rank, have none.
     Case(
@@ -88,6 +85,9 @@ CASES = [
 
 # Eight ranks whose axes other cases have in pairs, and options that others have on fewer ranks.
 NIGHTLY = [
+    Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
+    Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, recompute=Recompute.FULL, schedule=F1B),
+    Case(tp=2, experts=SHARED, ep=2, ep_stages=4),
     Case(
         cp=2, pp=2, dp=2, experts=PLAIN, ep=4, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8
     ),

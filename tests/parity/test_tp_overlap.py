@@ -13,7 +13,7 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from tests.parity.body import gradient_error, run_step
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
-from tests.sets import full
+from tests.sets import full, nightly
 from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
@@ -74,12 +74,14 @@ CASES: list[tuple[Case, dict[str, int]]] = [
         {"fused_all_gather_matmul": 8, "fused_matmul_reduce_scatter": 7},
     ),
     (Case(tp=2, pp=2, v=2, overlap=True, schedule=IZB, layers=4), PLAIN),
-    (Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"), PLAIN),
 ]
+COMPILED = (Case(tp=2, overlap=True, layers=1, compile_backend="aot_eager"), PLAIN)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("case", "calls"), [CASES[0], *full(*CASES[1:])], ids=str)
+@pytest.mark.parametrize(
+    ("case", "calls"), [CASES[0], *full(*CASES[1:]), *nightly(COMPILED)], ids=str
+)
 def test_loss_and_gradients_are_those_of_one_process(case: Case, calls: dict[str, int]) -> None:
     for result in run_local(overlapped, case.world, case, start_group=True, timeout_s=600):
         assert result["loss"] == pytest.approx(result["expected"], rel=1e-6)

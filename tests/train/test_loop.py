@@ -102,7 +102,7 @@ def test_a_metrics_line_is_complete(straight: dict[str, Run]) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["cp2-pp2", *full("tp2-pp2-v2", "cp4-needed"), *nightly("tp2-cp2-needed")]
+    "layout", ["cp2-pp2", *full("tp2-pp2-v2"), *nightly("cp4-needed", "tp2-cp2-needed")]
 )
 def test_losses_do_not_depend_on_the_layout(straight: dict[str, Run], layout: str) -> None:
     one, other = straight["one"], straight[layout]
@@ -216,7 +216,7 @@ def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout
     assert (state.carry.policy, state.carry.num_tokens) == (policy, 0)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_path: Path) -> None:
     """4 windows become 6: losses are the same on every layout, and held-out windows stay 4 per
     step."""

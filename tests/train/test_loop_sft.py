@@ -92,7 +92,7 @@ def test_the_layout_changes_nothing(method: str, stores: tuple[Path, Path], tmp_
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
     spec = load("sft_demo", [f"data.cache_dir={tmp_path}", "data.bpe_vocab_size=600"])
     assert check(spec) is spec

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.fused.interpreter import interpret
 from tests.parity.body import gradient_error, run_step
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
+from tests.sets import nightly
 from wlb.kernels.fused import select
 from wlb.launch.local import run_local
 from wlb.model import LocalAttend, Ops, Rows
@@ -80,7 +81,7 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *nightly(CASES[1])], ids=str)
 def test_layouts_equal_one_plain_process(case: Case) -> None:
     """Compiled layers are one graph for training and one for evaluation, as without the kernels."""
     case = replace(case, layers=2, head_dim=6)

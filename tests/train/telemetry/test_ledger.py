@@ -157,7 +157,7 @@ def test_a_ledger_with_a_hole_is_refused(tmp_path: Path, text: str, said: str) -
         lineage(tmp_path / "nothing")
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "kills"), [("1 rank", 1), *nightly(("1 rank", 3), ("DP 2", 2))])
 def test_runs_that_are_killed_train_every_token_once(
