@@ -109,7 +109,7 @@ def attention_of_ranks(world: Any, strategy: str) -> tuple[list[bool], float]:
     return same, float((out - expected).abs().max())
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.dist
 def test_flex_attention_on_two_ranks_is_dense_attention() -> None:
     for strategy in ("per_document", "hybrid"):

@@ -90,7 +90,7 @@ def test_an_aggregator_that_is_killed(tmp_path: Path, node: int) -> None:
         assert nodes.end() == [-9 if i == node else 0 for i in range(3)]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_node_that_is_lost(tmp_path: Path) -> None:
     """Each of three runs loses another node; the runs wait for their reports together."""
     with contextlib.ExitStack() as stack:

@@ -178,7 +178,7 @@ def test_a_watch_that_is_killed(tmp_path: Path, corpus: Path) -> None:
     assert written.read_text().count("the watch of rank 0, 1, 2, 3") == 1
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_planner_that_is_stopped_is_named(tmp_path: Path, corpus: Path) -> None:
     """Ranks wait for it, and none of them is to blame."""
     failure = broken_run(tmp_path, corpus, (0,), stop_planner)
