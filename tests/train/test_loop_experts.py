@@ -97,9 +97,9 @@ def test_balance_changes_what_is_learned(straight: Straight) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "balance"),
     [
+        *full(("cp2-pp2-ep2", "one", "bias")),
         *full(("one", "copies", "bias"), ("cp2-dp2-ep4", "one", "aux_loss")),
         *nightly(("copies", "cp2-pp2-ep2", "bias"), ("cp2-dp2-ep4", "cp2-pp2-ep2", "aux_loss")),
-        ("cp2-pp2-ep2", "one", "bias"),
     ],
 )
 def test_a_checkpoint_loads_into_another_layout(
@@ -114,6 +114,7 @@ def test_a_checkpoint_loads_into_another_layout(
     assert again.losses == pytest.approx(whole.losses[3:], rel=1e-4)
 
 
+@pytest.mark.full
 def test_other_experts_are_refused(straight: Straight, corpus: Path, tmp_path: Path) -> None:
     begun = straight["one", "bias"].folder
     spec = spec_for(tmp_path, corpus, "one", "bias")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.sets import nightly
+from tests.sets import full, nightly
 from tests.train.case import Run, job_of, relaid, small_spec, train
 from tests.train.checkpoint.case import SHARD, copied, spec_of
 from tests.words import lacks
@@ -236,7 +236,7 @@ def test_a_disk_that_is_full_at_the_end_is_an_error(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", *nightly("tp2-pp2-v2")])
+@pytest.mark.parametrize("layout", [*full("one"), *nightly("tp2-pp2-v2")])
 def test_a_run_begins_with_the_weights_of_another(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -40,7 +40,7 @@ ALL = ()
 @pytest.mark.parametrize(
     ("action", "again", "every", "kinds"),
     [
-        (FULL, False, 7, ALL),
+        *full((FULL, False, 7, ALL)),
         *full((FULL, True, 1, NAMING), (BROKEN, False, 11, ALL)),
         *nightly((FULL, True, 1, ALL), (FULL, False, 1, ALL), (BROKEN, False, 1, ALL)),
         *nightly((BROKEN, True, 1, ALL), (is_short_of_memory, False, 1, ALL)),
