@@ -144,9 +144,7 @@ def test_resuming_on_the_same_layout_is_bit_equal(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("one", "tp2-pp2-v2"),
-        ("cp2-pp2", "one"),
-        ("tp2-pp2-v2", "pp2-layers-3-1"),
+        *(("one", "tp2-pp2-v2"), ("cp2-pp2", "one"), ("tp2-pp2-v2", "pp2-layers-3-1")),
         *nightly(("tp2-pp2-v2", "cp2-pp2"), ("cp2-pp2", "dp2-tp2")),
     ],
 )
@@ -223,8 +221,7 @@ def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_
     runs: list[Run] = []
     for layout in ("one", "cp2-pp2"):
         packing = {"policy": "bounded", "num_micro_batches": 6, "s_max": 2.0}
-        spec = small_spec(tmp_path, corpus, run={"name": layout}, packing=packing)
-        spec = relaid(spec, layout)
+        spec = relaid(small_spec(tmp_path, corpus, run={"name": layout}, packing=packing), layout)
         runs.append(train(spec)[0])
         assert spec.tokens_per_step == 4 * 128
     one, other = runs

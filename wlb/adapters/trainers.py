@@ -223,15 +223,15 @@ def _check_loss(trainer: Any, num_ranks: int) -> None:
             "ranks of a balanced step hold different numbers of them; set it to True"
         )
     is_scaled, remedy = trainer.loss_is_scaled_for_ga, "divide by the step's, and set it to True"
-    told = "loss_is_scaled_for_ga = False says that"
+    why = "loss_is_scaled_for_ga = False says that"
     if is_scaled is None:  # the Trainer's own rule
         is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        told = f"{type(trainer.model).__name__} takes no num_items_in_batch, so"
+        why = f"{type(trainer.model).__name__} takes no num_items_in_batch, so"
         remedy = "give compute_loss_func, which divides by the step's"
     accumulated = args.gradient_accumulation_steps
     if not is_scaled and num_ranks * accumulated > 1:
         raise UserError(
-            f"{told} the loss of each of a step's {num_ranks} x {accumulated} micro-batches (ranks "
+            f"{why} the loss of each of a step's {num_ranks} x {accumulated} micro-batches (ranks "
             f"x gradient_accumulation_steps) is a mean over its own tokens, and balanced ones hold "
             f"different numbers of them; {remedy}"
         )
