@@ -43,13 +43,17 @@ def test_an_unknown_backend_is_refused_before_a_rank_starts(tmp_path: Path) -> N
     assert not (tmp_path / "runs" / "small").exists()
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named() -> None:
+    """The settings go through torch's own `patch`: pytest's monkeypatch deletes them at its end."""
     import torch._inductor.config as inductor
 
-    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/nowhere/g++"))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
-    with pytest.raises(ValueError, match=r"inductor' cannot compile for cpu here: .*g\+\+ and"):
+    settings = {"cpp.cxx": (None, "/nowhere/g++"), "force_disable_caches": True}
+    with (
+        inductor.patch(settings),
+        pytest.raises(ValueError, match=r"inductor' cannot compile for cpu here: .*g\+\+ and"),
+    ):
         refuse_uncompilable("inductor", CPU)
+    assert not inductor.force_disable_caches
 
 
 def test_a_backend_that_can_compile_is_accepted() -> None:
