@@ -16,7 +16,7 @@ from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
 from wlb.spec.sharding import ExchangeChoice, ShardingSection
-from wlb.spec.training import Dtype, TrainingSection
+from wlb.spec.training import Dtype, LossNormalizer, TrainingSection
 
 
 class Schedule(StrEnum):
@@ -419,6 +419,12 @@ class RunSpec:
     def tokens_per_step(self) -> int:
         """Tokens of a global batch: N x C."""
         return self.num_windows * self.data.context_window
+
+    def loss_scale(self, num_targets: int) -> float:
+        """Factor of a step's summed loss. num_targets: labels of the step's global batch."""
+        if self.training.loss_normalizer == LossNormalizer.CONSTANT:
+            return 1.0 / self.tokens_per_step
+        return 1.0 / max(1, num_targets)
 
     @property
     def shard_size(self) -> int:

@@ -19,7 +19,7 @@ from wlb.parallel.world import World
 from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
-from wlb.spec import LossNormalizer, OnNonfinite
+from wlb.spec import OnNonfinite
 from wlb.train.checkpoint.saver import CheckpointSaver, load_sound, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
@@ -78,11 +78,9 @@ class Trainer:
         )
         self.saves = SaveCheckpoints(saver)
         self.hooks = hooks_of(
-            self.job,
+            self.context,
             self.priced,
-            mesh,
             clock=clock,
-            places=self.context.report.places,
             evaluator=self.evaluator,
             saves=self.saves,
             stop_request=self.stop_request,
@@ -142,7 +140,7 @@ class Trainer:
             plan=plan,
             pipeline=pipeline,
             sums=sums,
-            loss=sums.loss / (self._loss_scale(plan) * max(1, plan.num_targets)),
+            loss=sums.loss / (self.spec.loss_scale(plan.num_targets) * max(1, plan.num_targets)),
             updated=updated,
             began_s=began_s,
             waited_ns=waited_ns,
@@ -159,11 +157,11 @@ class Trainer:
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
         """Forward and backward of all micro-batches, and the step's sums over all ranks."""
-        run, scale = self.context, self._loss_scale(plan)
+        run, scale = self.context, self.spec.loss_scale(plan.num_targets)
         loss = square = load = None
         if plan.num_targets:
             inputs = run.inputs.take(pipeline, loss_scale=scale)
-            self._load_ahead()
+            run.inputs.start_next(run.feed, self.spec.loss_scale)
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.counted_parameters(), self.mesh)
@@ -194,8 +192,7 @@ class Trainer:
             run.feed.close()
             with run.wall.phase(Phase.CHECKPOINTS):
                 run.steps_done, state = self._load(newest)
-            run.progress = PlanProgress.of(state)
-            run.prices = state.prices
+            run.progress, run.prices = PlanProgress.of(state), state.prices
             run.feed, run.inputs = self._open_feed(state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
@@ -210,11 +207,12 @@ class Trainer:
 
     def _context(self, clock: StepClock | None) -> RunContext:
         """Where the run begins: new, with the weights of a checkpoint, or going on from one."""
-        job, steps_done, state = self.job, 0, None
-        if job.resume is not None:
-            steps_done, state = self._load(job.resume)
-        elif job.init_from is not None:
-            load_weights(job.init_from, self.mesh, stages=self.executor.stages)
+        steps_done, state = 0, None
+        if self.job.resume is not None:
+            steps_done, state = self._load(self.job.resume)
+        elif self.job.init_from is not None:
+            load_weights(self.job.init_from, self.mesh, stages=self.executor.stages)
+        job = self.job
         feed, inputs = self._open_feed(state)
         report = RunReport(
             job,
@@ -249,17 +247,4 @@ class Trainer:
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)
-        ahead = self.spec.data.prefetch
-        return feed, InputPrefetcher(self.executor, self.reader, ahead=ahead)
-
-    def _load_ahead(self) -> None:
-        run = self.context
-        for ahead in range(1, self.spec.data.prefetch + 1):
-            for plan, pipeline in run.feed.peek(ahead):
-                if plan.num_targets:
-                    run.inputs.start(pipeline, loss_scale=self._loss_scale(plan))
-
-    def _loss_scale(self, plan: StepPlan) -> float:
-        if self.spec.training.loss_normalizer == LossNormalizer.CONSTANT:
-            return 1.0 / self.spec.tokens_per_step
-        return 1.0 / max(1, plan.num_targets)
+        return feed, InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)

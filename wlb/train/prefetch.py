@@ -6,6 +6,7 @@ allocator would otherwise reuse their memory while they are read.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -14,6 +15,7 @@ from wlb.parallel.execute import Executor, StepInputs
 from wlb.parallel.rows import TokenReader
 from wlb.parallel.world import device_thread
 from wlb.plan import PipelinePlan
+from wlb.train.feed import PlanFeed
 
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
@@ -38,6 +40,14 @@ class InputPrefetcher:
         if self._pool is None or plan.step in self._waiting or len(self._waiting) >= self.ahead:
             return
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
+
+    def start_next(self, feed: PlanFeed, loss_scale: Callable[[int], float]) -> None:
+        """Begin to load the next `ahead` steps. loss_scale: as `RunSpec.loss_scale`."""
+        for ahead in range(1, self.ahead + 1):
+            for plan, pipeline in feed.peek(ahead):
+                # A step without a label computes nothing.
+                if plan.num_targets:
+                    self.start(pipeline, loss_scale=loss_scale(plan.num_targets))
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
         """Return the inputs of `plan`, or raise the exception of the loading thread."""

@@ -1,15 +1,12 @@
 """The hooks of a run, in the order in which every event calls them."""
 
-from wlb.parallel.mesh import Mesh
-from wlb.plan import Place
 from wlb.spec import RunSpec, VerifyData
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import EvaluateHeldOut, Evaluator
 from wlb.train.faults.kept import KeepFolder
 from wlb.train.faults.stop import StopRequest
 from wlb.train.faults.verify import VerifyStores
-from wlb.train.hooks import Hook
-from wlb.train.job import Job
+from wlb.train.hooks import Hook, RunContext
 from wlb.train.telemetry.calibrate import Calibration, WriteProfile
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ending import ShowSummary, TellStop
@@ -24,19 +21,17 @@ from wlb.train.warm_up import CollectGarbage, ConnectRanks
 
 
 def hooks_of(
-    job: Job,
+    run: RunContext,
     priced: RunSpec,
-    mesh: Mesh,
     *,
     clock: StepClock | None,
-    places: tuple[Place, ...],
     evaluator: Evaluator | None,
     saves: SaveCheckpoints,
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
     """The same order on all ranks; rank 0 alone has hooks that do not communicate.
     priced: the spec with the kernel that computes. clock: None without telemetry."""
-    spec = job.spec
+    job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
     measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
     calibration = None
     if job.calibrate is not None:

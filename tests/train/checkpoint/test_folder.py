@@ -161,6 +161,8 @@ def test_auto_goes_on_from_the_one_before_a_damaged_one(
     told = shown + capsys.readouterr().err
     assert f"step-00000006/{name} is corrupt" in told
     assert f"going on from {at(tmp_path, 2)}" in told
+    starts = [line for line in run.lines if line["kind"] == "start"]
+    assert starts[-1]["resumed_from"] == str(at(tmp_path, 2))
     assert [line["steps_done"] for line in run.steps][-5:] == [3, 4, 5, 6, 7]
     assert run.losses[-5:-1] == whole.losses[2:]
     assert (at(tmp_path, 6).parent / "aside-1-step-00000006").is_dir()
