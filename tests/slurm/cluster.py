@@ -58,7 +58,8 @@ PreemptMode=REQUEUE
 {controller}
 EnforcePartLimits=ALL
 ReturnToService=2
-KillWait=15
+# Ranks on a busy machine have time to save and end.
+KillWait=120
 # A test that asks late still finds its job.
 MinJobAge=3600
 GresTypes=gpu
