@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from triton.runtime import driver  # noqa: E402
 from tests.sets import full  # noqa: E402
 from wlb.kernels.fused import launch  # noqa: E402
 from wlb.kernels.fused.launch import Launch  # noqa: E402
+from wlb.parallel.context import to_device  # noqa: E402
 
 BF16, FP32, ROWS = torch.bfloat16, torch.float32, 4100
+CPU = torch.device("cpu")
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {90: "ptxas", 100: "ptxas-blackwell"}  # compute capability: Triton's assembler for it
 
@@ -156,12 +159,15 @@ def test_no_spills_and_vectors_of_16_bytes(
 
 
 def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
-    """Every micro-batch has its own numbers of rows, keys and uses; some are multiples of 16."""
+    """Every micro-batch has its own numbers of rows, keys and uses, some multiples of 16, and its
+    table of uses begins anywhere in a buffer of index tensors (a pointer of meta tensors is 0)."""
     made: list[object] = []
+    offsets: set[int] = set()
     for rows, uses in ((16, 1), (17, 2), (1, 3), (4096, 16)):
+        index = {"kv_index 0": np.zeros(rows, np.int64), "inverse 0": np.zeros((uses, rows), int)}
         x, weight = empty(rows, 64), empty(64)
         table, grads = empty(rows, 1, 8, dtype=FP32), empty(3 * rows, 2, 32)
-        of_rows, inverse = empty(rows, dtype=FP32), empty(uses, rows, dtype=torch.int64)
+        of_rows, inverse = empty(rows, dtype=FP32), to_device(index, CPU)["inverse 0"]
         sums = empty(launch.norm_programs(rows), 64, dtype=FP32)
         heads = x.view(rows, 4, 16)
         launches = (
@@ -173,7 +179,9 @@ def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
             launch.sum_uses(grads, grads, inverse, empty(rows, 2, 2, 32, dtype=FP32)),
         )
         made.append([compiled(of).hash for of in launches])
+        offsets.add(inverse.data_ptr() % 16)
     assert all(hashes == made[0] for hashes in made)
+    assert offsets == {0, 8}
 
 
 def test_no_rows_launch_nothing() -> None:

@@ -141,7 +141,11 @@ def norm_backward_kernel(
     tl.store(d_weight + program * width + column, total, here)
 
 
-@triton.jit(do_not_specialize=["num_uses", "num_rows", "num_keys"])
+@triton.jit(
+    do_not_specialize=["num_uses", "num_rows", "num_keys"],
+    # It is a part of one buffer of index tensors, where each micro-batch has it at another offset.
+    do_not_specialize_on_alignment=["inverse"],
+)
 def sum_uses_kernel(
     dk,
     dv,
