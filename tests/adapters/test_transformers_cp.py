@@ -32,8 +32,11 @@ from tests.sets import nightly
 from wlb.adapters import transformers_cp
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.transformers_cp import FAMILIES, NAME, ContextParallel
+from wlb.kernels.fused.select import FusedChoice
 from wlb.launch.local import run_local
+from wlb.parallel.context import ContextAttention
 from wlb.sharding import NAMES
+from wlb.spec import FusedKernels
 
 PRELOAD = ("tests.adapters.context_ranks",)
 
@@ -163,6 +166,32 @@ def test_no_mask_of_tokens_squared_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     model.eval()
     with pytest.raises(AssertionError, match="a mask was made"):
         model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_fused_kernels_add_the_gradients_of_keys_where_they_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a run of the trainer: what `kernels.fused = auto` chooses for this device and dtype."""
+    asked: list[tuple[Any, ...]] = []
+    made: list[ContextAttention] = []
+
+    def choose(requested: FusedKernels, **run: Any) -> FusedChoice:
+        asked.append((requested, run["device"].type, run["dtype"]))
+        return FusedChoice(fused=True, reason="a test says so")
+
+    class Kept(ContextAttention):
+        def __call__(self, *tensors: Any) -> torch.Tensor:
+            made.append(self)
+            return super().__call__(*tensors)
+
+    monkeypatch.setattr(transformers_cp, "choose_fused", choose)
+    monkeypatch.setattr(transformers_cp, "ContextAttention", Kept)
+    context = ContextParallel(tiny("llama").train(), cp=1)
+    batch = context.collator(PaddingFreeCollator())(documents((9, 4)))
+    context.model(**batch)
+    assert asked == [(FusedKernels.AUTO, "cpu", torch.float32)]
+    assert all(attention.fused for attention in made)
+    assert made
 
 
 def test_autocast_computes_attention_in_its_dtype() -> None:

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from tests.models import LLAMA2_7B
-from wlb.cost import in_flight, key_bytes, memory_estimate, memory_of_rank, token_caps
+from wlb.cost import (
+    AttentionCall,
+    in_flight,
+    key_bytes,
+    memory,
+    memory_estimate,
+    memory_of_rank,
+    token_caps,
+)
 from wlb.cost.memory import (
     layer_activation_bytes,
     layer_parameters,
@@ -15,6 +23,7 @@ from wlb.cost.memory import (
 from wlb.plan import KeyExchange
 from wlb.sharding import per_document
 from wlb.spec import (
+    AttentionBackend,
     Dtype,
     ExchangeChoice,
     FsdpSection,
@@ -132,6 +141,31 @@ def test_keys_of_a_plan_to_the_byte():
     both = [key_bytes(spec, needed, rank=r, local_tokens=9) for r in range(2)]
     assert both == [((9 + 8) * 16, (9 + 4) * 16), ((9 + 4) * 16, (9 + 8) * 16)]
     assert key_bytes(tiny(cp=1), per_document([16], cp=1), rank=0, local_tokens=16) == (0, 0)
+
+
+def test_calls_without_a_mask_pad_segments_to_80_rows():
+    """Of heads of 97 to 128 in FlashAttention-3 and -4 on Hopper; causal calls pad to 64."""
+    asked: list[AttentionCall] = []
+    real = memory.most_attention_workspace_bytes
+
+    def keep(backend: AttentionBackend, call: AttentionCall, *, deterministic: bool) -> int:
+        asked.append(call)
+        return real(backend, call, deterministic=deterministic)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "most_attention_workspace_bytes", keep)
+        for overlap in (False, True):
+            spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap=overlap))
+            workspaces_bytes(spec, micro_batch_tokens=131072)
+    causal, own_and_others = asked
+    assert (causal.is_causal, own_and_others) == (True, replace(causal, is_causal=False))
+    flash3 = AttentionBackend.FLASH_ATTENTION_3
+    assert causal.num_segments == 512
+    for call, rows in zip(asked, (64, 80), strict=True):
+        padded = -(-(65536 + 512 * rows) // rows) * rows
+        semaphores = 512 * -(-65536 // rows)
+        # softmax_d, softmax_lse_log2 and dQ of four heads of 128, in float32
+        assert real(flash3, call, deterministic=False) == 4 * 4 * (padded * 130 + semaphores)
 
 
 def test_recompute_keeps_less_literal():

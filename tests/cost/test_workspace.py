@@ -34,7 +34,7 @@ LONG = AttentionCall(
     head_size=128,
 )
 CALLS = st.builds(
-    lambda segments, heads, group, head_size, longest, more: AttentionCall(
+    lambda segments, heads, group, head_size, longest, more, is_causal: AttentionCall(
         num_segments=segments,
         num_queries=longest + more,
         num_keys=3 * longest + more,
@@ -43,6 +43,7 @@ CALLS = st.builds(
         num_heads=heads * group,
         num_kv_heads=heads,
         head_size=head_size,
+        is_causal=is_causal,
     ),
     st.integers(1, 300),
     st.integers(1, 8),
@@ -50,6 +51,7 @@ CALLS = st.builds(
     st.sampled_from([8, 40, 64, 80, 96, 128, 160, 192, 256]),
     st.integers(0, 5000),
     st.integers(0, 5000),
+    st.booleans(),
 )
 
 
@@ -72,9 +74,9 @@ def flash2_tensors(call: AttentionCall, deterministic: bool, num_sms: int) -> Te
 
 
 def flash3_tensors(call: AttentionCall, deterministic: bool) -> Tensors:
-    """mha_bwd of FlashAttention-3 on compute capability 9.0, causal."""
+    """mha_bwd of FlashAttention-3 on compute capability 9.0."""
     size = min(s for s in (64, 96, 128, 192, 256) if s >= call.head_size)
-    k_block_m = 128 if size <= 64 else 64
+    k_block_m = {64: 128, 128: 64 if call.is_causal else 80}.get(size, 64)
     k_block_n = 128 if size <= 128 else (96 if size <= 192 else 80)
     batch, heads, kv_heads = call.num_segments, call.num_heads, call.num_kv_heads
     rows_q = (call.num_queries + batch * k_block_m + k_block_m - 1) // k_block_m * k_block_m
@@ -94,7 +96,7 @@ def flash3_tensors(call: AttentionCall, deterministic: bool) -> Tensors:
 
 
 def flash4_tensors(call: AttentionCall, deterministic: bool, arch: int) -> Tensors:
-    """_flash_attn_bwd of FlashAttention-4, causal, on compute capability 9.0 or 10.0."""
+    """_flash_attn_bwd of FlashAttention-4 on compute capability 9.0 or 10.0."""
     head_dim, batch, heads, kv_heads = (
         call.head_size,
         call.num_segments,
@@ -104,6 +106,8 @@ def flash4_tensors(call: AttentionCall, deterministic: bool, arch: int) -> Tenso
     m, n, multiple, cluster = 128, 128, 32, 1
     if arch == 9:
         m = 128 if head_dim <= 64 else 64
+        if 96 < head_dim <= 128 and not call.is_causal:
+            m = 80
         n = 128 if head_dim <= 128 else (96 if head_dim <= 192 else 48)
         multiple = 32 if head_dim <= 128 else 64
     elif head_dim >= 128:
@@ -181,9 +185,10 @@ def test_sdpa_counts_nothing_and_auto_the_largest():
 def test_the_most_is_that_of_some_number_of_segments(call, deterministic, backend):
     all_calls = [
         attention_workspace_bytes(
-            backend, replace(call, num_segments=n), deterministic=deterministic
+            backend, replace(call, num_segments=n, is_causal=mask), deterministic=deterministic
         )
         for n in range(1, call.num_segments + 1)
+        for mask in {True, call.is_causal}
     ]
     most = most_attention_workspace_bytes(backend, call, deterministic=deterministic)
     assert most == max(all_calls)

@@ -1,6 +1,7 @@
 """Tests that right kernels pass and that planted wrong ones are found and named."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tests.doctor.patient import facts, patient
 from wlb.doctor import attention
 from wlb.doctor.attention import Deviation, examine_kernel, kernels
 from wlb.doctor.finding import Verdict
-from wlb.kernels import BACKENDS
+from wlb.kernels import BACKENDS, Scores
+from wlb.plan import UserError
 from wlb.spec import AttentionBackend
 
 SDPA = AttentionBackend.SDPA
@@ -72,6 +74,49 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) ->
     assert "kernels.attention = torch_varlen" in found.remedy
     not_taken = examine_kernel(SDPA, patient(), torch.float32, is_taken=False)
     assert not_taken.verdict == Verdict.WARN
+
+
+class IgnoresScores(Planted):
+    """Computes all scores as plain ones, as a kernel that does not know a window would."""
+
+    def forward(self, q: Any, k: Any, v: Any, segments: Any) -> Any:
+        return self.right.forward(q, k, v, replace(segments, scores=Scores()))
+
+    def backward(self, grad: Any, saved: Any, segments: Any) -> Any:
+        return self.right.backward(grad, saved, replace(segments, scores=Scores()))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"model__sliding_window": 512}, "a sliding window of 40"),
+        ({"model__attention_softcap": 50.0}, "scores capped at 2"),
+    ],
+)
+def test_windows_and_caps_are_compared_quickly_where_the_run_has_them(
+    monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], said: str
+) -> None:
+    of_run = patient(**keys)
+    assert examine_kernel(SDPA, of_run, torch.float32, is_taken=True).verdict == Verdict.PASS
+    monkeypatch.setitem(BACKENDS, "sdpa", IgnoresScores(""))
+    found = examine_kernel(SDPA, of_run, torch.float32, is_taken=True)
+    assert found.verdict == Verdict.FAIL
+    assert said in found.found
+    plain = examine_kernel(SDPA, patient(), torch.float32, is_taken=True)
+    assert plain.verdict == Verdict.PASS
+    whole = examine_kernel(SDPA, patient(is_quick=False), torch.float32, is_taken=True)
+    assert whole.verdict == Verdict.FAIL
+
+
+def test_scores_that_a_kernel_cannot_compute_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(name: str, *, scores: Scores, **_: Any) -> str:
+        if scores.softcap:
+            raise UserError("torch's kernel cannot cap scores")
+        return name
+
+    monkeypatch.setattr(attention, "select_backend", asked)
+    found = attention._other_scores(SDPA, patient(is_quick=False), torch.float32)
+    assert found == [attention.WINDOW]
 
 
 def test_all_kernels_that_can_compute_are_examined_unless_quick(

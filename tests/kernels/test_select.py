@@ -62,10 +62,11 @@ def test_auto_on_cuda(monkeypatch, capability, installed, dtype, head_size, expe
 WINDOW, CAP = Scores(sliding=4096), Scores(sliding=4096, softcap=50.0)
 SCORED_CHOICES = [
     (HOPPER, ALL, WINDOW, "flash_attention_3"),
-    (HOPPER, (2, 4), WINDOW, "torch_varlen"),
+    (HOPPER, (2, 4), WINDOW, "flash_attention_4"),
     (BLACKWELL, ALL, WINDOW, "flash_attention_4"),
     (HOPPER, ALL, CAP, "flash_attention_3"),
-    (BLACKWELL, ALL, CAP, "flash_attention_2"),
+    (HOPPER, (2, 4), CAP, "flash_attention_4"),
+    (BLACKWELL, ALL, CAP, "flash_attention_4"),
     (AMPERE, (2,), CAP, "flash_attention_2"),
     (AMPERE, (), CAP, "sdpa"),
     (None, (), CAP, "sdpa"),
@@ -86,9 +87,16 @@ def test_kernels_without_caps_are_refused_by_name(monkeypatch):
     asked = {"device": CUDA, "dtype": BF16, "head_size": 128, "scores": CAP}
     with pytest.raises(UserError, match=r"torch_varlen can't .*torch's kernel cannot cap"):
         select_backend(AttentionBackend.TORCH_VARLEN, **asked)
-    says = "flash_attention_4 can't .*its backward cannot cap scores .*window of 4096 and scores"
+    says = "flash_attention_4 can't .*heads of 256 has neither .*window of 4096 and scores"
+    for scores in (WINDOW, CAP):
+        of_256 = asked | {"head_size": 256, "scores": scores}
+        assert select_backend(AUTO, **of_256) == (
+            "torch_varlen" if scores is WINDOW else "flash_attention_2"
+        )
     with pytest.raises(UserError, match=says):
-        select_backend(AttentionBackend.FLASH_ATTENTION_4, **asked)
+        select_backend(AttentionBackend.FLASH_ATTENTION_4, **of_256)
+    machine(monkeypatch, HOPPER, (4,))
+    assert select_backend(AUTO, **of_256) == "flash_attention_4"
     machine(monkeypatch, AMPERE, ())
     better = choose_backend(AUTO, **asked).better
     assert "flash_attention_2 is made for this GPU and not used" in better

@@ -25,11 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from wlb.adapters.collate.sharded import ROWS_KEY, ContextCollator, ContextRows, ContextSharder
 from wlb.kernels import Scores
+from wlb.kernels.fused import choose_fused
 from wlb.kernels.select import select_backend
 from wlb.parallel.collectives import agree
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.plan import UserError, check_at_least
-from wlb.spec import AttentionBackend
+from wlb.spec import AttentionBackend, FusedKernels
 
 NAME = "wlb_context"
 """Of `attn_implementation`, in `ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS`."""
@@ -90,6 +91,7 @@ class RowsAttention:
                 backend=self._backend(heads, scores),
                 device=self.device,
                 keep_gathered_kv=self.keep_gathered_kv,
+                fused=choose_fused(FusedKernels.AUTO, device=self.device, dtype=heads.dtype).fused,
                 on_device=self.on_device,
                 scores=scores,
             )

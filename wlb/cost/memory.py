@@ -312,8 +312,7 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
-    """Bytes that the backward kernel of a rank's longest attention call allocates; float32 is
-    computed by torch's own attention, which is not counted."""
+    """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa)."""
     if spec.training.dtype == Dtype.FLOAT32:
         return 0
     model, tp, local = spec.model, spec.parallel.tp, _local(spec, tokens)
@@ -328,6 +327,7 @@ def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
         num_kv_heads=max(1, model.num_kv_heads // tp),
         head_size=model.head_size,
         value_bytes=_compute_bytes(spec),
+        is_causal=spec.parallel.cp == 1 or not spec.cp.overlap,
     )
     return most_attention_workspace_bytes(
         spec.kernels.attention, call, deterministic=spec.kernels.deterministic

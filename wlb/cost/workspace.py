@@ -23,7 +23,8 @@ class AttentionCall:
     """Size of one variable-length call on a rank.
 
     num_queries, num_keys: rows over all segments; max_q, max_k: of the longest. Heads are those of
-    the TP rank. value_bytes: of one value of q, k and v.
+    the TP rank. value_bytes: of one value of q, k and v. is_causal: False for the calls of
+    `cp.overlap` over other ranks' keys, which have no mask.
     """
 
     num_segments: int
@@ -35,6 +36,7 @@ class AttentionCall:
     num_kv_heads: int
     head_size: int
     value_bytes: int = 2
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         if min(self.num_segments, self.num_heads, self.num_kv_heads, self.head_size) < 1:
@@ -76,11 +78,14 @@ def attention_workspace_bytes(
 def most_attention_workspace_bytes(
     backend: AttentionBackend, call: AttentionCall, *, deterministic: bool
 ) -> int:
-    """The most over all calls of 1 to `call.num_segments` segments, else as large as `call`.
+    """The most over all calls of 1 to `call.num_segments` segments, else as large as `call`; of one
+    without a mask also over causal ones, because a rank that makes such calls makes both.
 
     More segments need more rows of padding, but FlashAttention-2 keeps fewer deterministic copies.
     """
-    calls = (replace(call, num_segments=n) for n in _most_segments_by_copies(call))
+    masks = {True, call.is_causal}
+    numbers = _most_segments_by_copies(call)
+    calls = (replace(call, num_segments=n, is_causal=x) for n in numbers for x in masks)
     return max(attention_workspace_bytes(backend, c, deterministic=deterministic) for c in calls)
 
 
@@ -114,7 +119,7 @@ def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
 def _flash3(call: AttentionCall, deterministic: bool) -> int:
     """softmax_d, softmax_lse_log2, dq_accum, dk_accum, dv_accum and the semaphores."""
     head_size = next(size for size in (64, 96, 128, 192, 256) if call.head_size <= size)
-    block_q = 128 if head_size == 64 else 64
+    block_q = 128 if head_size == 64 else _hopper_rows(head_size, call.is_causal)
     block_k = {192: 96, 256: 80}.get(head_size, 128)
     return _accumulators(
         call,
@@ -133,7 +138,7 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
         # This head size has its own kernel, which uses no accumulators.
         rows = _up(call.num_queries + call.num_segments * 128, 128)
         return _FLOAT32 * 2 * call.num_heads * rows
-    block_q, block_k, cluster, step = _flash4_blocks(call.head_size, is_hopper)
+    block_q, block_k, cluster, step = _flash4_blocks(call, is_hopper)
     # The source computes (rows + (segments + 1) * block - 1) // block * block, which is equal.
     return _accumulators(
         call,
@@ -145,14 +150,20 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
     )
 
 
-def _flash4_blocks(head_size: int, is_hopper: bool) -> tuple[int, int, int, int]:
+def _hopper_rows(head_size: int, is_causal: bool) -> int:
+    """Query rows of a tile of heads above 64, in FlashAttention-3 and -4."""
+    return 80 if 96 < head_size <= 128 and not is_causal else 64
+
+
+def _flash4_blocks(call: AttentionCall, is_hopper: bool) -> tuple[int, int, int, int]:
     """(query rows, key rows, thread blocks of a cluster, step of head sizes) of the tiles."""
+    head_size = call.head_size
     if not is_hopper:
         return 128, 128, 2 if head_size >= 128 else 1, 32
     if head_size <= 64:
         return 128, 128, 1, 32
     if head_size <= 128:
-        return 64, 128, 1, 32
+        return _hopper_rows(head_size, call.is_causal), 128, 1, 32
     return 64, 96 if head_size <= 192 else 48, 1, 64
 
 

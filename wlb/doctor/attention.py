@@ -1,13 +1,14 @@
 """Every attention kernel that can compute here against the definition in float64.
 
 Several documents and CP-like tails (fewer queries than keys), the run's heads and grouped heads,
-output and gradients. Tolerance as in wlb's own tests: at most twice the root mean square error of
-the definition in the kernel's dtype, three times its largest. **No GPU's kernel was examined yet.**
+sliding windows and caps where the kernel has them, output and gradients. Tolerance as in wlb's own
+tests: at most twice the root mean square error of the definition in the kernel's dtype, three times
+its largest. **No GPU's kernel was examined yet.**
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from wlb.doctor.facts import Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
-from wlb.kernels import Segments, attend
+from wlb.kernels import Scores, Segments, attend, select_backend
 from wlb.kernels.backend import kernel_name
+from wlb.kernels.segments import PLAIN
 from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
@@ -27,6 +29,8 @@ FLOOR_EPS = 16
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
 """(queries, keys) of each document."""
+WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
+"""A window that ends within documents, and a cap in the range of these scores."""
 REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
@@ -89,8 +93,12 @@ def examine_kernel(
     kernel = kernel_name(name, deterministic=patient.spec.kernels.deterministic)
     worst: list[Deviation] = []
     try:
-        for heads in _heads_of(patient):
-            worst += deviations(kernel, heads, lengths, dtype=dtype, device=patient.device)
+        run, *others = _heads_of(patient)
+        how: dict[str, Any] = {"dtype": dtype, "device": patient.device}
+        for heads in (run, *others):
+            worst += deviations(kernel, heads, lengths, **how)
+        for scores in _other_scores(name, patient, dtype):
+            worst += deviations(kernel, run, lengths, scores=scores, **how)
     except torch.OutOfMemoryError as error:
         return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
     # Packages raise exceptions of their own classes.
@@ -106,6 +114,29 @@ def examine_kernel(
     if wrong:
         return say(check, f"WRONG: {found}", remedy)
     return passed(check, found)
+
+
+def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
+    """Windows and caps that the kernel has; if quick, of those that the run's layers have."""
+    model = patient.spec.model
+    asked = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}
+    found: list[Scores] = []
+    for scores, is_used in asked.items():
+        if patient.is_quick and not is_used:
+            continue
+        try:
+            select_backend(
+                name,
+                device=patient.device,
+                dtype=dtype,
+                head_size=model.head_size,
+                deterministic=patient.spec.kernels.deterministic,
+                scores=scores,
+            )
+        except UserError:
+            continue
+        found.append(scores)
+    return found
 
 
 def _heads_of(patient: Patient) -> list[Heads]:
@@ -124,10 +155,14 @@ def deviations(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    scores: Scores = PLAIN,
 ) -> list[Deviation]:
     """Errors of output and gradients of q, k and v."""
     queries, keys = zip(*lengths, strict=True)
-    segments = Segments.from_offsets(_offsets(queries), _offsets(keys), device=device)
+    segments = Segments.from_offsets(
+        _offsets(queries), _offsets(keys), device=device, scores=scores
+    )
+    given = ", ".join(text for text in (heads.text, str(scores)) if text)
     tensors = _inputs(heads, sum(queries), sum(keys), dtype, device)
     exact = _results([x.double() for x in tensors], segments, "reference")
     same = _results(tensors, segments, "reference")
@@ -145,7 +180,7 @@ def deviations(
             float(error.max()) / (MAX_TIMES * float(usual.max()) + floor),
             key=lambda value: np.nan_to_num(value, nan=np.inf),
         )
-        found.append(Deviation(f"{what}, {heads.text},", times, _rms(error) / eps / _rms(truth)))
+        found.append(Deviation(f"{what}, {given},", times, _rms(error) / eps / _rms(truth)))
     return found
 
 

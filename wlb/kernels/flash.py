@@ -17,7 +17,7 @@ from wlb.spec import AttentionBackend
 _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 _FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
-_FLASH4 = {"window_size_left": None, "window_size_right": None, "causal": True}
+_FLASH4 = {"window_size_left": None, "window_size_right": None, "softcap": 0.0, "causal": True}
 
 
 class Flash2Backend(FlashBackend):
@@ -77,8 +77,8 @@ class Flash3Backend(FlashBackend):
 class Flash4Backend(FlashBackend):
     """FlashAttention-4 for Hopper and Blackwell, so far as pre-releases.
 
-    The first call for a shape of heads compiles. flash-attn 2.8.3 brings an older copy, which is
-    refused.
+    It compiles in Python for the kinds of a call that `compiled_variants` lists, which a run makes
+    before its first step. flash-attn 2.8.3 brings an older copy, which is refused.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_4
@@ -99,11 +99,12 @@ class Flash4Backend(FlashBackend):
             return f"compute capability 9.x or 10.x only, not {major}.{minor}"
         return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
 
-    def wrong_scores(self, major: int, scores: Scores) -> str | None:
-        if scores.softcap:
-            return "its backward cannot cap scores (attention_softcap)"
-        if scores.sliding and major == 9:
-            return "its backward has sliding windows on compute capability 10.x only"
+    def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
+        if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):
+            return (
+                "its backward of heads of 256 has neither sliding windows nor caps "
+                "(attention_softcap) on compute capability 10.x"
+            )
         return None
 
 

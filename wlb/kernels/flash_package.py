@@ -133,7 +133,7 @@ class FlashBackend:
             return "torch sees no GPU here to ask for its compute capability"
         if wrong := self.wrong_device(*capability, head_size):
             return wrong
-        return self.wrong_scores(capability[0], scores) or self.package.problem()
+        return self.wrong_scores(capability[0], head_size, scores) or self.package.problem()
 
     def lacks_package_only(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
@@ -142,14 +142,14 @@ class FlashBackend:
         capability = None if wrong_tensors(device, dtype) else compute_capability(device)
         if capability is None or self.wrong_device(*capability, head_size):
             return False
-        if self.wrong_scores(capability[0], scores):
+        if self.wrong_scores(capability[0], head_size, scores):
             return False
         return (self.package.missing() or self.package.problem()) is not None
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
         raise NotImplementedError
 
-    def wrong_scores(self, major: int, scores: Scores) -> str | None:
+    def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
         """Why the package cannot compute these scores on GPUs of this compute capability."""
         return None
 

@@ -55,7 +55,12 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
     """Choose whether fused kernels compute a run on `device`, with the reason; UserError if they
     cannot."""
-    return choose_fused(spec.kernels.fused, device=device, dtype=compute_dtype(spec))
+    return choose_fused(
+        spec.kernels.fused,
+        device=device,
+        dtype=compute_dtype(spec),
+        norm_width=spec.model.norm_width,
+    )
 
 
 def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:

@@ -49,9 +49,11 @@ class _TaskBench:
     dtype: torch.dtype
     budget_s: float
 
-    @property
-    def fused(self) -> bool:
-        return choose_fused(FusedKernels.AUTO, device=self.device, dtype=self.dtype).fused
+    def fuses(self, model: ModelSpec) -> bool:
+        choice = choose_fused(
+            FusedKernels.AUTO, device=self.device, dtype=self.dtype, norm_width=model.norm_width
+        )
+        return choice.fused
 
     def random(self, *shape: int, scale: float = 1.0, grad: bool = False) -> Tensor:
         """Normal values, because a GPU's GEMM time depends on the bits that flip."""
@@ -217,7 +219,7 @@ def _elementwise(
 
 def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     norm = nn.RMSNorm(width, eps=model.norm_eps, device=bench.device, dtype=bench.dtype)
-    x, fused = bench.random(tokens, width, grad=True), bench.fused
+    x, fused = bench.random(tokens, width, grad=True), bench.fuses(model)
     gradient = bench.random(tokens, width)
     return bench.gradients(
         lambda: normalise(norm, x, norm.weight, fused=fused), [x, norm.weight], gradient
@@ -227,13 +229,13 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
 def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     shape = (tokens, width // model.head_size, model.head_size)
     x, cos_sin = bench.random(*shape, grad=True), _tables(bench, model, tokens)
-    fused = bench.fused
+    fused = bench.fuses(model)
     return bench.gradients(lambda: rotate(x, *cos_sin, fused=fused), [x], bench.random(*shape))
 
 
 def _swiglu(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
     gate, up = (bench.random(tokens, width, grad=True) for _ in range(2))
-    gradient, fused = bench.random(tokens, width), bench.fused
+    gradient, fused = bench.random(tokens, width), bench.fuses(model)
     return bench.gradients(
         lambda: gated(gate, up, model.activation, fused=fused), [gate, up], gradient
     )
@@ -296,7 +298,7 @@ class _PassThrough(torch.autograd.Function):
 
 def _layer(bench: _TaskBench, model: ModelSpec, *, tokens: int, tp: int) -> Numbers:
     model, ops = rank_model(model, tp), Ops()
-    ops.fused = bench.fused
+    ops.fused = bench.fuses(model)
     with torch.device(bench.device):
         layer = DecoderLayer(model, ops).to(bench.dtype)
     x, gradient = (bench.random(tokens, model.hidden_size, grad=g) for g in (True, False))

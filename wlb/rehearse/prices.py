@@ -86,7 +86,8 @@ class Prices:
         # torch's kernel takes (keys to the left, to the right) of a query's own.
         windows = [a for a in args if isinstance(a, list | tuple) and len(a) == 2]
         sliding = max(0, next((int(left) for left, _ in windows), -1) + 1)
-        if next((not a for a in args if isinstance(a, bool)), False):
+        is_causal = next((a for a in args if isinstance(a, bool)), True)
+        if not is_causal:
             # Without a mask: the profile has causal kernels, of which these are a part.
             share, k = q * k / (q * k + q * (q - 1) / 2 + q), k + q
         else:
@@ -109,6 +110,7 @@ class Prices:
                 num_kv_heads=tensors[2].shape[1],
                 head_size=head_dim,
                 value_bytes=queries.element_size(),
+                is_causal=is_causal,
             )
             workspace = attention_workspace_bytes(
                 self.kernels.attention, call, deterministic=self.kernels.deterministic

@@ -257,6 +257,11 @@ class ModelSpec:
         return self.qk_norm or self.qk_norm_rows
 
     @property
+    def norm_width(self) -> int:
+        """Columns of the widest rows that a norm takes."""
+        return max(self.hidden_size, self.q_dim * self.qk_norm_rows)
+
+    @property
     def norms_per_layer(self) -> int:
         """Norms of rows in a layer."""
         return 4 if self.branch_norms else 2

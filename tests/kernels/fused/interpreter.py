@@ -26,7 +26,7 @@ def interpret(patch: pytest.MonkeyPatch, *, summing_programs: int = 3) -> None:
     """Has the custom ops of fused kernels run in the interpreter, until `patch` is undone.
 
     It rounds float32 to bfloat16 as GPUs do, to nearest even, where the interpreter truncates.
-    A small number of summing programs has each of them add several rows.
+    Small numbers of summing programs and of values in a tile have each program add several tiles.
     """
     for name, kernel in vars(kernels).items():
         if isinstance(kernel, JITFunction):
@@ -42,3 +42,4 @@ def interpret(patch: pytest.MonkeyPatch, *, summing_programs: int = 3) -> None:
 
     patch.setattr(interpreter, "_convert_float", rounded)
     patch.setattr(launch, "_SUMMING_PROGRAMS", summing_programs)
+    patch.setattr(launch, "_NARROW_TILE", 64)

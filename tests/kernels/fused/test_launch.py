@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from triton.runtime import driver  # noqa: E402
 from tests.sets import full  # noqa: E402
 from wlb.kernels.fused import launch  # noqa: E402
 from wlb.kernels.fused.launch import Launch  # noqa: E402
+from wlb.parallel.context import to_device  # noqa: E402
 
 BF16, FP32, ROWS = torch.bfloat16, torch.float32, 4100
+CPU = torch.device("cpu")
 ASSEMBLERS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {90: "ptxas", 100: "ptxas-blackwell"}  # compute capability: Triton's assembler for it
 
@@ -75,10 +78,10 @@ def norm(width: int, dtype: torch.dtype = BF16) -> Launch:
     return launch.norm(x, weight, x, empty(ROWS, dtype=FP32), 1e-5)
 
 
-def norm_backward(width: int, dtype: torch.dtype = BF16) -> Launch:
-    x, weight = empty(ROWS, width, dtype=dtype), empty(width, dtype=dtype)
-    sums = empty(launch.norm_programs(ROWS), width, dtype=FP32)
-    return launch.norm_backward(x, x, weight, empty(ROWS, dtype=FP32), x, sums)
+def norm_backward(width: int, dtype: torch.dtype = BF16, *, rows: int = ROWS) -> Launch:
+    x, weight = empty(rows, width, dtype=dtype), empty(width, dtype=dtype)
+    sums = empty(launch.norm_programs(rows, width), width, dtype=FP32)
+    return launch.norm_backward(x, x, weight, empty(rows, dtype=FP32), x, sums)
 
 
 def sum_uses(heads: int, head_size: int, dtype: torch.dtype = BF16) -> Launch:
@@ -112,6 +115,8 @@ def accesses(ptx: str) -> Counter[str]:
 
 # What a kernel reads or writes once for each row, one number at a time.
 SCALARS = {norm: {"st.global.b32"}, norm_backward: {"ld.global.b32"}}
+# A narrow weight and its sums, read and written once a program, have less than 16 bytes a thread.
+NARROW = {f"{way}.global.{size}" for way in ("ld", "st") for size in ("b16", "b32", "v2.b32")}
 # The table of uses: a thread reads the entry of its row.
 SCALARS[sum_uses] = {"ld.global.b64"}
 
@@ -125,9 +130,14 @@ PRESETS = [  # each kernel at the sizes of 550M to 405B models, by tp rank
     (gated_backward, (1376, False)),
     (gated_backward, (11008, False)),
     (gated_backward, (2560, True)),
+    (norm, (128,)),
+    (norm, (256,)),
     (norm, (1024,)),
     (norm, (4096,)),
     (norm, (16384,)),
+    (norm_backward, (64,)),
+    (norm_backward, (128,)),
+    (norm_backward, (256,)),
     (norm_backward, (1024,)),
     (norm_backward, (4096,)),
     (norm_backward, (8192,)),
@@ -146,7 +156,9 @@ def test_no_spills_and_vectors_of_16_bytes(
     assert kernel.asm["cubin"]
     ptx = kernel.asm["ptx"]
     found = accesses(ptx)
-    assert {name for name in found if ".v4.b32" not in name} <= SCALARS.get(make, set()), found
+    is_narrow = make in (norm, norm_backward) and sizes[0] < 1024
+    scalars = NARROW if is_narrow else SCALARS.get(make, set())
+    assert {name for name in found if ".v4.b32" not in name} <= scalars, found
     assert any(name.startswith("ld.") for name in found if ".v4." in name)
     assert any(name.startswith("st.") for name in found if ".v4." in name)
     report = resources(ptx, capability, tmp_path)
@@ -156,13 +168,16 @@ def test_no_spills_and_vectors_of_16_bytes(
 
 
 def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
-    """Every micro-batch has its own numbers of rows, keys and uses; some are multiples of 16."""
+    """Every micro-batch has its own numbers of rows, keys and uses, some multiples of 16, and its
+    table of uses begins anywhere in a buffer of index tensors (a pointer of meta tensors is 0)."""
     made: list[object] = []
+    offsets: set[int] = set()
     for rows, uses in ((16, 1), (17, 2), (1, 3), (4096, 16)):
+        index = {"kv_index 0": np.zeros(rows, np.int64), "inverse 0": np.zeros((uses, rows), int)}
         x, weight = empty(rows, 64), empty(64)
         table, grads = empty(rows, 1, 8, dtype=FP32), empty(3 * rows, 2, 32)
-        of_rows, inverse = empty(rows, dtype=FP32), empty(uses, rows, dtype=torch.int64)
-        sums = empty(launch.norm_programs(rows), 64, dtype=FP32)
+        of_rows, inverse = empty(rows, dtype=FP32), to_device(index, CPU)["inverse 0"]
+        sums = empty(launch.norm_programs(rows, 64), 64, dtype=FP32)
         heads = x.view(rows, 4, 16)
         launches = (
             launch.rotate(heads, table, table, heads, inverse=False),
@@ -173,7 +188,9 @@ def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
             launch.sum_uses(grads, grads, inverse, empty(rows, 2, 2, 32, dtype=FP32)),
         )
         made.append([compiled(of).hash for of in launches])
+        offsets.add(inverse.data_ptr() % 16)
     assert all(hashes == made[0] for hashes in made)
+    assert offsets == {0, 8}
 
 
 def test_no_rows_launch_nothing() -> None:
@@ -186,6 +203,18 @@ def test_no_rows_launch_nothing() -> None:
         Launch(kernel=Refuses(), grid=(2, 3), arguments=(), options={}).run()
 
 
-def test_rows_of_each_summing_program() -> None:
-    """At most 512 programs, whatever the GPU: 1024 rows are two each, 1025 rows three."""
-    assert [launch.norm_programs(rows) for rows in (0, 1, 512, 1024, 1025)] == [0, 1, 512, 512, 342]
+@pytest.mark.parametrize(
+    ("width", "programs"),
+    [(4096, [0, 1, 512, 512, 512]), (1024, [0, 1, 256, 512, 512]), (128, [0, 1, 32, 64, 65])],
+)
+def test_tiles_of_each_summing_program(width: int, programs: list[int]) -> None:
+    """At most 512 programs, whatever the GPU, so that sums have one order."""
+    assert [launch.norm_programs(n, width) for n in (0, 1, 512, 1024, 1025)] == programs
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_norms_of_heads_keep_two_megabytes_on_their_way(head_size: int) -> None:
+    """An H100 needs as many for its bandwidth; 512 single rows of 128 would be 0.26 MB."""
+    of = norm_backward(head_size, rows=32768)
+    values = of.grid[0] * of.options["ROWS"] * of.options["BLOCK"]
+    assert 2 * values * BF16.itemsize >= 2e6

@@ -1,14 +1,16 @@
 """Tests where fused kernels compute, and what is said where they do not."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.words import lacks
 from wlb.kernels.fused import choose_fused, select
+from wlb.parallel.build import fused_of
 from wlb.plan import UserError
-from wlb.spec import FusedKernels
+from wlb.spec import Dtype, FusedKernels, ModelSpec, RunSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 AUTO, TRITON, OFF = FusedKernels
@@ -85,3 +87,22 @@ def test_float64_is_plain_torch(hopper: pytest.MonkeyPatch) -> None:
     choice = choose_fused(AUTO, device=CUDA, dtype=torch.float64)
     assert not choice.fused
     assert "they compute torch.float32, torch.bfloat16, torch.float16" in choice.line
+
+
+def test_rows_that_norms_cannot_hold_are_plain_torch(hopper: pytest.MonkeyPatch) -> None:
+    asked = {"device": CUDA, "dtype": BF16}
+    assert choose_fused(AUTO, norm_width=select.MOST_NORM_WIDTH, **asked).fused
+    choice = choose_fused(AUTO, norm_width=16640, **asked)
+    assert not choice.fused
+    assert "RMSNorm of 16640 columns exceeds registers (at most 16384)" in choice.line
+    with pytest.raises(UserError, match="RMSNorm of 16640 columns"):
+        choose_fused(TRITON, norm_width=16640, **asked)
+
+
+def test_a_run_tells_its_widest_norm(hopper: pytest.MonkeyPatch) -> None:
+    """Rows of Q have more columns than the model's where its heads are wider, as OLMoE's norms."""
+    model = ModelSpec(hidden_size=8192, num_heads=64, num_kv_heads=8, head_dim=512)
+    wide = RunSpec(model=replace(model, qk_norm_rows=True))
+    for spec, fused in ((RunSpec(model=model), True), (wide, False)):
+        spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
+        assert fused_of(spec, CUDA).fused == fused

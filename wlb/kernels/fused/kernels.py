@@ -91,20 +91,25 @@ def gated_backward_kernel(
     tl.store(d_up + at, dy * g * sigmoid, here)
 
 
-@triton.jit
-def norm_kernel(x, weight, out, rstd, width, eps, BLOCK: tl.constexpr):
-    """RMSNorm of one contiguous row of C columns."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["num_rows"])
+def norm_kernel(
+    x, weight, out, rstd, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """RMSNorm of ROWS contiguous rows of C columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
     here = column < width
-    value = tl.load(x + row * width + column, here, 0.0).to(tl.float32)
-    scale = 1 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(rstd + row, scale)
     w = tl.load(weight + column, here).to(tl.float32)
-    tl.store(out + row * width + column, value * scale * w, here)
+    at = row[:, None] * width + column
+    if ROWS > 1:
+        here = here & (row < num_rows)[:, None]
+    value = tl.load(x + at, here, 0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(value * value, 1) / width + eps)
+    tl.store(rstd + row, scale, row < num_rows)
+    tl.store(out + at, value * scale[:, None] * w, here)
 
 
-@triton.jit(do_not_specialize=["num_rows", "rows_each"])
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_backward_kernel(
     grad,
     x,
@@ -113,35 +118,44 @@ def norm_backward_kernel(
     dx,
     d_weight,
     num_rows,
-    rows_each,
     width,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """The input's gradient for `rows_each` rows, and their sum of the weight's, row d_weight[i] of
-    [programs, C]. Each row is read once for both. RELOAD: read the weight again for every row (from
-    the L1 cache), because it would not fit in registers beside a wide row."""
+    """The input's gradient, and sums of the weight's, row d_weight[i] of [programs, C]: program i
+    has tiles i, i + programs, ... of ROWS rows, each read once for both. RELOAD: read the weight
+    again for every tile (from the L1 cache), because it would not fit in registers beside a wide
+    row."""
     program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
     here = column < width
     w = tl.load(weight + column, here, 0.0).to(tl.float32)
-    total = tl.full([BLOCK], 0.0, tl.float32)
-    stop = tl.minimum((program + 1) * rows_each, num_rows)
-    for row in range(program * rows_each, stop):
-        at = row * width + column
-        scale = tl.load(rstd + row)
-        unit = tl.load(x + at, here, 0.0).to(tl.float32) * scale
-        dy = tl.load(grad + at, here, 0.0).to(tl.float32)
+    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
+    for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        known = row < num_rows
+        at = row[:, None] * width + column
+        mask = here
+        if ROWS > 1:
+            mask = mask & known[:, None]
+        scale = tl.load(rstd + row, known, 0.0)[:, None]
+        unit = tl.load(x + at, mask, 0.0).to(tl.float32) * scale
+        dy = tl.load(grad + at, mask, 0.0).to(tl.float32)
         total += dy * unit
         if RELOAD:
             w = tl.load(weight + column, here, 0.0).to(tl.float32)
         dy *= w
-        mean = tl.sum(dy * unit, 0) / width
-        tl.store(dx + at, (dy - unit * mean) * scale, here)
-    tl.store(d_weight + program * width + column, total, here)
+        mean = tl.sum(dy * unit, 1)[:, None] / width
+        tl.store(dx + at, (dy - unit * mean) * scale, mask)
+    tl.store(d_weight + program * width + column, tl.sum(total, 0)[None, :], here)
 
 
-@triton.jit(do_not_specialize=["num_uses", "num_rows", "num_keys"])
+@triton.jit(
+    do_not_specialize=["num_uses", "num_rows", "num_keys"],
+    # It is a part of one buffer of index tensors, where each micro-batch has it at another offset.
+    do_not_specialize_on_alignment=["inverse"],
+)
 def sum_uses_kernel(
     dk,
     dv,

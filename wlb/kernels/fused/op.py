@@ -103,7 +103,7 @@ def fused_norm_backward(
     grad_TC, x_TC, weight_C = (x.contiguous() for x in (grad_TC, x_TC, weight_C))
     num_rows, width = x_TC.shape
     dx_TC = torch.empty_like(x_TC)
-    sums_PC = rstd_T.new_empty((launch.norm_programs(num_rows), width))
+    sums_PC = rstd_T.new_empty((launch.norm_programs(num_rows, width), width))
     launch.norm_backward(grad_TC, x_TC, weight_C, rstd_T, dx_TC, sums_PC).run()
     return dx_TC, sums_PC.sum(0).to(weight_C.dtype)
 

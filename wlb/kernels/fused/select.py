@@ -13,6 +13,9 @@ from wlb.kernels.fused.op import fused_gated
 from wlb.plan import UserError
 from wlb.spec.run import FusedKernels
 
+MOST_NORM_WIDTH = 16384
+"""Columns of the widest rows that a program of the norms' kernels holds in registers; that of more
+would spill (Triton's assembler says so)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,13 +34,14 @@ class FusedChoice:
 
 
 def choose_fused(
-    requested: FusedKernels, *, device: torch.device, dtype: torch.dtype
+    requested: FusedKernels, *, device: torch.device, dtype: torch.dtype, norm_width: int = 0
 ) -> FusedChoice:
-    """UserError for kernels.fused = triton where they cannot compute."""
+    """UserError for kernels.fused = triton where they cannot compute. norm_width: columns of the
+    widest rows that the run normalises."""
     run = f"{dtype} on {device.type}"
     if requested == FusedKernels.OFF:
         return FusedChoice(fused=False, reason=f"kernels.fused = off; {run}")
-    why = _why_not(device, dtype)
+    why = _why_not(device, dtype, norm_width)
     if requested == FusedKernels.TRITON and why:
         raise UserError(
             f"kernels.fused = triton can't compute this run: {why}, but the run is {run}; set "
@@ -48,9 +52,11 @@ def choose_fused(
     return FusedChoice(fused=why is None, reason=reason)
 
 
-def _why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_not(device: torch.device, dtype: torch.dtype, norm_width: int) -> str | None:
     if device.type != "cuda":
         return "they need an NVIDIA GPU"
+    if norm_width > MOST_NORM_WIDTH:
+        return f"RMSNorm of {norm_width} columns exceeds registers (at most {MOST_NORM_WIDTH})"
     if dtype not in _DTYPES:
         return f"they compute {', '.join(map(str, _DTYPES))}"
     if not torch.cuda.is_available():
