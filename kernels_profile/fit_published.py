@@ -19,6 +19,7 @@ from scipy.optimize import least_squares
 from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.machine import program_version
 from wlb.cost.profile import (
+    OPTIONAL,
     AttentionTable,
     Collective,
     CollectiveCost,
@@ -387,6 +388,7 @@ def build(rows: Rows, *, seed: int, command: str) -> tuple[KernelProfile, dict[s
                 provenance=copy,
             )
             for op in Elementwise
+            if op not in OPTIONAL
         ),
         layer=LayerCost(
             forward_factor=1.0,

@@ -83,6 +83,27 @@ def test_zero_is_free_and_terms_add_up(work):
     assert work.workload_ns(np.zeros(0, np.int64)).size == 0
 
 
+def test_norms_of_heads_are_priced_apart_where_the_profile_has_them():
+    model = replace(MODEL, qk_norm=True)
+    profile = load_profile("h100")
+    assert Elementwise.HEAD_NORM not in {cost.op for cost in profile.elementwise}
+    norm = profile.elementwise_of(Elementwise.NORM)
+    assert profile.elementwise_of(Elementwise.HEAD_NORM) == norm
+    slow = replace(norm, op=Elementwise.HEAD_NORM, forward_bytes_per_s=norm.forward_bytes_per_s / 4)
+    took = []
+    for elementwise in (profile.elementwise, (*profile.elementwise, slow)):
+        work = ProfiledWorkload(
+            model=model,
+            parallel=ParallelSpec(),
+            profile=replace(profile, elementwise=elementwise),
+            micro_batch_tokens=16384,
+        )
+        took.append(int(work.terms(np.array([16384]))["elementwise_forward"][0]))
+    values = 2 * (model.q_dim + model.kv_dim) * 16384 * model.num_layers
+    more_ns = 3 * values * 2 / norm.forward_bytes_per_s * 1e9 * profile.layer.forward_factor
+    assert took[1] - took[0] == pytest.approx(more_ns, rel=1e-3)
+
+
 @every_layout
 def test_monotone_over_every_length(work):
     lengths = np.arange(20000)

@@ -7,6 +7,7 @@ compute it is left to the parity tests of test_attend.py, on a GPU.
 
 import sys
 from importlib import metadata
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,45 @@ def test_windows_and_caps_are_those_of_the_reference(monkeypatch, which, scores)
     assert torch.equal(out, saved.out_THD)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+# Rows of queries and of keys in a tile of backward: on Hopper by size of heads, without a mask 80
+# for 128, then on Blackwell.
+TILES = {True: [(128, 128), (64, 128), (64, 96), (64, 48)], False: [(80, 128), (64, 96), (64, 48)]}
+
+
+def flash4_kinds(lengths: Any, group: int, tile: tuple[int, int]) -> tuple[Any, Any]:
+    """Returns what compile keys of flash-attn-4 4.0.0b36 hold of a call's lengths: in backward
+    (`single_q_block`, `single_k_block`, `cu_total_m_blocks_k`) and in forward (`q_stage`,
+    `is_static_persistent`, `cu_total_m_blocks`), on Blackwell and with Hopper's tiles."""
+    (max_q, max_k), is_long = map(max, zip(*lengths, strict=True)), len(lengths) > 256
+    stages = 2 if max_q * group > 128 else 1
+    hopper = [max_q * group <= rows for rows in (128, 192)]
+    blackwell = (stages, max_q * group <= 128 * stages)
+    return (
+        (max_q <= tile[0], max_k <= tile[1], is_long),
+        ((*blackwell, is_long), *((fits, is_long) for fits in hopper)),
+    )
+
+
+ROWS = [1, 16, 17, 32, 33, 48, 49, 64, 65, 80, 81, 96, 97, 128, 129, 192, 193, 256, 257, 700]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_run_compiles_every_kind_of_call_of_flash_attention_4(is_causal, group):
+    """Of lengths on both sides of every tile's edge."""
+    calls = Flash4Backend().compiled_calls(group, is_causal=is_causal)
+    pairs = [(q, k) for q, k in product(ROWS, ROWS) if q <= k or not is_causal]
+    for tile in TILES[is_causal]:
+        made = [flash4_kinds(call, group, tile) for call in calls]
+        in_backward, in_forward = zip(*made, strict=True)
+        for longest, num in product(pairs, (1, 256, 257)):
+            backward, forward = flash4_kinds([longest] + [(1, 1)] * (num - 1), group, tile)
+            assert backward in in_backward
+            assert all(
+                kind in of for kind, of in zip(forward, zip(*in_forward, strict=True), strict=True)
+            )
 
 
 COMMON = {"max_seqlen_q": 5, "max_seqlen_k": 9, "softmax_scale": 0.25}

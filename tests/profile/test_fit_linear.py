@@ -1,10 +1,13 @@
 """Tests fits of the linear part on made-up records: found again, robust, refused if too few."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from wlb.cost import Elementwise, Provenance, ProvenanceKind
 from wlb.cost.flops import elementwise_calls, elementwise_values
+from wlb.cost.profile import OPTIONAL, elementwise_of
 from wlb.profile.fit_linear import (
     call_and_rate,
     fit_elementwise,
@@ -101,7 +104,7 @@ def test_gemms_out_of_memory_take_the_throughput_at_fewer_tokens():
 
 def test_operators_embedding_and_head_are_found_again():
     costs = {c.op: c for c in fit_elementwise(operators(), SOURCE, value_bytes=4)}
-    assert set(costs) == set(Elementwise)
+    assert set(costs) == set(Elementwise) - OPTIONAL
     for op, rate in RATES.items():
         assert costs[Elementwise(op)].forward_bytes_per_s == pytest.approx(rate, rel=1e-2)
         assert costs[Elementwise(op)].backward_bytes_per_s == pytest.approx(rate / 2, rel=1e-2)
@@ -126,6 +129,36 @@ def test_operators_add_up_to_a_layer_literally():
         expected += [forward / rate * 1e9, backward / rate * 2e9]
     assert work == pytest.approx(expected, rel=1e-2)
     assert sum(elementwise_calls(MODEL).values()) == 7
+
+
+def test_norms_of_heads_are_found_and_counted_where_they_were_measured():
+    """Without their measurement they take what norms of rows take."""
+    model, rate = replace(MODEL, qk_norm=True), RATES["norm"] / 4
+    heads = [
+        replace(
+            r,
+            point=r.point | {"op": "head_norm"},
+            numbers=r.numbers | {"forward_ns": 1e4 + r.numbers["forward_bytes"] / rate * 1e9},
+        )
+        for r in operators()
+        if r.point.get("op") == "norm"
+    ]
+    values = 2 * (MODEL.q_dim + MODEL.kv_dim) * 512 * 4
+    took = {}
+    for records, measured_rate in (([], RATES["norm"]), (heads, rate)):
+        costs = fit_elementwise([*operators(), *records], SOURCE, value_bytes=4)
+        found = elementwise_of(costs, Elementwise.HEAD_NORM).forward_bytes_per_s
+        assert found == pytest.approx(measured_rate, rel=1e-2)
+        gemm = fit_gemm(gemms(), SOURCE)
+        both = [
+            sum_of_operators(m, 512, 1, gemm=gemm, elementwise=costs, value_bytes=4)
+            for m in (MODEL, model)
+        ]
+        (plain, calls), (work, more_calls) = both
+        assert more_calls - calls == pytest.approx([2e4, 4e4], rel=1e-2)
+        took[measured_rate] = (work - plain)[0]
+        assert took[measured_rate] == pytest.approx(values / measured_rate * 1e9, rel=2e-2)
+    assert set(took) == {RATES["norm"], rate}
 
 
 def layers(kind: str, tokens, disturbed=()) -> list[Record]:

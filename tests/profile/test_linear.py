@@ -11,6 +11,7 @@ import torch
 
 from wlb.cost.flops import elementwise_values, layer_matrices
 from wlb.model import build_reference
+from wlb.profile import linear
 from wlb.profile.linear import (
     BACKWARD_VALUES,
     FORWARD_VALUES,
@@ -104,6 +105,27 @@ def test_the_points():
     assert [t.point for t in tasks if t.kind == "layer"] == [
         {"tokens": 8, "tp": 1}, {"tokens": 8, "tp": 2}
     ]  # fmt: skip
+
+
+def test_norms_of_heads_are_measured_as_rows_of_their_own():
+    """Tokens and width are Q's or K's; a row of the norm is one head."""
+    model = replace(MODEL, qk_norm=True)
+    tasks = linear_tasks(model, [1, 2], [8], OnceTimer(), device=CPU, dtype=torch.float32)
+    of_heads = [t for t in tasks if t.point.get("op") == "head_norm"]
+    assert {(t.point["width"], t.point["tokens"]) for t in of_heads} == {
+        (width, tokens) for width in (64, 32, 16) for tokens in (1, 8)
+    }
+    rows: list[tuple[int, ...]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = linear.normalise
+        patch.setattr(
+            linear, "normalise", lambda n, x, w, **k: rows.append(x.shape) or plain(n, x, w, **k)
+        )
+        numbers = next(
+            t for t in of_heads if t.point == {**t.point, "width": 64, "tokens": 8}
+        ).run()
+    assert set(rows) == {(8 * 64 // model.head_size, model.head_size)}
+    assert (numbers["forward_bytes"], numbers["backward_bytes"]) == (2 * 8 * 64 * 4, 3 * 8 * 64 * 4)
 
 
 def test_a_model_with_experts_in_some_layers_has_points_of_both_kinds():
@@ -207,10 +229,12 @@ def test_counted_bytes_are_the_cost_model_s():
     expected = elementwise_values(MODEL)
     del expected["embedding"]
     assert counted == expected
-    # Norms of heads are norms of Q's and K's values; biases are added to Q, K and V.
+    # Norms of heads have Q's and K's values, those of whole rows too; biases are added to Q, K, V.
     more = elementwise_values(replace(MODEL, qk_norm=True, qkv_bias=True))
     normed, biased = MODEL.q_dim + MODEL.kv_dim, MODEL.q_dim + 2 * MODEL.kv_dim
-    assert more["norm"] == (expected["norm"][0] + 2 * normed, expected["norm"][1] + 3 * normed)
+    assert (more["norm"], more["head_norm"]) == (expected["norm"], (2 * normed, 3 * normed))
+    rows = elementwise_values(replace(MODEL, qk_norm_rows=True))
+    assert rows["norm"] == (expected["norm"][0] + 2 * normed, expected["norm"][1] + 3 * normed)
     plain = expected["residual"]
     assert more["residual"] == (plain[0] + 2 * biased, plain[1] + biased)
     numbers = _task(OnceTimer(), "elementwise", op="swiglu", tokens=8, width=48).run()

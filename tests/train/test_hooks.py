@@ -95,6 +95,7 @@ def test_events_of_a_run_that_rolls_back_once(
         "MeasureSteps",
         "RecordSteps",
         "ConnectRanks",
+        "CompileAttention",
         "RecordRanks",
         "VerifyStores",
         "RecordLedger",

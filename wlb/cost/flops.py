@@ -111,34 +111,37 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     """Values that one token reads and writes in element-wise operators: (forward, backward) by
     name (`wlb.cost.Elementwise`), all norms and all additions of a layer together.
 
-    Reads + writes forward: norm 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
-    1 + 1. Backward: norm 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
+    Reads + writes forward: norms 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
+    1 + 1. Backward: norms 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
     Experts: a token is read once and written K times on its way, and the reverse on its way back,
-    in both passes: residuals. A `query_factor` is one more rotation of Q. `norms_keys` has norms of
-    Q's and K's values; adding biases (`qkv_bias`) reads and writes Q, K and V, and reads their
-    gradients: residuals.
+    in both passes: residuals. A `query_factor` is one more rotation of Q. Norms of Q's and K's
+    heads are head_norm, whose narrow rows take another time a byte; of their rows, norm. Adding
+    biases (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals.
     """
     hidden, ffn = model.hidden_size, model.active_ffn_size
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
-    normed = model.norms_per_layer * hidden + rotated * model.norms_keys
+    normed = model.norms_per_layer * hidden + rotated * model.qk_norm_rows
     # Multiplying queries by a factor reads and writes as rotating them does.
     rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
-    return {
+    values = {
         "norm": (2 * normed, 3 * normed),
         "residual": (6 * hidden + 2 * biased + routed, 6 * hidden + biased + routed),
         "rotary": (2 * rotated, 2 * rotated),
         "swiglu": (3 * ffn, 5 * ffn),
         "embedding": (2 * hidden, 3 * hidden),
     }
+    heads = model.q_dim + model.kv_dim
+    return values | ({"head_norm": (2 * heads, 3 * heads)} if model.qk_norm else {})
 
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
-    norms, residuals = model.norms_per_layer + 2 * model.norms_keys, 2 + 3 * model.qkv_bias
+    norms, residuals = model.norms_per_layer + 2 * model.qk_norm_rows, 2 + 3 * model.qkv_bias
     rotary = 2 + (model.query_factor() != 1.0)
-    return {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
+    calls = {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
+    return calls | ({"head_norm": 2} if model.qk_norm else {})
 
 
 def layer_linear_flops(model: ModelSpec) -> int:

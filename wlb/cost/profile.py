@@ -6,7 +6,7 @@ achieved TFLOP/s of tile-quantised FLOPs over (query rows, keys), Section 5.3. F
 `profile_file.py`; schema: kernels_profile/README.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise, product
@@ -264,6 +264,12 @@ class Elementwise(StrEnum):
     SWIGLU = "swiglu"
     RESIDUAL = "residual"
     EMBEDDING = "embedding"
+    HEAD_NORM = "head_norm"
+
+
+OPTIONAL = frozenset({Elementwise.HEAD_NORM})
+"""Operators that a profile may leave out: older ones, and those of models without norms of heads,
+whose `head_norm` is priced as `norm`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,10 +373,11 @@ class KernelProfile:
         if not self.attention:
             raise UserError(f"profile {self.name!r} has no attention table")
         found = [cost.op for cost in self.elementwise]
-        if sorted(found) != sorted(Elementwise):
+        needed = [op for op in Elementwise if op not in OPTIONAL or op in found]
+        if sorted(found) != sorted(needed):
             raise UserError(
                 f"profile {self.name!r} must have each element-wise operator once "
-                f"({', '.join(Elementwise)}), not {', '.join(found)}"
+                f"({', '.join(needed)}), not {', '.join(found)}"
             )
         have = {(c.op, c.scope) for c in self.collectives}
         pairs = product(Collective, Scope)
@@ -414,8 +421,8 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
-        """The cost of one element-wise operation; a profile has one for each."""
-        return next(cost for cost in self.elementwise if cost.op == op)
+        """The cost of one element-wise operation; for head_norm that of norm if it is left out."""
+        return elementwise_of(self.elementwise, op)
 
     def collective(
         self, op: Collective, *, span_ranks: int, num_ranks: int | None = None
@@ -435,6 +442,12 @@ class KernelProfile:
             return between
         most = max(inside.bytes_per_s, between.bytes_per_s)
         return replace(between, bytes_per_s=min(most, members * between.bytes_per_s))
+
+
+def elementwise_of(costs: Sequence[ElementwiseCost], op: Elementwise) -> ElementwiseCost:
+    """`KernelProfile.elementwise_of`, before there is a profile."""
+    found = {cost.op: cost for cost in costs}
+    return found[op] if op in found or op not in OPTIONAL else found[Elementwise.NORM]
 
 
 def _ratio(a: float, b: float) -> float:

@@ -77,8 +77,8 @@ class Flash3Backend(FlashBackend):
 class Flash4Backend(FlashBackend):
     """FlashAttention-4 for Hopper and Blackwell, so far as pre-releases.
 
-    It compiles in Python for the kinds of a call that `compiled_variants` lists, which a run makes
-    before its first step. flash-attn 2.8.3 brings an older copy, which is refused.
+    A kernel is compiled when a call of its kind first comes: a run makes `compiled_calls` before
+    its first step (`wlb.train.warm_up`). flash-attn 2.8.3 brings an older copy, which is refused.
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_4
@@ -98,6 +98,18 @@ class Flash4Backend(FlashBackend):
         if major != 9 and not is_blackwell:
             return f"compute capability 9.x or 10.x only, not {major}.{minor}"
         return wrong_head_size(head_size, 128 if is_blackwell and head_size != 256 else 256)
+
+    def compiled_calls(
+        self, queries_per_key: int, *, is_causal: bool
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Kinds differ in whether there are more than 256 segments, and whether the longest has one
+        tile of queries and one of keys: 48 to 128 rows in backward; in forward 128 to 256 rows of
+        query heads that share a key. Heads of 256 on B200 have one more, with more segments of one
+        tile than half the multiprocessors."""
+        longest = [(1, 1), (1, 512), (max(1, 256 // queries_per_key), 512), (512, 512)]
+        longest.append((96, 96) if is_causal else (512, 1))
+        short = ((1, 1),) * 256
+        return tuple((one, *rest) for one in dict.fromkeys(longest) for rest in ((), short))
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
         if major == 10 and head_size == 256 and (scores.softcap or scores.sliding):

@@ -153,6 +153,13 @@ class FlashBackend:
         """Why the package cannot compute these scores on GPUs of this compute capability."""
         return None
 
+    def compiled_calls(
+        self, queries_per_key: int, *, is_causal: bool
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For a package that compiles kinds of calls when they come: a small call of each kind, as
+        (queries, keys) of its segments. queries_per_key: query heads of a key head."""
+        return ()
+
     @cached_property
     def kernels(self) -> Kernels:
         """The package's functions, loaded and checked once; UserError describes a problem."""

@@ -276,6 +276,7 @@ CUDA_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
 }
 """Variables for ranks on CUDA, unless the user set them; slurm/environment.sh has the same.
 
@@ -283,7 +284,8 @@ Steps differ in length, which fragments segments of fixed size. A device has 8 h
 default and 32 at most; streams that share one wait for each other, and a rank has a stream for
 computing, for every communicator and for FSDP2's gathers and reductions. (Megatron's advice of 1 is
 for overlap that relies on the order of launches; FSDP2's gathers then wait behind the kernels that
-they should hide under.) The warning is about what `init` says of a pipeline's transfers.
+they should hide under.) The warning is about what `init` says of a pipeline's transfers. The cache
+is FlashAttention-4's, of what it compiled: a later start on a node reads it.
 """
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 

@@ -24,6 +24,7 @@ from wlb.cost import (
 )
 from wlb.cost.flops import FloatArray, elementwise_calls, elementwise_values
 from wlb.cost.linear import GRADIENT_BYTES
+from wlb.cost.profile import OPTIONAL, elementwise_of
 from wlb.plan import UserError
 from wlb.profile.linear import rank_matrices, rank_model
 from wlb.profile.tasks import Record, measured
@@ -83,6 +84,8 @@ def fit_elementwise(
     for op in Elementwise:
         mine = [r for r in measured(records, "elementwise") if r.point["op"] == op]
         mine += measured(records, "embedding") if op == Elementwise.EMBEDDING else []
+        if not mine and op in OPTIONAL:
+            continue
         if not mine:
             raise UserError(f"the element-wise operator {op} was not measured")
         values: dict[str, Any] = {}
@@ -167,12 +170,11 @@ def sum_of_operators(
         rates = [float(s.at(at, weights)[0]) for s in (gemm.forward, gemm.backward)]
         work += [flops / rates[0], 2 * flops / rates[1]]
     values = elementwise_values(rank_model(model, tp))
-    for cost in elementwise:
-        if cost.op != Elementwise.EMBEDDING:
-            count = elementwise_calls(model)[cost.op]
-            rates = np.array([cost.forward_bytes_per_s, cost.backward_bytes_per_s])
-            work += np.array(values[cost.op]) * tokens * value_bytes / rates * 1e9
-            calls += [count * cost.forward_call_ns, count * cost.backward_call_ns]
+    for op, count in elementwise_calls(model).items():
+        cost = elementwise_of(elementwise, Elementwise(op))
+        rates = np.array([cost.forward_bytes_per_s, cost.backward_bytes_per_s])
+        work += np.array(values[op]) * tokens * value_bytes / rates * 1e9
+        calls += [count * cost.forward_call_ns, count * cost.backward_call_ns]
     return work, calls
 
 

@@ -32,9 +32,9 @@ from wlb.spec import FusedKernels, ModelSpec
 ROW_PARALLEL = (3, 6)
 """Indices in `layer_matrices` of O and down, which TP splits by inputs; others by outputs."""
 
-FORWARD_VALUES = {"norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
+FORWARD_VALUES = {"norm": 2, "head_norm": 2, "rotary": 2, "swiglu": 3, "residual": 3}
 """Values read and written for each token and channel of `width`."""
-BACKWARD_VALUES = {"norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
+BACKWARD_VALUES = {"norm": 3, "head_norm": 3, "rotary": 2, "swiglu": 5, "residual": 3}
 """Residual: the gradients of its two uses are added."""
 
 SEED = 20_25
@@ -201,7 +201,8 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
     """Element-wise operators and the channels of a row that each has on a TP rank."""
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
-        widths |= {("rotary", model.q_dim // tp), ("rotary", model.kv_dim // tp)}
+        of_heads = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
+        widths |= set(product(of_heads, (model.q_dim // tp, model.kv_dim // tp)))
         widths |= {("swiglu", kind.active_ffn_size // tp) for _, kind in model.layer_parts}
     return sorted(widths)
 
@@ -209,7 +210,13 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
 def _elementwise(
     bench: _TaskBench, model: ModelSpec, *, op: str, tokens: int, width: int
 ) -> Numbers:
-    measure = {"norm": _norm, "rotary": _rotary, "swiglu": _swiglu, "residual": _residual}[op]
+    measure = {
+        "norm": _norm,
+        "head_norm": _head_norm,
+        "rotary": _rotary,
+        "swiglu": _swiglu,
+        "residual": _residual,
+    }[op]
     value_bytes = tokens * width * bench.dtype.itemsize
     return measure(bench, model, tokens, width) | {
         "forward_bytes": FORWARD_VALUES[op] * value_bytes,
@@ -224,6 +231,11 @@ def _norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbe
     return bench.gradients(
         lambda: normalise(norm, x, norm.weight, fused=fused), [x, norm.weight], gradient
     )
+
+
+def _head_norm(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:
+    """A norm of each head, which is a row of its own."""
+    return _norm(bench, model, tokens * width // model.head_size, model.head_size)
 
 
 def _rotary(bench: _TaskBench, model: ModelSpec, tokens: int, width: int) -> Numbers:

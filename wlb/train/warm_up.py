@@ -1,11 +1,21 @@
 """Work that is done once before a run's first step, so that no step pauses for it."""
 
 import gc
+import time
+from collections.abc import Iterator
+from itertools import product
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from wlb.kernels import BACKENDS, Scores, Segments
+from wlb.kernels.backend import SavedTensors
+from wlb.kernels.flash_package import FlashBackend
+from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.parallel.warm import warm
-from wlb.spec import ExchangeChoice
+from wlb.spec import ExchangeChoice, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
@@ -28,6 +38,72 @@ class ConnectRanks(Hook):
             f"connected {done.communicators} communicators and {done.neighbours} pipeline "
             f"neighbours of rank 0 in {done.seconds:.2f} s"
         )
+
+
+class CompileAttention(Hook):
+    """Makes a small call of each kind for which the attention kernel compiles (FlashAttention-4).
+
+    A kind that first came in a step would have all ranks wait there for seconds. The package keeps
+    what it compiled (`CUDA_DEFAULTS` of `wlb.parallel.world`), so a later start reads it.
+    """
+
+    def begin(self, run: RunContext) -> None:
+        device = run.mesh.device
+        backend = BACKENDS[kernel_of(run.spec, device).kernel]
+        if not isinstance(backend, FlashBackend):
+            return
+        calls = list(_compiled_calls(run.spec, backend, device))
+        if not calls:
+            return
+        begin = time.perf_counter()
+        run.position.enter("compiling attention kernels", is_slow=True)
+        for segments in calls:
+            _attend(run.spec, backend, segments, device)
+        run.report.say(
+            f"compiled or read attention kernels for {len(calls)} kinds of calls in "
+            f"{time.perf_counter() - begin:.0f} s"
+        )
+
+
+def _compiled_calls(
+    spec: RunSpec, backend: FlashBackend, device: torch.device
+) -> Iterator[Segments]:
+    """Calls with and without windows and masks, as the run's layers make them."""
+    model, cp = spec.model, spec.parallel.cp
+    heads, kv_heads = _heads(spec)
+    slides = {model.slides(layer) for layer in range(model.num_layers)}
+    # With cp.overlap, other ranks' keys need no mask; layers with a window compute in one call.
+    no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
+    for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
+        for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):
+            queries, keys = np.concatenate([[(0, 0)], lengths]).cumsum(axis=0).T
+            yield Segments.from_offsets(
+                queries,
+                keys,
+                device=device,
+                is_causal=is_causal,
+                scores=Scores.of(model, slides=is_sliding),
+            )
+
+
+def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: torch.device) -> None:
+    """Forward and backward with a rank's heads, outside of telemetry's clocks."""
+    heads, kv_heads = _heads(spec)
+
+    def zeros(rows: int, heads: int) -> Tensor:
+        size = (rows, heads, spec.model.head_size)
+        return torch.zeros(size, dtype=compute_dtype(spec), device=device)
+
+    q = zeros(segments.num_queries, heads)
+    k, v = (zeros(segments.num_keys, kv_heads) for _ in range(2))
+    out, lse = backend.forward(q, k, v, segments)
+    backend.backward(out, SavedTensors(q, k, v, out, lse), segments)
+
+
+def _heads(spec: RunSpec) -> tuple[int, int]:
+    """Query and key heads of a TP rank."""
+    model, tp = spec.model, spec.parallel.tp
+    return model.num_heads // tp, max(1, model.num_kv_heads // tp)
 
 
 class CollectGarbage(Hook):

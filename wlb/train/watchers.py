@@ -17,7 +17,7 @@ from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.steps import RecordSteps
 from wlb.train.telemetry.traces import TraceSteps
-from wlb.train.warm_up import CollectGarbage, ConnectRanks
+from wlb.train.warm_up import CollectGarbage, CompileAttention, ConnectRanks
 
 
 def hooks_of(
@@ -52,6 +52,7 @@ def hooks_of(
         learn,
         # Communicators are connected before hooks that communicate when they begin.
         ConnectRanks(),
+        CompileAttention(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
         # Before checkpoints, so that none is saved of a store that was found wrong.

@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import (
-    AttentionTable,
-    Collective,
-    Elementwise,
-    KernelProfile,
-    ProfiledWorkload,
-    ProvenanceKind,
-)
+from wlb.cost import AttentionTable, Collective, KernelProfile, ProfiledWorkload, ProvenanceKind
 from wlb.report.plots import require_matplotlib
 from wlb.report.profile import plots, points
 from wlb.report.profile.points import PASSES, HeldPoint, PlottedSample, Record, TermCurves
@@ -222,7 +215,9 @@ def _elementwise(profile: KernelProfile, records: Sequence[Record]) -> Context |
         "figure": plots.elementwise_figure(profile, samples, name="elementwise"),
         "errors": _both_errors(samples),
         "num_too_short": sum(ns <= 0 for s in samples for ns in s.measured_ns),
-        "missing": sorted({str(op) for op in Elementwise} - {s.at["op"] for s in samples}),
+        "missing": sorted(
+            {str(cost.op) for cost in profile.elementwise} - {s.at["op"] for s in samples}
+        ),
     }
 
 
