@@ -16,6 +16,7 @@ KEYS = [
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
+    "checkpoint.max_failed",
     "cluster.allocator_gaps",
     "cluster.communicator_gib",
     "cluster.context_gib",

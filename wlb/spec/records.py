@@ -37,7 +37,18 @@ class CheckpointSection:
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
     keep: int = key(
-        2, "number of checkpoints that are kept; older ones are removed", at_least=1, at_most=10**6
+        2,
+        "number of checkpoints that are kept; older ones are removed once a new one is complete, "
+        "so that the disk needs room for one more",
+        at_least=1,
+        at_most=10**6,
+    )
+    max_failed: int = key(
+        3,
+        "saves in a row that could not be written after which the run ends, because it trains "
+        "unsaved; 0 = it goes on",
+        at_least=0,
+        at_most=10**6,
     )
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"

@@ -20,6 +20,7 @@ from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.spec import Device, RunSpec, resolve_dp
+from wlb.train.checkpoint.room import most_at_once
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
@@ -153,13 +154,20 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
         f"{steps:,} steps, {_large(steps * spec.tokens_per_step)} tokens: {_duration(made.days)} "
         f"predicted, without evaluations, saves and interruptions",
     )
-    saved, keep = made.checkpoint_bytes, spec.checkpoint.keep
     if p.ep > 1:
         table.add_row("experts' rows", _experts_rows(made))
-    table.add_row("checkpoint", f"{_size(saved)} each, {_size(keep * saved)} for the {keep} kept")
+    table.add_row("checkpoint", _checkpoints(made))
     table.add_row("documents", documents)
     table.add_row("machine", machine)
     return table
+
+
+def _checkpoints(made: Forecast) -> str:
+    one, most = made.checkpoint_bytes, most_at_once(made.spec)
+    return (
+        f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
+        f"kept, and the one that is being written"
+    )
 
 
 def _experts_rows(made: Forecast) -> str:
