@@ -110,3 +110,28 @@ def _is_sound(path: Path) -> bool:
 def size_of(path: Path) -> int:
     """Bytes of the files in a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def aside_remark(directory: Path) -> str:
+    """A line for the log on checkpoints that were set aside, and take room until somebody removes
+    them; "" if there are none."""
+    there = [
+        f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)
+    ]
+    if not there:
+        return ""
+    return (
+        f"set aside in {directory}, where no run removes them: {', '.join(there)}; remove those "
+        f"that are not needed"
+    )
+
+
+def strays_remark(saved_in: Path) -> str:
+    """A line for the log on files in a checkpoint that are none of its own, "" without any."""
+    names = checkpoint.harmless_strays(saved_in)
+    if not names:
+        return ""
+    return (
+        f"WARNING: {saved_in} has files that were not saved with it: {', '.join(names)}. They are "
+        f"not read, and go when the checkpoint is removed; keep them elsewhere"
+    )
