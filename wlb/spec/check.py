@@ -25,6 +25,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_ranges(spec)
     _check_rates(spec)
     _check_evaluation(spec)
+    _check_milestones(spec)
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
@@ -66,6 +67,21 @@ def _check_evaluation(spec: RunSpec) -> None:
         raise UserError(
             f"eval.interval = {spec.eval.interval} and eval.interval_tokens = "
             f"{spec.eval.interval_tokens} both say when to evaluate; set one of them to 0"
+        )
+
+
+def _check_milestones(spec: RunSpec) -> None:
+    every, interval = spec.checkpoint.keep_every, spec.checkpoint.interval
+    if every and not interval:
+        raise UserError(
+            f"checkpoint.keep_every = {every} with checkpoint.interval = 0: no checkpoint is sure "
+            f"to be saved at such steps; set checkpoint.interval = {every} or a divisor of it"
+        )
+    if every and every % interval:
+        raise UserError(
+            f"checkpoint.keep_every = {every} is not a multiple of checkpoint.interval = "
+            f"{interval}, so that those steps are not saved; set checkpoint.keep_every = "
+            f"{max(1, every // interval) * interval}"
         )
 
 

@@ -36,12 +36,28 @@ class CheckpointSection:
     interval: int = key(
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
+    interval_minutes: float = key(
+        0.0,
+        "minutes after a checkpoint at which another one is saved, with the next step, beside "
+        "those of interval; rank 0's clock counts; 0 = off",
+        unit="min",
+        at_least=0,
+        at_most=1e6,
+    )
     keep: int = key(
         2,
         "number of checkpoints that are kept; older ones are removed once a new one is complete, "
         "so that the disk needs room for one more",
         at_least=1,
         at_most=10**6,
+    )
+    keep_every: int = key(
+        0,
+        "milestones: checkpoints after a multiple of this many steps, itself a multiple of "
+        "interval, are never removed; 0 = none",
+        unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     max_failed: int = key(
         3,

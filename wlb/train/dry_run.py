@@ -20,7 +20,7 @@ from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.spec import Device, RunSpec, resolve_dp
-from wlb.train.checkpoint.room import most_at_once
+from wlb.train.checkpoint.room import most_at_once, num_milestones
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
@@ -164,9 +164,11 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 def _checkpoints(made: Forecast) -> str:
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
+    milestones = num_milestones(made.spec)
+    more = f", {milestones} milestones" if milestones else ""
     return (
         f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
-        f"kept, and the one that is being written"
+        f"kept{more}, and the one that is being written"
     )
 
 

@@ -124,6 +124,21 @@ def test_a_manifest_of_an_earlier_version_is_read(whole: Run, tmp_path: Path) ->
     checkpoint.check_files(folder)
 
 
+def test_a_checkpoint_without_versions_is_gone_on_from(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    folder = at(tmp_path, 6)
+    about = checkpoint.read_run(folder)
+    del about["written_by"]
+    checkpoint.write_json(folder / "run.json", about)
+    (folder / "manifest.json").unlink()
+    checkpoint.write_manifest(folder)
+    run, _ = train(spec, resume=True)
+    assert len(run.steps) == 7
+    assert "written_by" in checkpoint.read_run(at(tmp_path, 7))
+
+
 @pytest.mark.parametrize(
     ("name", "key", "said"),
     [

@@ -162,8 +162,9 @@ def planner_state(checkpoint: Path) -> PlannerState:
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile) and,
-    for a model imported from Hugging Face, "imported"."""
+    """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
+    "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints) and, for
+    a model imported from Hugging Face, "imported"."""
     path = checkpoint / RUN
     of = Fields(read_object(path, remedy="use another checkpoint"), str(path))
     of.whole("step", at_least=0)

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import hf_storage, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
+from wlb import __version__
+from wlb.cost.machine import program_version
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
@@ -35,7 +37,7 @@ from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
 from wlb.train.checkpoint.reading import CheckpointReader
-from wlb.train.checkpoint.room import is_full, says_full, to_drop
+from wlb.train.checkpoint.room import is_full, says_full, to_drop, to_prune
 from wlb.train.checkpoint.tensors import (
     Stages,
     all_tensors,
@@ -115,6 +117,12 @@ class CheckpointSaver:
         self.directory = self._held.path / directory.name
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
+        if mesh.rank == 0:
+            self._about["written_by"] = {
+                "wlb": __version__,
+                "source": program_version(),
+                "torch": torch.__version__,
+            }
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
@@ -217,7 +225,7 @@ class CheckpointSaver:
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
         shutil.rmtree(self._partial(step), ignore_errors=True)
-        oldest = to_drop(self.directory)
+        oldest = to_drop(self.directory, self.spec)
         if oldest is not None:
             _remove(oldest)
             dropped.append(oldest.name)
@@ -285,7 +293,7 @@ class CheckpointSaver:
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
         self._publish(partial, task.step)
-        for old in checkpoint.list_complete(self.directory)[: -self.spec.checkpoint.keep]:
+        for old in to_prune(self.directory, self.spec):
             _remove(old)
 
     def _publish(self, partial: Path, step: int) -> None:
