@@ -154,6 +154,8 @@ KEYS = [
     "telemetry.ledger",
     "telemetry.peak_tflops",
     "telemetry.ranks_interval",
+    "telemetry.snapshot_oom",
+    "telemetry.snapshot_steps",
     "telemetry.straggler_records",
     "telemetry.straggler_threshold",
     "telemetry.tensorboard",

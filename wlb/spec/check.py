@@ -86,10 +86,10 @@ def _check_milestones(spec: RunSpec) -> None:
 
 
 def _check_ranges(spec: RunSpec) -> None:
-    if min(spec.telemetry.trace_steps, default=1) < 1:
-        raise UserError(
-            f"telemetry.trace_steps = {list(spec.telemetry.trace_steps)}: steps are counted from 1"
-        )
+    for name in ("trace_steps", "snapshot_steps"):
+        steps = getattr(spec.telemetry, name)
+        if min(steps, default=1) < 1:
+            raise UserError(f"telemetry.{name} = {list(steps)}: steps are counted from 1")
     if spec.tokens_per_step > _MOST_STEP_TOKENS:
         raise UserError(
             f"data.num_windows = {spec.num_windows} of data.context_window = "

@@ -159,6 +159,16 @@ class TelemetrySection:
     trace_ranks: tuple[int, ...] = key(
         (0,), "ranks of which traces are written", at_least=0, at_most=2**20
     )
+    snapshot_steps: tuple[int, ...] = key(
+        (),
+        "steps, as the run's table counts them, after which every rank writes a snapshot of its "
+        "GPU's memory to memory/ in the run's folder; on CUDA only",
+        at_least=1,
+        at_most=10**9,
+    )
+    snapshot_oom: bool = key(
+        False, "write such a snapshot where an allocation on a GPU fails; on CUDA only"
+    )
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"
     )

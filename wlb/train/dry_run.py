@@ -22,7 +22,7 @@ from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once, num_milestones
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
-from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights
+from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing
 
@@ -41,6 +41,7 @@ def show(spec: RunSpec, console: Console) -> None:
     """Print what a run of `spec` would do on as many ranks as its layout has."""
     refuse_missing(spec)
     device = _device(spec)
+    refuse_snapshots(spec, device)
     stores = named_stores(spec)
     spec = _filled(spec, stores)
     told = _told_budget(spec, device)
