@@ -266,6 +266,8 @@ def test_a_dry_run_shows_what_the_run_would_take(
     assert lacks(rows["step time"], " s predicted: ", " tokens/s, MFU unknown") == []
     assert lacks(rows["the run"], "2 steps, 256 tokens", " seconds) predicted") == []
     assert f" {12 * spec.model.num_parameters / 2**20:.1f} MiB each" in rows["checkpoint"]
+    room = f"room for {3 * 12 * spec.model.num_parameters / 2**20:.1f} MiB needed: 2 kept, and the"
+    assert room in rows["checkpoint"]
     assert lacks(rows["documents"], "drawn from wlb_paper", "corpus was not read") == []
     assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not looked at") == []
     assert rows["total"].strip().endswith(" GiB")

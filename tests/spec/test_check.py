@@ -173,6 +173,16 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
+        ({"checkpoint__interval_minutes": -1.0}, "interval_minutes = -1.0 must be at least 0"),
+        ({"checkpoint__interval_minutes": 2e6}, "interval_minutes = 2000000.0 must be at most"),
+        ({"checkpoint__max_failed": -1}, "checkpoint.max_failed = -1 must be at least 0"),
+        ({"checkpoint__keep_every": -2}, "checkpoint.keep_every = -2 must be at least 0"),
+        ({"checkpoint__keep_every": 50}, "set checkpoint.interval = 50 or a divisor"),
+        (
+            {"checkpoint__keep_every": 50, "checkpoint__interval": 20},
+            "is not a multiple of checkpoint.interval = 20, so that those steps are not saved; set "
+            "checkpoint.keep_every = 40",
+        ),
         ({"checkpoint__keep": 0}, "checkpoint.keep = 0 must be at least 1"),
         # Compiling.
         (

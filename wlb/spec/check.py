@@ -25,6 +25,7 @@ def check(spec: RunSpec) -> RunSpec:
     _check_ranges(spec)
     _check_rates(spec)
     _check_evaluation(spec)
+    _check_milestones(spec)
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
@@ -69,11 +70,26 @@ def _check_evaluation(spec: RunSpec) -> None:
         )
 
 
-def _check_ranges(spec: RunSpec) -> None:
-    if min(spec.telemetry.trace_steps, default=1) < 1:
+def _check_milestones(spec: RunSpec) -> None:
+    every, interval = spec.checkpoint.keep_every, spec.checkpoint.interval
+    if every and not interval:
         raise UserError(
-            f"telemetry.trace_steps = {list(spec.telemetry.trace_steps)}: steps are counted from 1"
+            f"checkpoint.keep_every = {every} with checkpoint.interval = 0: no checkpoint is sure "
+            f"to be saved at such steps; set checkpoint.interval = {every} or a divisor of it"
         )
+    if every and every % interval:
+        raise UserError(
+            f"checkpoint.keep_every = {every} is not a multiple of checkpoint.interval = "
+            f"{interval}, so that those steps are not saved; set checkpoint.keep_every = "
+            f"{max(1, every // interval) * interval}"
+        )
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    for name in ("trace_steps", "snapshot_steps"):
+        steps = getattr(spec.telemetry, name)
+        if min(steps, default=1) < 1:
+            raise UserError(f"telemetry.{name} = {list(steps)}: steps are counted from 1")
     if spec.tokens_per_step > _MOST_STEP_TOKENS:
         raise UserError(
             f"data.num_windows = {spec.num_windows} of data.context_window = "

@@ -36,8 +36,35 @@ class CheckpointSection:
     interval: int = key(
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
+    interval_minutes: float = key(
+        0.0,
+        "minutes after a checkpoint at which another one is saved, with the next step, beside "
+        "those of interval; rank 0's clock counts; 0 = off",
+        unit="min",
+        at_least=0,
+        at_most=1e6,
+    )
     keep: int = key(
-        2, "number of checkpoints that are kept; older ones are removed", at_least=1, at_most=10**6
+        2,
+        "number of checkpoints that are kept; older ones are removed once a new one is complete, "
+        "so that the disk needs room for one more",
+        at_least=1,
+        at_most=10**6,
+    )
+    keep_every: int = key(
+        0,
+        "milestones: checkpoints after a multiple of this many steps, itself a multiple of "
+        "interval, are never removed; 0 = none",
+        unit="steps",
+        at_least=0,
+        at_most=10**9,
+    )
+    max_failed: int = key(
+        3,
+        "saves in a row that could not be written after which the run ends, because it trains "
+        "unsaved; 0 = it goes on",
+        at_least=0,
+        at_most=10**6,
     )
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"
@@ -131,6 +158,16 @@ class TelemetrySection:
     )
     trace_ranks: tuple[int, ...] = key(
         (0,), "ranks of which traces are written", at_least=0, at_most=2**20
+    )
+    snapshot_steps: tuple[int, ...] = key(
+        (),
+        "steps, as the run's table counts them, after which every rank writes a snapshot of its "
+        "GPU's memory to memory/ in the run's folder; on CUDA only",
+        at_least=1,
+        at_most=10**9,
+    )
+    snapshot_oom: bool = key(
+        False, "write such a snapshot where an allocation on a GPU fails; on CUDA only"
     )
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"

@@ -20,8 +20,9 @@ from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.spec import Device, RunSpec, resolve_dp
+from wlb.train.checkpoint.room import most_at_once, num_milestones
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
-from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights
+from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing
 
@@ -40,6 +41,7 @@ def show(spec: RunSpec, console: Console) -> None:
     """Print what a run of `spec` would do on as many ranks as its layout has."""
     refuse_missing(spec)
     device = _device(spec)
+    refuse_snapshots(spec, device)
     stores = named_stores(spec)
     spec = _filled(spec, stores)
     told = _told_budget(spec, device)
@@ -153,13 +155,22 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
         f"{steps:,} steps, {_large(steps * spec.tokens_per_step)} tokens: {_duration(made.days)} "
         f"predicted, without evaluations, saves and interruptions",
     )
-    saved, keep = made.checkpoint_bytes, spec.checkpoint.keep
     if p.ep > 1:
         table.add_row("experts' rows", _experts_rows(made))
-    table.add_row("checkpoint", f"{_size(saved)} each, {_size(keep * saved)} for the {keep} kept")
+    table.add_row("checkpoint", _checkpoints(made))
     table.add_row("documents", documents)
     table.add_row("machine", machine)
     return table
+
+
+def _checkpoints(made: Forecast) -> str:
+    one, most = made.checkpoint_bytes, most_at_once(made.spec)
+    milestones = num_milestones(made.spec)
+    more = f", {milestones} milestones" if milestones else ""
+    return (
+        f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
+        f"kept{more}, and the one that is being written"
+    )
 
 
 def _experts_rows(made: Forecast) -> str:

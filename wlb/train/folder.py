@@ -12,6 +12,7 @@ from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.room import aside_remark
 from wlb.train.checkpoint.shared_folder import remove_left_tokens
 from wlb.train.faults.lock import NAME as LOCK
 from wlb.train.faults.lock import RunLock
@@ -66,6 +67,8 @@ def _move_older_aside(job: Job, console: Console) -> bool:
         console.print(f"going on from {job.resume}")
         for path in checkpoint.prepare_for_resume(job.checkpoints, job.resume):
             console.print(f"a later checkpoint is now {path}")
+        if line := aside_remark(job.checkpoints):
+            console.print(line)
     elif any(path.name != LOCK for path in directory.iterdir()):
         names = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
         aside = directory.rename(next(path for path in names if not path.exists()))

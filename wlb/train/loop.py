@@ -175,6 +175,7 @@ class Trainer:
             expert_load=load,
             done=pipeline,
             stop=self.stop_request.now(),
+            save_due=self.saves.is_overdue(self.spec),
         )
 
     def _refuse(self, plan: StepPlan, sums: StepSums) -> OnNonfinite:

@@ -26,7 +26,7 @@ from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
 from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory import budget_of, hold_against
-from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of
+from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of, refuse_snapshots
 from wlb.train.telemetry.sinks import refuse_missing
 
 Probe = Callable[..., Any]
@@ -50,6 +50,7 @@ def refuse_early(
 ) -> Planner:
     """UserError for a run that cannot work; else the planner of its steps, which was opened."""
     refuse_missing(spec)
+    refuse_snapshots(spec, device)
     if spec.training.compile:
         probe(refuse_uncompilable, spec.training.compile_backend, torch.device(device))
     if spec.tp.overlap:

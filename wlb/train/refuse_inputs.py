@@ -1,4 +1,4 @@
-"""Refuses stores and checkpoints that a run cannot begin with; imports no torch, for dry runs."""
+"""Refuses stores, checkpoints and records that a run cannot have; without torch, for dry runs."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -42,6 +42,18 @@ def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
         held_out = TokenStore(heldout)
         _hold_documents(spec, held_out)
         _hold_vocabulary(spec, store, held_out)
+
+
+def refuse_snapshots(spec: RunSpec, device: str) -> None:
+    """UserError for memory snapshots of a device that has no such allocator."""
+    steps, on_failure = list(spec.telemetry.snapshot_steps), spec.telemetry.snapshot_oom
+    if device == "cuda" or not (steps or on_failure):
+        return
+    named = f"telemetry.snapshot_steps = {steps}" if steps else "telemetry.snapshot_oom = true"
+    raise UserError(
+        f"{named} writes what CUDA's allocator knows of GPUs, and this run computes on {device}; "
+        f"leave it out, or set run.device = cuda"
+    )
 
 
 def _hold_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:

@@ -29,6 +29,7 @@ from wlb.plan.tally import Tally
 from wlb.planner import Planner
 from wlb.spec import Recompute, RunSpec, VerifyData, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.room import hold_room, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
@@ -254,8 +255,11 @@ def _job(
         probe=probe,
     )
     begun = saved or init_from
+    room = hold_room(directory / "checkpoints", filled, saved)
     for line in (
         *(f"WARNING: {why}" for why in passed_over),
+        *room,
+        strays_remark(saved) if saved else "",
         *memory,
         computed_by(filled, choice.kind, probe),
         priced_by(planner),

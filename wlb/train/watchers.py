@@ -15,6 +15,7 @@ from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
 from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
+from wlb.train.telemetry.snapshots import SnapshotMemory
 from wlb.train.telemetry.steps import RecordSteps
 from wlb.train.telemetry.traces import TraceSteps
 from wlb.train.warm_up import CollectGarbage, CompileAttention, ConnectRanks
@@ -44,6 +45,7 @@ def hooks_of(
         learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     traces = spec.telemetry.trace_steps and mesh.rank in spec.telemetry.trace_ranks
+    snapshots = spec.telemetry.snapshot_steps or spec.telemetry.snapshot_oom
     verifies = spec.data.verify == VerifyData.BACKGROUND and mesh.rank == 0
     hooks = (
         # This hook is first, because the others record its measurements.
@@ -67,6 +69,7 @@ def hooks_of(
         calibration,
         # After the hooks whose work between steps is not to be in a trace.
         TraceSteps(job.directory, mesh.rank) if traces else None,
+        SnapshotMemory(job.directory, mesh.rank) if snapshots else None,
         # Garbage is collected last, when the other hooks have dropped their objects of the step.
         CollectGarbage(interval) if interval else None,
     )

@@ -41,7 +41,6 @@ def damaged(path: Path, how: str) -> None:
             (SHARD, "all", "is missing"),
             (SHARD.replace("1", "2", 1), "a copy", "is not in manifest.json"),
             (".left.safetensors", "a copy", "is not in manifest.json"),
-            ("notes.json", "a copy", "is not in manifest.json"),
             ("planner.json", "a bit", "is corrupt: its SHA-256"),
             ("run.json", "a bit", "is corrupt: its SHA-256"),
             ("manifest.json", "all", "cannot be read"),
@@ -125,6 +124,21 @@ def test_a_manifest_of_an_earlier_version_is_read(whole: Run, tmp_path: Path) ->
     checkpoint.check_files(folder)
 
 
+def test_a_checkpoint_without_versions_is_gone_on_from(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    folder = at(tmp_path, 6)
+    about = checkpoint.read_run(folder)
+    del about["written_by"]
+    checkpoint.write_json(folder / "run.json", about)
+    (folder / "manifest.json").unlink()
+    checkpoint.write_manifest(folder)
+    run, _ = train(spec, resume=True)
+    assert len(run.steps) == 7
+    assert "written_by" in checkpoint.read_run(at(tmp_path, 7))
+
+
 @pytest.mark.parametrize(
     ("name", "key", "said"),
     [
@@ -177,6 +191,35 @@ def test_auto_refuses_a_damaged_one_if_asked(
     damaged(at(tmp_path, 6) / name, "a bit")
     with pytest.raises(ValueError, match=r"is corrupt: .*--resume 4"):
         train(spec, resume="auto")
+
+
+def test_a_stray_that_nothing_reads_costs_no_checkpoint(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    for name in ("NOTES.txt", "notes.json", ".nfs0001"):
+        (at(tmp_path, 6) / name).write_text("the best one")
+    (at(tmp_path, 6) / "evaluations").mkdir()
+    (at(tmp_path, 6).parent / "aside-1-step-00000009").mkdir()
+    (at(tmp_path, 6).parent / "aside-1-step-00000009" / "shard").write_bytes(bytes(3 << 20))
+    run, shown = train(spec, resume="auto")
+    shown = " ".join(shown.split())
+    assert f"going on from {at(tmp_path, 6)}" in shown
+    said = "step-00000006 has files that were not saved with it: NOTES.txt, evaluations, notes.json"
+    assert said in shown
+    assert "where no run removes them: aside-1-step-00000009 (3 MiB); remove" in shown
+    assert len(run.steps) == 7
+
+
+@pytest.mark.parametrize("name", ["planner.json", "a.safetensors", ".a.safetensors"])
+def test_a_stray_that_a_load_could_read_is_refused(tmp_path: Path, name: str) -> None:
+    """An imported checkpoint has no planner.json, so that one of another run would be read."""
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "b.safetensors").write_bytes(bytes(8))
+    checkpoint.write_manifest(tmp_path)
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=rf"{name} is not in manifest\.json"):
+        checkpoint.check_files(tmp_path)
 
 
 def test_auto_does_not_start_anew_where_all_are_damaged(

@@ -19,6 +19,8 @@ from tests.sets import full, nightly
 from tests.train.case import Run, job_of, relaid, small_spec, train
 from tests.train.checkpoint.case import SHARD, copied, spec_of
 from tests.words import lacks
+from wlb import __version__
+from wlb.cost.machine import program_version
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
@@ -47,6 +49,8 @@ def test_nothing_in_it_is_pickled(whole: Run) -> None:
     assert about["step"] == 4
     assert about["profile"]
     assert about["spec"]["training"]["steps"] == 6
+    versions = {"wlb": __version__, "source": program_version(), "torch": torch.__version__}
+    assert about["written_by"] == versions
     # As sha256sum has it.
     found = json.loads((saved / "manifest.json").read_text())["files"]
     assert set(found) == names - {"manifest.json"}

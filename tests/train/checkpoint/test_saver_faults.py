@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -69,6 +70,38 @@ def test_any_change_of_a_save_may_fail(
             assert not saved.error
             assert at > (4 if kinds else 20)
             return
+
+
+@pytest.mark.parametrize(
+    ("kind", "at"), [("write", 1), ("write", 2), *full(("fsync", 1), ("open", 1), ("rename", 1))]
+)
+def test_a_full_disk_costs_the_oldest_of_several_checkpoints(
+    trainer: Trainer, kind: str, at: int
+) -> None:
+    """The save is then tried once again. The only checkpoint is not removed."""
+    trainer.saves.saver.spec = replace(
+        trainer.spec, checkpoint=replace(trainer.spec.checkpoint, keep=2)
+    )
+    saver, folder = trainer.saves.saver, trainer.job.checkpoints
+    state = trainer.context.feed.peek(1)[0][0].state
+    saver.save(1, state)
+    with changes(folder, at=at, action=FULL, kinds=(kind,)):
+        (only,) = saver.save(2, state)
+    assert ("No space left" in only.error, only.dropped) == (True, "")
+    assert names(folder) == ["step-00000001"]
+    saver.save(3, state)
+    with changes(folder, at=at, action=FULL, kinds=(kind,)):
+        (saved,) = saver.save(4, state)
+    assert (saved.error, saved.dropped) == ("", "step-00000001")
+    assert names(folder) == ["step-00000003", "step-00000004"]
+    with changes(folder, at=at, action=BROKEN, kinds=(kind,)):
+        (saved,) = saver.save(5, state)
+    assert ("Input/output" in saved.error, saved.dropped) == (True, "")
+    assert names(folder) == ["step-00000003", "step-00000004"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,22 @@
-"""Tests what a run says about its saves before its first step."""
+"""Tests what a run says about its saves before its first step, and when it ends for want of one."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.train.case import Run, train
+from tests.train.checkpoint.case import spec_of
 from tests.words import lacks
+from wlb.plan import PipelinePlan, StepPlan
 from wlb.spec import load
-from wlb.train.checkpoint.saves import unsaved_remark
+from wlb.train import loop
+from wlb.train.checkpoint import saver
+from wlb.train.checkpoint.saver import CheckpointError
+from wlb.train.checkpoint.saves import SaveCheckpoints, unsaved_remark
+from wlb.train.loop import Trainer
+from wlb.train.reduce import StepSums
 
 
 def test_a_run_without_interval_says_what_an_abort_would_lose(tmp_path: Path) -> None:
@@ -15,3 +26,84 @@ def test_a_run_without_interval_says_what_an_abort_would_lose(tmp_path: Path) ->
     (tmp_path / "run.json").write_text(json.dumps({"step": 1200, "spec": {}}), "utf-8")
     assert "3,800 steps after step 1,200" in unsaved_remark(spec, tmp_path)
     assert unsaved_remark(load("demo", ["checkpoint.interval=10"]), None) == ""
+    assert unsaved_remark(load("demo", ["checkpoint.interval_minutes=10"]), None) == ""
+
+
+@pytest.mark.process
+def test_rank_0s_clock_saves_between_intervals(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A minute passes with each step. The clock asks in steps 3 and 6, the interval after 7; two
+    minutes later the run ends."""
+    minutes = [0.0]
+    compute = Trainer._compute
+
+    def slow(self: Trainer, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
+        minutes[0] += 1
+        return compute(self, plan, pipeline)
+
+    class Timed(SaveCheckpoints):
+        def __init__(self, made: saver.CheckpointSaver) -> None:
+            super().__init__(made, clock=lambda: 60 * minutes[0])
+
+    monkeypatch.setattr(Trainer, "_compute", slow)
+    monkeypatch.setattr(loop, "SaveCheckpoints", Timed)
+    options = {"interval": 7, "interval_minutes": 2.5, "keep": 9}
+    spec = spec_of(tmp_path, corpus, training={"steps": 9}, checkpoint=options)
+    run, _ = train(spec)
+    assert [int(name[5:]) for name in run.checkpoints] == [3, 6, 7, 9]
+
+
+@pytest.mark.process
+def test_milestones_outlive_newer_checkpoints(corpus: Path, tmp_path: Path) -> None:
+    options = {"interval": 1, "keep": 2, "keep_every": 3}
+    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 8}, checkpoint=options))
+    assert [int(name[5:]) for name in run.checkpoints] == [3, 6, 7, 8]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_does_not_train_on_unsaved(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """The second failure in a row ends it, after step 5; the one of step 1 was followed by a
+    success."""
+    write, tried = saver.state_dict_saver.save, list[int]()
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        tried.append(len(tried) + 1)
+        if tried[-1] in (1, 4, 5):
+            raise OSError(5, "Input/output error")
+        return write(*arguments, **named)
+
+    monkeypatch.setattr(saver.state_dict_saver, "save", fails)
+    options = {"asynchronous": asynchronous, "interval": 1, "max_failed": 2}
+    spec = spec_of(tmp_path, corpus, training={"steps": 9}, checkpoint=options)
+    with pytest.raises(
+        CheckpointError, match=r"max_failed = 2 saves in a row .* after step 5: .*I"
+    ):
+        train(spec)
+    run = Run(spec)
+    assert len(run.steps) == 5
+    assert run.checkpoints == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("most", "steps"), [(1, 2), (0, 3)])
+def test_the_limit_of_failed_saves_can_be_one_or_none(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, steps: int
+) -> None:
+    """One: saves stay asynchronous, so that a failure is known at the next save."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(saver.state_dict_saver, "save", fails)
+    spec = spec_of(
+        tmp_path, corpus, training={"steps": 3}, checkpoint={"interval": 1, "max_failed": most}
+    )
+    with pytest.raises(
+        CheckpointError, match="1 saves in a row" if most else "the last checkpoint"
+    ):
+        train(spec)
+    assert len(Run(spec).steps) == steps

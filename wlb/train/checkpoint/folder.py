@@ -137,6 +137,11 @@ def resolve(folder: Path, asked: str) -> Path:
     return found[-1]
 
 
+def list_aside(directory: Path) -> list[Path]:
+    """Return checkpoints that a resume set aside, which no run removes."""
+    return sorted(directory.glob("aside-*"))
+
+
 def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
     """Remove partial checkpoints; rename those after `resumed`, and return the new paths."""
     for partial in directory.glob("partial-*"):
@@ -157,8 +162,9 @@ def planner_state(checkpoint: Path) -> PlannerState:
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile) and,
-    for a model imported from Hugging Face, "imported"."""
+    """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
+    "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints) and, for
+    a model imported from Hugging Face, "imported"."""
     path = checkpoint / RUN
     of = Fields(read_object(path, remedy="use another checkpoint"), str(path))
     of.whole("step", at_least=0)
@@ -236,11 +242,25 @@ def check_files(checkpoint: Path) -> None:
 
 def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
     """torch reads every *.safetensors of the folder, so that one which a copy left behind would be
-    trained. Hidden files are the file system's own."""
-    for path in sorted(checkpoint.iterdir()):
-        is_hidden = path.name.startswith(".") and path.suffix != _TENSORS
-        if path.name not in files and path.name != MANIFEST and not is_hidden:
+    trained; JSON files of our names are read without being asked for."""
+    for path in _unlisted(checkpoint, files):
+        if _is_read(path):
             _refuse(path, f"is not in {MANIFEST}: it was not saved with the others")
+
+
+def harmless_strays(checkpoint: Path) -> list[str]:
+    """Names in a checkpoint's folder that were not saved with it and that nothing reads. Hidden
+    files, the file system's own, are left out."""
+    unlisted = _unlisted(checkpoint, read_manifest(checkpoint))
+    return [p.name for p in unlisted if not _is_read(p) and not p.name.startswith(".")]
+
+
+def _unlisted(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[Path]:
+    return [p for p in sorted(checkpoint.iterdir()) if p.name not in files and p.name != MANIFEST]
+
+
+def _is_read(path: Path) -> bool:
+    return path.suffix == _TENSORS or path.name in (PLANNER, RUN)
 
 
 def _damage(path: Path, num_bytes: int) -> str:

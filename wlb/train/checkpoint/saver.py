@@ -2,8 +2,9 @@
 
 A thread then writes the copy with torch.distributed.checkpoint and hashes the files; rank 0 writes
 the manifest and renames the folder. Ranks use a separate Gloo group, so that their messages do not
-mix with those of training. One save runs at a time. A save that fails (e.g. disk full) leaves older
-checkpoints untouched, and every rank learns of it.
+mix with those of training. One save runs at a time. A save that fails leaves older checkpoints
+untouched, and every rank learns of it; one that finds the disk full removes the oldest of several
+and is tried once again.
 """
 
 import contextlib
@@ -21,13 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import hf_storage, state_dict, state_dict_saver
+from torch.distributed.checkpoint import hf_storage, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
-from wlb.model import Llama
-from wlb.model.experts import BALANCE
-from wlb.model.llama import EMBEDDING, HEAD
+from wlb import __version__
+from wlb.cost.machine import program_version
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
@@ -38,31 +37,46 @@ from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
 from wlb.train.checkpoint.reading import CheckpointReader
+from wlb.train.checkpoint.room import is_full, says_full, to_drop, to_prune
+from wlb.train.checkpoint.tensors import (
+    Stages,
+    all_tensors,
+    asked_of,
+    host_copy,
+    rng_states,
+    set_optimizers,
+    set_rng,
+    set_weights,
+    weights,
+    without_copies,
+)
 from wlb.train.optimizer import Optimizers
 
-_FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-_STATE = "state."
 _TIMEOUT = timedelta(hours=2)
 """Timeout of messages about a save: a rank may finish writing much later than others."""
 
-Stages = dict[int, Llama]
-
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; older ones are untouched."""
+    """A checkpoint could not be written; older ones are untouched. is_full: for lack of room."""
+
+    def __init__(self, message: str, *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A finished save. stall_s: time that training's host waited, for the previous save too; a GPU
     also spends the time of the copy. write_s: from the start of that wait to the end of the save.
-    num_bytes: of all ranks, on rank 0. error: why it failed, "" for a complete checkpoint."""
+    num_bytes: of all ranks, on rank 0. error: why it failed, "" for a complete checkpoint. dropped:
+    name of the checkpoint that was removed because the disk was full, "" if none was."""
 
     step: int
     stall_s: float
     write_s: float
     num_bytes: int = 0
     error: str = ""
+    dropped: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,12 @@ class CheckpointSaver:
         self.directory = self._held.path / directory.name
         self.stages, self.optimizers = stages, optimizers
         self._about = {"spec": spec.to_dict(), "profile": profile}
+        if mesh.rank == 0:
+            self._about["written_by"] = {
+                "wlb": __version__,
+                "source": program_version(),
+                "torch": torch.__version__,
+            }
         if origin is not None and "imported" in (run := checkpoint.read_run(origin)):
             self._about["imported"] = run["imported"]
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc="checkpoints")
@@ -123,9 +143,9 @@ class CheckpointSaver:
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
-        tensors = _without_copies(self.stages, _tensors(self.stages, self.optimizers))
-        tensors |= _rng(self.mesh.rank)
-        copies = {name: _copy(tensor) for name, tensor in tensors.items()}
+        tensors = without_copies(self.stages, all_tensors(self.stages, self.optimizers))
+        tensors |= rng_states(self.mesh.rank)
+        copies = {name: host_copy(tensor) for name, tensor in tensors.items()}
         task = _Task(
             step=step,
             tensors=copies,
@@ -159,11 +179,11 @@ class CheckpointSaver:
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
-        num_bytes, error = 0, ""
+        num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:
                 task.copied.synchronize()
-            num_bytes = self._write_all(task)
+            num_bytes = self._write_with_room(task, dropped)
         # Training continues without this checkpoint. DCP's exception is a BaseException.
         except (Exception, CheckpointException) as failure:
             error = self._held.named(_cause_of(failure))
@@ -175,11 +195,40 @@ class CheckpointSaver:
         give_back_freed()
         stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
-            step=task.step, stall_s=stall_s, write_s=write_s, num_bytes=num_bytes, error=error
+            step=task.step,
+            stall_s=stall_s,
+            write_s=write_s,
+            num_bytes=num_bytes,
+            error=error,
+            dropped="".join(dropped),
         )
 
     def _partial(self, step: int) -> Path:
         return self.directory / f"partial-{step:08d}"
+
+    def _write_with_room(self, task: _Task, dropped: list[str]) -> int:
+        """Write; if the disk is full, once again without the oldest checkpoint, whose name is then
+        added to `dropped`."""
+        try:
+            return self._write_all(task)
+        except (Exception, CheckpointException) as failure:
+            # All ranks know the same of it, so that they try again together.
+            if not is_full(failure):
+                raise
+            self._on_rank_0(lambda: self._drop_oldest(task.step, dropped))
+            told = [dropped]
+            dist.broadcast_object_list(told, src=0, group=self._group)
+            dropped[:] = told[0]
+            if not dropped:
+                raise
+        return self._write_all(task)
+
+    def _drop_oldest(self, step: int, dropped: list[str]) -> None:
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+        oldest = to_drop(self.directory, self.spec)
+        if oldest is not None:
+            _remove(oldest)
+            dropped.append(oldest.name)
 
     def _write_all(self, task: _Task) -> int:
         partial = self._partial(task.step)
@@ -195,15 +244,16 @@ class CheckpointSaver:
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0; CheckpointError on all ranks if it fails."""
-        said: list[str] = [""]
+        said: list[tuple[str, bool]] = [("", False)]
         if self.mesh.rank == 0:
             try:
                 action()
             except Exception as failure:
-                said = [_cause_of(failure)]
+                said = [(_cause_of(failure), says_full(failure))]
         dist.broadcast_object_list(said, src=0, group=self._group)
-        if said[0]:
-            raise CheckpointError(said[0])
+        what, is_without_room = said[0]
+        if what:
+            raise CheckpointError(what, is_full=is_without_room)
 
     def _make_room(self, partial: Path) -> None:
         if partial.exists():
@@ -243,7 +293,7 @@ class CheckpointSaver:
         checkpoint.write_manifest(partial, files)
         _sync_folder(partial)
         self._publish(partial, task.step)
-        for old in checkpoint.list_complete(self.directory)[: -self.spec.checkpoint.keep]:
+        for old in to_prune(self.directory, self.spec):
             _remove(old)
 
     def _publish(self, partial: Path, step: int) -> None:
@@ -267,17 +317,17 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
     returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum."""
     _verify(saved_in, mesh)
-    tensors = _tensors(stages, optimizers)
-    rng = _rng(mesh.rank)
+    tensors = all_tensors(stages, optimizers)
+    rng = rng_states(mesh.rank)
     reader = CheckpointReader(saved_in)
     known = reader.names
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
-    in_files = _asked_of(saved_in, stages, tensors) | rng
+    in_files = asked_of(saved_in, stages, tensors) | rng
     reader.load(in_files, host_group())
-    _set_weights(stages, tensors)
-    _set_optimizers(stages, optimizers, tensors)
-    _set_rng(rng, mesh.rank)
+    set_weights(stages, tensors)
+    set_optimizers(stages, optimizers, tensors)
+    set_rng(rng, mesh.rank)
     # Hyper-parameters come from the current spec, not from the checkpoint.
     optimizers.configure()
     return int(checkpoint.read_run(saved_in)["step"])
@@ -318,11 +368,11 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
         checkpoint.check_share(saved_in, index=0, num=1)
     else:
         _verify(saved_in, mesh)
-    tensors = _weights(stages)
+    tensors = weights(stages)
     reader = CheckpointReader(saved_in)
-    in_files = _asked_of(saved_in, stages, tensors)
+    in_files = asked_of(saved_in, stages, tensors)
     reader.load(in_files, host_group())
-    _set_weights(stages, tensors)
+    set_weights(stages, tensors)
 
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
@@ -348,83 +398,6 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
         raise
 
 
-def _weights(stages: Stages) -> dict[str, Any]:
-    """Return `model.<name>` of this rank's stages, shards as DTensors."""
-    return {
-        f"model.{name}": tensor
-        for stage in stages.values()
-        for name, tensor in state_dict.get_model_state_dict(stage).items()
-    }
-
-
-def _tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
-    """Return weights and `optimizer.state.<name>.<moment>`, without hyper-parameters."""
-    out = _weights(stages)
-    for index, stage in stages.items():
-        state = state_dict.get_optimizer_state_dict(
-            stage, optimizers.by_stage[index], options=_FLAT
-        )
-        out |= {f"optimizer.{n}": t for n, t in state.items() if n.startswith(_STATE)}
-    return out
-
-
-def _has_copy(stages: Stages) -> bool:
-    """Whether the head here is a copy of another rank's embedding (`wlb.parallel.tied`)."""
-    return any(s.spec.tied_embeddings and s.lm_head is not None for s in stages.values())
-
-
-def _without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors to save: a tied head is saved once, as the embedding."""
-    if not _has_copy(stages):
-        return tensors
-    return {name: tensor for name, tensor in tensors.items() if HEAD not in name}
-
-
-def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors by the names that they have in files: a tied head's is the embedding's."""
-    if not _has_copy(stages):
-        return tensors
-    return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
-
-
-def _asked_of(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors to read from a checkpoint, by their names there. The state of experts' balance is
-    left out, and begins anew, if the checkpoint has another `model.experts.balance`."""
-    named = _by_file_names(stages, tensors)
-    saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
-    if all(stage.spec.experts.balance == saved for stage in stages.values()):
-        return named
-    return {name: tensor for name, tensor in named.items() if not name.endswith(BALANCE)}
-
-
-def _set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
-    for stage in stages.values():
-        names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
-        state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
-
-
-def _set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
-    for index, stage in stages.items():
-        optimizer = optimizers.by_stage[index]
-        state = state_dict.get_optimizer_state_dict(stage, optimizer, options=_FLAT)
-        state |= {n: tensors[f"optimizer.{n}"] for n in state if n.startswith(_STATE)}
-        state_dict.set_optimizer_state_dict(stage, optimizer, state, options=_FLAT)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying to the host, of a DTensor its local part: the first `to` of each kind of
-    DTensor takes 2 ms, and torch's stagers deepcopy, which FSDP's parameters do not support.
-
-    From a GPU torch copies to pinned memory, and the copy is complete once the current stream has
-    reached it; later work of the stream may overwrite the tensor. torch keeps pinned memory for the
-    next save and rounds each tensor's up to a power of two. It has not run on a GPU.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True, non_blocking=True)
-    local = tensor._local_tensor.detach().to("cpu", copy=True, non_blocking=True)
-    return DTensor(local, tensor._spec, requires_grad=False)
-
-
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """An event after all work that was submitted to the current stream so far; None without a
     stream."""
@@ -433,20 +406,6 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _rng(rank: int) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators, uint8."""
-    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
-    for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
-        if f"rng.{rank}.{device}" in states:
-            set_state(states[f"rng.{rank}.{device}"])
 
 
 def _cause_of(failure: BaseException) -> str:

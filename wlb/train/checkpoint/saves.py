@@ -2,6 +2,7 @@
 rollback."""
 
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from wlb.train.telemetry.wall import Phase
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
     it goes on from."""
-    if spec.checkpoint.interval:
+    if spec.checkpoint.interval or spec.checkpoint.interval_minutes:
         return ""
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
     after = f" after step {begin:,}" if begin else ""
@@ -32,21 +33,32 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 
 class SaveCheckpoints(Hook):
-    """Saves every checkpoint.interval updates and at the end; all ranks save together."""
+    """Saves every checkpoint.interval updates, checkpoint.interval_minutes after the save before,
+    and at the end; all ranks save together. It ends the run after checkpoint.max_failed saves in a
+    row that failed."""
 
     phase = Phase.CHECKPOINTS
 
-    def __init__(self, saver: CheckpointSaver) -> None:
-        self.saver = saver
+    def __init__(self, saver: CheckpointSaver, clock: Callable[[], float] = time.monotonic) -> None:
+        self.saver, self._clock = saver, clock
+        self._saved_s = clock()
         self._reported: Saved | None = None
+        self._failed_in_a_row = 0
         self._tallies: dict[int, Tally] = {}
         """The tally as of each checkpoint that a rollback may lead to, by executed steps."""
 
+    def is_overdue(self, spec: RunSpec) -> bool:
+        """Whether this rank's clock says that a save is due. Rank 0's counts, and reaches the
+        others with a step's sums."""
+        minutes = spec.checkpoint.interval_minutes
+        return bool(minutes) and self._clock() - self._saved_s >= 60 * minutes
+
     def begin(self, run: RunContext) -> None:
+        self._saved_s = self._clock()
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        if step.updated and run.is_due(run.spec.checkpoint.interval):
+        if step.updated and (run.is_due(run.spec.checkpoint.interval) or step.sums.save_due):
             self._save(run)
         self._tell(run, self.saver.poll())
 
@@ -71,22 +83,17 @@ class SaveCheckpoints(Hook):
         run.position.enter("saving a checkpoint", is_slow=True)
         began_s = time.perf_counter()
         ended = self.saver.wait()
-        if any(saved.error for saved in ended):
-            # All ranks learn of the failure here, and none before.
-            run.saved = None
+        self._count(run, ended)
         # States are compared instead of steps_done, because a step without a label changes only the
         # state.
-        if run.progress is not None and run.progress is not run.saved:
-            if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
-                self._tallies[run.steps_done] = deepcopy(run.tally)
-            state = run.progress.state
-            if state is not None:
-                # The plan may have been made before a change of prices was known.
-                state = state.with_prices(run.prices)
-            ended += self.saver.save(run.steps_done, state, began_s=began_s)
-            run.saved = run.progress
-        if is_last:
-            ended += self.saver.wait()
+        is_new = run.progress is not None and run.progress is not run.saved
+        if is_new and (is_last or not self._failed_too_often(run)):
+            saved = self._begin(run, began_s)
+            # If its failure would end the run, training does not go on before it is known.
+            if is_last or (self._failed_in_a_row and self._failed_too_often(run, more=1)):
+                saved += self.saver.wait()
+            self._count(run, saved)
+            ended += saved
         self._tell(run, ended)
         if is_last and ended and ended[-1].error:
             raise CheckpointError(
@@ -94,6 +101,38 @@ class SaveCheckpoints(Hook):
                 f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
                 f"make room or correct run.output_dir, and go on with --resume"
             )
+        if not is_last and self._failed_too_often(run):
+            raise CheckpointError(
+                f"checkpoint.max_failed = {run.spec.checkpoint.max_failed} saves in a row could "
+                f"not be written, the last one after step {ended[-1].step}: {ended[-1].error}. "
+                f"Those before them in {run.job.checkpoints} are intact; make room or correct "
+                f"run.output_dir, and go on with --resume"
+            )
+
+    def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
+        """Save the state of `run`; returns the save if it has ended."""
+        assert run.progress is not None
+        if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
+            self._tallies[run.steps_done] = deepcopy(run.tally)
+        state = run.progress.state
+        if state is not None:
+            # The plan may have been made before a change of prices was known.
+            state = state.with_prices(run.prices)
+        run.saved = run.progress
+        self._saved_s = self._clock()
+        return self.saver.save(run.steps_done, state, began_s=began_s)
+
+    def _count(self, run: RunContext, ended: list[Saved]) -> None:
+        """Count failures in a row. All ranks learn of one when they wait for it, none before."""
+        for saved in ended:
+            self._failed_in_a_row = self._failed_in_a_row + 1 if saved.error else 0
+            if saved.error:
+                run.saved = None
+
+    def _failed_too_often(self, run: RunContext, *, more: int = 0) -> bool:
+        """Whether the run ends, if `more` saves fail as well."""
+        most = run.spec.checkpoint.max_failed
+        return bool(most) and self._failed_in_a_row + more >= most
 
     def _tell(self, run: RunContext, ended: list[Saved]) -> None:
         """Count and report saves that ended; `poll` and `wait` may return the same one twice."""
@@ -106,6 +145,12 @@ class SaveCheckpoints(Hook):
             if saved is not self._reported:
                 self._reported = saved
                 run.report.write("checkpoint", **asdict(saved))
+                if saved.dropped:
+                    run.report.say(
+                        f"WARNING: the disk was full: {saved.dropped} was removed to make room for "
+                        f"the checkpoint after step {saved.step}; free room, or lower "
+                        f"checkpoint.keep = {run.spec.checkpoint.keep}"
+                    )
                 if saved.error:
                     run.report.say(
                         f"the checkpoint after step {saved.step} could not be written: "

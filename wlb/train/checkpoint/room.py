@@ -1,0 +1,171 @@
+"""Room on the disk for a run's checkpoints: how many are there at once, whether they fit, and which
+may be removed.
+
+A save needs room for one checkpoint more than are kept, because older ones are removed only after
+the new one is complete.
+"""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from wlb.cost.budget import size_text
+from wlb.plan import UserError
+from wlb.simulate.forecast import CHECKPOINT_BYTES
+from wlb.spec import RunSpec
+from wlb.train.checkpoint import folder as checkpoint
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def most_at_once(spec: RunSpec) -> int:
+    """Checkpoints that the run's folder holds at most: those that are kept, the one that is
+    written, and milestones."""
+    return spec.checkpoint.keep + 1 + num_milestones(spec)
+
+
+def num_milestones(spec: RunSpec) -> int:
+    """Milestones of a whole run that are there besides the newest `keep` and the one that is
+    written."""
+    saved, steps = spec.checkpoint, spec.training.steps
+    if not saved.keep_every:
+        return 0
+    # Saves by the clock displace others, so that any milestone may be older than the newest.
+    if saved.interval_minutes:
+        return steps // saved.keep_every
+    num_older = max(0, -(-steps // saved.interval) - saved.keep - 1)
+    return num_older * saved.interval // saved.keep_every
+
+
+def is_milestone(path: Path, spec: RunSpec) -> bool:
+    """Whether a checkpoint is never removed (checkpoint.keep_every)."""
+    every = spec.checkpoint.keep_every
+    return bool(every) and checkpoint.step_of(path) % every == 0
+
+
+def to_prune(directory: Path, spec: RunSpec) -> list[Path]:
+    """Checkpoints to remove once a new one is complete: all but the newest and milestones."""
+    older = checkpoint.list_complete(directory)[: -spec.checkpoint.keep]
+    return [path for path in older if not is_milestone(path, spec)]
+
+
+def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]:
+    """A warning if fewer checkpoints fit than the run will hold at once; UserError if not one does.
+
+    directory: of checkpoints, which may be absent. resumed: the one that the run goes on from; its
+    predecessors stay, and what a crash left half-written goes away.
+    """
+    folder, there, left = directory.absolute(), list[Path](), 0
+    if resumed is not None:
+        step = checkpoint.step_of(resumed)
+        there = [p for p in checkpoint.list_complete(directory) if checkpoint.step_of(p) <= step]
+        left = sum(size_of(path) for path in directory.glob("partial-*"))
+    while not folder.exists():
+        folder = folder.parent
+    usage, one = shutil.disk_usage(folder), CHECKPOINT_BYTES * spec.model.num_parameters
+    # A file system without blocks, such as /proc, says nothing of its room.
+    if not usage.total:
+        return []
+    fit = (usage.free + left) // one
+    found = (
+        f"{folder} has {size_text(usage.free + left)} free, and a checkpoint takes about "
+        f"{size_text(one)}"
+    )
+    # Of several checkpoints the oldest is removed if a save finds no room.
+    if not fit and len(there) < 2:
+        raise UserError(
+            f"run.output_dir = {spec.run.output_dir}: {found}, so that not one could be saved; "
+            f"free room there, or set run.output_dir to a larger disk"
+        )
+    need = min(most_at_once(spec), len(there) + _saves_to_come(spec, resumed)) - len(there)
+    if fit >= need:
+        return []
+    return [
+        f"WARNING: {found}: {fit} more fit, but the run will hold {need} more at once "
+        f"({_what_is_kept(spec)}). Free room or lower checkpoint.keep; a save without room removes "
+        f"the oldest checkpoint, and fails if there is only one"
+    ]
+
+
+def _what_is_kept(spec: RunSpec) -> str:
+    milestones = num_milestones(spec)
+    more = f", {milestones} milestones of checkpoint.keep_every" if milestones else ""
+    return f"checkpoint.keep = {spec.checkpoint.keep}{more}, and the one that is being written"
+
+
+def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
+    if spec.checkpoint.interval_minutes:
+        return most_at_once(spec)
+    interval, steps = spec.checkpoint.interval, spec.training.steps
+    done = checkpoint.step_of(resumed) if resumed is not None else 0
+    # The last save is that of the run's end.
+    return 1 + (max(0, steps - 1) // interval - done // interval if interval else 0)
+
+
+def is_full(failure: BaseException) -> bool:
+    """Whether a save failed for lack of room. The same on all ranks if all know of the failure
+    (torch's CheckpointException lists it by rank)."""
+    failures = getattr(failure, "failures", None)
+    if failures:
+        return any(says_full(cause) for cause, _ in failures.values())
+    return bool(getattr(failure, "is_full", False))
+
+
+def says_full(error: BaseException | None) -> bool:
+    """Whether an error of this process, or what caused it, is a lack of room."""
+    return any(isinstance(e, OSError) and e.errno in _FULL for e in _causes(error))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def to_drop(directory: Path, spec: RunSpec) -> Path | None:
+    """The oldest checkpoint, which may make room for a new one unless it is the only sound one or a
+    milestone; None if none may."""
+    found = checkpoint.list_complete(directory)
+    newest = next((path for path in reversed(found) if _is_sound(path)), None)
+    if newest is None:
+        return None
+    return next((p for p in found if p != newest and not is_milestone(p, spec)), None)
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        checkpoint.check_files(path)
+    except checkpoint.DamagedCheckpoint:
+        return False
+    return True
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def aside_remark(directory: Path) -> str:
+    """A line for the log on checkpoints that were set aside, and take room until somebody removes
+    them; "" if there are none."""
+    there = [
+        f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)
+    ]
+    if not there:
+        return ""
+    return (
+        f"set aside in {directory}, where no run removes them: {', '.join(there)}; remove those "
+        f"that are not needed"
+    )
+
+
+def strays_remark(saved_in: Path) -> str:
+    """A line for the log on files in a checkpoint that are none of its own, "" without any."""
+    names = checkpoint.harmless_strays(saved_in)
+    if not names:
+        return ""
+    return (
+        f"WARNING: {saved_in} has files that were not saved with it: {', '.join(names)}. They are "
+        f"not read, and go when the checkpoint is removed; keep them elsewhere"
+    )
