@@ -11,6 +11,7 @@ from wlb.plan.arrays import check_minimum as check_minimum
 from wlb.plan.arrays import digest as digest
 from wlb.plan.arrays import int_array as int_array
 from wlb.plan.arrays import offsets_of as offsets_of
+from wlb.plan.arrays import whole_number as whole_number
 from wlb.plan.documents import IGNORE as IGNORE
 from wlb.plan.documents import UNCOUNTED as UNCOUNTED
 from wlb.plan.documents import DocumentIds as DocumentIds
