@@ -30,7 +30,7 @@ def main() -> None:
     )
     for rank in range(RANKS):
         planner = Planner.for_lengths(
-            store.lengths,
+            store,
             context_window=WINDOW,
             num_micro_batches=RANKS * MICRO_BATCHES,
             dp=RANKS,
