@@ -14,8 +14,8 @@ _ROOMS = {
     "wlb.planner": "Planner",
     "wlb.balance": "StepBalance balance_step",
     "wlb.plan": (
-        "Carry Documents GlobalBatch MicroBatch PackingPlan Pieces PipelinePlan PlannerState "
-        "RankSpans ShardingPlan StepMetrics StepPlan"
+        "Carry Documents GlobalBatch KernelSegments MicroBatch PackingPlan Pieces PipelinePlan "
+        "PlannerState RankSpans ShardingPlan StepMetrics StepPlan"
     ),
     "wlb.packing": (
         "BoundedPacker CapacityPacker FixedPacker OriginalPacker Packer PackerOptions "

@@ -2,10 +2,13 @@
 
 `python -m experiments.examples.megatron STORE` shows the first steps of two data-parallel ranks. In
 a training loop `PackedSteps.next` takes the place of `wrap_data_iterator`, and `packed_seq_params`
-goes into the forward step.
+goes into the forward step. `calculate_per_token_loss` is needed, since micro-batches have unequally
+many tokens: `loss_func` returns (sum of losses, tokens, report).
 """
 
 import argparse
+
+from megatron.core.transformer import TransformerConfig
 
 from wlb import Planner, TokenStore
 from wlb.adapters.megatron import PackedSteps, packed_seq_params
@@ -22,9 +25,12 @@ def main() -> None:
     options = parser.parse_args()
     store = TokenStore(options.store)
     print(f"{options.store}: {store.summary}")
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, calculate_per_token_loss=True
+    )
     for rank in range(RANKS):
         planner = Planner.for_lengths(
-            store.lengths,
+            store,
             context_window=WINDOW,
             num_micro_batches=RANKS * MICRO_BATCHES,
             dp=RANKS,
@@ -32,7 +38,7 @@ def main() -> None:
             shuffle=True,
         )
         reader = StoreReader(options.store, store.vocab_size or options.vocabulary)
-        steps = PackedSteps(planner, reader, dp_rank=rank)
+        steps = PackedSteps(planner, reader, dp_rank=rank, config=config)
         for step in range(options.steps):
             batches, _, tokens, _ = steps.next()
             for micro_batch, batch in enumerate(batches):

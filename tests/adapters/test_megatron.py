@@ -16,6 +16,8 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     from wlb.adapters.megatron import (
@@ -36,7 +38,7 @@ from wlb import FlopsWorkload, Planner
 from wlb.adapters.dealt import RankBalance, work_of
 from wlb.data.reader import StoreReader
 from wlb.launch.local import run_local
-from wlb.plan import offsets_of
+from wlb.plan import UserError, offsets_of
 
 LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 200).astype(int) + 1, 1, 300)
 WINDOW = 256
@@ -249,6 +251,61 @@ def test_refusals(store: str) -> None:
     comm._communicate_shapes(None, None, True, False)
     with pytest.raises(RuntimeError, match="1 of the last step's 2 micro-batches"):
         comm.begin([(3, 1, 4)])
+
+
+def megatron_config(*, per_token: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        variable_seq_lengths=True,
+        pipeline_dtype=torch.float32,
+        moe_token_dispatcher_type="alltoall",
+        calculate_per_token_loss=per_token,
+    )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_megatrons_mean_of_micro_batches_is_refused(store: str) -> None:
+    """By Megatron's own function: what a token weighs in the loss, with and without the option."""
+
+    def weights(config: TransformerConfig) -> list[float]:
+        """Returns a trained token's weight in each micro-batch, over the step's mean weight."""
+        out: list[float] = []
+        for batches in all_steps(steps_of(store)):
+            tokens = [batch["loss_mask"].sum().int() for batch in batches]
+            losses = [
+                forward_step_calc_loss(
+                    None,
+                    torch.ones(1),
+                    lambda x, n=n: (x * n, n, {}),
+                    config,
+                    None,
+                    False,
+                    len(batches),
+                    [],
+                    cp_group_size=1,
+                    is_last_stage=True,
+                )[0]
+                for n in tokens
+            ]
+            mean = float(sum(losses)) / float(sum(tokens))
+            out += [float(x) / float(n) / mean for x, n in zip(losses, tokens, strict=True) if n]
+        return out
+
+    right, wrong = megatron_config(per_token=True), megatron_config(per_token=False)
+    assert weights(right) == pytest.approx([1.0] * len(weights(right)))
+    assert max(weights(wrong)) > 1.1
+    reader = StoreReader(store, 320)
+    PackedSteps(planner(), reader, dp_rank=0, config=right)
+    with pytest.raises(UserError, match=r"calculate_per_token_loss = False .* set it to True"):
+        PackedSteps(planner(), reader, dp_rank=0, config=wrong)
+    comm = PlannedP2P.__new__(PlannedP2P)
+    comm.config, comm.virtual_pipeline_model_parallel_size = right, None
+    comm.begin([])
+    comm.config = wrong
+    with pytest.raises(UserError, match=r"calculate_per_token_loss = False .* set it to True"):
+        comm.begin([])
 
 
 class _Group:

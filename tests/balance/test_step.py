@@ -218,3 +218,51 @@ def test_it_prints_a_row_for_each_mini_batch() -> None:
     assert head.split()[:3] == ["mini-batch", "samples", "micro-batches"]
     assert [row.split()[:2] for row in rows] == [["0", "384"], ["1", "384"]]
     assert last.startswith("imbalance 1.00")
+
+
+def test_dynamic_cp_makes_at_least_so_many_micro_batches() -> None:
+    options: dict[str, Any] = {"num_ranks": 2, "max_tokens": 100, "dynamic_cp": 2, "cost": "verl"}
+    lengths = [10] * 20
+    assert balance_step(lengths, **options).num_micro_batches.tolist() == [1]
+    assert balance_step(lengths, at_least=3, **options).num_micro_batches.tolist() == [3]
+    rounded = balance_step(lengths, at_least=3, multiple=2, **options)
+    assert rounded.num_micro_batches.tolist() == [4]
+
+
+@pytest.mark.parametrize("wait", ["micro_batch", "step"])
+def test_samples_that_cost_nothing_leave_no_rank_waiting(wait: str) -> None:
+    step = balance_step([5, 4, 3, 2], num_ranks=2, max_tokens=9, cost=[0] * 4, wait=wait)
+    assert step.imbalance == step.lower_bound == 1.0
+    assert "imbalance 1.0000, bound 1.0000" in str(step)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("num_ranks", "max_tokens", "count_slack", "num_micro_batches", "at_least", "multiple"),
+        *("cp", "dynamic_cp", "mini_batches"),
+    ],
+)
+def test_options_are_whole_numbers_of_any_kind(name: str) -> None:
+    lengths = [50, 40, 30, 20, 10, 90, 80, 70] * 2
+    options: dict[str, Any] = {"num_ranks": 2, "max_tokens": 200}
+    options["equal_counts"] = name != "dynamic_cp"
+    whole = {**options, name: {"max_tokens": 200}.get(name, 2)}
+    scalar = {**whole, name: np.uint64(whole[name])}
+    assert balance_step(lengths, **scalar).digest == balance_step(lengths, **whole).digest
+    with pytest.raises(UserError, match=rf"{name} = 2\.0 is no whole number; give an int"):
+        balance_step(lengths, **{**options, name: 2.0})
+
+
+def test_a_numpy_scalar_is_a_ratio() -> None:
+    lengths = [50, 40, 30, 20, 10, 90]
+    expected = balance_step(lengths, num_ranks=2, max_tokens=200, cost=8192).digest
+    for cost in (np.int64(8192), np.float32(8192)):
+        assert balance_step(lengths, num_ranks=2, max_tokens=200, cost=cost).digest == expected
+
+
+def test_lengths_without_an_order_of_their_own_are_refused() -> None:
+    with pytest.raises(UserError, match=r"lengths is a generator.*list\(lengths\)"):
+        balance_step((n for n in (3, 4)), num_ranks=1, max_tokens=9)
+    with pytest.raises(UserError, match="lengths holds lists of unequal lengths"):
+        balance_step([[3, 4], [5]], num_ranks=1, max_tokens=9)

@@ -118,12 +118,29 @@ def test_every_sample_once_and_every_limit_kept(request: tuple[list[int], dict[s
     assert again.digest == balance.digest
 
 
-@given(LENGTHS, st.sampled_from([2, 4]), st.integers(30, 400), st.sampled_from([2, 4]))
+@given(
+    LENGTHS,
+    st.sampled_from([2, 4]),
+    st.integers(30, 400),
+    st.sampled_from([2, 4]),
+    st.fixed_dictionaries(
+        {"at_least": st.sampled_from([1, 1, 2, 3]), "multiple": st.sampled_from([1, 1, 2])}
+    ),
+    st.sampled_from([False, False, False, True]),
+)
 def test_dynamic_cp_keeps_the_cap_of_a_rank(
-    lengths: list[int], most: int, cap: int, wide: int
+    lengths: list[int], most: int, cap: int, wide: int, slots: dict[str, int], is_placed: bool
 ) -> None:
     ranks = most * wide
-    balance = made(lengths, num_ranks=ranks, max_tokens=cap, dynamic_cp=most, cost="verl")
+    options: dict[str, Any] = {"num_ranks": ranks, "max_tokens": cap, "dynamic_cp": most, **slots}
+    if is_placed:
+        with pytest.raises(UserError, match="leave ranks out, or dynamic_cp"):
+            balance_step(lengths, ranks=[i % ranks for i in range(len(lengths))], **options)
+        return
+    balance = made(lengths, cost="verl", **options)
+    (num,) = balance.num_micro_batches.tolist()
+    assert num >= slots["at_least"]
+    assert num % slots["multiple"] == 0
     seen = np.concatenate([balance.order[a:b] for a, b in pairwise(balance.offsets)])
     assert sorted(seen.tolist()) == list(range(len(lengths)))
     grid = balance.blocks[0]

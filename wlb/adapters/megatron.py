@@ -1,6 +1,6 @@
 """Megatron-Core: packed (THD) micro-batches per context-parallel rank from a planner's steps.
 
-    steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp)
+    steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp, config=config)
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
 `next` returns what Megatron's `wrap_data_iterator` does, but every rank plans, so no lengths are
@@ -17,6 +17,7 @@ require("megatron-core>=0.16")
 
 import numpy as np
 import torch
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
@@ -30,6 +31,16 @@ from wlb.plan import IGNORE, IntArray, MicroBatch, StepPlan, UserError, offsets_
 from wlb.planner import LLAMA2_7B, Planner
 
 Shape = tuple[int, int, int]
+
+
+def check_loss(config: ModelParallelConfig) -> None:
+    """UserError where Megatron would average losses of micro-batches with unequally many tokens."""
+    if getattr(config, "calculate_per_token_loss", None) is False:
+        raise UserError(
+            "config.calculate_per_token_loss = False divides each micro-batch's loss by its own "
+            "tokens, so tokens of short micro-batches would weigh more; set it to True "
+            "(--calculate-per-token-loss) and let loss_func return (sum of losses, tokens, report)"
+        )
 
 
 def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
@@ -114,7 +125,9 @@ class PackedSteps(PlannedRank):
     """One data-parallel rank's part of each global step.
 
     planner: with dp = the data-parallel ranks and cp = 1, since TE shards. The state is the
-    planner's, equal on all ranks, and resumes exactly on any number of ranks.
+    planner's, equal on all ranks, and resumes exactly on any number of ranks. config: Megatron's,
+    with `calculate_per_token_loss = True`: micro-batches have unequally many tokens, and Megatron's
+    default weighs them equally. `loss_func` then returns (sum of losses, tokens, report).
     """
 
     def __init__(
@@ -126,7 +139,10 @@ class PackedSteps(PlannedRank):
         cp: int = 1,
         tp: int = 1,
         pad_token_id: int = 0,
+        config: ModelParallelConfig | None = None,
     ) -> None:
+        if config is not None:
+            check_loss(config)
         super().__init__(planner, dp_rank)
         self.reader, self.cp, self.tp, self.pad_token_id = reader, cp, tp, pad_token_id
         self._plan = cast(StepPlan | None, None)
@@ -172,6 +188,7 @@ class PlannedP2P(P2PCommunicator):
 
     def begin(self, shapes: Sequence[Shape]) -> None:
         """shapes: those of this pipeline's micro-batches, in execution order."""
+        check_loss(self.config)
         if not self.config.variable_seq_lengths:
             raise UserError(
                 "config.variable_seq_lengths = False takes every micro-batch to have seq_length "

@@ -88,12 +88,12 @@ class StepBalance:
     @property
     def imbalance(self) -> float:
         """`step_time` over that of ranks that never wait: 1.0 is perfect."""
-        return self.step_time / self._mean
+        return self.step_time / self._mean if self.step_time else 1.0
 
     @property
     def lower_bound(self) -> float:
         """The imbalance that no assignment of these mini-batches is below; at least 1.0."""
-        return float(self.bounds.sum()) / self._mean
+        return float(self.bounds.sum()) / self._mean if self.step_time else 1.0
 
     @property
     def digest(self) -> int:
@@ -118,15 +118,18 @@ class StepBalance:
         for k in range(self.num_mini_batches):
             time, tokens = self.time(k), self.tokens(k)
             samples = sum(map(len, self._blocks(k)))
-            mean = float(time.sum()) / self.num_ranks or 1.0
+            mean = float(time.sum()) / self.num_ranks
+            # Samples that cost nothing leave no rank waiting.
+            over = waited(time, self.wait) / mean if mean else 1.0
+            bound = self.bounds[k] / mean if mean else 1.0
             rows.append(
                 (
                     str(k),
                     str(samples),
                     f"{self.num_ranks} x {time.shape[1]}",
                     str(tokens.max()),
-                    f"{waited(time, self.wait) / mean:.4f}",
-                    f"{self.bounds[k] / mean:.4f}",
+                    f"{over:.4f}",
+                    f"{bound:.4f}",
                 )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -140,10 +143,8 @@ class StepBalance:
 
     @property
     def _mean(self) -> float:
-        return (
-            sum(float(self.time(k).sum()) for k in range(self.num_mini_batches)) / (self.num_ranks)
-            or 1.0
-        )
+        times = (float(self.time(k).sum()) for k in range(self.num_mini_batches))
+        return sum(times) / self.num_ranks
 
 
 def waited(time: FloatArray, wait: str) -> float:

@@ -34,11 +34,9 @@ def solve_dynamic(units: Units, rules: Rules, most: int) -> DynamicPlaced:
     _check(units, rules, most)
     ranks = rules.num_ranks
     total = float(units.work.sum())
-    num = (
-        rules.num
-        or -(-max(1, -(-int(units.tokens.sum()) // (rules.cap * ranks))) // rules.multiple)
-        * rules.multiple
-    )
+    fewest = -(-int(units.tokens.sum()) // (rules.cap * ranks))
+    least = max(1, rules.at_least, fewest)
+    num = rules.num or -(-least // rules.multiple) * rules.multiple
     while True:
         if num > units.work.size:
             raise UserError(
@@ -70,6 +68,11 @@ def _check(units: Units, rules: Rules, most: int) -> None:
         raise UserError(
             "with dynamic_cp a sample may be on several ranks: it goes with neither equal_counts "
             "nor groups_on='rank'"
+        )
+    if units.rank is not None:
+        raise UserError(
+            "with dynamic_cp a sample may be on several ranks, so ranks cannot say where samples "
+            "are; leave ranks out, or dynamic_cp"
         )
     if (i := first_true(units.tokens > rules.cap * most)) is not None:
         raise UserError(

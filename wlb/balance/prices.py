@@ -1,29 +1,18 @@
 """prices: what each sample costs, from any of the things that say so, as float64 whole numbers.
 
-By name, two frameworks' own formulas: "verl" is 24,576 tokens + tokens^2 (its `calculate_workload`,
-a 7B model's ratio); "slime" is the forward FLOPs of a dense model (`slime_flops`, its
-`calculate_fwd_flops`). A number is a FLOPs ratio: attention's cost of a sample of that many tokens
-equals its linear layers'.
+Most are workload models (`wlb.cost.ratio`). "slime" is the forward FLOPs of a dense model
+(`slime_flops`, slime's `calculate_fwd_flops`). A number is a FLOPs ratio: attention's cost of a
+sample of that many tokens equals its linear layers'.
 """
-
-from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 
-from wlb.cost import FlopsWorkload, KernelProfile, WorkloadModel, workload_of
+from wlb.cost import Cost, model_of
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray, first_true
-from wlb.planner import LLAMA2_7B
-from wlb.spec import ModelSpec, load
+from wlb.spec import ModelSpec
 
-Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
-Cost = (
-    WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
-)
-"""See `balance_step`."""
 PASSES = ("train", "forward")
-NAMES = ("llama2_7b", "verl", "slime")
 WORK_BITS = 50
 SEVEN_B = ModelSpec(
     hidden_size=4096,
@@ -43,26 +32,6 @@ def slime_flops(lengths: IntArray, model: ModelSpec = SEVEN_B) -> FloatArray:
     linear = 2 * (model.num_layers * weights + d * model.vocab_size)
     n = lengths.astype(np.float64)
     return linear * n + 2 * model.num_layers * heads * n * n
-
-
-def model_of(cost: Cost) -> WorkloadModel | None:
-    """The workload model of `cost`, or None for what only prices samples.
-
-    UserError for an unknown name and a ratio that is not positive.
-    """
-    if isinstance(cost, KernelProfile):
-        return workload_of(load("7b_128k"), cost)
-    if isinstance(cost, str):
-        if cost not in NAMES:
-            raise UserError(f"unknown cost {cost!r}; known: {', '.join(NAMES)}")
-        if cost == "slime":
-            return None
-        return LLAMA2_7B if cost == "llama2_7b" else FlopsWorkload(linear_ns_per_token=24576.0)
-    if isinstance(cost, int | float):
-        if not 0 < cost < float("inf"):
-            raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")
-        return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * cost)
-    return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
 
 
 def prices(lengths: IntArray, cost: Cost, passes: str) -> FloatArray:

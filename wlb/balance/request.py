@@ -1,10 +1,11 @@
 """request: what `balance_step` was asked, checked; every error names the sample and the limit."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.plan import IntArray, IntLike, UserError, check_at_least, check_minimum, int_array
+from wlb.plan import IntArray, IntLike, UserError, check_minimum, int_array, whole_number
 from wlb.plan.arrays import first_true
 
 WAITS = ("micro_batch", "step")
@@ -51,6 +52,9 @@ class RankRules:
     slack: int
     groups_on: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slack", whole_number("count_slack", self.slack, 0))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRules:
@@ -60,6 +64,12 @@ class SlotRules:
     at_least: int
     multiple: int
     wait: str
+
+    def __post_init__(self) -> None:
+        if self.num is not None:
+            object.__setattr__(self, "num", whole_number("num_micro_batches", self.num, 1))
+        object.__setattr__(self, "at_least", whole_number("at_least", self.at_least, 0))
+        object.__setattr__(self, "multiple", whole_number("multiple", self.multiple, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,21 +88,17 @@ class StepRequest:
         if not self.lengths.size:
             raise UserError("lengths is empty: a step needs at least one sample")
         check_minimum("lengths", self.lengths, 1)
-        check_at_least("num_ranks", self.num_ranks, 1)
-        check_at_least("max_tokens", self.max_tokens, 1)
-        check_at_least("multiple", self.slots.multiple, 1)
-        check_at_least("count_slack", self.rank_rules.slack, 0)
+        for name in ("num_ranks", "max_tokens"):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
         one_of("wait", self.slots.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
         one_of("groups_on", self.rank_rules.groups_on, GROUPS_ON)
         if self.rank_rules.slack and not self.rank_rules.equal_counts:
             raise UserError(f"count_slack = {self.rank_rules.slack} needs equal_counts = True")
-        if self.slots.num is not None:
-            check_at_least("num_micro_batches", self.slots.num, 1)
-            if self.slots.num % self.slots.multiple:
-                raise UserError(
-                    f"num_micro_batches = {self.slots.num} is no multiple of {self.slots.multiple}"
-                )
+        if self.slots.num is not None and self.slots.num % self.slots.multiple:
+            raise UserError(
+                f"num_micro_batches = {self.slots.num} is no multiple of {self.slots.multiple}"
+            )
         self._check_caps()
         self._check_labels(self.labels)
 
@@ -101,9 +107,7 @@ class StepRequest:
             _inside("group", given.group, "atom", given.atom)
         if given.rank is not None:
             self._check_ranks(given, given.rank)
-        if isinstance(given.mini_batches, int):
-            check_at_least("mini_batches", given.mini_batches, 1)
-        else:
+        if not isinstance(given.mini_batches, int):
             unit = given.atom if given.group is None else given.group
             _inside("mini-batch", given.mini_batches, "group or atom", unit)
 
@@ -157,8 +161,8 @@ def labels(name: str, values: IntLike, num: int) -> IntArray:
 
 
 def _mini_batches(given: int | IntLike, num: int) -> int | IntArray:
-    if isinstance(given, int | np.integer):
-        return int(given)
+    if not isinstance(given, Iterable):
+        return whole_number("mini_batches", given, 1)
     array = int_array("mini_batches", given)
     if array.size != num:
         raise UserError(f"mini_batches has {array.size} entries, and there are {num} samples")

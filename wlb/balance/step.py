@@ -9,12 +9,11 @@ from wlb.balance.dynamic import solve_dynamic
 from wlb.balance.exchange import sums_by
 from wlb.balance.improve import Rules, Units
 from wlb.balance.mini_batches import choose
-from wlb.balance.prices import Cost, model_of, prices, whole
+from wlb.balance.prices import prices, whole
 from wlb.balance.request import RankRules, SampleLabels, SlotRules, StepRequest
 from wlb.balance.solve import solve
-from wlb.cost import WorkloadModel
-from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_at_least, int_array
-from wlb.planner import LLAMA2_7B
+from wlb.cost import LLAMA2_7B, Cost, WorkloadModel, model_of
+from wlb.plan import FloatArray, IntArray, IntLike, UserError, int_array, whole_number
 
 
 def balance_step(
@@ -61,28 +60,27 @@ def balance_step(
     wait: where ranks wait for each other: after every "micro_batch" (FSDP, ZeRO-3, pipelines), or
     once a "step" (DDP, ZeRO-1 and 2).
     cp: ranks of a CP group, for `StepBalance.shard`. dynamic_cp: at most so many ranks (a power of
-    two) share a micro-batch; max_tokens is then of one rank.
+    two) share a micro-batch; max_tokens is then of one rank, and `ranks` is refused.
     """
     tokens = int_array("lengths", lengths)
+    fixed, dynamic = whole_number("cp", cp, 1), whole_number("dynamic_cp", dynamic_cp, 1)
     asked = StepRequest(
         lengths=tokens,
         num_ranks=num_ranks,
         max_tokens=max_tokens,
-        too_long="alone" if dynamic_cp > 1 else too_long,
+        too_long="alone" if dynamic > 1 else too_long,
         labels=SampleLabels.of(
             tokens.size, mini_batches=mini_batches, groups=groups, atoms=atoms, ranks=ranks
         ),
         rank_rules=RankRules(equal_counts=equal_counts, slack=count_slack, groups_on=groups_on),
         slots=SlotRules(num=num_micro_batches, at_least=at_least, multiple=multiple, wait=wait),
     )
-    return _balanced(asked, cost, passes, cp=cp, dynamic_cp=dynamic_cp)
+    return _balanced(asked, cost, passes, cp=fixed, dynamic_cp=dynamic)
 
 
 def _balanced(
     asked: StepRequest, cost: Cost, passes: str, *, cp: int, dynamic_cp: int
 ) -> StepBalance:
-    check_at_least("cp", cp, 1)
-    check_at_least("dynamic_cp", dynamic_cp, 1)
     costs = prices(asked.lengths, cost, passes)
     work = whole(costs)
     parts = [_part(asked, work, k, s, dynamic_cp) for k, s in enumerate(_divide(asked, work))]

@@ -62,6 +62,13 @@ from wlb.cost.profile_file import profile_from_json as profile_from_json
 from wlb.cost.profile_file import profile_names as profile_names
 from wlb.cost.profile_file import profile_to_json as profile_to_json
 from wlb.cost.profile_file import save_profile as save_profile
+from wlb.cost.ratio import COST_NAMES as COST_NAMES
+from wlb.cost.ratio import LLAMA2_7B as LLAMA2_7B
+from wlb.cost.ratio import Cost as Cost
+from wlb.cost.ratio import FlopsWorkload as FlopsWorkload
+from wlb.cost.ratio import Prices as Prices
+from wlb.cost.ratio import model_of as model_of
+from wlb.cost.ratio import workload_model as workload_model
 from wlb.cost.reprice import price_base as price_base
 from wlb.cost.reprice import repriced as repriced
 from wlb.cost.stages import StageLayers as StageLayers
@@ -74,7 +81,6 @@ from wlb.cost.surface import Curve as Curve
 from wlb.cost.surface import Surface as Surface
 from wlb.cost.surface import limit_curve_growth as limit_curve_growth
 from wlb.cost.surface import limit_growth as limit_growth
-from wlb.cost.workload import FlopsWorkload as FlopsWorkload
 from wlb.cost.workload import HiddenExchange as HiddenExchange
 from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
 from wlb.cost.workload import SlidingLayers as SlidingLayers

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
+from wlb.cost.flops import FloatArray
 from wlb.cost.linear import GRADIENT_BYTES, LinearCost
 from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
@@ -145,7 +145,7 @@ def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatAr
     return rows_moved(plan) * (1 - share) + sliding * share
 
 
-def _ns(values: FloatArray) -> IntArray:
+def whole_ns(values: FloatArray) -> IntArray:
     """Whole ns; raises UserError for NaN, infinity and over 292 years."""
     bad = values[~(values < 2.0**63)]
     if bad.size:
@@ -153,7 +153,8 @@ def _ns(values: FloatArray) -> IntArray:
     return np.rint(values).astype(np.int64)
 
 
-def _lengths(name: str, values: IntLike) -> FloatArray:
+def token_counts(name: str, values: IntLike) -> FloatArray:
+    """Token counts as floats; UserError for others than whole ones of at least 0."""
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0):
         raise UserError(
@@ -163,67 +164,15 @@ def _lengths(name: str, values: IntLike) -> FloatArray:
     return array.astype(np.float64)
 
 
-def _segments(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
-    rows, keys = _lengths("q", q), _lengths("kv", kv)
+def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
+    """Query rows and keys of segments as floats; UserError for more rows than keys."""
+    rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:
         raise UserError(
             f"segment {i} has {rows[i]:.0f} query rows over {keys[i]:.0f} keys; kv is the end of "
             f"the span, at least q"
         )
     return rows, keys
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlopsWorkload:
-    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d, for a stated ratio.
-
-    A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so segments of a piece
-    add up to W_a(d) however it is cut; two sevenths are forward (two products of a flash kernel
-    against five). `forward_latency_ns` is the whole W. Launches and CP's collectives are free.
-    """
-
-    quadratic_ns: float = 1.0
-    linear_ns_per_token: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.quadratic_ns >= 0 and self.linear_ns_per_token >= 0):
-            raise UserError(
-                f"quadratic_ns = {self.quadratic_ns} and linear_ns_per_token = "
-                f"{self.linear_ns_per_token} must be at least 0"
-            )
-
-    def workload_ns(self, lengths: IntLike) -> IntArray:
-        return self.attention_ns(lengths) + self.linear_ns(lengths)
-
-    def attention_ns(self, lengths: IntLike) -> IntArray:
-        d = _lengths("lengths", lengths)
-        return _ns(self.quadratic_ns * d * d)
-
-    def linear_ns(self, lengths: IntLike) -> IntArray:
-        return _ns(self.linear_ns_per_token * _lengths("lengths", lengths))
-
-    def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        return self.workload_ns(lengths)
-
-    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        rows, keys = _segments(q, kv)
-        both = self.quadratic_ns * rows * (2 * keys - rows)
-        share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
-        forward = _ns(both * share)
-        return forward, _ns(both) - forward
-
-    def attention_call_ns(
-        self, q: IntLike, kv: IntLike, offsets: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        free = np.zeros(offsets.size - 1, np.int64)
-        return free, free
-
-    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        return 0, 0
-
-    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Free, as all collectives (`ExchangePrices`)."""
-        return 0, 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -317,36 +266,38 @@ class ProfiledWorkload:
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        d = _lengths("lengths", lengths)
+        d = token_counts("lengths", lengths)
         return self.forward_ns.at(d) + self.backward_ns.at(d)
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        d = _lengths("lengths", lengths)
-        return sum((_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64))
+        d = token_counts("lengths", lengths)
+        return sum(
+            (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
+        )
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        d = _lengths("lengths", lengths)
+        d = token_counts("lengths", lengths)
         linear = (ns for name, ns in self.ns_per_token.items() if name.endswith("_forward"))
-        return self.forward_ns.at(d) + _ns(d * sum(linear))
+        return self.forward_ns.at(d) + whole_ns(d * sum(linear))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
         """The parts of W as in Figure 7; they add up to `workload_ns`."""
-        d = _lengths("lengths", lengths)
+        d = token_counts("lengths", lengths)
         attention = {
             "attention_forward": self.forward_ns.at(d),
             "attention_backward": self.backward_ns.at(d),
         }
-        return attention | {name: _ns(d * ns) for name, ns in self.ns_per_token.items()}
+        return attention | {name: whole_ns(d * ns) for name, ns in self.ns_per_token.items()}
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        forward, backward = self._times(*_segments(q, kv))
-        return _ns(forward), _ns(backward)
+        forward, backward = self._times(*segment_sizes(q, kv))
+        return whole_ns(forward), whole_ns(backward)
 
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
         layers, table = self.num_layers_per_rank, self.table
-        groups = table.groups(*_segments(q, kv), offsets)
+        groups = table.groups(*segment_sizes(q, kv), offsets)
         forward = (table.launch_forward_ns + table.group_forward_ns * groups) * layers
         backward = (table.launch_backward_ns + table.group_backward_ns * groups) * layers
         return forward, backward + forward * self.linear.again.attention
@@ -379,7 +330,7 @@ class ProfiledWorkload:
 
     def extrapolated(self, lengths: IntLike) -> BoolArray:
         """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
-        d = _lengths("lengths", lengths)
+        d = token_counts("lengths", lengths)
         rows, keys = self._chunks(d)
         return self.table.extrapolated(rows, keys) | self.table.extrapolated(d, d)
 

@@ -26,9 +26,9 @@ from wlb.plan import (
     IntLike,
     Pieces,
     UserError,
-    check_at_least,
     digest,
     int_array,
+    whole_number,
 )
 from wlb.plan.arrays import first_true
 
@@ -43,6 +43,7 @@ MOST_COUNT = 2**62
 """Largest count of a state: sums of counts stay 64-bit integers."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Anything with document lengths: `TokenStore`, `LengthSource`, or a class of your own."""
 
@@ -179,7 +180,7 @@ class GlobalBatches(SourceBatches):
         epochs: int = 0,
         shuffle: bool = True,
     ) -> None:
-        check_settings(tokens_per_batch, epochs)
+        self.tokens_per_batch, self.epochs = checked_settings(tokens_per_batch, epochs)
         self._lengths = np.asarray(source.lengths)
         if self._lengths.dtype != np.int64:
             self._lengths = int_array("lengths", self._lengths)
@@ -190,13 +191,11 @@ class GlobalBatches(SourceBatches):
             )
         check_lengths(self._lengths)
         super().__init__(source)
-        self.tokens_per_batch = tokens_per_batch
-        self.epochs = epochs
         self._identity: State = {
             "num_documents": self._lengths.size,
             "num_tokens": int(self._lengths.sum()),
             "lengths": digest(self._lengths),
-            "seed": seed,
+            "seed": whole_number("seed", seed),
             "shuffle": shuffle,
         }
         if self._targets is not None:
@@ -310,10 +309,12 @@ def stream_rows(
     return epoch, permute(position, num_documents, seed, epoch[:1] if is_one_epoch else epoch)
 
 
-def check_settings(tokens_per_batch: int, epochs: int) -> None:
-    """UserError for a batch without tokens, and for negative epochs."""
-    check_at_least("tokens_per_batch", tokens_per_batch, 1)
-    check_at_least("epochs", epochs, 0, " (0 = without end)")
+def checked_settings(tokens_per_batch: int, epochs: int) -> tuple[int, int]:
+    """Both as plain ints; UserError for a batch without tokens, and for negative epochs."""
+    return (
+        whole_number("tokens_per_batch", tokens_per_batch, 1),
+        whole_number("epochs", epochs, 0, " (0 = without end)"),
+    )
 
 
 def check_state(state: State, counts: set[str], identity: State, *, what: str, keys: str) -> None:

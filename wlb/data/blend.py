@@ -26,8 +26,8 @@ from wlb.data.batches import (
     TargetSource,
     batch_after,
     check_lengths,
-    check_settings,
     check_state,
+    checked_settings,
     hold_documents,
     hold_given,
     identity_of,
@@ -46,6 +46,7 @@ from wlb.plan import (
     digest,
     int_array,
     offsets_of,
+    whole_number,
 )
 from wlb.spec.blend import parse_blend
 
@@ -148,10 +149,8 @@ class BlendedBatches(BatchStream):
         epochs: int = 0,
     ) -> None:
         _check_weights(len(sources), weights)
-        check_settings(tokens_per_batch, epochs)
+        self.tokens_per_batch, self.epochs = checked_settings(tokens_per_batch, epochs)
         self.sources = tuple(sources)
-        self.tokens_per_batch = tokens_per_batch
-        self.epochs = epochs
         self._weights = np.array(weights, np.float64)
         self._lengths = [int_array("lengths", source.lengths) for source in sources]
         for lengths in self._lengths:
@@ -159,7 +158,7 @@ class BlendedBatches(BatchStream):
         self._tokens = [int(lengths.sum()) for lengths in self._lengths]
         self._first = offsets_of([lengths.size for lengths in self._lengths])
         self.ids = DocumentIds(num_documents=int(self._first[-1]))
-        self._seed = seed
+        self._seed = whole_number("seed", seed)
         self._targets = [
             source if isinstance(source, TargetSource) and source.has_targets else None
             for source in sources
@@ -170,7 +169,7 @@ class BlendedBatches(BatchStream):
             "num_tokens": self._tokens,
             "lengths": [digest(lengths) for lengths in self._lengths],
             "weights": [float(weight) for weight in weights],
-            "seed": seed,
+            "seed": self._seed,
         }
         if self.has_targets:
             self._identity["targets"] = [

@@ -26,6 +26,11 @@ class StoreReader:
         """Which tokens these are, as `TokenStore.identity`, or a list of such."""
         return self._store.identity
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether `labels` differ from tokens: only some are trained."""
+        return self._store.has_targets
+
     def length(self, document: int) -> int:
         return int(self._lengths[self._ids.row(document)])
 

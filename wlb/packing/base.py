@@ -22,17 +22,19 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    check_at_least,
     int_array,
     offsets_of,
     segment_lengths,
     split_long,
+    whole_number,
 )
 from wlb.plan.arrays import first_true
 
 MOST_WORK = 2.0**62
 STEP_ORDER = 1 << 19
 """Index of `permuted` for the order of steps; micro-batches have lower indices."""
+_LEAST = {"num_micro_batches": 1, "context_window": 1, "num_windows": 0, "seed": None}
+"""Least values of the options that are whole numbers."""
 LEFTOVER = 0
 """Slot of pieces that an earlier packing left over, in policies whose carry has several slots."""
 
@@ -85,9 +87,8 @@ class PackerOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_at_least("num_micro_batches", self.num_micro_batches, 1)
-        check_at_least("context_window", self.context_window, 1)
-        check_at_least("num_windows", self.num_windows, 0)
+        for name, least in _LEAST.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
         """The batch's documents as pieces of at most a window that came when `step` was next.

@@ -11,6 +11,7 @@ from wlb.plan.arrays import check_minimum as check_minimum
 from wlb.plan.arrays import digest as digest
 from wlb.plan.arrays import int_array as int_array
 from wlb.plan.arrays import offsets_of as offsets_of
+from wlb.plan.arrays import whole_number as whole_number
 from wlb.plan.documents import IGNORE as IGNORE
 from wlb.plan.documents import UNCOUNTED as UNCOUNTED
 from wlb.plan.documents import DocumentIds as DocumentIds
@@ -61,6 +62,7 @@ from wlb.plan.ranks import TimedPass as TimedPass
 from wlb.plan.ranks import places_from_json as places_from_json
 from wlb.plan.ranks import places_to_json as places_to_json
 from wlb.plan.relay import Relay as Relay
+from wlb.plan.sharding import KernelSegments as KernelSegments
 from wlb.plan.sharding import KeyExchange as KeyExchange
 from wlb.plan.sharding import RankSpans as RankSpans
 from wlb.plan.sharding import ShardingPlan as ShardingPlan

@@ -5,8 +5,9 @@ same bytes (`digest`).
 """
 
 import hashlib
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,17 @@ DIGEST_BITS = 60
 
 def int_array(name: str, values: IntLike) -> IntArray:
     """A read-only int64 copy of `values` (shape [n]); UserError if they are not whole numbers."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise UserError(
+            f"{name} holds lists of unequal lengths; give one whole number each, in one flat list"
+        ) from error
+    if array.ndim == 0 and hasattr(values, "__iter__") and not isinstance(values, np.ndarray):
+        raise UserError(
+            f"{name} is a {type(values).__name__}, which has no length or order of its own; give a "
+            f"list, such as list({name})"
+        )
     if array.ndim != 1:
         raise UserError(f"{name} must have one axis, got shape {array.shape}")
     if array.size == 0:
@@ -41,6 +52,23 @@ def int_array(name: str, values: IntLike) -> IntArray:
     out = array.astype(np.int64)
     out.flags.writeable = False
     return out
+
+
+def whole_number(name: str, value: object, minimum: int | None = None, remedy: str = "") -> int:
+    """`value` as a plain int; UserError for a float, a string, or what is below `minimum`.
+
+    NumPy's scalars become ints: their arithmetic rounds and wraps, which would change a plan, and
+    JSON has none of them. remedy: ends the message of a number that is too small.
+    """
+    try:
+        number = int(operator.index(cast(SupportsIndex, value)))
+    except TypeError as error:
+        raise UserError(
+            f"{name} = {value!r} is no whole number; give an int, such as int({name})"
+        ) from error
+    if minimum is not None:
+        check_at_least(name, number, minimum, remedy)
+    return number
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:

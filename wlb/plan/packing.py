@@ -35,7 +35,9 @@ class MicroBatch:
     """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out.
 
     index: in its step, over all pipelines. pieces: in order. workload_ns: predicted, forward and
-    backward. layout: which rows attend to each other.
+    backward. layout: which rows attend to each other. Without CP a kernel takes `cu_seqlens` as
+    int32 for queries and keys, causal. A micro-batch may be empty (no pieces): its ranks still join
+    all collectives, with the row of padding that `wlb.adapters.collate.flatten_micro_batch` makes.
     """
 
     index: int
@@ -65,7 +67,7 @@ class MicroBatch:
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Start of each segment in the micro-batch and the end, shape [num_segments + 1]."""
+        """Start of each segment in the micro-batch and the end, int64 [num_segments + 1]."""
         return offsets_of(self.lengths)
 
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
 from wlb.plan.errors import UserError
@@ -53,7 +54,10 @@ class KeyExchange(StrEnum):
     RELAYED = "relayed"
 
 
+Int32Array = npt.NDArray[np.int32]
+
 MOST_STAGES = 64
+MOST_INT32 = 2**31 - 1
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
@@ -187,6 +191,17 @@ class ShardingPlan(RankTimes):
             piece_offsets=offsets_of(self.lengths),
         )
 
+    def gathered_rows(self, local_tokens: int) -> IntArray:
+        """The row of each token of the packed sequence among all ranks' rows, `local_tokens` of
+        each one after the other, as an all-gather of K and V brings them; shape [num_tokens]."""
+        if (most := int(self.tokens.max())) > local_tokens:
+            raise UserError(f"a rank holds {most} tokens, more than local_tokens = {local_tokens}")
+        rows = np.empty(self.num_tokens, np.int64)
+        for rank in range(self.cp):
+            index = self.for_rank(rank).token_index
+            rows[index] = rank * local_tokens + np.arange(index.size)
+        return rows
+
     def digest(self) -> int:
         """60 bits that tell two shardings apart, equal on every host."""
         # Plans with an all-gather have the digests of versions that knew no other exchange.
@@ -221,7 +236,10 @@ class RankSpans:
     """One rank's spans in order: the rows of its local tokens and its attention segments.
 
     piece, start, stop: shape [num_spans]. piece_offsets: start of each piece in the packed
-    sequence, shape [num_pieces + 1].
+    sequence, shape [num_pieces + 1]. All arrays are int64; kernels take those of `for_kernel`,
+    int32. Attention is causal with the mask aligned bottom right, since a span's queries are the
+    last of its keys: query i of q sees keys [0, k - q + i]. That is `causal=True` of FlashAttention
+    from 2.1 on, and attn_mask_type "padding_causal_bottom_right" of Transformer Engine.
     """
 
     piece: IntArray
@@ -250,6 +268,45 @@ class RankSpans:
         """Offsets of each span's keys (the piece's prefix [0, stop)), shape [num_spans + 1]."""
         return offsets_of(self.stop)
 
+    @property
+    def max_seqlen_q(self) -> int:
+        """Rows of the longest span, 0 without any."""
+        return int((self.stop - self.start).max(initial=0))
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Keys of the span that has most, 0 without any."""
+        return int(self.stop.max(initial=0))
+
+    @property
+    def key_index(self) -> IntArray:
+        """Row in the packed sequence of each span's keys, one span after the other; a piece's keys
+        come once for each of its spans. Shape [cu_seqlens_k[-1]]."""
+        base = self.piece_offsets[self.piece]
+        return ranges(base, base + self.stop)
+
+    def for_kernel(self, key_rows: IntArray | None = None) -> "KernelSegments":
+        """What a variable-length attention kernel takes.
+
+        key_rows: the row of K and V in which each token of the packed sequence lies, as
+        `ShardingPlan.gathered_rows` has it for an all-gather; None = they lie in packed order.
+        UserError beyond int32.
+        """
+        most = int(self.stop.sum())
+        if most > MOST_INT32:
+            raise UserError(
+                f"the rank's spans have {most} keys, more than int32 offsets reach ({MOST_INT32}); "
+                f"use more ranks, or shorter micro-batches"
+            )
+        return KernelSegments(
+            cu_seqlens_q=self.cu_seqlens_q.astype(np.int32),
+            cu_seqlens_k=self.cu_seqlens_k.astype(np.int32),
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            key_index=self.key_index if key_rows is None else key_rows[self.key_index],
+            query_index=self.token_index,
+        )
+
     def first_keys(self, sliding: int = 0) -> IntArray:
         """The first key of its piece that each span reads, with a window of `sliding` keys (0 =
         all), shape [num_spans]."""
@@ -265,6 +322,27 @@ class RankSpans:
         """Row in the packed sequence of each of the rank's tokens, shape [num_tokens]."""
         base = self.piece_offsets[self.piece]
         return ranges(base + self.start, base + self.stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KernelSegments:
+    """One rank's call of a variable-length attention kernel, causal and aligned bottom right.
+
+    cu_seqlens_q, cu_seqlens_k: int32, shape [num_spans + 1]. max_seqlen_q, max_seqlen_k: of the
+    longest span, 0 on a rank without spans, which calls no kernel but joins every collective.
+    key_index: which rows of K and V the call takes as its keys, shape [cu_seqlens_k[-1]].
+    query_index: row in the packed sequence of each of the rank's queries, its first rows, shape
+    [cu_seqlens_q[-1]]; rows after them are padding. With tensors: `flash_attn_varlen_func(q,
+    k[key_index], v[key_index], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    causal=True)`.
+    """
+
+    cu_seqlens_q: Int32Array
+    cu_seqlens_k: Int32Array
+    max_seqlen_q: int
+    max_seqlen_k: int
+    key_index: IntArray
+    query_index: IntArray
 
 
 def ranges(start: IntArray, stop: IntArray) -> IntArray:

@@ -34,6 +34,15 @@ class PlannerState(PlainRecord):
     num_tokens: int = 0
     prices: PriceSchedule = NO_CHANGES
 
+    def __eq__(self, other: object) -> bool:
+        """Whether a planner goes on alike from both; a state equals what its JSON reads as."""
+        if not isinstance(other, PlannerState):
+            return NotImplemented
+        return self.to_json() == other.to_json()
+
+    def __hash__(self) -> int:
+        return hash((self.next_step, self.num_batches, self.num_tokens))
+
     @property
     def next_step(self) -> int:
         """The step that `Planner.next` plans from here."""

@@ -1,8 +1,9 @@
 """The library's front door: lengths in, step plans out; no torch."""
 
-from wlb.planner.compose import LLAMA2_7B as LLAMA2_7B
+from wlb.cost import LLAMA2_7B as LLAMA2_7B
 from wlb.planner.compose import BatchSource as BatchSource
 from wlb.planner.compose import Planner as Planner
+from wlb.planner.compose import TargetCounter as TargetCounter
 from wlb.planner.compose import open_heldout_planner as open_heldout_planner
 from wlb.planner.compose import open_planner as open_planner
 from wlb.planner.compose import packs_of as packs_of

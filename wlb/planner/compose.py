@@ -13,17 +13,23 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost import FlopsWorkload, ProfiledWorkload, WorkloadModel, repriced, workload_for
-from wlb.data import GlobalBatches, LengthSource, StoreName, TokenStore, open_batches
+from wlb.cost import (
+    LLAMA2_7B,
+    Cost,
+    ProfiledWorkload,
+    WorkloadModel,
+    repriced,
+    workload_for,
+    workload_model,
+)
+from wlb.data import GlobalBatches, Source, StoreName, TokenStore, open_batches
 from wlb.packing import (
-    BoundedPacker,
     OriginalPacker,
     PackedBatches,
     Packer,
     PackerOptions,
     Packs,
     SavedPacker,
-    VarLenPacker,
     baseline_for,
     options_for,
     packer_for,
@@ -44,21 +50,17 @@ from wlb.plan import (
     StepMetrics,
     StepPlan,
     UserError,
-    check_at_least,
-    int_array,
     local_tokens,
     merge,
     predict,
+    whole_number,
 )
 from wlb.planner.deal import deal
+from wlb.planner.lengths import packer_of, source_of
 from wlb.planner.meet import deal_rounds
 from wlb.planner.resume import hold_state
 from wlb.sharding import NAMES, shard
 from wlb.spec import BinMethod, ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
-
-LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8)
-"""FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
-(its parameters) * d for linear layers; only the ratio matters."""
 
 
 class BatchSource(Protocol):
@@ -111,7 +113,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "row_multiple"):
-            check_at_least(name, getattr(self, name), 1)
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
@@ -150,14 +152,14 @@ class Planner:
     @classmethod
     def for_lengths(
         cls,
-        lengths: IntLike,
+        lengths: IntLike | Source,
         *,
         context_window: int,
         num_micro_batches: int,
         cp: int = 1,
         dp: int = 1,
         row_multiple: int = 1,
-        cost: WorkloadModel = LLAMA2_7B,
+        cost: Cost = LLAMA2_7B,
         strategy: str = "adaptive",
         s_max: int | None = None,
         step_tokens: int | None = None,
@@ -170,38 +172,38 @@ class Planner:
     ) -> "Planner":
         """A planner over documents of these lengths (tokens), in this order; see README.
 
+        lengths: or their source. Give a `TokenStore` itself, not its lengths, wherever its tokens
+        are read: states then know its tokens, and plans count the labels that it trains.
         A piece's document is its place in `lengths`, plus their number for every epoch before.
         Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
-        cost: the default is the ratio of attention to linear FLOPs of LLaMA2-7B. Packing is
+        cost: a form of `balance_step`'s that prices pieces; the default is the ratio of attention
+        to linear FLOPs of LLaMA2-7B, on a GPU's tiles of 128 queries. Packing is
         `bounded`: s_max tokens of the longest micro-batch (1.5 windows by default), step_tokens of
         a step (N x s_max), max_delay steps. With queue_thresholds (tokens; may be empty) it is
         Algorithm 1 with those queues, and max_delay is not used. long_documents: "split" or
         "refuse" those above a window. shuffle: another order every epoch, of `seed`.
         """
+        model = workload_model(cost)
         options = PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
-            cost=cost,
+            cost=model,
             long_documents=long_documents,
             seed=seed,
         )
-        longest = context_window * 3 // 2 if s_max is None else s_max
-        caps: dict[str, Any] = {"options": options, "s_max": longest, "step_tokens": step_tokens}
-        packer: Packer
-        if queue_thresholds is None:
-            packer = BoundedPacker(**caps, max_delay=max_delay)
-        else:
-            packer = VarLenPacker(**caps, queue_thresholds=tuple(queue_thresholds))
-        given = LengthSource(name="given", lengths=int_array("lengths", lengths))
-        size = options.tokens_per_step
+        packer = packer_of(options, s_max, step_tokens, max_delay, queue_thresholds)
         source = GlobalBatches(
-            given, tokens_per_batch=size, seed=seed, epochs=epochs, shuffle=shuffle
+            source_of(lengths),
+            tokens_per_batch=options.tokens_per_step,
+            seed=seed,
+            epochs=epochs,
+            shuffle=shuffle,
         )
         return cls(
             source=source,
             packer=packer,
             baseline=OriginalPacker(options=options),
-            cost=cost,
+            cost=model,
             strategy=strategy,
             dp=dp,
             cp=cp,
@@ -218,14 +220,23 @@ class Planner:
     def steps(self, state: PlannerState | None = None) -> Iterator[StepPlan]:
         """Plans from `state` (default: the start) to the end of data.
 
-        UserError for a state that contradicts itself or the data (`wlb.planner.resume`).
+        A state whose data had ended goes on if the planner has more epochs now. UserError for a
+        state that contradicts itself or the data (`wlb.planner.resume`).
         """
         if state is not None:
             hold_state(state, self.source)
         at = state or self.start()
-        while (plan := self.next(at)) is not None:
-            yield plan
-            at = plan.state
+        # What the state has planned comes first: its plans are those of the run that ended.
+        had_ended = at.exhausted
+        while True:
+            plan = self.next(at)
+            if plan is not None:
+                yield plan
+                at = plan.state
+            elif had_ended:
+                at, had_ended = at.reopened(), False
+            else:
+                return
 
     def at(self, prices: PriceFactors) -> "Planner":
         """This planner at other prices; UserError if it has none but its own."""

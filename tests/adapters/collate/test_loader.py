@@ -12,11 +12,13 @@ import pytest
 
 from tests.sets import full
 from tests.train.case import write_store
+from wlb.adapters.collate import FlatBatch, FlatOptions, flatten_micro_batch
 from wlb.adapters.collate.loader import LoadedStep, PlannedLoader, PlannedSteps
 from wlb.cost import FlopsWorkload
-from wlb.data import GlobalBatches, TokenStore
+from wlb.data import GlobalBatches, TokenStore, TokenStoreWriter
+from wlb.data.reader import StoreReader
 from wlb.packing import BoundedPacker, PackerOptions
-from wlb.plan import MicroBatch
+from wlb.plan import IGNORE, MicroBatch, UserError
 from wlb.planner import Planner
 
 LENGTHS = np.clip(np.random.default_rng(4).lognormal(3.6, 0.9, 300).astype(int) + 1, 1, 400)
@@ -161,3 +163,45 @@ def test_only_names_are_sent_to_workers(prefix: str) -> None:
 def test_a_rank_that_is_not_there_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="dp_rank = 2 is not one of the planner's 2 pipelines"):
         loader(prefix, rank=2)
+
+
+def test_the_divisor_counts_the_labels_that_are_trained(tmp_path: Path, prefix: str) -> None:
+    masked = str(tmp_path / "masked")
+    with TokenStoreWriter(masked, vocab_size=64) as writer:
+        for _ in range(20):
+            writer.add([3] * 40, trained=[[30, 40]])
+    options: dict[str, int] = {"context_window": 128, "num_micro_batches": 2}
+
+    def steps(of: Any, reader: Any) -> PlannedLoader:
+        return PlannedLoader(
+            lambda: Planner.for_lengths(of, **options),
+            lambda: reader,
+            dp_rank=0,
+            collate=partial(flatten_micro_batch, options=FlatOptions(next_labels=True)),
+        )
+
+    for name, num in ((masked, 20 * 10), (prefix, int(LENGTHS.sum()) - LENGTHS.size)):
+        loaded = list(steps(TokenStore(name), StoreReader(name, 1 << 16)))
+        assert sum(step.num_targets for step in loaded) == num
+        batches: list[FlatBatch] = [b for step in loaded for b in step.micro_batches]
+        assert all(isinstance(b, FlatBatch) for b in batches)
+        assert sum(b.num_targets for b in batches) == num
+    steps(TokenStore(prefix).lengths, StoreReader(prefix, 1 << 16))
+    with pytest.raises(UserError, match=r"StoreReader says .*for_lengths\(TokenStore\(prefix\)"):
+        steps(TokenStore(masked).lengths, StoreReader(masked, 64))
+    with pytest.raises(UserError, match="Reader trains all; read with StoreReader"):
+        steps(TokenStore(masked), Reader(masked))
+
+
+class OwnLabels(Reader):
+    """A reader of somebody's own that masks labels; it does not say `has_targets`."""
+
+    def labels(self, document: int, start: int, stop: int) -> Any:
+        return np.full(stop - start, IGNORE)
+
+
+def test_a_reader_with_labels_of_its_own_needs_a_planner_that_counts_them(prefix: str) -> None:
+    with pytest.raises(UserError, match="OwnLabels says which tokens are trained"):
+        PlannedLoader(
+            partial(planner_of, prefix, 1), partial(OwnLabels, prefix), dp_rank=0, collate=flat
+        )

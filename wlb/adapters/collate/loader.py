@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from wlb.parallel.rows import TokenReader
+from wlb.parallel.rows import LabelReader, TokenReader
 from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
-from wlb.planner import Planner, hold_state
+from wlb.planner import Planner, TargetCounter, hold_state
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
 
@@ -88,6 +88,28 @@ class PlannedSteps(IterableDataset[LoadedStep]):
                 yield LoadedStep(plan.step, plan.num_targets, made)
 
 
+def check_targets(planner: Planner, reader: TokenReader) -> None:
+    """UserError unless the planner counts the labels that the reader trains.
+
+    A `LabelReader` masks labels unless it says `has_targets = False`.
+    """
+    source = planner.source
+    counts = isinstance(source, TargetCounter) and source.has_targets
+    masks = isinstance(reader, LabelReader) and getattr(reader, "has_targets", True)
+    if masks and not counts:
+        raise UserError(
+            f"{type(reader).__name__} says which tokens are trained and the planner counts all of "
+            f"them, so num_targets would be too large a divisor of the loss; make the planner of "
+            f"the store itself, Planner.for_lengths(TokenStore(prefix), ...), or of a source with "
+            f"count_targets"
+        )
+    if counts and not masks:
+        raise UserError(
+            f"the planner counts only the tokens that its store trains, and {type(reader).__name__}"
+            f" trains all; read with StoreReader, or another reader with labels"
+        )
+
+
 def _unchanged(step: Any) -> Any:
     """Replaces torch's conversion, which would turn every array into a tensor."""
     return step
@@ -98,7 +120,8 @@ class PlannedLoader(PlannedRank):
 
     open_planner, open_reader: functions without arguments, picklable if num_workers > 0 (e.g.
     `functools.partial` of a module's function). num_workers, pin_memory, prefetch_factor: as in
-    torch's DataLoader.
+    torch's DataLoader. UserError where planner and reader differ on which tokens are trained, since
+    a step's `num_targets` would be no divisor of its loss.
     """
 
     def __init__(
@@ -113,6 +136,7 @@ class PlannedLoader(PlannedRank):
         prefetch_factor: int | None = None,
     ) -> None:
         super().__init__(open_planner(), dp_rank)
+        check_targets(self.planner, open_reader())
         self._open, self.collate = (open_planner, open_reader), collate
         self._options: dict[str, Any] = {
             "num_workers": num_workers,

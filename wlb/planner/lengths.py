@@ -1,0 +1,36 @@
+"""What `Planner.for_lengths` makes of its arguments: the source of documents, and the packer."""
+
+from typing import Any
+
+from wlb.data import LengthSource, Source
+from wlb.packing import BoundedPacker, Packer, PackerOptions, VarLenPacker
+from wlb.plan import IntLike, int_array, whole_number
+
+
+def source_of(lengths: IntLike | Source) -> Source:
+    """A source as it is, or one that knows lengths alone."""
+    if isinstance(lengths, Source):
+        return lengths
+    return LengthSource(name="given", lengths=int_array("lengths", lengths))
+
+
+def packer_of(
+    options: PackerOptions,
+    s_max: int | None,
+    step_tokens: int | None,
+    max_delay: int,
+    queue_thresholds: tuple[int, ...] | None,
+) -> Packer:
+    """`bounded`, or Algorithm 1 with thresholds; UserError for what is no whole number."""
+    caps: dict[str, Any] = {
+        "options": options,
+        "s_max": options.context_window * 3 // 2,
+        "step_tokens": None,
+    }
+    for name, value in (("s_max", s_max), ("step_tokens", step_tokens)):
+        if value is not None:
+            caps[name] = whole_number(name, value)
+    if queue_thresholds is None:
+        return BoundedPacker(**caps, max_delay=whole_number("max_delay", max_delay))
+    thresholds = int_array("queue_thresholds", queue_thresholds).tolist()
+    return VarLenPacker(**caps, queue_thresholds=tuple(thresholds))
