@@ -20,6 +20,7 @@ from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
 from experiments.evaluation import (
+    EARLIER_GIB,
     GIB,
     WAYS_BY_NEED,
     Case,
@@ -40,7 +41,7 @@ BOUNDED = (
     "packing.step_tokens=1.5",
     "packing.price_range=[0.7,1.6]",
 )
-MEMORY = "packing.memory_gib=76"
+MEMORY = f"packing.memory_gib={EARLIER_GIB:g}"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")
 HYBRID, BALANCED = "sharding.strategy=hybrid", "sharding.strategy=balanced"
 RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
@@ -148,7 +149,7 @@ def tails(steps: int, seed: int) -> Table:
     }
     systems = ("plain_4d", "paper", "wlb")
     groups = [
-        system(name, "7b_128k", steps=steps, seed=seed, family=family)
+        system(name, "7b_128k", gib=EARLIER_GIB, steps=steps, seed=seed, family=family)
         for family in families.values()
         for name in systems
     ]

@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import constants
 from experiments.evaluation import (
+    EARLIER_GIB,
     GIB,
     MEMORY_GIB,
     WAYS_BY_NEED,
@@ -69,7 +70,8 @@ class Layout:
         known = "wlb" if name == NEED else name
         out: list[Case] = []
         for way in ways:
-            found = system(known, self.config, *self.overrides, *way, steps=steps, seed=seed)
+            more = (*self.overrides, *way)
+            found = system(known, self.config, *more, gib=EARLIER_GIB, steps=steps, seed=seed)
             if self.recompute:
                 chosen = f"training.recompute={self.recompute}"
                 found = [replace(found[0], overrides=(*found[0].overrides, chosen))]
