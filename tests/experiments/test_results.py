@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import results
 from experiments.drawing import new_figure
 from experiments.results import (
     Against,
@@ -103,3 +104,8 @@ def test_changed_results_do_not_make_a_commit_dirty(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("experiments.results.source_differences", lambda: "diff")
     assert commit() == "abc-dirty"
     assert program_version()
+
+
+def test_every_experiment_stamps_its_page_with_this_commit() -> None:
+    modules = [path for path in results.ROOT.glob("experiments/**/*.py") if path.stem != "results"]
+    assert not [path for path in modules if "program_version" in path.read_text("utf-8")]
