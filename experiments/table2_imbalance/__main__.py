@@ -79,8 +79,12 @@ class Result:
     note: str = ""
 
 
-def measured(row: Row, batches: list[GlobalBatch]) -> Result:
-    return Result(row=row, figures=measure(row.make(), batches, cost=COST).summary.to_json())
+def measured(row: Row, batches: list[GlobalBatch], *, is_timed: bool = True) -> Result:
+    """Packs the batches. is_timed: whether its time can be compared with other rows'."""
+    figures = measure(row.make(), batches, cost=COST).summary.to_json()
+    if not is_timed:
+        del figures["packing_ms"]
+    return Result(row=row, figures=figures)
 
 
 def rows() -> list[Row]:
@@ -205,10 +209,14 @@ def table_of(title: str, results: list[Result]) -> Table:
             f"{s['imbalance_time_weighted']:.3f}",
             f"{s['mean_delay']:.2f}",
             f"{s['max_delay']}",
-            f"{s['packing_ms']:.2f}",
+            _ms(s),
             f"{paper[1]}" if paper else "",
         )
     return table
+
+
+def _ms(figures: dict[str, Any]) -> str:
+    return f"{figures['packing_ms']:.2f}" if "packing_ms" in figures else ""
 
 
 def write_csv(path: Path, results: list[Result]) -> None:
@@ -251,11 +259,14 @@ def _no_packer() -> Packer:
 def all_rows(
     batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, known: dict[str, Result]
 ) -> list[Result]:
-    """Returns every method's row in the paper's order; rows of `known` are taken from there."""
+    """Returns every method's row in the paper's order; rows of `known` are taken from there.
+
+    Rows beside known ones have no packing time, since those were timed on another day.
+    """
     solvers = [known[label] for w in PAPER_SOLVER if (label := solver_label(w)) in known]
     if len(solvers) < len(PAPER_SOLVER):
         solvers = solver_rows(batches, num_solved=num_solved, time_limit_s=time_limit_s)
-    results = [known.get(row.label) or measured(row, batches) for row in rows()]
+    results = [known.get(row.label) or measured(row, batches, is_timed=not known) for row in rows()]
     return [*results[:6], *solvers, *results[6:]]
 
 
@@ -273,7 +284,7 @@ def taken_text(known: dict[str, Result]) -> str:
     new = [row.label for row in rows() if row.label not in known]
     return (
         f" Taken from earlier results, of commit {of.group(1) if of else 'unknown'}: all rows but "
-        f"{' and '.join(new) or 'none'}, and other draws."
+        f"{' and '.join(new) or 'none'} (which are not timed), and other draws."
     )
 
 
@@ -311,7 +322,7 @@ def markdown(title: str, results: list[Result]) -> str:
         lines.append(
             f"| {r.row.label} | {paper[0]} | {s['imbalance']:.3f} | {s['imbalance_p95']:.3f} | "
             f"{s['imbalance_time_weighted']:.3f} | {s['mean_delay']:.2f} | {s['max_delay']} | "
-            f"{s['packing_ms']:.2f} | {paper[1]} |"
+            f"{_ms(s)} | {paper[1]} |"
         )
     notes = [f"- {r.row.label}: {r.note}" for r in results if r.note]
     return "\n".join([*lines, "", *notes, ""])

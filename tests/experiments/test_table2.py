@@ -39,6 +39,8 @@ def test_only_rows_that_are_missing_are_measured(
     assert found[0].figures == before[0].figures
     assert (found[0].row.paper, found[2].figures, found[2].note) == ((1.44, 0), figures, "on a few")
     assert found[1].figures["num_steps"] == 3
+    assert "packing_ms" not in found[1].figures
+    assert "| 1 |  | " in table2.markdown("", found[1:2])
     with pytest.raises(ValueError, match="not packed again"):
         found[0].row.make()
 
@@ -50,5 +52,5 @@ def test_the_page_says_which_rows_are_of_an_earlier_commit(
     monkeypatch.setattr(table2, "RESULTS", tmp_path)
     last = table2.rows()[-1]
     known = {row.label: table2.Result(row=row, figures={}) for row in table2.rows()[:-1]}
-    assert f"of commit abc123-dirty: all rows but {last.label}, and" in table2.taken_text(known)
+    assert f"of commit abc123-dirty: all rows but {last.label} (" in table2.taken_text(known)
     assert table2.taken_text({}) == ""
