@@ -7,7 +7,6 @@ With `--runs` it prints measured speed-ups of real runs instead, from the folder
 """
 
 import csv
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from experiments.evaluation import (
     steps_of,
 )
 from experiments.measured import measured_table
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.results import Against, How, Picture, Table, commit_of, show, write_results
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = {
@@ -267,11 +266,9 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
 def room_text(*, is_taken: bool) -> str:
     """Says what memory ours plans with, and of which commit the systems are that are taken."""
     if is_taken:
-        page = (RESULTS / "README.md").read_text("utf-8")
-        of = re.search(r"at commit ([\w-]+)", page)
         return (
             f"Fixed-4D, WLB-LLM and ours are taken from results of commit "
-            f"{of.group(1) if of else 'unknown'}, where ours plans with {EARLIER_GIB:g} of a GPU's "
+            f"{commit_of(RESULTS.parent)}, where ours plans with {EARLIER_GIB:g} of a GPU's "
             f"80 GiB, as a run did then."
         )
     rooms = [room_of(config, *way) for config in TABLE_1 for way in ((), *WAYS_BY_NEED)]

@@ -10,7 +10,6 @@ windows. `--take` measures only rows that the results do not have. Constants: `c
 import argparse
 import contextlib
 import csv
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from experiments import constants
 from experiments.configurations import configuration
-from experiments.results import command_of, commit, priced_with
+from experiments.results import command_of, commit, commit_of, priced_with
 from experiments.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.packing import (
@@ -279,11 +278,9 @@ def taken_text(known: dict[str, Result]) -> str:
     """Says of which commit rows are that a run takes; empty if it takes none."""
     if not known:
         return ""
-    page = (RESULTS / "README.md").read_text("utf-8")
-    of = re.search(r"at commit ([\w-]+)", page)
     new = [row.label for row in rows() if row.label not in known]
     return (
-        f" Taken from earlier results, of commit {of.group(1) if of else 'unknown'}: all rows but "
+        f" Taken from earlier results, of commit {commit_of(RESULTS.parent)}: all rows but "
         f"{' and '.join(new) or 'none'} (which are not timed), and other draws."
     )
 

@@ -48,8 +48,11 @@ def test_only_rows_that_are_missing_are_measured(
 def test_the_page_says_which_rows_are_of_an_earlier_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "README.md").write_text("`command` at commit abc123-dirty: 640", "utf-8")
-    monkeypatch.setattr(table2, "RESULTS", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "README.md").write_text(
+        "`command` at commit abc123-dirty: 640", "utf-8"
+    )
+    monkeypatch.setattr(table2, "RESULTS", tmp_path / "results")
     last = table2.rows()[-1]
     known = {row.label: table2.Result(row=row, figures={}) for row in table2.rows()[:-1]}
     assert f"of commit abc123-dirty: all rows but {last.label} (" in table2.taken_text(known)
