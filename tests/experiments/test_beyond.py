@@ -37,7 +37,7 @@ def test_the_page_is_written_again_from_its_tables(
 ) -> None:
     pytest.importorskip("matplotlib")
     committed = beyond.FOLDER
-    tables = [read_table(committed, "parts", **beyond.PARTS)]
+    tables = [beyond.earlier_parts()]
     tables.append(read_table(committed, "tail", **beyond.TAIL))
     assert [row[0] for row in tables[0].rows] == list(beyond.variants("7b_128k"))
     said = beyond.text_of(tables[0])
