@@ -8,6 +8,7 @@
 """
 
 import csv
+import math
 import os
 import platform
 import re
@@ -207,7 +208,8 @@ def commit_of(folder: Path) -> str:
 
 def _number(cell: str) -> float | str | None:
     try:
-        return float(cell)
+        # Just above the decimal number, so that a last digit of 5 is rounded up, as it was before.
+        return math.nextafter(float(cell), math.inf)
     except ValueError:
         return cell or None
 

@@ -89,8 +89,8 @@ def main() -> None:
         "picture parts are added one after the other, in the table each stands alone unless it "
         "says both. Sharding gains more here than in the paper and packing alone less: the fitted "
         "lengths leave per-sequence sharding of two CP ranks more imbalanced than the paper's "
-        "corpus seems to have, and packing alone cannot shorten what the slower CP rank makes long. "
-        "`bounded` packs by S_max 2 and T 1.5, without a cap of memory, which both fit."
+        "corpus seems to have, and packing alone cannot shorten what the slower CP rank makes "
+        "long. `bounded` packs by S_max 2 and T 1.5, without a cap of memory, which both fit."
     )
     write_results(
         Path(__file__).parent,
