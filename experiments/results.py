@@ -8,7 +8,6 @@
 """
 
 import csv
-import math
 import os
 import platform
 import re
@@ -208,8 +207,8 @@ def commit_of(folder: Path) -> str:
 
 def _number(cell: str) -> float | str | None:
     try:
-        # Just above the decimal number, so that a last digit of 5 is rounded up, as it was before.
-        return math.nextafter(float(cell), math.inf)
+        # Just above the decimal number, so that a last digit of 5 is rounded up, as readers do.
+        return float(cell) * (1 + 2**-52)
     except ValueError:
         return cell or None
 
