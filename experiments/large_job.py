@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from experiments import constants
-from experiments.evaluation import PLANNED_GIB, batches_of
+from experiments.evaluation import EARLIER_GIB, batches_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.planner import Planner
 from wlb.simulate import ShardedStep, Simulation, Simulator, planner_of, sharded_steps
@@ -30,7 +30,7 @@ FloatArray = npt.NDArray[np.float64]
 
 def spec_of(system: str) -> RunSpec:
     """Returns the job's settings with recomputed MLPs, without which a GPU needs over 80 GiB."""
-    overrides = system_overrides(system, planned_gib=PLANNED_GIB)[-1]
+    overrides = system_overrides(system, planned_gib=EARLIER_GIB)[-1]
     return load(PRESET, [*constants.OVERRIDES, *overrides, "training.recompute=selective"])
 
 

@@ -138,6 +138,7 @@ def write_results(
     tables: Sequence[Table] = (),
     figures: Sequence[Picture] = (),
     command: str = "",
+    figures_of: str = "",
 ) -> Path:
     """Writes `<folder>/results/` and returns that folder.
 
@@ -152,6 +153,7 @@ def write_results(
     text: Markdown of the page
     seed: seed of random draws, None if nothing is drawn
     command: command line of the run; if empty, that of this process
+    figures_of: commit that the figures are of, if this run only writes their page again
     """
     for names in ([table.name for table in tables], [picture.name for picture in figures]):
         if len(set(names)) < len(names):
@@ -159,10 +161,11 @@ def write_results(
     results = folder / "results"
     results.mkdir(parents=True, exist_ok=True)
     seeded = "" if seed is None else f", seed {seed}"
+    taken = f", figures of commit {figures_of}" if figures_of else ""
     lines = [
         f"# {title}",
         "",
-        f"`{command or command_of(folder)}` at commit {commit()}{seeded}.",
+        f"`{command or command_of(folder)}` at commit {commit()}{taken}{seeded}.",
         "",
         f"**{how.capitalize()}**: {profile if isinstance(profile, str) else priced_with(profile)}",
         "",
@@ -178,6 +181,36 @@ def write_results(
         lines += table.markdown()
     (results / "README.md").write_text("\n".join(lines).rstrip() + "\n", "utf-8")
     return results
+
+
+def read_table(
+    folder: Path, name: str, *, title: str, formats: Mapping[str, str], note: str = ""
+) -> Table:
+    """Reads a table that `write_results` wrote, so that a page is written again from its figures.
+
+    Numbers have the 6 significant digits of the CSV.
+    """
+    with (folder / "results" / f"{name}.csv").open(newline="") as file:
+        columns, *rows = csv.reader(file)
+    values = [[_number(cell) for cell in row] for row in rows]
+    return Table(name=name, title=title, columns=columns, rows=values, formats=formats, note=note)
+
+
+def commit_of(folder: Path) -> str:
+    """Returns the commit whose figures are in an experiment's results page."""
+    page = (folder / "results" / "README.md").read_text("utf-8")
+    for said in (r"figures of commit ([\w-]+)", r"at commit ([\w-]+)"):
+        if found := re.search(said, page):
+            return found.group(1)
+    raise ValueError(f"{folder.name}: the results page names no commit")
+
+
+def _number(cell: str) -> float | str | None:
+    try:
+        # Just above the decimal number, so that a last digit of 5 is rounded up, as readers do.
+        return float(cell) * (1 + 2**-52)
+    except ValueError:
+        return cell or None
 
 
 def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:

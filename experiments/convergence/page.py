@@ -181,11 +181,13 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
             continue
         means = np.array([g.differences(loss_at(n)).mean() for n in grid])
         right.plot(at, means, linewidth=1.4, **style)
-        width = np.array([band(groups, g, loss_at(n)) for n in grid])
-        if np.isfinite(width).all():
-            right.fill_between(
-                at, means - width, means + width, color=style["color"], alpha=0.12, lw=0
-            )
+    # Intervals of arms with equally many seeds are equally wide: one band around 0 shows them all.
+    fewest = min(shown, key=lambda g: len(g.results))
+    width = np.array([band(groups, fewest, loss_at(n)) for n in grid])
+    if np.isfinite(width).all():
+        said = "noise (95%)"
+        right.fill_between(at, -width, width, color="#000000", alpha=0.12, lw=0, label=said)
+        right.legend(frameon=False, fontsize=9)
     left.set(xlabel="tokens (millions)", ylabel="held-out loss (nats)")
     right.set(xlabel="tokens (millions)", ylabel="less original's")
     left.legend(frameon=False, fontsize=9)
@@ -251,7 +253,7 @@ def pictures(groups: Sequence[Group], grid: Sequence[int]) -> list[Picture]:
         Picture(
             name="curves",
             caption="Held-out loss by tokens trained (Figure 16): means of seeds, their range; "
-            "right the difference from original and its 95% interval",
+            "right the difference from original, which is noise within the grey band (95%)",
             figure=draw_curves(groups, grid),
         ),
         Picture(

@@ -102,11 +102,13 @@ def baseline_of(arm: Arm) -> str:
 
 
 def groups_of(
-    results: Mapping[tuple[str, int], Result], books: Mapping[tuple[str, int], Bookkeeping]
+    results: Mapping[tuple[str, int], Result], books: Mapping[tuple[str, int], Bookkeeping] | None
 ) -> list[Group]:
     """Groups runs by arm, in the study's order.
 
     Only seeds that the arm and its baseline both have count; arms without any are left out.
+
+    books: None: only losses are looked at
     """
     out: list[Group] = []
     for arm in ARMS:
@@ -119,7 +121,7 @@ def groups_of(
                     beside=base,
                     seeds=tuple(seeds),
                     results=tuple(results[arm.name, s] for s in seeds),
-                    books=tuple(books[arm.packing, s] for s in seeds),
+                    books=tuple(books[arm.packing, s] for s in seeds if books is not None),
                     baseline=tuple(results[base, s] for s in seeds),
                 )
             )

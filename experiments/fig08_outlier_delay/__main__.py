@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.results import commit
 from experiments.streams import COST, RATIO, WINDOW, batches_of
-from wlb.cost.machine import program_version as commit
 from wlb.packing import (
     BoundedPacker,
     OriginalPacker,

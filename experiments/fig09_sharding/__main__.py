@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.fig15_cp_sharding.case import layer_cost
+from experiments.results import commit
 from wlb.cost import ProfiledWorkload, attention_latency
-from wlb.cost.machine import program_version as commit
 from wlb.plan import IntArray, ShardingPlan
 from wlb.sharding import shard
 from wlb.spec import Remainder

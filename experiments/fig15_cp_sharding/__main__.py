@@ -39,9 +39,9 @@ from experiments.fig15_cp_sharding.report import (
     note_of,
     write,
 )
+from experiments.results import commit
 from experiments.streams import WINDOW
 from wlb.cost import ProfiledWorkload, attention_latency
-from wlb.cost.machine import program_version as commit
 from wlb.plan import IntArray, ShardingPlan
 
 Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]

@@ -1,11 +1,11 @@
 """Simulates many pipelines beside each other, and divides what is lost into its causes.
 
-`python -m experiments.many_pipelines [--steps 160] [--seed 1] [--quick]` has three parts:
+`python -m experiments.many_pipelines [--steps 160] [--seed 1] [--take] [--quick]` has three parts:
 
 1. `dp`: 7B-128K with DP 1 to 64. 2. `scale`: 70B-128K's width and depth (80 layers) on 1K, 4K and
 16K GPUs. 3. `steps`: both at DP 4 in runs of few steps, with the last global batch known as such
 and, as before that was so, without. Micro-batches are dealt to pipelines by predicted work in all
-systems.
+systems. `--take` writes the page again from its tables.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import constants
 from experiments.evaluation import (
+    EARLIER_GIB,
     GIB,
     MEMORY_GIB,
     WAYS_BY_NEED,
@@ -28,7 +29,7 @@ from experiments.evaluation import (
     system,
 )
 from experiments.many_pipelines.losses import Losses, losses
-from experiments.results import How, Table, show, write_results
+from experiments.results import How, Table, commit_of, read_table, show, write_results
 from wlb.cost import workload_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
@@ -69,7 +70,8 @@ class Layout:
         known = "wlb" if name == NEED else name
         out: list[Case] = []
         for way in ways:
-            found = system(known, self.config, *self.overrides, *way, steps=steps, seed=seed)
+            more = (*self.overrides, *way)
+            found = system(known, self.config, *more, gib=EARLIER_GIB, steps=steps, seed=seed)
             if self.recompute:
                 chosen = f"training.recompute={self.recompute}"
                 found = [replace(found[0], overrides=(*found[0].overrides, chosen))]
@@ -174,6 +176,36 @@ def _fastest(job: tuple[Layout, str, int, int, bool]) -> PipelinesOutcome:
     return fastest(layout.cases(name, steps=steps, seed=seed), knows_end=knows_end)
 
 
+SHARES = ("WLB-LLM of bound", "of bound", "of equal steps")
+CAUSES = ("CP ranks", "micro-batches", "pipelines", "steps", "start", "end")
+FORMATS = {
+    **dict.fromkeys(["Plain-4D s/step", "WLB-LLM", "ours", NEED, "perfect balance"], ".3f"),
+    **dict.fromkeys(SHARES, ".4f"),
+    **dict.fromkeys(CAUSES, ".2%"),
+    "bubble": ".1%",
+    "delay": ".2f",
+    "GiB": ".1f",
+}
+TITLES = {
+    "dp": "7B-128K by number of pipelines",
+    "scale": "70B-128K on more GPUs (TP x CP x PP x DP)",
+    "steps": "The end of the data in runs of few steps",
+}
+OF_STEPS = dict.fromkeys(["of bound, end unknown", "of bound", "faster by"], ".4f")
+
+
+def earlier() -> list[Table]:
+    """Returns the tables of earlier results."""
+    out: list[Table] = []
+    for name, title in TITLES.items():
+        table = read_table(FOLDER, name, title=title, formats={})
+        given = OF_STEPS | {"global batches": ".0f", "steps, end unknown": ".0f", "steps": ".0f"}
+        formats = given if name == "steps" else FORMATS
+        known = {column: form for column, form in formats.items() if column in table.columns}
+        out.append(replace(table, formats=known))
+    return out
+
+
 def table_of(name: str, title: str, found: dict[str, dict[str, PipelinesOutcome]]) -> Table:
     """Returns speed-ups over Plain-4D, ours beside both bounds, and what ours loses by cause."""
     rows: list[list[Any]] = []
@@ -200,15 +232,11 @@ def table_of(name: str, title: str, found: dict[str, dict[str, PipelinesOutcome]
                 *also,
             ]
         )
-    causes = ["CP ranks", "micro-batches", "pipelines", "steps", "start", "end"]
     need = [NEED] if any(NEED in outcomes for outcomes in found.values()) else []
     speeds = ["Plain-4D s/step", "WLB-LLM", "ours", *need, "perfect balance"]
-    shares = ["WLB-LLM of bound", "of bound", "of equal steps"]
-    columns = ["", *speeds, *shares, *causes, "bubble", "delay", "GiB"]
-    formats = dict.fromkeys(speeds, ".3f") | dict.fromkeys(shares, ".4f")
-    formats |= dict.fromkeys(causes, ".2%")
-    formats |= {"bubble": ".1%", "delay": ".2f", "GiB": ".1f"}
-    return Table(name=name, title=title, columns=columns, rows=rows, formats=formats)
+    columns = ["", *speeds, *SHARES, *CAUSES, "bubble", "delay", "GiB"]
+    known = {column: FORMATS[column] for column in columns if column in FORMATS}
+    return Table(name=name, title=title, columns=columns, rows=rows, formats=known)
 
 
 def steps_table(few: dict[tuple[str, int, bool], PipelinesOutcome]) -> Table:
@@ -220,9 +248,7 @@ def steps_table(few: dict[tuple[str, int, bool], PipelinesOutcome]) -> Table:
         rows.append([layout, steps, *values, unknown.time_s / known.time_s])
     columns = ["", "global batches", "steps, end unknown", "of bound, end unknown", "steps"]
     columns += ["of bound", "faster by"]
-    formats = dict.fromkeys((columns[3], *columns[5:]), ".4f")
-    title = "The end of the data in runs of few steps"
-    return Table(name="steps", title=title, columns=columns, rows=rows, formats=formats)
+    return Table(name="steps", title=TITLES["steps"], columns=columns, rows=rows, formats=OF_STEPS)
 
 
 TEXT = """Whole runs, every document trained, what is held back too. Speed-ups are over Plain-4D.
@@ -240,11 +266,10 @@ TEXT = """Whole runs, every document trained, what is held back too. Speed-ups a
 """
 
 
-def main(arguments_: Sequence[str] | None = None) -> None:
-    options = arguments(__doc__ or "").parse_args(arguments_)
-    steps, seed = steps_of(options), options.seed
+def simulated_tables(*, steps: int, seed: int, is_quick: bool) -> list[Table]:
+    """Simulates all parts, and returns a table of each."""
     every = layouts()
-    if options.quick:
+    if is_quick:
         every = {name: every[name] for name in ("DP 1", "DP 4")}
     jobs = [(one, n, steps, seed, True) for one in every.values() for n in one.systems.values()]
     num_runs = len(jobs)
@@ -256,14 +281,26 @@ def main(arguments_: Sequence[str] | None = None) -> None:
     found = {name: {label: next(results) for label in one.systems} for name, one in every.items()}
     at_end = {(job[0].name, job[2], job[4]): next(results) for job in jobs[num_runs:]}
     small = {name: one for name, one in found.items() if every[name].config == "7b_128k"}
-    tables = [table_of("dp", "7B-128K by number of pipelines", small)]
+    tables = [table_of("dp", TITLES["dp"], small)]
     if large := {name: one for name, one in found.items() if name not in small}:
-        tables.append(table_of("scale", "70B-128K on more GPUs (TP x CP x PP x DP)", large))
-    tables.append(steps_table(at_end))
+        tables.append(table_of("scale", TITLES["scale"], large))
+    return [*tables, steps_table(at_end)]
+
+
+def main(arguments_: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__ or "")
+    text = "write the page again from the tables of its results, simulating nothing"
+    parser.add_argument("--take", action="store_true", help=text)
+    options = parser.parse_args(arguments_)
+    steps, seed = steps_of(options), options.seed
+    if options.take:
+        tables = earlier()
+    else:
+        tables = simulated_tables(steps=steps, seed=seed, is_quick=options.quick)
     show(*tables, width=220)
     if options.quick:
         return
-    least = min(one["ours"].losses.of_bound for one in found.values())
+    least = min(row[t.columns.index("of bound")] for t in tables[:2] for row in t.rows)
     write_results(
         FOLDER,
         title="Many pipelines: where ours loses",
@@ -271,8 +308,11 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         profile=constants.profile(),
         seed=seed,
         text=f"At least {least:.1%} of the bound of perfect balance with {steps} global batches "
-        f"(held by `tests/experiments/test_many_pipelines.py` at {TARGET:.0%}).\n\n{TEXT}",
+        f"(held by `tests/experiments/test_many_pipelines.py` at {TARGET:.0%}). Ours "
+        f"plans with {EARLIER_GIB:g} of a GPU's 80 GiB, as a run did when this was simulated."
+        f"\n\n{TEXT}",
         tables=tables,
+        figures_of=commit_of(FOLDER) if options.take else "",
     )
 
 

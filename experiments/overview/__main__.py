@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments import constants
 from experiments.drawing import new_figure
-from experiments.evaluation import PLANNED_GIB, Case, batches_of, spec_of
+from experiments.evaluation import EARLIER_GIB, Case, batches_of, spec_of
 from experiments.results import How, Picture, Table, show, write_results
 from wlb.cost import ProfiledWorkload, attention_latency, workload_of
 from wlb.plan import FloatArray, GlobalBatch, IntArray, MicroBatch, imbalance
@@ -98,7 +98,7 @@ class SimulatedRun:
     """All steps of a system's run, and one of them as a `Step`."""
 
     def __init__(self, system: str, *, num_steps: int, seed: int) -> None:
-        overrides = system_overrides(system, planned_gib=PLANNED_GIB)[0]
+        overrides = system_overrides(system, planned_gib=EARLIER_GIB)[0]
         case = Case(name=system, config=CONFIG, overrides=overrides, steps=num_steps, seed=seed)
         self.title, self.spec = SYSTEMS[system], spec_of(case)
         self.cost = workload_of(self.spec, constants.profile())

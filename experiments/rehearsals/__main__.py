@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import results
 from experiments.results import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget
-from wlb.cost.machine import program_version
 from wlb.plan import UserError
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
         print(*rows, sep="\n")
         return exit_status(rows)
-    commit = options.commit if options.kept and options.commit else program_version()
+    commit = options.commit if options.kept and options.commit else results.commit()
     kept = KeptRows(options.folder / "rows.jsonl", commit=commit)
     positions: list[Row] = []
     ranks: list[Row] = []

@@ -23,8 +23,8 @@ from experiments.fig15_cp_sharding.case import (
     layer_cost,
     micro_batches,
 )
+from experiments.results import commit
 from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns
-from wlb.cost.machine import program_version as commit
 from wlb.plan import IntArray
 from wlb.sharding import adaptive, balanced, hybrid, per_document, per_sequence, shard
 

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 
 from experiments.fig15_cp_sharding.case import STATIC, micro_batches
 from experiments.fig15_cp_sharding.rank_times import Layout, slowest_ns, times_ns
+from experiments.results import commit
 from wlb.cost import (
     FlopsWorkload,
     ProfiledWorkload,
@@ -27,7 +28,6 @@ from wlb.cost import (
     causal_pairs,
     load_profile,
 )
-from wlb.cost.machine import program_version as commit
 from wlb.plan import IntArray, IntLike
 from wlb.sharding import adaptive, per_document, per_sequence, shard
 from wlb.spec import ModelSpec, ParallelSpec

@@ -1,13 +1,17 @@
 """Tests what the convergence study calls noise."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from experiments.convergence.arms import ARMS
+from experiments.convergence.page import draw_curves
+from experiments.convergence.redraw import redraw
 from experiments.convergence.summary import (
     against,
     band,
@@ -124,3 +128,20 @@ def test_losses_are_compared_at_equal_tokens() -> None:
     made = result(3.0)
     assert loss_at(2_000_000)(made) == pytest.approx(3.15)
     assert loss_at(2_500_000)(made) == 3.0
+
+
+def test_the_curves_are_drawn_from_the_runs_alone_with_one_band_of_noise(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match="holds no run beside"):
+        redraw(tmp_path)
+    for (name, seed), made in found().items():
+        text = json.dumps(asdict(made))
+        (tmp_path / "runs" / f"{name}-seed{seed}.json").write_text(text, "utf-8")
+    assert redraw(tmp_path).read_bytes().startswith(b"\x89PNG")
+    groups = groups_of(found(), None)
+    right = draw_curves(groups, range(0, 2_500_001, 500_000)).axes[1]
+    (noise,) = right.collections
+    (shape,) = noise.get_paths()
+    width = band(groups, groups[1], loss_at(2_500_000))
+    assert shape.vertices[:, 1].max() == pytest.approx(width)

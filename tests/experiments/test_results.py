@@ -1,9 +1,11 @@
 """Tests what stands on results pages, and that they name no machine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from experiments import results
 from experiments.drawing import new_figure
 from experiments.results import (
     Against,
@@ -12,7 +14,9 @@ from experiments.results import (
     Table,
     command_of,
     commit,
+    commit_of,
     priced_with,
+    read_table,
     write_results,
 )
 from wlb.cost import load_profile
@@ -103,3 +107,22 @@ def test_changed_results_do_not_make_a_commit_dirty(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("experiments.results.source_differences", lambda: "diff")
     assert commit() == "abc-dirty"
     assert program_version()
+
+
+def test_every_experiment_stamps_its_page_with_this_commit() -> None:
+    modules = [path for path in results.ROOT.glob("experiments/**/*.py") if path.stem != "results"]
+    assert not [path for path in modules if "program_version" in path.read_text("utf-8")]
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [["a, b", 1.2545001, 3], ["none", None, 20], ["zero", 0.0, 0]]
+    table = replace(TABLE, rows=rows, formats={"gain": ".3f", "tokens": ",.0f"}, note="")
+    given = {"title": "", "how": How.COMPUTED, "profile": "", "text": ""}
+    write_results(tmp_path, **given, tables=[table])
+    written = (tmp_path / "results" / "gains.csv").read_bytes()
+    found = read_table(tmp_path, "gains", title="Gains", formats=table.formats)
+    assert found.markdown() == table.markdown()
+    assert "| a, b | 1.255 | 3 |" in found.markdown()
+    write_results(tmp_path, **given, tables=[found], figures_of="abc12")
+    assert (tmp_path / "results" / "gains.csv").read_bytes() == written
+    assert commit_of(tmp_path) == "abc12"

@@ -8,7 +8,7 @@ import pytest
 from wlb.cost import workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch
-from wlb.simulate.forecast import batches_to_compare, forecast, simulated_share, steps_to_simulate
+from wlb.simulate.forecast import batches_to_compare, forecast, simulated_shares, steps_to_simulate
 from wlb.spec import Policy, RunSpec, WindowCut, load
 
 
@@ -52,11 +52,11 @@ def test_what_is_saved_is_of_the_same_documents(spec: RunSpec, batches: list[Glo
     cost = workload_for(spec, "cuda")
     usual = replace(spec.packing, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
     best = replace(spec.packing, policy=Policy.BOUNDED)
-    share = simulated_share(spec, cost, batches, usual=usual, best=best)
+    share, none = simulated_shares(spec, cost, batches, usual=[usual, best], best=best)
     assert 0 < share < 1
-    back = simulated_share(spec, cost, batches, usual=best, best=usual)
+    assert none == 0
+    (back,) = simulated_shares(spec, cost, batches, usual=[best], best=usual)
     assert (1 - share) * (1 - back) == pytest.approx(1)
-    assert simulated_share(spec, cost, batches, usual=usual, best=usual) == 0
 
 
 def test_large_steps_are_predicted_from_fewer_of_them(spec: RunSpec) -> None:

@@ -30,7 +30,7 @@ from wlb.planner import Planner
 from wlb.report import packing_page, packing_table, remarks, saving_line, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
-from wlb.simulate.forecast import batches_to_compare, simulated_share
+from wlb.simulate.forecast import batches_to_compare, simulated_shares
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
@@ -87,11 +87,11 @@ def run(options: argparse.Namespace) -> int:
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
-    share: float | None = None
+    shares: list[float] = []
     if saving is not None:
-        share = _simulated(spec, cost, batches, sections, saving)
+        shares = _simulated(spec, cost, batches, sections, saving)
         model = settings.priced_model(options, spec, cost.profile.name)
-        notes.append(saving_line(saving, model=model, simulated=share))
+        notes.append(saving_line(saving, model=model, simulated=shares))
         section = sections[saving.best.label]
         notes += _take_away(options, given, saving, section, notes[-1], masks_labels=masks_labels)
     elif options.out:
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
-        "saving": None if saving is None else {**saving.to_json(), "simulated": share},
+        "saving": None if saving is None else {**saving.to_json(), **_shares_of(shares)},
         "rows": [r.summary.to_json() for r in runs],
     }
     if output.write_json(options, data):
@@ -138,14 +138,21 @@ def _simulated(
     batches: list[GlobalBatch],
     sections: dict[str, PackingSection],
     saving: Saving,
-) -> float | None:
-    """Share of GPU hours that is saved in whole simulated steps; None where nothing is."""
+) -> list[float]:
+    """Shares of GPU hours that are saved in whole simulated steps: of the usual loader's, and of
+    the paper's if there is one; none where nothing is saved."""
     if saving.best is saving.usual:
-        return None
-    usual, best = (sections[row.label] for row in (saving.usual, saving.best))
+        return []
+    rows = [saving.usual, saving.paper] if saving.paper else [saving.usual]
     some = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
-        return simulated_share(spec, cost, some, usual=usual, best=best)
+        usual = [sections[row.label] for row in rows]
+        return simulated_shares(spec, cost, some, usual=usual, best=sections[saving.best.label])
+
+
+def _shares_of(simulated: Sequence[float]) -> dict[str, float | None]:
+    first, second = (*simulated, None, None)[:2]
+    return {"simulated": first, "simulated_paper": second}
 
 
 def _take_away(

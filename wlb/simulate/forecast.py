@@ -69,27 +69,27 @@ class Forecast:
         return CHECKPOINT_BYTES * self.spec.model.num_parameters
 
 
-def simulated_share(
+def simulated_shares(
     spec: RunSpec,
     cost: ProfiledWorkload,
     batches: Sequence[GlobalBatch],
     *,
-    usual: PackingSection,
+    usual: Sequence[PackingSection],
     best: PackingSection,
-) -> float:
-    """Share of the GPU hours of `usual` that `best` saves on the same global batches, with whole
-    steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
+) -> list[float]:
+    """Share of the GPU hours of each of `usual` that `best` saves on the same global batches, with
+    whole steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
     # A method and packs of the run's own would contradict another policy.
-    sections = [replace(section, method="", packs="") for section in (usual, best)]
-    times = [
+    sections = [replace(section, method="", packs="") for section in (best, *usual)]
+    own, *times = [
         simulate_run(replace(_simulable(spec), packing=section), cost, batches).time_s
         for section in sections
     ]
-    return 1 - times[1] / times[0]
+    return [1 - own / time for time in times]
 
 
 def batches_to_compare(spec: RunSpec) -> int:
-    """Number of global batches that `simulated_share` takes seconds for."""
+    """Number of global batches that `simulated_shares` takes seconds for."""
     return max(8, COMPARED_MICRO_BATCHES // spec.num_micro_batches)
 
 

@@ -3,7 +3,7 @@
 If every micro-batch of a step took as long as its slowest one, forward and backward, a policy's
 time for the same work would be its time-weighted imbalance of both passes
 (`PackingSummary.step_time_weighted`). Real steps wait less, since micro-batches of a pipeline
-follow each other, and a flush counts: `wlb.simulate.forecast.simulated_share` simulates them.
+follow each other, and a flush counts: `wlb.simulate.forecast.simulated_shares` simulates them.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,19 @@ from wlb.packing.study.measure import PackingSummary
 
 MEAN_DELAY = 1.0
 """Most steps that a token may wait on average under the policy that is chosen."""
-USUAL = ("original, long whole", "original")
-"""Labels of the usual loader's rows, the paper's first."""
+ANYWHERE, SHORT = "original", "original, long whole"
+"""Labels of the loaders' rows: the one that cuts documents anywhere, as Megatron's and torchtitan's
+do, is the usual one; the paper's cuts short documents only, and its steps are less balanced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """best: the row with the least time within the delay; usual: the usual loader's."""
+    """best: the row with the least time within the delay; usual: the usual loader's. paper: that of
+    the paper's loader; None if it is not among the rows, or is one of the other two."""
 
     best: PackingSummary
     usual: PackingSummary
+    paper: PackingSummary | None = None
 
     @property
     def share(self) -> float:
@@ -38,18 +41,25 @@ class Saving:
             "usual": self.usual.label,
             "share": self.share,
             "figure": "step_time_weighted",
+            "paper": self.paper and self.paper.label,
         }
 
 
 def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY) -> Saving | None:
-    """The saving among `rows`; None without a row of the usual loader that made steps."""
+    """The saving among `rows`; None without a row of a loader that made steps."""
     stepped = [row for row in rows if row.num_steps]
-    usual = next((row for label in USUAL for row in stepped if _is(row, label)), None)
+    anywhere, short = (
+        next((row for row in stepped if loader_of(row) == label), None)
+        for label in (ANYWHERE, SHORT)
+    )
+    usual = anywhere or short
     if usual is None:
         return None
     prompt = [row for row in stepped if row.mean_delay <= mean_delay] or [usual]
-    return Saving(best=min(prompt, key=lambda row: row.step_time_weighted), usual=usual)
+    best = min(prompt, key=lambda row: row.step_time_weighted)
+    return Saving(best=best, usual=usual, paper=None if short in (best, usual) else short)
 
 
-def _is(row: PackingSummary, label: str) -> bool:
-    return row.label.removesuffix(" (run)") == label
+def loader_of(row: PackingSummary) -> str:
+    """The label of a row without the mark of the run's own policy."""
+    return row.label.removesuffix(" (run)")

@@ -7,7 +7,7 @@ import numpy as np
 from rich.table import Table
 
 from wlb.packing.study.measure import DEAR, PackingSummary
-from wlb.packing.study.saving import Saving
+from wlb.packing.study.saving import ANYWHERE, Saving, loader_of
 from wlb.packing.study.tune import TunePoint, Tuning
 from wlb.plan import IntArray, late_remark
 from wlb.plan.plain import PlainRecord
@@ -87,23 +87,34 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
     return out
 
 
-def saving_line(saving: Saving, *, model: str, simulated: float | None) -> str:
+def saving_line(saving: Saving, *, model: str, simulated: Sequence[float]) -> str:
     """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
-    simulated: share that is saved of whole simulated steps; None if nothing is faster."""
+    simulated: shares of the usual loader's hours, and of the paper's if there is one, that whole
+    simulated steps save; empty if nothing is faster."""
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
-    if simulated is None:
-        said = f"no policy here is faster than the usual loader ({usual.label}): {figures}"
-    else:
-        said = f"with {best.label} instead of the usual loader ({usual.label}) you would save "
-        if simulated > 0:
-            said += f"{simulated:.1%} of GPU hours, whole steps simulated"
-        else:
-            said += (
-                f"no GPU hours: whole simulated steps take {-simulated:.1%} longer, with the flush"
-            )
-        said += f"; by its slowest micro-batches alone {saving.share:.1%}: {figures}"
+    if not simulated:
+        said = f"no policy here is faster than the usual loader{_cut(usual)[:-1]}: {figures}"
+        return f"{said}; predicted for {model}"
+    said = (
+        f"with {best.label} instead of the usual loader{_cut(usual)} you would save "
+        f"{_hours(simulated[0])}; by its slowest micro-batches alone {saving.share:.1%}: {figures}"
+    )
+    if saving.paper:
+        said += f"; instead of the paper's loader{_cut(saving.paper)} {_hours(simulated[1])}"
     return f"{said}; predicted for {model}"
+
+
+def _cut(row: PackingSummary) -> str:
+    """What a loader cuts, in words that follow its name."""
+    cut = "documents anywhere" if loader_of(row) == ANYWHERE else "short documents only"
+    return f", which cuts {cut} ({row.label}),"
+
+
+def _hours(share: float) -> str:
+    if share > 0:
+        return f"{share:.1%} of GPU hours, whole steps simulated"
+    return f"no GPU hours: whole simulated steps take {-share:.1%} longer, with the flush"
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
