@@ -173,7 +173,7 @@ def test_the_auxiliary_loss_is_differentiated(scoring: Scoring) -> None:
     """By the shares of the step before, as a loss beside that which the model returns."""
     experts = replace(PLAIN, balance=ExpertBalance.AUX_LOSS, aux_coefficient=0.5, scoring=scoring)
     mlp, x_TC = mixture(experts), some_rows(11)
-    rows = ExpertRows(num=9, loss_scale=0.125)
+    rows = ExpertRows(num=9, row_weight=0.125)
     grads: list[Tensor] = []
     for share in (torch.zeros(8), torch.tensor([6.0, 2, 0, 0, 0, 0, 0, 0])):
         mlp.load = share

@@ -29,11 +29,12 @@ Defer = Callable[[Sequence[Tensor], Compute], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
     """What experts are told of a micro-batch. num: rows of this process before padding, which goes
-    to no expert. loss_scale: of the auxiliary loss of a row. counts: filled by layers with the
-    number of rows of each expert, [E]; a recomputed layer writes the same numbers again."""
+    to no expert. row_weight: of one row in the mean of the auxiliary loss, which is over all rows
+    of a step, labelled or not. counts: filled by layers with the number of rows of each expert,
+    [E]; a recomputed layer writes the same numbers again."""
 
     num: int
-    loss_scale: float = 1.0
+    row_weight: float = 1.0
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
@@ -300,7 +301,7 @@ class MixtureMlp(nn.Module):
         if rows is not None and self.spec.balance == ExpertBalance.AUX_LOSS:
             share_TE = scores_TE if is_softmax else scores_TE / scores_TE.sum(-1, keepdim=True)
             loss = (share_TE.sum(0) * self.balance).sum() * self.spec.num
-            factor = self.spec.aux_coefficient * rows.loss_scale
+            factor = self.spec.aux_coefficient * rows.row_weight
             scores_TK = _WithLoss.apply(scores_TK, loss * factor)
         return scores_TK, chosen_TK  # pyright: ignore[reportReturnType]
 

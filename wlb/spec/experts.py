@@ -73,7 +73,7 @@ class ExpertsSpec:
     aux_coefficient: float = key(
         1e-3,
         "factor of the auxiliary loss (balance = aux_loss): experts x sum of an expert's share of "
-        "the step before and its mean score, a layer",
+        "the step before and its mean score over the step's tokens, a layer",
         at_least=0,
         at_most=1000,
     )
