@@ -60,7 +60,11 @@ class ExpertsSpec:
         at_most=4096,
     )
     scoring: Scoring = key(Scoring.SOFTMAX, "scores of experts from the router's logits, float32")
-    normalised: bool = key(True, "the scores of a token's experts are divided by their sum")
+    normalised: bool = key(
+        True,
+        "the scores of a token's experts are divided by their sum; must be false with one expert a "
+        "token, whose score would be 1 whatever the router computes",
+    )
     balance: ExpertBalance = key(
         ExpertBalance.NONE,
         "what keeps experts equally loaded: bias = each expert has a bias that only the choice "
@@ -81,6 +85,11 @@ class ExpertsSpec:
     def are_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the experts of a model that has some."""
         return (layer + 1) % self.every == 0 and layer not in self.dense_layers
+
+    @property
+    def never_learns(self) -> bool:
+        """Whether the router gets no gradient: the only score of a token over its sum is 1."""
+        return self.num > 1 and self.per_token == 1 and self.normalised
 
     @property
     def active_hidden_size(self) -> int:
