@@ -122,11 +122,13 @@ def test_layout_equals_one_process(case: Case) -> None:
 
 
 AUX = replace(PLAIN, balance=ExpertBalance.AUX_LOSS, aux_coefficient=0.5)
+BOTH = replace(AUX, z_loss=0.1)
 AUX_CASES = [
-    Case(cp=2, experts=AUX, ep=2, row_multiple=3),
+    Case(cp=2, experts=BOTH, ep=2, row_multiple=3),
     *full(
-        Case(tp=2, pp=2, experts=replace(AUX, scoring=Scoring.SIGMOID), schedule=F1B),
-        Case(dp=2, pp=2, experts=AUX, ep=2, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8),
+        Case(tp=2, pp=2, experts=replace(BOTH, scoring=Scoring.SIGMOID), schedule=F1B),
+        Case(dp=2, pp=2, experts=BOTH, ep=2, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8),
+        Case(tp=2, cp=2, experts=BOTH, ep=4, recompute=Recompute.FULL),
     ),
 ]
 
@@ -165,7 +167,7 @@ def auxiliary(world: World, case: Case) -> tuple[float, tuple[float, str], float
 
 
 @pytest.mark.parametrize("case", AUX_CASES, ids=str)
-def test_the_auxiliary_loss_is_of_all_tokens_whatever_has_labels(case: Case) -> None:
+def test_losses_of_the_router_are_of_all_tokens_whatever_has_labels(case: Case) -> None:
     results = run_local(auxiliary, case.world, case, start_group=True, timeout_s=600)
     for before, (error, name), _ in results:
         assert before <= 1e-5

@@ -72,6 +72,7 @@ HARMLESS = {
     "experts.balance": "its state begins anew; `hold_weights` refuses a change from bias",
     "experts.bias_rate": "of training alone",
     "experts.aux_coefficient": "of training alone",
+    "experts.z_loss": "of training alone",
 }
 """Keys of a model that may differ from a checkpoint's without a word, and why."""
 

@@ -82,6 +82,14 @@ class ExpertsSpec:
         at_most=1000,
     )
 
+    z_loss: float = key(
+        0.0,
+        "factor of the router's z-loss: mean over the step's tokens of its logits' squared "
+        "logsumexp, a layer, which keeps them small; 0 = none (OLMoE: 0.001)",
+        at_least=0,
+        at_most=1000,
+    )
+
     def are_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the experts of a model that has some."""
         return (layer + 1) % self.every == 0 and layer not in self.dense_layers
