@@ -85,6 +85,15 @@ def test_what_a_layer_keeps() -> None:
     full = layer_activation_bytes(tiny(Recompute.FULL, dp=1), micro_batch_tokens=10)
     # The layer's input, three places of each copy, and the number of its expert in 16 bits.
     assert full == 10 * (16 * 4 + 2 * (3 * 8 + 2))
+    # The z-loss keeps a router's logits and their logsumexp, unless backward computes them again.
+    z_loss = replace(MODEL, experts=replace(MODEL.experts, z_loss=0.1))
+    for how, more in ((Recompute.NONE, 10 * 4 * (8 + 1)), (Recompute.SELECTIVE, 0)):
+        plain = tiny(how, dp=1)
+        kept = [
+            layer_activation_bytes(spec, micro_batch_tokens=10)
+            for spec in (plain, replace(plain, model=z_loss))
+        ]
+        assert kept[1] - kept[0] == more
 
 
 MIXED = replace(

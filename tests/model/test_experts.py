@@ -173,7 +173,7 @@ def test_the_auxiliary_loss_is_differentiated(scoring: Scoring) -> None:
     """By the shares of the step before, as a loss beside that which the model returns."""
     experts = replace(PLAIN, balance=ExpertBalance.AUX_LOSS, aux_coefficient=0.5, scoring=scoring)
     mlp, x_TC = mixture(experts), some_rows(11)
-    rows = ExpertRows(num=9, loss_scale=0.125)
+    rows = ExpertRows(num=9, row_weight=0.125)
     grads: list[Tensor] = []
     for share in (torch.zeros(8), torch.tensor([6.0, 2, 0, 0, 0, 0, 0, 0])):
         mlp.load = share
@@ -191,6 +191,34 @@ def test_the_auxiliary_loss_is_differentiated(scoring: Scoring) -> None:
     (0.5 * 0.125 * 8 * (scores * shares).sum()).backward()
     assert weight.grad is not None
     torch.testing.assert_close((grads[1] - grads[0]).double(), weight.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("balance", [ExpertBalance.NONE, ExpertBalance.AUX_LOSS])
+def test_the_z_loss_is_differentiated(balance: ExpertBalance) -> None:
+    """As the mean of squared logsumexps, of rows before padding; also beside the auxiliary loss."""
+    plain = replace(PLAIN, balance=balance, aux_coefficient=0.5)
+    x_TC, rows = some_rows(11), ExpertRows(num=9, row_weight=0.125)
+    grads: list[Tensor] = []
+    for experts in (plain, replace(plain, z_loss=0.25)):
+        mlp = mixture(experts)
+        mlp.load = torch.arange(8)
+        mlp.rebalance()
+        mlp(x_TC, rows).sum().backward()
+        assert mlp.gate.weight.grad is not None
+        grads.append(mlp.gate.weight.grad)
+    weight = mixture().gate.weight.detach().double().requires_grad_()
+    logits = x_TC.detach()[:9].double() @ weight.t()
+    (0.25 * 0.125 * logits.logsumexp(-1).square().sum()).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close((grads[1] - grads[0]).double(), weight.grad, atol=1e-5, rtol=1e-4)
+    assert weight.grad.abs().max() > 0.1
+
+
+def test_a_step_without_rows_has_no_loss() -> None:
+    mlp = mixture(replace(PLAIN, z_loss=0.25))
+    mlp(some_rows(3), ExpertRows(num=0)).sum().backward()
+    assert mlp.gate.weight.grad is not None
+    assert not mlp.gate.weight.grad.any()
 
 
 def test_names_and_numbers_of_parameters() -> None:

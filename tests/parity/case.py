@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.model import Llama, build_reference, local_rows
-from wlb.parallel.rows import attention_rows, rank_labels, rank_tokens
+from wlb.model import ExpertRows, Llama, build_reference, local_rows
+from wlb.parallel.rows import IGNORE, attention_rows, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
@@ -192,6 +192,16 @@ class Reader:
         return rng.integers(0, self.vocab_size, self.length(document))[start:stop]
 
 
+READER = Reader()
+
+
+class Masked(Reader):
+    """A reader of which every seventh token is trained, as answers are in fine-tuning."""
+
+    def labels(self, document: int, start: int, stop: int) -> np.ndarray:
+        return np.where(np.arange(start, stop) % 7 == 2, self.read(document, start, stop), IGNORE)
+
+
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
     """Returns the first `num_micro_batches` literal micro-batches after `shift` (round and
     round)."""
@@ -249,11 +259,21 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),
+        step_rows=int(plan.rows.sum()),
     )
 
 
-def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: bool) -> float:
-    """Returns the step's mean loss in one process (no padding); adds gradients to `model`."""
+def reference_loss(
+    model: Llama,
+    spec: RunSpec,
+    plan: PackingPlan,
+    *,
+    backward: bool,
+    reader: Reader = READER,
+    loss_scale: float | None = None,
+) -> float:
+    """Returns the step's mean loss in one process (no padding); adds gradients to `model`.
+    loss_scale: 1 / labels of the plan by default."""
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
     total = 0.0
@@ -265,10 +285,13 @@ def reference_loss(model: Llama, spec: RunSpec, plan: PackingPlan, *, backward: 
         rows = local_rows(
             spec.model,
             index.call.cu_seqlens_q,
-            labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, Reader())),
-            loss_scale=1.0 / plan.num_targets,
+            labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, reader)),
+            loss_scale=1.0 / plan.num_targets if loss_scale is None else loss_scale,
         )
-        tokens = torch.from_numpy(rank_tokens(batch, sharding, 0, num, Reader()))
+        if spec.model.experts.num:
+            told = ExpertRows(num=num, row_weight=1 / plan.num_tokens)
+            rows = replace(rows, experts=told)
+        tokens = torch.from_numpy(rank_tokens(batch, sharding, 0, num, reader))
         loss: Tensor = model(tokens, rows=rows)
         if backward:
             loss.backward()

@@ -1,13 +1,16 @@
 """Tests that layouts with experts compute what one process computes (fp32, CPU, Gloo)."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.parity.body import expect_equal_to_one_process, global_loss, whole
+from tests.parity.body import expect_equal_to_one_process, global_loss, gradient_error, whole
 from tests.parity.case import (
     Case,
+    Masked,
     Reader,
     fresh_reference,
     packing,
@@ -17,11 +20,13 @@ from tests.parity.case import (
 )
 from tests.sets import full, nightly
 from wlb.launch.local import run_local
+from wlb.model import Llama
 from wlb.parallel.execute import Executor
+from wlb.parallel.experts import mixtures_of
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange
-from wlb.spec import Dtype, ExpertsSpec, Recompute, Schedule, Scoring
+from wlb.spec import Dtype, ExpertBalance, ExpertsSpec, Recompute, Schedule, Scoring
 
 pytestmark = pytest.mark.dist
 
@@ -114,6 +119,60 @@ NIGHTLY = [
 @pytest.mark.parametrize("case", [*QUICK, *full(*CASES), *nightly(*NIGHTLY)], ids=str)
 def test_layout_equals_one_process(case: Case) -> None:
     expect_equal_to_one_process(case)
+
+
+AUX = replace(PLAIN, balance=ExpertBalance.AUX_LOSS, aux_coefficient=0.5)
+BOTH = replace(AUX, z_loss=0.1)
+AUX_CASES = [
+    Case(cp=2, experts=BOTH, ep=2, row_multiple=3),
+    *full(
+        Case(tp=2, pp=2, experts=replace(BOTH, scoring=Scoring.SIGMOID), schedule=F1B),
+        Case(dp=2, pp=2, experts=BOTH, ep=2, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8),
+        Case(tp=2, cp=2, experts=BOTH, ep=4, recompute=Recompute.FULL),
+    ),
+]
+
+
+def set_shares(stages: Iterable[Llama]) -> None:
+    """Sets each layer's shares of the step before, as if the last expert had most tokens."""
+    for mixture in (mixture for stage in stages for mixture in mixtures_of(stage)):
+        mixture.load = torch.arange(mixture.spec.num)
+        mixture.rebalance()
+
+
+def auxiliary(world: World, case: Case) -> tuple[float, tuple[float, str], float]:
+    """Returns how far gradients are from one process's without an auxiliary loss and with one, and
+    how far the former are from the latter. Few tokens have labels."""
+    spec, plan = spec_of(case), packing(case.num_micro_batches)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
+    executor, reference = Executor(spec, mesh), fresh_reference(spec)
+    mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
+    of_labels = 7.0 / plan.num_tokens
+
+    def reference_gradients() -> None:
+        reference.zero_grad()
+        options: dict[str, Any] = {"reader": Masked(), "loss_scale": of_labels}
+        reference_loss(reference, spec, plan, backward=True, **options)
+
+    executor.train_step(mine, Masked(), loss_scale=of_labels)
+    reference_gradients()
+    before, _ = gradient_error(executor, reference)
+    set_shares([*executor.stages.values(), reference])
+    reference_gradients()
+    differing, _ = gradient_error(executor, reference)
+    for parameter in executor.named_parameters().values():
+        parameter.grad = None
+    executor.train_step(mine, Masked(), loss_scale=of_labels)
+    return before, gradient_error(executor, reference), differing
+
+
+@pytest.mark.parametrize("case", AUX_CASES, ids=str)
+def test_losses_of_the_router_are_of_all_tokens_whatever_has_labels(case: Case) -> None:
+    results = run_local(auxiliary, case.world, case, start_group=True, timeout_s=600)
+    for before, (error, name), _ in results:
+        assert before <= 1e-5
+        assert error <= 1e-5, name
+    assert max(differing for *_, differing in results) > 0.01
 
 
 def bf16(world: World, case: Case) -> tuple[float, float, float, str]:

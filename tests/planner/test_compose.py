@@ -339,6 +339,7 @@ def test_pipelines_get_their_micro_batches_and_equal_rows() -> None:
         mine = made.shard(plan, d)
         assert [m.index for m in mine.micro_batches] == plan.pipelines[d].tolist()
         assert mine.local_tokens == plan.local_tokens(d)
+        assert mine.step_rows == plan.packing.num_tokens  # of both pipelines
         for batch, sharding, rows in zip(
             mine.micro_batches, mine.shardings, mine.local_tokens, strict=True
         ):

@@ -23,6 +23,11 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["parallel.ep=4"], ""),
         (["parallel.tp=2", "parallel.ep=8"], ""),
         (["model.experts.per_token=9"], "per_token = 9 is more than model.experts.num = 8"),
+        (["model.experts.per_token=1", "model.experts.normalised=false"], ""),
+        (
+            ["model.experts.per_token=1"],
+            "per_token = 1 .* router never learns; set model.experts.normalised = false",
+        ),
         (["model.experts.hidden_size=20"], "hidden_size = 20 is not a multiple of 8.*use 24"),
         (["model.hidden_size=68", "model.head_dim=8"], "model.hidden_size = 68 is not a multiple"),
         (["parallel.ep=3"], "parallel.ep = 3 does not divide model.experts.num = 8"),
@@ -72,6 +77,12 @@ def test_what_is_refused(keys: list[str], message: str, tmp_path: Any) -> None:
         return
     with pytest.raises(ValueError, match=message):
         load(str(tmp_path / "run.toml"), BASE + keys)
+
+
+def test_one_expert_alone_needs_no_router_that_learns(tmp_path: Any) -> None:
+    (tmp_path / "run.toml").write_text("", "utf-8")
+    keys = ["model.experts.num=1", "model.experts.per_token=1", "parallel.ep=1"]
+    assert load(str(tmp_path / "run.toml"), [*BASE, *keys]).model.experts.normalised
 
 
 def test_the_ffn_of_a_model_with_experts_is_unused(tmp_path: Any) -> None:

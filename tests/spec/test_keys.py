@@ -74,6 +74,7 @@ KEYS = [
     "model.experts.per_token",
     "model.experts.scoring",
     "model.experts.shared",
+    "model.experts.z_loss",
     "model.ffn_hidden_size",
     "model.full_every",
     "model.full_first",

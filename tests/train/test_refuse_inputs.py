@@ -1,5 +1,6 @@
 """Tests which stores a run refuses before its ranks start, without starting any."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,9 @@ import pytest
 
 from tests.train.case import small_spec, write_store
 from wlb.data import TokenStoreWriter, store
-from wlb.train.refuse_inputs import hold_stores
+from wlb.spec import ExpertsSpec, ModelSpec, RopeScaling, Scoring
+from wlb.train import refuse
+from wlb.train.refuse_inputs import SHAPES, hold_stores
 
 
 def made(prefix: Path, *, tokenizer: str | None = None, **options: Any) -> str:
@@ -62,3 +65,43 @@ def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Pa
     )
     with pytest.raises(ValueError, match=message):
         hold_stores(spec, train=foreign, heldout=heldout)
+
+
+HARMLESS = {
+    "init_std": "drawn weights are replaced by the checkpoint's",
+    "experts.balance": "its state begins anew; `hold_weights` refuses a change from bias",
+    "experts.bias_rate": "of training alone",
+    "experts.aux_coefficient": "of training alone",
+    "experts.z_loss": "of training alone",
+}
+"""Keys of a model that may differ from a checkpoint's without a word, and why."""
+
+
+def test_each_key_of_a_model_is_refused_told_or_known_to_be_harmless() -> None:
+    keys = {f.name for f in fields(ModelSpec)} - {"rope_scaling", "experts"}
+    keys |= {f"rope_scaling.{f.name}" for f in fields(RopeScaling)}
+    keys |= {f"experts.{f.name}" for f in fields(ExpertsSpec)}
+    held = {name.replace("head_size", "head_dim") for name in SHAPES}
+    scaling = {name for name in keys if name.startswith("rope_scaling.")}
+    told = {*refuse.MEANING, *scaling}
+    assert held | told | HARMLESS.keys() == keys
+    assert len(held) + len(told) + len(HARMLESS) == len(keys)  # each key is in one of them
+
+
+def test_another_choice_of_experts_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(ModelSpec(), experts=ExpertsSpec(num=8, per_token=2))
+    monkeypatch.setattr(refuse, "model_of", lambda _: model)
+    assert refuse.model_change(model, Path("saved")) == ""
+    others: dict[str, Any] = {"per_token": 4, "scoring": Scoring.SIGMOID, "normalised": False}
+    said = refuse.model_change(
+        replace(model, experts=replace(model.experts, **others)), Path("saved")
+    )
+    assert said == (
+        "weights of saved go on with model.experts.per_token = 4 instead of 2, "
+        "model.experts.scoring = sigmoid instead of softmax, "
+        "model.experts.normalised = False instead of True"
+    )
+    # Keys of experts that a model does not have change nothing.
+    dense = replace(model, experts=ExpertsSpec())
+    monkeypatch.setattr(refuse, "model_of", lambda _: dense)
+    assert refuse.model_change(replace(dense, experts=ExpertsSpec(per_token=1)), Path("s")) == ""

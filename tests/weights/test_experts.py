@@ -84,6 +84,20 @@ def test_one_expert_is_a_stack_too() -> None:
         (QWEN, {"num_experts_per_tok": 9}, "per_token = 9 is more than model.experts.num = 3"),
         (OLMOE, {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not null: wlb does not clip Q, K and V"),
         (MIXTRAL, {"sliding_window": 64}, "sliding_window = 64 is not said to be in use"),
+        (
+            QWEN,
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "max_window_layers = 1 is ignored by transformers 5, where all layers",
+        ),
+        (
+            QWEN,
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "layer_types = .* contradicts a window of 64 tokens",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(
@@ -102,6 +116,8 @@ def test_what_is_not_computed_is_refused(
         (replace(QWEN, experts=replace(EXPERTS, balance=ExpertBalance.BIAS)), "balance = bias"),
         (replace(MIXTRAL, qkv_bias=True), "qkv_bias = true: no model .* has it beside experts"),
         (replace(MIXTRAL, experts=replace(EXPERTS, normalised=False)), "normalised = false"),
+        (replace(MIXTRAL, sliding_window=8), "Qwen3-MoE alone has windows"),
+        (replace(QWEN, sliding_window=8, full_every=2), "model.full_every = 2: no model"),
         (replace(SPEC, qk_norm_rows=True), "qk_norm_rows = true without experts"),
         (
             replace(MIXTRAL, experts=replace(EXPERTS, dense_layers=(0,))),

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.sets import full, nightly
 from tests.train.case import relaid, small_spec, train, write_corpus
 from tests.weights.case import SPEC, hub_tensors, logits, model_of, some_tokens, write_hub
-from wlb.spec import Dtype, RopeScaling
-from wlb.weights import export, import_folder, load
+from wlb.plan import UserError
+from wlb.spec import Dtype, ExpertBalance, ExpertsSpec, RopeScaling
+from wlb.spec import load as load_spec
+from wlb.weights import export, hub_import, import_folder, load
+from wlb.weights.names import parameters_of
 
 transformers = pytest.importorskip(
     "transformers", reason="compares with transformers: pip install 'wlb-llm[test]'"
@@ -166,6 +170,45 @@ def test_a_mixture_of_experts_is_the_same_there_and_back(name: str, tmp_path: Pa
     torch.testing.assert_close(looked, want, atol=1e-5, rtol=0)
 
 
+def test_a_mixtral_of_one_expert_a_token_is_imported_but_not_trained(tmp_path: Path) -> None:
+    """Its logits are transformers'; its router gets no gradient there either."""
+    keys = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    theirs = model_of_family("mixtral", COMMON | keys)
+    made, *_ = there_and_back(theirs, tmp_path, num_tokens=100)
+    assert "router cannot be trained" in " ".join(made.toml.replace("#", "").split())
+    with pytest.raises(UserError, match=r"set model\.experts\.normalised = false"):
+        load_spec(str(made.checkpoint / "model.toml"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_of_the_auxiliary_loss_is_exported_without_its_shares(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = ExpertsSpec(num=4, per_token=2, hidden_size=16)
+    spec = replace(SPEC, qk_norm=True, experts=experts)
+    trained = replace(spec, experts=replace(experts, balance=ExpertBalance.AUX_LOSS))
+    tensors = hub_tensors(spec, dtype)
+    parts = {
+        n: v for name, p in parameters_of(spec).items() for n, v in p.parts(tensors[name]).items()
+    }
+    # A checkpoint with the state of a run: the folder that it is made of has shares too.
+    shares = {name: torch.rand(4) for name in parameters_of(trained).keys() - tensors.keys()}
+    assert len(shares) == spec.num_layers
+    hub = write_hub(tmp_path / "hub", spec=spec, tensors=parts | shares)
+    read = hub_import.read_config
+    monkeypatch.setattr(hub_import, "read_config", lambda p: replace(read(p), spec=trained))
+    made = import_folder(hub, tmp_path / "run")
+    monkeypatch.undo()
+    back = export(made.checkpoint, tmp_path / "exported")
+    assert back.dtype == str(dtype).removeprefix("torch.")
+    loaded(back.folder)  # expects no unexpected tensors
+    again = import_folder(back.folder, tmp_path / "again")
+    assert again.model.spec == spec
+    found = load_file(back.folder / "model.safetensors")
+    assert found.keys() == parts.keys()
+    assert all(torch.equal(found[name], value) for name, value in parts.items())
+
+
 WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
     "mistral": ("mistral", {"sliding_window": 24, "head_dim": 12}, (24, 0, 0)),
     "mistral-0.2": ("mistral", {"sliding_window": None, "head_dim": 12}, (0, 0, 0)),
@@ -184,6 +227,19 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         (24, 2, 0),
+    ),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "num_hidden_layers": 4,
+            "head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        },
+        (24, 0, 0),
     ),
 }
 

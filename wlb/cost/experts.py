@@ -83,6 +83,13 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
     return round(load * routed) + 3 * experts.shared_hidden_size
 
 
+def z_loss_values(model: ModelSpec) -> int:
+    """Float32 values of a token that the router's z-loss keeps for backward: its logits and their
+    logsumexp."""
+    has_loss = model.experts.num > 0 and model.experts.z_loss > 0
+    return has_loss * (model.experts.num + 1)
+
+
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
     """Bytes a token of the indices that order rows, on both sides of an exchange, which autograd
     functions keep under any recompute. A recomputed layer also keeps the chosen experts, in 16

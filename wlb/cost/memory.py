@@ -207,6 +207,8 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         values += model.hidden_size + experts.mlp_values(model, load=load)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
+    if how == Recompute.NONE:
+        float32_values += experts.z_loss_values(model)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
     keys = cp * local if spec.cp.keep_gathered_kv else local
     return (local * per_token + keys * 2 * model.kv_dim * size) // tp

@@ -29,11 +29,12 @@ Defer = Callable[[Sequence[Tensor], Compute], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
     """What experts are told of a micro-batch. num: rows of this process before padding, which goes
-    to no expert. loss_scale: of the auxiliary loss of a row. counts: filled by layers with the
-    number of rows of each expert, [E]; a recomputed layer writes the same numbers again."""
+    to no expert. row_weight: of one row in the means of auxiliary and z-loss, which are over all
+    rows of a step, labelled or not. counts: filled by layers with the number of rows of each
+    expert, [E]; a recomputed layer writes the same numbers again."""
 
     num: int
-    loss_scale: float = 1.0
+    row_weight: float = 1.0
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
@@ -297,12 +298,21 @@ class MixtureMlp(nn.Module):
         scores_TK = scores_TE.gather(-1, chosen_TK)
         if self.spec.normalised:
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
-        if rows is not None and self.spec.balance == ExpertBalance.AUX_LOSS:
+        if rows is not None and (loss := self._loss(logits_TE, scores_TE)) is not None:
+            scores_TK = _WithLoss.apply(scores_TK, loss * rows.row_weight)
+        return scores_TK, chosen_TK  # pyright: ignore[reportReturnType]
+
+    def _loss(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor | None:
+        """Auxiliary loss and z-loss, summed over rows; None without either."""
+        losses: list[Tensor] = []
+        if self.spec.balance == ExpertBalance.AUX_LOSS:
+            is_softmax = self.spec.scoring == Scoring.SOFTMAX
             share_TE = scores_TE if is_softmax else scores_TE / scores_TE.sum(-1, keepdim=True)
             loss = (share_TE.sum(0) * self.balance).sum() * self.spec.num
-            factor = self.spec.aux_coefficient * rows.loss_scale
-            scores_TK = _WithLoss.apply(scores_TK, loss * factor)
-        return scores_TK, chosen_TK  # pyright: ignore[reportReturnType]
+            losses.append(loss * self.spec.aux_coefficient)
+        if self.spec.z_loss:
+            losses.append(logits_TE.logsumexp(-1).square().sum() * self.spec.z_loss)
+        return sum(losses[1:], losses[0]) if losses else None
 
     @torch.no_grad()
     def rebalance(self) -> None:

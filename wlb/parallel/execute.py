@@ -154,13 +154,13 @@ class Executor:
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
 
-    def _expert_rows(self, plan: PipelinePlan, i: int, loss_scale: float) -> ExpertRows | None:
+    def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows | None:
         """The rows of a micro-batch that experts compute here: without padding, which is last."""
         if not self.spec.model.experts.num:
             return None
         each = plan.local_tokens[i] // self.mesh.parallel.tp
         real = int(plan.shardings[i].tokens[self.mesh.at.cp]) - self.mesh.at.tp * each
-        return ExpertRows(num=min(max(0, real), each), loss_scale=loss_scale)
+        return ExpertRows(num=min(max(0, real), each), row_weight=1 / max(1, plan.step_rows))
 
     def _add_micro_batch(
         self, made: StepInputs, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
@@ -205,7 +205,7 @@ class Executor:
             labels=on_device.get("labels"),
             loss_scale=loss_scale,
             sliding=of_kind.get(True),
-            experts=self._expert_rows(plan, i, loss_scale),
+            experts=self._expert_rows(plan, i),
         )
         indices = [index for made in attentions.values() for index in made.indices]
         if self.spec.training.compile:

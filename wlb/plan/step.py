@@ -180,7 +180,8 @@ class PipelinePlan:
     """One pipeline's micro-batches in execution order, with their spans.
 
     step, pipeline: which. micro_batches, shardings: one each, in the same order. local_tokens: rows
-    of each micro-batch on every CP rank, padding included.
+    of each micro-batch on every CP rank, padding included. step_rows: rows of the whole step's
+    segments, in all pipelines, without what fills up ranks.
     """
 
     step: int
@@ -188,6 +189,7 @@ class PipelinePlan:
     micro_batches: tuple[MicroBatch, ...]
     shardings: tuple[ShardingPlan, ...]
     local_tokens: tuple[int, ...]
+    step_rows: int
 
     def digest(self) -> int:
         """60 bits that tell two pipelines' spans apart, equal on every host."""

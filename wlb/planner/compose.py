@@ -334,6 +334,7 @@ class Planner:
             micro_batches=micro_batches,
             shardings=tuple(shard(m.lengths, cp=self.cp, cost=cost, **how) for m in micro_batches),
             local_tokens=plan.local_tokens(pipeline),
+            step_rows=int(plan.packing.rows.sum()),
         )
 
     def _split_again(self, state: PlannerState) -> PlannerState:

@@ -58,14 +58,14 @@ class EqualLoads:
         received, sent = ([share(m, rank) for m in members], [share(rank, m) for m in members])
         return expert_exchange.RowsBetween(by_stage(received), by_stage(sent))
 
-    def rows_of(self, plan: PipelinePlan, i: int, loss_scale: float, mesh: Mesh) -> GroupRows:
+    def rows_of(self, plan: PipelinePlan, i: int, mesh: Mesh) -> GroupRows:
         """Rows of the members of this rank's group in micro-batch `i`."""
         step, tp = self.steps[plan.digest()], mesh.parallel.tp
         pipelines = pipelines_of_group(mesh.parallel, mesh.at)
         rows = {d: step.local_tokens(d)[i] // tp for d in set(pipelines)}
         return GroupRows(
             num=plan.local_tokens[i] // tp,
-            loss_scale=loss_scale,
+            row_weight=1 / max(1, plan.step_rows),
             of_members=tuple(rows[d] for d in pipelines),
         )
 
@@ -106,10 +106,8 @@ def load_equally(spec: RunSpec) -> None:
         loads.now = rows
         return forward(mixture, x_TC, rows)
 
-    def all_rows(
-        executor: execute.Executor, plan: PipelinePlan, i: int, loss_scale: float
-    ) -> ExpertRows:
-        return loads.rows_of(plan, i, loss_scale, executor.mesh)
+    def all_rows(executor: execute.Executor, plan: PipelinePlan, i: int) -> ExpertRows:
+        return loads.rows_of(plan, i, executor.mesh)
 
     replaced: Sequence[tuple[Any, str, Any]] = (
         (expert_exchange, "rows_between", equal_rows),

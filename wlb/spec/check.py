@@ -210,6 +210,13 @@ MOST_EXPERTS_OF_RANK = 1023
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
+    # Refused of runs, not of models: one that was imported can be exported and looked at.
+    if spec.model.experts.never_learns:
+        raise UserError(
+            "model.experts.per_token = 1 with model.experts.normalised = true: a token's only "
+            "score is 1 whatever the router computes, so that the router never learns; set "
+            "model.experts.normalised = false"
+        )
     if spec.cost.expert_load > (parallel.ep if num else 1):
         raise UserError(
             f"cost.expert_load = {spec.cost.expert_load} with parallel.ep = {parallel.ep} and "

@@ -60,7 +60,11 @@ class ExpertsSpec:
         at_most=4096,
     )
     scoring: Scoring = key(Scoring.SOFTMAX, "scores of experts from the router's logits, float32")
-    normalised: bool = key(True, "the scores of a token's experts are divided by their sum")
+    normalised: bool = key(
+        True,
+        "the scores of a token's experts are divided by their sum; must be false with one expert a "
+        "token, whose score would be 1 whatever the router computes",
+    )
     balance: ExpertBalance = key(
         ExpertBalance.NONE,
         "what keeps experts equally loaded: bias = each expert has a bias that only the choice "
@@ -73,7 +77,15 @@ class ExpertsSpec:
     aux_coefficient: float = key(
         1e-3,
         "factor of the auxiliary loss (balance = aux_loss): experts x sum of an expert's share of "
-        "the step before and its mean score, a layer",
+        "the step before and its mean score over the step's tokens, a layer",
+        at_least=0,
+        at_most=1000,
+    )
+
+    z_loss: float = key(
+        0.0,
+        "factor of the router's z-loss: mean over the step's tokens of its logits' squared "
+        "logsumexp, a layer, which keeps them small; 0 = none (OLMoE: 0.001)",
         at_least=0,
         at_most=1000,
     )
@@ -81,6 +93,11 @@ class ExpertsSpec:
     def are_in(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the experts of a model that has some."""
         return (layer + 1) % self.every == 0 and layer not in self.dense_layers
+
+    @property
+    def never_learns(self) -> bool:
+        """Whether the router gets no gradient: the only score of a token over its sum is 1."""
+        return self.num > 1 and self.per_token == 1 and self.normalised
 
     @property
     def active_hidden_size(self) -> int:

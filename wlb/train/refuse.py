@@ -7,6 +7,7 @@ step refuses a planner state of another corpus or seed.
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.memory import budget_of, hold_against
 from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of, refuse_snapshots
 from wlb.train.telemetry.sinks import refuse_missing
+
+MEANING = (
+    *("norm_eps", "rope_theta", "sliding_window", "full_every", "full_first"),
+    *("attention_softcap", "logit_softcap", "activation", "query_scale_size"),
+    *("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta"),
+    *("experts.per_token", "experts.scoring", "experts.normalised"),
+)
+"""Keys that `_meaning` takes besides those of rope_scaling."""
 
 Probe = Callable[..., Any]
 """Returns fn(*args) of a function that uses a GPU, in this process or in one of its own."""
@@ -175,7 +184,8 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 def _meaning(model: ModelSpec) -> dict[str, object]:
     """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
-    names = ("norm_eps", "rope_theta", "sliding_window", "full_every", "full_first")
-    names += ("attention_softcap", "logit_softcap", "activation", "query_scale_size")
-    names += ("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta")
-    return {name: getattr(model, name) for name in names} | scaling
+    named = {name: attrgetter(name)(model) for name in MEANING}
+    # Without experts their keys mean nothing.
+    has_experts = model.experts.num > 0
+    kept = {n: v for n, v in named.items() if has_experts or not n.startswith("experts.")}
+    return kept | scaling

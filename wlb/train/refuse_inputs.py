@@ -8,7 +8,7 @@ from wlb.plan import UserError
 from wlb.spec import ExpertBalance, LongDocuments, ModelSpec, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 
-_SHAPES = (
+SHAPES = (
     "vocab_size",
     "hidden_size",
     "num_layers",
@@ -19,6 +19,7 @@ _SHAPES = (
     "qkv_bias",
     "qk_norm",
     "qk_norm_rows",
+    "branch_norms",
     "tied_embeddings",
     "experts.num",
     "experts.every",
@@ -26,6 +27,7 @@ _SHAPES = (
     "experts.hidden_size",
     "experts.shared",
 )
+"""Keys of a model by which its tensors have their names and shapes."""
 
 
 def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
@@ -93,7 +95,7 @@ def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
     """UserError for a checkpoint whose files are damaged or whose weights have other shapes."""
     checkpoint.check_files(saved_in)
     theirs = model_of(saved_in)
-    for name in _SHAPES:
+    for name in SHAPES:
         read = attrgetter(name)
         if read(theirs) != read(model):
             raise UserError(

@@ -5,7 +5,7 @@ forms. Models that `wlb.model` would compute differently are refused with key, v
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,18 +13,9 @@ from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
 from wlb.weights import experts
-from wlb.weights.gemma import (
-    GEMMA,
-    KEYS,
-    POSITIONS,
-    SIZE,
-    full_rope,
-    gemma_json,
-    gemma_type,
-    is_gemma,
-    read_gemma,
-)
-from wlb.weights.windows import flag, read_window, window_json
+from wlb.weights.defaults import DEFAULTS, Defaults, default_ids
+from wlb.weights.gemma import GEMMA, KEYS, full_rope, gemma_json, gemma_type, is_gemma, read_gemma
+from wlb.weights.windows import WINDOW, flag, read_window, window_json
 
 ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
@@ -36,8 +27,6 @@ ARCHITECTURES = {
     **experts.ARCHITECTURES,
 }
 """Architectures by model_type."""
-_QWEN3_HEAD = 128
-"""Default of transformers for a Qwen3 whose config.json has no head_dim."""
 
 _READ = """
     architectures attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size
@@ -46,16 +35,20 @@ _READ = """
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
     tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
-# Names, versions, how transformers runs the model; other tokens; dropout, which is off where logits
-# are computed; settings of generation, which older versions wrote here too.
+# Names, versions, code and settings of other libraries, how transformers runs the model; other
+# tokens; dropout, which is off where logits are computed, and noise of training; settings of
+# generation, which older versions wrote here too.
 _HARMLESS = """
     _name_or_path name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
     torchscript return_dict output_hidden_states output_attentions attn_implementation
     _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled tf_legacy_loss
     chunk_size_feed_forward tokenizer_class finetuning_task task_specific_params problem_type
-    id2label label2id unsloth_version unsloth_fixed max_sequence_length
+    id2label label2id unsloth_version unsloth_fixed max_sequence_length transformers.js_config
+    auto_map custom_pipelines processor_class neftune_noise_alpha _commit_hash
+    _attn_implementation_internal experts_implementation _experts_implementation
     is_llama_config is_decoder gradient_checkpointing
-    pad_token_id sep_token_id unk_token_id decoder_start_token_id attention_dropout
+    pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id decoder_start_token_id
+    attention_dropout
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores
@@ -69,17 +62,21 @@ _ROPE = """
 """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
+_SAID = {"gemma2": ("sliding_window_size",), "qwen3_moe": ("use_qk_norm",)}
+"""Keys that transformers does not read, with which files say what such a model has anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
     """Contents of a config.json. max_positions: longest text in training. bos_id, eos_ids: None and
-    empty if unknown."""
+    empty if unknown. default_eos_ids: transformers' where the key is absent, which a
+    generation_config.json may replace."""
 
     spec: ModelSpec
     max_positions: int
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    default_eos_ids: tuple[int, ...] = ()
 
 
 def read_config(path: Path) -> HubModel:
@@ -87,33 +84,28 @@ def read_config(path: Path) -> HubModel:
     values = read_object(path)
     keys = Fields(values, str(path))
     model_type = _architecture(keys)
-    if model_type == "mixtral" and not values.get("rope_parameters"):
-        values.setdefault("rope_theta", experts.MIXTRAL_THETA)
+    usual = DEFAULTS[model_type]
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
-    is_qwen = model_type.startswith("qwen")
-    positions = POSITIONS.get(model_type, 32768 if is_qwen else 2048)
-    max_positions = keys.whole("max_position_embeddings", positions)
+    max_positions = keys.whole("max_position_embeddings", usual.positions)
     family, windows = _family(keys, model_type), read_window(keys, model_type)
     rope_keys = keys
     if model_type == "gemma3_text":
         rope_keys, base = full_rope(keys)
         family |= {"sliding_rope_theta": base} if windows else {}
-    theta, scaling = _rope(rope_keys, max_positions)
+    theta, scaling = _rope(rope_keys, max_positions, usual.rope_theta)
     # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
-    head_dim = {"qwen3": _QWEN3_HEAD, **dict.fromkeys(GEMMA, SIZE)}.get(model_type, 0)
-    # A Gemma that does not say has one matrix.
-    tied = {"tie_word_embeddings": model_type in GEMMA} | values
+    tied = {"tie_word_embeddings": usual.is_tied} | values
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
         hidden_size=keys.whole("hidden_size"),
         num_layers=keys.whole("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=keys.whole("num_key_value_heads", None if needs_kv else num_heads),
-        head_dim=keys.whole("head_dim") if values.get("head_dim") else head_dim,
+        head_dim=keys.whole("head_dim") if values.get("head_dim") else usual.head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
-        norm_eps=keys.real("rms_norm_eps", 1e-6),
+        norm_eps=keys.real("rms_norm_eps", usual.norm_eps),
         experts=experts.read_experts(keys, model_type),
         tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
@@ -126,11 +118,18 @@ def read_config(path: Path) -> HubModel:
         spec.check()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return HubModel(
-        spec=spec,
-        max_positions=max_positions,
-        bos_id=next(iter(_token_ids(keys, "bos_token_id", spec.vocab_size)), None),
-        eos_ids=_token_ids(keys, "eos_token_id", spec.vocab_size),
+    return _with_tokens(HubModel(spec=spec, max_positions=max_positions), keys, usual)
+
+
+def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
+    size = model.spec.vocab_size
+    bos = _token_ids(keys, "bos_token_id", size)
+    bos = bos or default_ids(keys, "bos_token_id", usual.bos_id, size)
+    return replace(
+        model,
+        bos_id=next(iter(bos), None),
+        eos_ids=_token_ids(keys, "eos_token_id", size),
+        default_eos_ids=default_ids(keys, "eos_token_id", usual.eos_id, size),
     )
 
 
@@ -289,7 +288,10 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
-    known = _KNOWN.union(KEYS.split() if model_type in GEMMA else ())
+    known = _KNOWN.union(KEYS.split() if model_type in GEMMA else (), _SAID.get(model_type, ()))
+    window = values.get("sliding_window", WINDOW)
+    if model_type == "gemma2" and values.get("sliding_window_size", window) != window:
+        raise keys.error("sliding_window_size", f"contradicts the window of {window}; remove it")
     for name, value in values.items():
         if name not in known and value not in (None, False, {}, []):
             raise keys.error(
@@ -297,17 +299,18 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
             )
 
 
-def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
-    """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+def _rope(keys: Fields, max_positions: int, default: float) -> tuple[float, RopeScaling]:
+    """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
+    default: the base where no key has one."""
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
     for name in given:
         if not isinstance(values[name], dict):
             raise keys.error(name, "must be a JSON object")
     read = [
-        _one_rope(keys, Fields(values[name], f"{keys.where}: {name}"), max_positions)
+        _one_rope(keys, Fields(values[name], f"{keys.where}: {name}"), max_positions, default)
         for name in given
-    ] or [(keys.real("rope_theta", 10000.0), RopeScaling())]
+    ] or [(keys.real("rope_theta", default), RopeScaling())]
     if read[0] != read[-1]:
         raise UserError(
             f"{keys.where}: rope_parameters = {values['rope_parameters']} and rope_scaling = "
@@ -317,13 +320,15 @@ def _rope(keys: Fields, max_positions: int) -> tuple[float, RopeScaling]:
     return read[0]
 
 
-def _one_rope(keys: Fields, rope: Fields, max_positions: int) -> tuple[float, RopeScaling]:
+def _one_rope(
+    keys: Fields, rope: Fields, max_positions: int, default: float
+) -> tuple[float, RopeScaling]:
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise rope.error(name, "differs between layers, which wlb reads of Gemma 3 alone")
         if name not in _ROPE.split() and value not in (None, False):
             raise rope.error(name, "is not known here and may change RoPE; remove it if not")
-    theta = rope.real("rope_theta", keys.real("rope_theta", 10000.0))
+    theta = rope.real("rope_theta", keys.real("rope_theta", default))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
     for each in (keys, rope):

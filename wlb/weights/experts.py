@@ -20,14 +20,12 @@ READ = """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     decoder_sparse_step mlp_only_layers clip_qkv
 """
-HARMLESS = "router_aux_loss_coef output_router_logits router_jitter_noise"
+HARMLESS = "router_aux_loss_coef router_z_loss_coef output_router_logits router_jitter_noise"
 """Keys of training alone: of a loss that `model.experts.balance` may add, of its output, noise."""
-MIXTRAL_THETA = 1e6
-"""Default of transformers for a Mixtral whose config.json has no rope_theta."""
 
 _LACKED = (
-    *("sliding_window", "attention_softcap", "logit_softcap", "query_scale_size"),
-    *("branch_norms", "zero_centred_norms", "scaled_embeddings"),
+    *("full_every", "full_first", "attention_softcap", "logit_softcap", "query_scale_size"),
+    *("branch_norms", "zero_centred_norms", "scaled_embeddings", "sliding_rope_theta"),
 )
 """Keys of a model that no family with experts has."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -120,6 +118,12 @@ def type_of(spec: ModelSpec) -> str:
 def _type_without_head_norms(spec: ModelSpec) -> str:
     """OLMoE's or Mixtral's model_type."""
     experts = spec.experts
+    if spec.sliding_window:
+        raise UserError(
+            f"model.sliding_window = {spec.sliding_window}: of the models with experts that wlb "
+            f"writes, Qwen3-MoE alone has windows; this model, which has no qk_norm, cannot be "
+            f"exported"
+        )
     if spec.num_expert_layers < spec.num_layers:
         raise UserError(
             f"model.experts.every = {experts.every} and model.experts.dense_layers = "
@@ -160,8 +164,10 @@ def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         "moe_intermediate_size": experts.hidden_size,
         "decoder_sparse_step": experts.every,
         "mlp_only_layers": list(experts.dense_layers),
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "use_sliding_window": spec.sliding_window > 0,
+        "sliding_window": spec.sliding_window or None,
+        # Some versions of transformers slide the layers from this one on, others all.
+        "max_window_layers": 0,
     }
 
 

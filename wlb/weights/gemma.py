@@ -18,11 +18,9 @@ KEYS = """
 """
 """Keys of config.json that only these families have."""
 _GELU = ("gelu_pytorch_tanh",)
-SIZE = 256
-"""Default of transformers for `head_dim` and `query_pre_attn_scalar`."""
-_FULL_BASE, _LOCAL_BASE = 1_000_000.0, 10_000.0
-POSITIONS = {"gemma2": 8192, "gemma3_text": 131_072}
-"""Defaults of transformers for `max_position_embeddings`."""
+_SIZE = 256
+"""Default of transformers for `query_pre_attn_scalar`."""
+_LOCAL_BASE = 10_000.0
 
 
 def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
         "zero_centred_norms": True,
         "scaled_embeddings": True,
         "qk_norm": not is_second,
-        "query_scale_size": keys.whole("query_pre_attn_scalar", SIZE),
+        "query_scale_size": keys.whole("query_pre_attn_scalar", _SIZE),
         "attention_softcap": _cap(keys, "attn_logit_softcapping", 50.0 if is_second else 0.0),
         "logit_softcap": _cap(keys, "final_logit_softcapping", 30.0 if is_second else 0.0),
     }
@@ -69,7 +67,7 @@ def full_rope(keys: Fields) -> tuple[Fields, float]:
     if local.values.get("rope_type", "default") != "default":
         raise local.error("rope_type", "is not default: wlb does not scale RoPE in sliding layers")
     theta = full.get("rope_theta") or values.get("rope_theta")
-    values |= {"rope_parameters": full, "rope_theta": _FULL_BASE if theta is None else theta}
+    values |= {"rope_parameters": full, "rope_theta": theta}
     base = local.real("rope_theta", keys.real("rope_local_base_freq", _LOCAL_BASE))
     return Fields(values, keys.where), base
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 
+from wlb.model.experts import BALANCE
 from wlb.plan import check_at_least
 from wlb.prepare import load_tokenizer
 from wlb.prepare.encode import token_text
@@ -74,7 +75,9 @@ def export(
     def num_bytes(parameter: Parameter) -> int:
         return prod(parameter.unpadded) * taken.itemsize
 
-    shards = list(shards_of(saved.parameters.values(), num_bytes, shard_bytes))
+    # Shares of experts, which the auxiliary loss takes, are no weights of a model.
+    weights = [p for p in saved.parameters.values() if not p.name.endswith(BALANCE)]
+    shards = list(shards_of(weights, num_bytes, shard_bytes))
     with new_folder(out) as folder:
         _write_shards(saved, shards, taken, folder)
         stops = stops_of(saved.run, found)
@@ -86,7 +89,7 @@ def export(
         folder=out,
         checkpoint=saved.folder,
         num_shards=len(shards),
-        num_bytes=sum(map(num_bytes, saved.parameters.values())),
+        num_bytes=sum(map(num_bytes, weights)),
         dtype=name_of(taken),
         tokenizer=found.why,
         stops=stops,
@@ -98,7 +101,7 @@ def tensor_dtype(saved: SavedModel, dtype: Dtype | None) -> torch.dtype:
     """The dtype to read a model in; None = as saved, float32 if tensors differ."""
     if dtype is not None:
         return torch.bfloat16 if dtype == Dtype.BFLOAT16 else torch.float32
-    stored = set(saved.dtypes.values())
+    stored = {kind for name, kind in saved.dtypes.items() if not name.endswith(BALANCE)}
     return stored.pop() if len(stored) == 1 else torch.float32
 
 

@@ -59,13 +59,19 @@ def import_folder(source: Path, out: Path) -> Imported:
         f"The model of {source.resolve()}, of texts up to {model.max_positions} tokens.",
         "data.store must be made with its tokenizer.",
     ]
+    if model.spec.experts.never_learns:
+        comments.append(
+            "The score of a token's only expert is 1, so that its router cannot be trained: a run "
+            "needs model.experts.normalised = false, by which the scores count."
+        )
     toml = to_toml(spec, comments=comments, whole=("model", "model.rope_scaling"))
     generation = read_generation(source / "generation_config.json")
+    eos_ids = (*model.eos_ids, *generation.eos_ids) or model.default_eos_ids
     imported: dict[str, Any] = {
         "from": str(source.resolve()),
         "max_position_embeddings": model.max_positions,
         "bos_token_id": model.bos_id,
-        "eos_token_ids": list(dict.fromkeys((*model.eos_ids, *generation.eos_ids))),
+        "eos_token_ids": list(dict.fromkeys(eos_ids)),
         "generation_config": generation.settings,
     }
     run = {"step": 0, "spec": {"model": to_dict(model.spec)}, "imported": imported}

@@ -2,7 +2,7 @@
 
 A Mistral's window is that of all layers, a Gemma's that of all but every n-th; a Qwen's
 (`use_sliding_window`) that of the layers that `layer_types` names, or of those from
-`max_window_layers` on. A Llama has none.
+`max_window_layers` on, a Qwen3-MoE's that of all layers. A Llama has none.
 """
 
 from typing import Any, cast
@@ -12,7 +12,7 @@ from wlb.plan.read_file import Fields
 from wlb.spec import ModelSpec
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_WINDOW, _FIRST = 4096, 28
+WINDOW, _FIRST = 4096, 28
 """Defaults of transformers for `sliding_window` and `max_window_layers`."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
 """Gemma's layers that see all keys: every second, and `sliding_window_pattern`, by default 6."""
@@ -30,7 +30,9 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that a config.json's windows give; UserError for what wlb lacks."""
     window, num_layers = _window(keys, model_type), keys.whole("num_hidden_layers", at_most=10_000)
     types = _layer_types(keys, num_layers)
-    if model_type in ("llama", "mistral"):
+    if model_type == "qwen3_moe" and window:
+        _hold_all_slide(keys)
+    if model_type in ("llama", "mistral", "qwen3_moe"):
         # transformers does not read the list for them.
         slide = [window > 0] * num_layers
         if types is not None and types != slide:
@@ -50,18 +52,29 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     return {"sliding_window": window, **_pattern(keys, slide)}
 
 
+def _hold_all_slide(keys: Fields) -> None:
+    """UserError for a key by which the first layers of a Qwen3-MoE have no window: transformers 5
+    slides all layers, as some versions of 4 did not."""
+    if keys.whole("max_window_layers", 0, at_least=0):
+        raise keys.error(
+            "max_window_layers",
+            "is ignored by transformers 5, where all layers of a qwen3_moe slide, and not by 4; "
+            "set it to 0, or use_sliding_window to false",
+        )
+
+
 def _window(keys: Fields, model_type: str) -> int:
     """Keys that a query sees in sliding layers; 0 without any."""
     values = keys.values
     is_used = flag(keys, "use_sliding_window")
-    if model_type in _PERIODS and values.get("sliding_window", _WINDOW) is None:
+    if model_type in _PERIODS and values.get("sliding_window", WINDOW) is None:
         raise keys.error("sliding_window", f"is null, but layers of a {model_type} slide")
     if model_type == "mistral" or model_type in _PERIODS:
-        said = values.get("sliding_window", _WINDOW)
-        return 0 if said is None else keys.whole("sliding_window", _WINDOW)
+        said = values.get("sliding_window", WINDOW)
+        return 0 if said is None else keys.whole("sliding_window", WINDOW)
     if model_type.startswith("qwen") and is_used:
         is_null = "sliding_window" in values and values["sliding_window"] is None
-        return 0 if is_null else keys.whole("sliding_window", _WINDOW)
+        return 0 if is_null else keys.whole("sliding_window", WINDOW)
     if is_used:
         raise keys.error("use_sliding_window", f"is true, but a {model_type} has no windows")
     if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:

@@ -1,19 +1,52 @@
 """Tensors of a checkpoint's files into those of the ranks, from any layout into any other."""
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import distributed as dist
 from torch.distributed.checkpoint import hf_storage, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from wlb.plan import RunError
+from wlb.model import Llama
+from wlb.model.experts import BALANCE
+from wlb.model.llama import HEAD
+from wlb.plan import RunError, UserError
 from wlb.plan.read_file import WRONG_SHAPE, told
+from wlb.spec import ModelSpec
 from wlb.train.checkpoint.folder import DamagedCheckpoint
+
+_MODEL = "model."
+"""Begin of the names of a model's tensors in files."""
+
+
+def hold_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
+    """UserError unless a checkpoint's tensors `names` are those of all stages of `model`: a tensor
+    that is left unread, such as a norm's, would make another model without a word. The state of
+    experts' balance may differ, since it begins anew."""
+    with torch.device("meta"):
+        wanted = {f"{_MODEL}{name}" for name in Llama(model).state_dict()}
+    if model.tied_embeddings:
+        wanted.discard(f"{_MODEL}{HEAD}")
+    saved = {name for name in names if name.startswith(_MODEL)}
+    unread, missing = (
+        sorted(name.removeprefix(_MODEL) for name in found if not name.endswith(BALANCE))
+        for found in (saved - wanted, wanted - saved)
+    )
+    if unread:
+        raise UserError(
+            f"the checkpoint {saved_in} has {len(unread)} tensors that this model does not have, "
+            f"such as {unread[0]}; use the model that it was saved for"
+        )
+    if missing:
+        raise DamagedCheckpoint(
+            f"the checkpoint {saved_in} does not hold the tensors of this model: it lacks "
+            f"{len(missing)}, such as {missing[0]}; use another one"
+        )
 
 
 class CheckpointReader:

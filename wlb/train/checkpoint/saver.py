@@ -32,11 +32,11 @@ from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import device_thread
 from wlb.plan import PlannerState, RunError, UserError
-from wlb.spec import RunSpec
+from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
-from wlb.train.checkpoint.reading import CheckpointReader
+from wlb.train.checkpoint.reading import CheckpointReader, hold_names
 from wlb.train.checkpoint.room import is_full, says_full, to_drop, to_prune
 from wlb.train.checkpoint.tensors import (
     Stages,
@@ -321,6 +321,7 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
     rng = rng_states(mesh.rank)
     reader = CheckpointReader(saved_in)
     known = reader.names
+    hold_names(saved_in, known, _model(stages))
     # A rank that the saved run did not have keeps its seeded RNG state.
     rng = {name: value for name, value in rng.items() if name in known}
     in_files = asked_of(saved_in, stages, tensors) | rng
@@ -370,9 +371,14 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
         _verify(saved_in, mesh)
     tensors = weights(stages)
     reader = CheckpointReader(saved_in)
+    hold_names(saved_in, reader.names, _model(stages))
     in_files = asked_of(saved_in, stages, tensors)
     reader.load(in_files, host_group())
     set_weights(stages, tensors)
+
+
+def _model(stages: Stages) -> ModelSpec:
+    return next(iter(stages.values())).spec
 
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
