@@ -268,7 +268,7 @@ def _check_ids(path: Path) -> None:
     if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
         return
     with malformed(path, "give a tokenizer.json"):
-        vocabulary: Any = read_object(path)["model"].get("vocab")
+        vocabulary: Any = read_object(path, wide=True)["model"].get("vocab")
         if isinstance(vocabulary, dict):
             for name, index in cast("dict[str, Any]", vocabulary).items():
                 if isinstance(index, int) and index > _MOST_ID:
@@ -370,7 +370,7 @@ def token_text(value: Any) -> str | None:
 def tokenizer_config(path: Path) -> dict[str, Any]:
     """The object of a tokenizer_config.json; empty where there is none."""
     try:
-        return read_object(path, remedy="repair or remove it")
+        return read_object(path, remedy="repair or remove it", wide=True)
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -335,7 +335,7 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
             raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
-    config = read_object(config_path) if config_path.is_file() else {}
+    config = read_object(config_path, wide=True) if config_path.is_file() else {}
     with malformed(path, "give the chat template of a model"):
         is_config = path.suffix == ".json"
         source = _source_of(config, path) if is_config else path.read_bytes().decode("utf-8")
