@@ -264,6 +264,21 @@ def test_a_saved_tokenizer_without_a_limit_of_length(
         assert info.preparation["tokenizer_config"] == json.loads(config)
 
 
+@pytest.mark.parametrize("name", ["", "tokenizer.model", "spiece.model"])
+def test_a_sentence_piece_model_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Given as a file, or as the folder of a model that has no tokenizer.json."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / (name or "tokenizer.model")).write_bytes(b"\n\x0e\n\x05<unk>")
+    command = [corpus, "--text-key", "body", "--out", tmp_path / "x"]
+    assert run(*command, "--tokenizer", folder / name) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "is a SentencePiece model, not a tokenizer.json; convert it with transformers" in error
+    assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained(OUT)" in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -247,6 +247,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         raise UserError(
             "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
         ) from None
+    refuse_sentence_piece(Path(path))
     _check_ids(Path(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -259,6 +260,17 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def refuse_sentence_piece(path: Path) -> None:
+    """UserError for a SentencePiece model, which older models have and the tokenizers library does
+    not read."""
+    if path.suffix == ".model" and path.is_file():
+        raise UserError(
+            f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
+            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT), and give "
+            f"OUT"
+        )
 
 
 def _check_ids(path: Path) -> None:
