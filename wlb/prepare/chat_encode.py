@@ -1,7 +1,8 @@
 """Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
 
 `Encoded.counts` has `empty_replies` and messages of `dropped_reasoning`, which the template leaves
-out: both are not trained; conversations `split` and their
+out: both are not trained; conversations with `developer_as_system`, whose template has no
+developer's role; conversations `split` and their
 `split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`; conversations
 `truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
 """
@@ -183,7 +184,12 @@ class ChatRecordEncoder:
             )
             for part in kept
         ]
-        counts = {"empty_replies": num_empty, "dropped_reasoning": made.num_dropped}
+        is_renamed = conversation.has_developer and not self.encoder.template.knows_developer
+        counts = {
+            "empty_replies": num_empty,
+            "dropped_reasoning": made.num_dropped,
+            "developer_as_system": int(is_renamed),
+        }
         counts = {name: number for name, number in counts.items() if number}
         if parts[0] is not made:
             counts |= _counts(made, parts, self._choice.too_long)

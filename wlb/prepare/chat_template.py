@@ -62,7 +62,8 @@ class Rendered:
 class ChatTemplate(Protocol):
     """name: for messages and the store's description. source: the same template in Jinja, for
     transformers. variables: what it takes besides messages (bos_token, ...), by name. used: the
-    names of all variables that the source mentions."""
+    names of all variables that the source mentions. knows_developer: whether it has a form for
+    messages of a developer, which are else those of the system."""
 
     @property
     def name(self) -> str: ...
@@ -70,6 +71,8 @@ class ChatTemplate(Protocol):
     def source(self) -> str: ...
     @property
     def variables(self) -> Mapping[str, Any]: ...
+    @property
+    def knows_developer(self) -> bool: ...
     @property
     def used(self) -> frozenset[str]: ...
 
@@ -121,6 +124,10 @@ class BuiltInTemplate:
         return {}
 
     @property
+    def knows_developer(self) -> bool:
+        return False
+
+    @property
     def used(self) -> frozenset[str]:
         return frozenset({"messages", "add_generation_prompt"})
 
@@ -136,6 +143,7 @@ class BuiltInTemplate:
                 f"that has one (--chat FOLDER), write it as <think>...</think> in front of the "
                 f"content, or remove it"
             )
+        conversation = conversation.as_system()
         names, trained = dict(self.roles), trained_messages(conversation, turns)
         parts = [TemplatePart(text=self.start)] if self.start else []
         starts: list[int] = []

@@ -18,6 +18,8 @@ class Role(StrEnum):
     """Author of a message."""
 
     SYSTEM = "system"
+    DEVELOPER = "developer"
+    """OpenAI's name of who instructs the assistant; the system, to templates that have none."""
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
@@ -26,6 +28,7 @@ class Role(StrEnum):
 _ROLE = {str(role): role for role in Role}
 _FROM = {
     "system": Role.SYSTEM,
+    "developer": Role.DEVELOPER,
     "human": Role.USER,
     "user": Role.USER,
     "gpt": Role.ASSISTANT,
@@ -39,7 +42,8 @@ _CALL = "function_call"
 """A message from it is an assistant's whose value is the JSON of tool calls."""
 _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.SYSTEM: (None,),
-    Role.USER: (None, Role.SYSTEM, Role.ASSISTANT),
+    Role.DEVELOPER: (None,),
+    Role.USER: (None, Role.SYSTEM, Role.DEVELOPER, Role.ASSISTANT),
     Role.ASSISTANT: (Role.USER, Role.TOOL),
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
@@ -81,7 +85,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages in order: at most one system message, then turns of a user and an assistant.
+    """Messages in order: at most one of the system or a developer, then turns of a user and an
+    assistant.
 
     Tools may answer an assistant, who then continues. Any role may have the last message. tools:
     JSON list of the tools that the assistant may call, "" for none.
@@ -104,6 +109,15 @@ class Conversation:
                     f"{' or '.join(names)}: merge or reorder the messages"
                 )
             before = message.role
+
+    @property
+    def has_developer(self) -> bool:
+        return self.messages[0].role == Role.DEVELOPER
+
+    def as_system(self) -> "Conversation":
+        """The same with the developer's message as the system's."""
+        first = replace(self.messages[0], role=Role.SYSTEM)
+        return replace(self, messages=(first, *self.messages[1:])) if self.has_developer else self
 
     @property
     def roles(self) -> tuple[Role, ...]:

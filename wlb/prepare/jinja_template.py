@@ -9,6 +9,7 @@ conversation up to there ends, if these texts start the longer text.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -44,6 +45,7 @@ from wlb.prepare.tool_calls import json_text, with_other_arguments, with_text_ar
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
+_DEVELOPER = re.compile(r"""['"]developer['"]""")
 _THOUGHT = "<think>x</think>x"
 _MOST_SHAPES = 4096
 """Most sequences of roles whose rendering is cached."""
@@ -67,6 +69,7 @@ class JinjaTemplate:
         self._spent = Spent()
         self._template, self.has_generation, wanted = compile_template(source, name, self._spent)
         self.used = frozenset(wanted)
+        self.knows_developer = _DEVELOPER.search(source) is not None
         missing = sorted(w for w in wanted - self.variables.keys() if w.endswith("_token"))
         if missing:
             raise UserError(
@@ -77,6 +80,7 @@ class JinjaTemplate:
 
     def render(self, conversation: Conversation, turns: Turns) -> Rendered:
         """UserError for a conversation whose parts are not exactly known."""
+        conversation = conversation if self.knows_developer else conversation.as_system()
         for i, message in enumerate(conversation.messages):
             if found := mark_in(message.reasoning + message.content):
                 raise UserError(f"message {i} contains {found}, which marks contents here")
@@ -106,7 +110,7 @@ class JinjaTemplate:
         ends, later = shape.places.ends, range(1, len(forms))
         begun = [i for i in later if forms[i].role == Role.USER and ends[i - 1] is not None]
         starts = [first.index(i) for i in begun if i in first]
-        has_system = forms[0].role == Role.SYSTEM
+        has_system = forms[0].role in (Role.SYSTEM, Role.DEVELOPER)
         has_bos = shape.pieces[0].text == self.variables.get("bos_token")
         prefix = first.count(0) if has_system else int(has_bos)
         is_apart = not has_system or ends[0] is not None
