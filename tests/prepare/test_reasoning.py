@@ -148,15 +148,18 @@ def test_a_template_that_never_writes_reasoning() -> None:
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_tags_in_contents_are_the_tokens_that_transformers_makes(role: str) -> None:
+@pytest.mark.parametrize("tag", ["think", "tool_response"])
+def test_tags_in_contents_are_the_tokens_that_transformers_makes(role: str, tag: str) -> None:
     """The template writes them too, but they are not special and end no turn."""
-    source = KEEPS.replace("{{ m.role + '\n' +", "{{ m.role + '\n<think>\n</think>\n' +")
+    tags = f"<{tag}>", f"</{tag}>"
+    source = KEEPS.replace("{{ m.role + '\n' +", f"{{{{ m.role + '\n{''.join(tags)}\n' +")
+    tokenizer = byte_tokenizer(CHATML_TOKENS, ordinary=tags)
+    encoder = ChatEncoder(tokenizer, JinjaTemplate(source, name="test", variables={}))
     record = talk("so")
-    record["messages"][0 if role == "user" else 1]["content"] = "<think>\nhm\n</think>\n\nA"
-    tokens = encoded(source, record).tokens.tolist()
-    think = TOKENIZER.token_to_id("<think>")
-    assert tokens.count(think) == 3
-    assert b"<think>" not in bytes(token for token in tokens if token < 256)
+    record["messages"][0 if role == "user" else 1]["content"] = f"{tags[0]}\nhm\n{tags[1]}\n\nA"
+    tokens = encoder.encode(conversation_of(record)).tokens.tolist()
+    assert [tokens.count(tokenizer.token_to_id(tag)) for tag in tags] == [3, 3]
+    assert tags[0].encode() not in bytes(token for token in tokens if token < 256)
 
 
 @pytest.mark.parametrize("tags", ["special", "ordinary"])

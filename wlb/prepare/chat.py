@@ -24,7 +24,7 @@ from wlb.prepare.chat_template import (
     Train,
     Turns,
 )
-from wlb.prepare.conversation import THINK_TAGS, Conversation, Message, Role
+from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Message, Role
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
 if TYPE_CHECKING:
@@ -226,8 +226,7 @@ class ChatEncoder:
             used |= {found.strip() for found in self._pattern.findall(text)}
         data: dict[str, Any] = json.loads(tokenizer.to_str())
         for token in data["added_tokens"]:
-            # Tags of reasoning end no turn, and contents may have them; transformers matches them.
-            is_used = token["content"].strip() in used - set(THINK_TAGS)
+            is_used = token["content"].strip() in used - set(CONTENT_TAGS)
             token["special"] = token["special"] or is_used
         copy = Tokenizer.from_str(json.dumps(data))
         # Each run of text is encoded as a whole.

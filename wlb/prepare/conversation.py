@@ -53,7 +53,10 @@ _MORE = ("function_call", "functions", "history", "documents", "images", "audio"
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's message that hold what it thought; a template may take another one."""
-THINK_TAGS = ("<think>", "</think>")
+CONTENT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                "</tool_response>")  # fmt: skip
+"""Tags that end no turn, and that data sets write in contents as templates do beside them (the form
+of Hermes' calls). Where a tokenizer does not mark them as special, contents have their tokens."""
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
 """Fields of a message and the keys that they have in a record."""
 _ALPACA = ("instruction", "output")

@@ -372,6 +372,11 @@ class JinjaTemplate:
         # What a template computes may fail in any way that its expressions can.
         except (TemplateError, *WRONG_SHAPE) as error:
             reason = shortened(str(error) or type(error).__name__, 400)
+            if "strftime_now" in reason:
+                reason += (
+                    " here, because with today's date a store would differ from day to day; write "
+                    "a date in place of strftime_now(...) in a copy of the template"
+                )
             raise UserError(f"chat template {self.name} refuses it: {reason}") from error
 
 
