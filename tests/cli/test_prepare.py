@@ -8,6 +8,7 @@ import pytest
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer
 from wlb.cli import main
 from wlb.data import TokenStore
+from wlb.prepare.chat_template import CHATML
 
 
 @pytest.fixture
@@ -236,6 +237,46 @@ def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixt
     assert TokenStore(out).read(3).tolist()[:6] == [257, *b"Why?", 256]
     assert run(*command, "--tokenizer", "bpe") == 2
     assert "knows the special tokens of built-in templates" in capsys.readouterr().err
+
+
+def test_a_saved_tokenizer_without_a_limit_of_length(
+    corpus: Path, chats: Path, tmp_path: Path
+) -> None:
+    """transformers writes a limit of more than 64 bits then; the store keeps what was written."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    byte_tokenizer(["</s>", *CHATML_TOKENS]).save(str(folder / "tokenizer.json"))
+    config = '{"model_max_length": 1000000000000000019884624838656, "eos_token": "</s>"}'
+    (folder / "tokenizer_config.json").write_text(config)
+    (folder / "chat_template.jinja").write_text(CHATML.source)
+    text = [corpus, "--text-key", "body"]
+    for i, words in enumerate(
+        (
+            [*text, "--tokenizer", folder / "tokenizer.json"],
+            [*text, "--tokenizer", folder],
+            [chats, "--chat", folder],
+        )
+    ):
+        out = tmp_path / f"s{i}"
+        assert run(*words, "--out", out) == 0
+        info = TokenStore(out).info
+        assert info is not None
+        assert info.preparation["tokenizer_config"] == json.loads(config)
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.model", "spiece.model"])
+def test_a_sentence_piece_model_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Given as a file, or as the folder of a model that has no tokenizer.json."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / (name or "tokenizer.model")).write_bytes(b"\n\x0e\n\x05<unk>")
+    command = [corpus, "--text-key", "body", "--out", tmp_path / "x"]
+    assert run(*command, "--tokenizer", folder / name) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "is a SentencePiece model, not a tokenizer.json; convert it with transformers" in error
+    assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained(OUT)" in error
 
 
 @pytest.mark.parametrize(

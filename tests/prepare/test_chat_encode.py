@@ -30,6 +30,10 @@ from wlb.prepare import (
 from wlb.prepare.conversation import conversation_of
 from wlb.prepare.docstrings import docstring_conversations
 
+DEVELOPED = (
+    "{% for m in messages %}<|im_start|>{{ 'instructions' if m.role == 'developer' else m.role }}"
+    "{{ '\n' + m.content }}<|im_end|>\n{% endfor %}"
+)
 SUFFIXES = (".bin", ".idx", ".json", ".targets")
 
 
@@ -451,3 +455,27 @@ def test_the_standard_library_with_a_tokenizer_of_its_own(tmp_path) -> None:
     lengths = [len(tokenizer.encode(m["content"]).ids) for r in records for m in r["messages"]]
     letters = sum(len(m["content"]) for r in records for m in r["messages"])
     assert sum(lengths) < letters / 1.8  # it was trained on these texts
+
+
+def test_a_developer_is_the_system_to_templates_that_have_none(tmp_path: Path) -> None:
+    """A template may just write the name of any role, which its model has never seen."""
+    record = ask("why?", "so")
+    first = {"role": "developer", "content": "Be brief."}
+    given = {"messages": [first, *record["messages"]]}
+    as_system = {"messages": [{**first, "role": "system"}, *record["messages"]]}
+    template = tmp_path / "chat.jinja"
+    for source, header, is_renamed in (
+        (None, "system", True),
+        (DEVELOPED.replace("'developer'", "'x'"), "system", True),
+        (DEVELOPED, "instructions", False),
+    ):
+        template.write_text(source or "")
+        name = str(template) if source else "chatml"
+        report = prepared(tmp_path, given, template=name)
+        assert report.counts == ({"developer_as_system": 1} if is_renamed else {})
+        tokens = documents(report.prefix)[0][0]
+        assert bytes(t for t in tokens if t < 256).startswith(f"{header}\nBe brief.".encode())
+        if is_renamed:
+            assert documents(prepared(tmp_path, as_system, template=name).prefix)[0][0] == tokens
+    turns = [{"from": "developer", "value": "x"}, {"from": "human", "value": "y"}]
+    assert conversation_of({"conversations": turns}).has_developer

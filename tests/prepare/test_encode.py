@@ -14,7 +14,7 @@ from wlb.prepare.encode import (
     load_tokenizer,
     read_vocabulary,
 )
-from wlb.prepare.tokenizer import train_bpe
+from wlb.prepare.tokenizer import MOST_WORD, cut_words, train_bpe
 
 ATTACK = "a <s> b </s> c <|endoftext|> <unk>"
 
@@ -59,6 +59,32 @@ def test_policies_of_a_tokenizer_that_adds_cuts_and_pads_by_itself(tmp_path):
         made = encoder(path, policy, bos="<s>", eos="</s>")
         assert made.encode({"text": text})[0].tokens.tolist() == tokens
         assert made.encode({"text": text})[0].trained is None
+
+
+@pytest.mark.parametrize("unit", ["ACGT", "\n", " ", "ACGT\n\t", "\u3042", "\u00a0", "a1", "-\x1c"])
+def test_a_bpe_is_trained_on_words_of_bounded_length(unit, monkeypatch):
+    """Training on one run of 250,000 letters did not end; the run is cut for training only."""
+    words: list[int] = []
+    train = Tokenizer.train_from_iterator
+
+    def counted(self, texts, **options):
+        texts = list(texts)
+        assert "".join(texts) == text
+        split = self.pre_tokenizer.pre_tokenize_str
+        words.extend(stop - start for one in texts for _, (start, stop) in split(one))
+        return train(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "train_from_iterator", counted)
+    text = f"before {unit * 5000} after"
+    made = train_bpe([text], vocab_size=270)
+    assert max(words) <= MOST_WORD
+    assert made.decode(made.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_texts_of_ordinary_words_are_trained_on_as_they_are():
+    text = "some text " * 500 + "x" * 998
+    assert list(cut_words(text)) == [text]
+    assert list(cut_words("")) == [""]
 
 
 def test_text_never_gives_special_tokens(tmp_path):

@@ -194,7 +194,11 @@ def test_the_last_turn_may_be_written_differently_if_only_it_is_trained() -> Non
         ("{% for m in messages %}{{ m.content }};{% endfor %}", "which is no special token"),
         ("{% for m in messages %}", "test is not a Jinja template: Unexpected end of template"),
         (CHATML + "{{ raise_exception('no tools here') }}", "refuses it: no tools here"),
-        (CHATML + "{{ strftime_now('%d') }}", "refuses it: 'strftime_now' is undefined"),
+        (
+            CHATML + "{{ strftime_now('%d') }}",
+            "refuses it: 'strftime_now' is undefined here, because with today's date a store would "
+            "differ from day to day; write a date in place of strftime_now(...) in a copy",
+        ),
         (CHATML + "{{ eos_token }}", "uses eos_token, which nothing gives"),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"

@@ -79,6 +79,39 @@ def test_text_equals_that_of_transformers_and_turns_end() -> None:
     assert calls >= 15
 
 
+ORDINARY = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+THOUGHTFUL = ("qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "nemotron_3_nano", "nemotron_3_super")
+KEYED = [PLAIN[0], {"role": "assistant", "content": "No.", "reasoning_content": "hm"}]
+TAGGED = [PLAIN[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nNo."}]
+TWICE = [*KEYED, PLAIN[2], {"role": "assistant", "content": "Yes.", "reasoning_content": "so"}]
+
+
+@pytest.mark.parametrize("kind", ["", "_training"])
+@pytest.mark.parametrize("name", THOUGHTFUL)
+def test_reasoning_is_written_as_transformers_does(name: str, kind: str) -> None:
+    """Templates for training mark what is trained; transformers' mask of theirs equals ours."""
+    source = (FOLDER / f"{name}{kind}.jinja").read_text("utf-8")
+    special = {*re.findall(TOKENS, source), "<s>", "</s>"} - set(ORDINARY)
+    tokenizer = byte_tokenizer(sorted(special), ordinary=ORDINARY)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **VARIABLES)
+    template = JinjaTemplate(source, name=name, variables=VARIABLES)
+    for messages in (PLAIN[:2], KEYED, TAGGED, TWICE):
+        encoder = ChatEncoder(tokenizer, template, turns=Turns.ALL)
+        made = encoder.encode(conversation_of({"messages": messages}))
+        expected = theirs.apply_chat_template(
+            messages,
+            chat_template=source,
+            return_dict=True,
+            return_assistant_tokens_mask=bool(kind),
+        )
+        assert made.tokens.tolist() == expected["input_ids"]
+        if kind and not made.num_dropped:
+            assert made.is_trained.astype(int).tolist() == expected["assistant_masks"]
+        elif messages != PLAIN[:2]:
+            said = "".join(trained(tokenizer, made)[-1])
+            assert "</think>" in said or name == "qwen3_8"
+
+
 def ended(encoder: ChatEncoder) -> tuple[int, str]:
     try:
         return encoder.end_of(probe_of((Role.USER, Role.ASSISTANT)))

@@ -21,6 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+NO_LIMIT = 1000000000000000019884624838656
+"""What transformers saves where a tokenizer has no limit of length."""
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 SPEC = ModelSpec(
     vocab_size=259,
@@ -43,13 +45,14 @@ def model_folder(folder: Path, *, vocab_size: int = SPEC.vocab_size) -> Path:
         "tokenizer_class": "LlamaTokenizer",
         "eos_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
-        "model_max_length": 512,
+        "model_max_length": NO_LIMIT,
         "chat_template": "an older one",
         "auto_map": {"AutoTokenizer": ["code.py", None]},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     (folder / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
-    generation = {"temperature": 0.6, "do_sample": True, "eos_token_id": [END_OF_TEXT, 3]}
+    generation = {"temperature": 0.6, "do_sample": True, "max_length": NO_LIMIT}
+    generation |= {"eos_token_id": [END_OF_TEXT, 3]}
     (folder / "generation_config.json").write_text(json.dumps(generation), "utf-8")
     return folder
 
@@ -93,12 +96,13 @@ def test_a_model_folder_is_template_and_tokenizer(tmp_path: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",
-        "model_max_length": 512,
+        "model_max_length": NO_LIMIT,
     }
     assert read(made.folder / "config.json")["eos_token_id"] == [IM_END, END_OF_TEXT, 3]
     assert read(made.folder / "generation_config.json") == {
         "temperature": 0.6,
         "do_sample": True,
+        "max_length": NO_LIMIT,
         "eos_token_id": [IM_END, END_OF_TEXT, 3],
         "pad_token_id": END_OF_TEXT,
     }

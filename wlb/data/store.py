@@ -59,7 +59,8 @@ class StoreInfo:
         remedy = "prepare the store again, or remove this file and set model.vocab_size"
         where = f"{path} is not the description of a token store"
         with malformed(where, remedy):
-            data = read_object(path, remedy=remedy)
+            # `preparation` holds the tokenizer_config.json of the tokenizer.
+            data = read_object(path, remedy=remedy, wide=True)
         of = Fields(data, where, remedy=remedy)
         about = data.get("preparation", {})
         if not isinstance(about, dict):

@@ -120,17 +120,24 @@ def parse_json(
     return value
 
 
-def read_json(path: Path, *, remedy: str = "repair or replace it") -> Any:
-    """The value of a JSON file; UserError for a file that holds none. An OSError passes."""
+def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = False) -> Any:
+    """The value of a JSON file; UserError for a file that holds none. An OSError passes.
+
+    wide: integers of more than 64 bits are permitted, as Hugging Face's files hold them: without a
+    limit of length, transformers writes "model_max_length": 1000000000000000019884624838656.
+    """
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise UserError(f"{path} has {size} bytes, must have at most {MOST_BYTES}; {remedy}")
-    return parse_json(path.read_bytes(), path, remedy=remedy, unique=True)
+    return parse_json(path.read_bytes(), path, remedy=remedy, unique=True, wide=wide)
 
 
-def read_object(path: Path, *, remedy: str = "repair or replace it") -> dict[str, Any]:
-    """The object of a JSON file; UserError for a file that holds anything else."""
-    return object_of(read_json(path, remedy=remedy), path, remedy=remedy)
+def read_object(
+    path: Path, *, remedy: str = "repair or replace it", wide: bool = False
+) -> dict[str, Any]:
+    """The object of a JSON file; UserError for a file that holds anything else. wide: as in
+    `read_json`."""
+    return object_of(read_json(path, remedy=remedy, wide=wide), path, remedy=remedy)
 
 
 def object_of(value: Any, where: object, *, remedy: str = "repair or replace it") -> dict[str, Any]:

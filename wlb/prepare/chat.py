@@ -24,7 +24,7 @@ from wlb.prepare.chat_template import (
     Train,
     Turns,
 )
-from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Message, Role
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
 if TYPE_CHECKING:
@@ -63,13 +63,15 @@ class ChatTokens:
 
     tokens: int64 [num_tokens]. is_trained: bool [num_tokens]. turns: the tokens at which a turn
     after the first one begins, ascending. prefix: tokens before the first turn (start of text,
-    system message); None where the system message is inside it.
+    system message); None where the system message is inside it. num_dropped: messages whose
+    reasoning the template left out, which are not trained.
     """
 
     tokens: IntArray
     is_trained: BoolArray
     turns: tuple[int, ...] = ()
     prefix: int | None = 0
+    num_dropped: int = 0
 
     @property
     def trained(self) -> IntArray:
@@ -134,20 +136,24 @@ class ChatEncoder:
     def end_of(self, conversation: Conversation) -> tuple[int, str]:
         """Id and text of the trained token that ends its last turn, an assistant's.
 
-        That is the first special token after an answer's content, and the last one after calls.
-        UserError for none.
+        That is the first special token after an answer's content, or the last one of those that
+        follow it directly, and the last one after calls. UserError for none.
         """
         rendered = self.template.render(conversation, self.turns)
         contents = [i for i, part in enumerate(rendered.parts) if part.is_content]
         runs = [run for run in self._runs(rendered) if run.part > contents[-1] and run.is_trained]
-        found = [run.token for run in runs if run.token is not None]
+        found = [i for i, run in enumerate(runs) if run.token is not None]
         if not found:
             raise UserError(
                 f"chat template {self.template.name} trains no special token after what an "
                 f"assistant says, so the model could not learn to stop; put the token that ends "
                 f"its turn into the {{% generation %}} block"
             )
-        end = found[-1 if conversation.messages[-1].tool_calls else 0]
+        last = found[0]
+        while last + 1 in found:
+            last += 1
+        end = runs[found[-1] if conversation.messages[-1].tool_calls else last].token
+        assert end is not None
         return end, next(name for name, number in self._ids_by_name.items() if number == end)
 
     def _ids(self, text: str) -> list[int]:
@@ -187,7 +193,10 @@ class ChatEncoder:
                 f"use the tokenizer that belongs to the template, or add the token to it"
             )
         # Special tokens have odd numbers in `texts`; nothing after the one that ends is trained.
-        last = {Train.END: 1, Train.CALLS: len(texts) - 2}.get(part.train, len(texts))
+        end = 1
+        while end + 2 < len(texts) and not texts[end + 1]:
+            end += 2
+        last = {Train.END: end, Train.CALLS: len(texts) - 2}.get(part.train, len(texts))
         runs: list[_Run] = []
         for i, text in enumerate(texts):
             is_trained = part.train != Train.NO and i <= last
@@ -217,7 +226,8 @@ class ChatEncoder:
             used |= {found.strip() for found in self._pattern.findall(text)}
         data: dict[str, Any] = json.loads(tokenizer.to_str())
         for token in data["added_tokens"]:
-            token["special"] = token["special"] or token["content"].strip() in used
+            is_used = token["content"].strip() in used - set(CONTENT_TAGS)
+            token["special"] = token["special"] or is_used
         copy = Tokenizer.from_str(json.dumps(data))
         # Each run of text is encoded as a whole.
         copy.no_truncation()
@@ -306,6 +316,7 @@ def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> Cha
         is_trained=is_trained,
         turns=tuple(token_at(part) for part in rendered.turns),
         prefix=None if rendered.prefix is None else token_at(rendered.prefix),
+        num_dropped=rendered.num_dropped,
     )
 
 

@@ -1,6 +1,8 @@
 """Conversations as records of `prepare_store`: template, trained messages, limit of tokens.
 
-`Encoded.counts` has `empty_replies`, which are not trained; conversations `split` and their
+`Encoded.counts` has `empty_replies` and messages of `dropped_reasoning`, which the template leaves
+out: both are not trained; conversations with `developer_as_system`, whose template has no
+developer's role; conversations `split` and their
 `split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`; conversations
 `truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
 """
@@ -84,7 +86,8 @@ class ChatChoice(EncoderChoice):
         return conversation_columns(names)
 
     def texts(self, record: Record) -> Sequence[str]:
-        return [message.content for message in _conversation(record).messages]
+        messages = _conversation(record).messages
+        return [text for m in messages for text in (m.reasoning, m.content) if text]
 
     def special_tokens(self, tokenizer: str) -> tuple[str, ...]:
         if tokenizer != BPE and not self.add_tokens:
@@ -157,6 +160,11 @@ class ChatRecordEncoder:
         num_empty = conversation.num_empty_replies
         if not made.num_targets:
             why = f"{num_empty} empty replies" if num_empty else "no assistant's content"
+            if made.num_dropped:
+                why = (
+                    f"the template leaves out the reasoning of {made.num_dropped} messages, which "
+                    f"are not trained without it; use a template that writes it"
+                )
             raise BadRecord(
                 Skip.UNTRAINED, f"no token of it is trained ({made.tokens.size} tokens, {why})"
             )
@@ -176,7 +184,13 @@ class ChatRecordEncoder:
             )
             for part in kept
         ]
-        counts = {"empty_replies": num_empty} if num_empty else {}
+        is_renamed = conversation.has_developer and not self.encoder.template.knows_developer
+        counts = {
+            "empty_replies": num_empty,
+            "dropped_reasoning": made.num_dropped,
+            "developer_as_system": int(is_renamed),
+        }
+        counts = {name: number for name, number in counts.items() if number}
         if parts[0] is not made:
             counts |= _counts(made, parts, self._choice.too_long)
         documents[0] = replace(documents[0], counts=counts)

@@ -18,7 +18,8 @@ class Train(StrEnum):
     NO = "no"
     ALL = "all"
     END = "end"
-    """The text up to and including its first special token, which ends the turn."""
+    """The text up to and including its first special token, which ends the turn, and those that
+    follow it directly."""
     CALLS = "calls"
     """The text up to and including its last special token: tool calls, and what ends the turn."""
 
@@ -45,12 +46,13 @@ class Rendered:
 
     turns: parts at which a turn after the first one begins, where known. prefix: number of parts
     before the first turn (start of text, system message); None where the system message is inside
-    the first turn.
+    the first turn. num_dropped: messages whose reasoning the template left out.
     """
 
     parts: tuple[TemplatePart, ...]
     turns: tuple[int, ...]
     prefix: int | None
+    num_dropped: int = 0
 
     @property
     def text(self) -> str:
@@ -60,7 +62,8 @@ class Rendered:
 class ChatTemplate(Protocol):
     """name: for messages and the store's description. source: the same template in Jinja, for
     transformers. variables: what it takes besides messages (bos_token, ...), by name. used: the
-    names of all variables that the source mentions."""
+    names of all variables that the source mentions. knows_developer: whether it has a form for
+    messages of a developer, which are else those of the system."""
 
     @property
     def name(self) -> str: ...
@@ -68,6 +71,8 @@ class ChatTemplate(Protocol):
     def source(self) -> str: ...
     @property
     def variables(self) -> Mapping[str, Any]: ...
+    @property
+    def knows_developer(self) -> bool: ...
     @property
     def used(self) -> frozenset[str]: ...
 
@@ -119,6 +124,10 @@ class BuiltInTemplate:
         return {}
 
     @property
+    def knows_developer(self) -> bool:
+        return False
+
+    @property
     def used(self) -> frozenset[str]:
         return frozenset({"messages", "add_generation_prompt"})
 
@@ -128,6 +137,13 @@ class BuiltInTemplate:
                 f"chat template {self.name} has no form for tools and tool calls; use the template "
                 f"of a model that has one: --chat FOLDER"
             )
+        if any(m.reasoning for m in conversation.messages):
+            raise UserError(
+                f"chat template {self.name} has no form for reasoning; use the template of a model "
+                f"that has one (--chat FOLDER), write it as <think>...</think> in front of the "
+                f"content, or remove it"
+            )
+        conversation = conversation.as_system()
         names, trained = dict(self.roles), trained_messages(conversation, turns)
         parts = [TemplatePart(text=self.start)] if self.start else []
         starts: list[int] = []

@@ -6,7 +6,7 @@ text or would lose a part are refused with their number.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
@@ -18,6 +18,8 @@ class Role(StrEnum):
     """Author of a message."""
 
     SYSTEM = "system"
+    DEVELOPER = "developer"
+    """OpenAI's name of who instructs the assistant; the system, to templates that have none."""
     USER = "user"
     ASSISTANT = "assistant"
     TOOL = "tool"
@@ -26,6 +28,7 @@ class Role(StrEnum):
 _ROLE = {str(role): role for role in Role}
 _FROM = {
     "system": Role.SYSTEM,
+    "developer": Role.DEVELOPER,
     "human": Role.USER,
     "user": Role.USER,
     "gpt": Role.ASSISTANT,
@@ -39,25 +42,21 @@ _CALL = "function_call"
 """A message from it is an assistant's whose value is the JSON of tool calls."""
 _FOLLOWS: dict[Role, tuple[Role | None, ...]] = {
     Role.SYSTEM: (None,),
-    Role.USER: (None, Role.SYSTEM, Role.ASSISTANT),
+    Role.DEVELOPER: (None,),
+    Role.USER: (None, Role.SYSTEM, Role.DEVELOPER, Role.ASSISTANT),
     Role.ASSISTANT: (Role.USER, Role.TOOL),
     Role.TOOL: (Role.ASSISTANT, Role.TOOL),
 }
-_MORE = (
-    "function_call",
-    "functions",
-    "history",
-    "thinking",
-    "reasoning",
-    "reasoning_content",
-    "documents",
-    "images",
-    "audio",
-    "videos",
-)
+_MORE = ("function_call", "functions", "history", "documents", "images", "audio", "videos")
 """Keys with parts of a conversation that text messages cannot hold."""
 
 _SHAPES = (("messages",), ("conversations",), ("prompt", "completion"))
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of an assistant's message that hold what it thought; a template may take another one."""
+CONTENT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+                "</tool_response>")  # fmt: skip
+"""Tags that end no turn, and that data sets write in contents as templates do beside them (the form
+of Hermes' calls). Where a tokenizer does not mark them as special, contents have their tokens."""
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
 """Fields of a message and the keys that they have in a record."""
 _ALPACA = ("instruction", "output")
@@ -67,13 +66,15 @@ _NEEDED = "messages, or conversations, or prompt and completion, or instruction 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """is_trained: whether an assistant's content may be trained; nobody else's ever is. tool_calls:
-    JSON list of an assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent.
+    """is_trained: whether an assistant's content may be trained; nobody else's ever is. reasoning:
+    what an assistant thought before the content, "" for none. tool_calls: JSON list of an
+    assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent.
     """
 
     role: Role
     content: str
     is_trained: bool = True
+    reasoning: str = ""
     tool_calls: str = ""
     name: str = ""
     call_id: str = ""
@@ -87,7 +88,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages in order: at most one system message, then turns of a user and an assistant.
+    """Messages in order: at most one of the system or a developer, then turns of a user and an
+    assistant.
 
     Tools may answer an assistant, who then continues. Any role may have the last message. tools:
     JSON list of the tools that the assistant may call, "" for none.
@@ -112,6 +114,15 @@ class Conversation:
             before = message.role
 
     @property
+    def has_developer(self) -> bool:
+        return self.messages[0].role == Role.DEVELOPER
+
+    def as_system(self) -> "Conversation":
+        """The same with the developer's message as the system's."""
+        first = replace(self.messages[0], role=Role.SYSTEM)
+        return replace(self, messages=(first, *self.messages[1:])) if self.has_developer else self
+
+    @property
     def roles(self) -> tuple[Role, ...]:
         return tuple(message.role for message in self.messages)
 
@@ -132,7 +143,7 @@ def conversation_of(record: object) -> Conversation:
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
-    _refuse_more(data, "the record")
+    _refuse_more(data, "the record", REASONING_KEYS)
     match [shape for shape in _SHAPES if set(shape) <= set(data)]:
         case [] if set(_ALPACA) <= set(data):
             messages = _instruction_and_output(data)
@@ -162,7 +173,7 @@ def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
             f"{_NEEDED}"
         )
     shapes = {name for shape in (*_SHAPES, _ALPACA) for name in shape}
-    known = {*shapes, "input", "system", "tools", *_MORE}
+    known = {*shapes, "input", "system", "tools", *_MORE, *REASONING_KEYS}
     return tuple(name for name in names if name in known)
 
 
@@ -174,7 +185,7 @@ def _prompt_and_completion(prompt: object, completion: object) -> tuple[Message,
         )
     if isinstance(prompt, list) and isinstance(completion, list):
         given = _messages(cast(object, prompt), "prompt")
-        context = tuple(Message(role=m.role, content=m.content, is_trained=False) for m in given)
+        context = tuple(replace(m, is_trained=False) for m in given)
         return context + _messages(cast(object, completion), "completion")
     shown = [_short(value) for value in cast(list[object], [prompt, completion])]
     raise UserError(
@@ -225,6 +236,7 @@ def _message(value: object, name: str) -> Message:
         role=known[role],
         content=_content(content, f"{keys[1]} of {name}"),
         is_trained=bool(weight),
+        reasoning=_reasoning(data, known[role], name),
         tool_calls=calls_text(calls, name) if calls else "",
         **{field: _text(data[key], f"{key} of {name}") for field, key in answers},
     )
@@ -254,8 +266,22 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def _refuse_more(data: dict[str, Any], name: str) -> None:
-    for key in _MORE:
+def _reasoning(data: dict[str, Any], role: Role, name: str) -> str:
+    """The reasoning of a message, "" for none; UserError for that of others than assistants."""
+    if role != Role.ASSISTANT:
+        _refuse_more(data, name, REASONING_KEYS)
+        return ""
+    found = {
+        key: _content(data[key], f"{key} of {name}") for key in REASONING_KEYS if data.get(key)
+    }
+    if len(set(found.values())) > 1:
+        raise UserError(f"{name} has different texts under {' and '.join(found)}; keep one of them")
+    text = next(iter(found.values()), "")
+    return text if text.strip() else ""
+
+
+def _refuse_more(data: dict[str, Any], name: str, keys: Sequence[str] = ()) -> None:
+    for key in (*_MORE, *keys):
         if data.get(key):
             raise UserError(
                 f"{name} has {key} = {_short(data[key])}, which would be lost; write it into a "

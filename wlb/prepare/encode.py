@@ -247,6 +247,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         raise UserError(
             "tokenizers is not installed; pip install 'wlb-llm[data]', or use --tokenizer bytes"
         ) from None
+    refuse_sentence_piece(Path(path))
     _check_ids(Path(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -261,6 +262,17 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     return tokenizer
 
 
+def refuse_sentence_piece(path: Path) -> None:
+    """UserError for a SentencePiece model, which older models have and the tokenizers library does
+    not read."""
+    if path.suffix == ".model" and path.is_file():
+        raise UserError(
+            f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
+            f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT), and give "
+            f"OUT"
+        )
+
+
 def _check_ids(path: Path) -> None:
     """UserError for a vocabulary with an id so large that the tokenizers library, which counts up
     to it, would not end."""
@@ -268,7 +280,7 @@ def _check_ids(path: Path) -> None:
     if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
         return
     with malformed(path, "give a tokenizer.json"):
-        vocabulary: Any = read_object(path)["model"].get("vocab")
+        vocabulary: Any = read_object(path, wide=True)["model"].get("vocab")
         if isinstance(vocabulary, dict):
             for name, index in cast("dict[str, Any]", vocabulary).items():
                 if isinstance(index, int) and index > _MOST_ID:
@@ -370,7 +382,7 @@ def token_text(value: Any) -> str | None:
 def tokenizer_config(path: Path) -> dict[str, Any]:
     """The object of a tokenizer_config.json; empty where there is none."""
     try:
-        return read_object(path, remedy="repair or remove it")
+        return read_object(path, remedy="repair or remove it", wide=True)
     except FileNotFoundError:
         return {}
     except OSError as error:

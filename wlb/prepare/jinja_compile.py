@@ -20,12 +20,12 @@ MARK, BEGIN, END = "\U000f5eed", "\U000f5eee", "\U000f5eef"
 writes beside a content, such as "[", cannot complete one. Conversations and templates that contain
 one are refused."""
 MARKS = re.compile(f"({BEGIN}|{END}|{MARK}[0-9]+{MARK})")
-"""Finds the marks of generation blocks, and of contents (`marker`)."""
+"""Finds the marks of generation blocks, and of fields (`marker`)."""
 
 
-def marker(message: int) -> str:
-    """What stands for the content of a message."""
-    return f"{MARK}{message}{MARK}"
+def marker(field: int) -> str:
+    """What stands for a field of a message, such as its content."""
+    return f"{MARK}{field}{MARK}"
 
 
 def mark_in(text: str) -> str:

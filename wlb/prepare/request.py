@@ -8,7 +8,7 @@ import numpy as np
 
 from wlb.data.store import TokenStore, file_checksum
 from wlb.plan import UserError, check_at_least, check_between
-from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy
+from wlb.prepare.encode import BPE, BYTES, END_OF_TEXT, DocumentPolicy, refuse_sentence_piece
 from wlb.prepare.records import OnError, TextUnit
 
 TEXT_KEY = "text"
@@ -177,6 +177,8 @@ def arguments_of(options: PrepareOptions) -> dict[str, Any]:
 def tokenizer_path(text: str) -> Path:
     """The tokenizer.json that `text` (a file, or a folder with one) names; UserError if none."""
     path = Path(text, "tokenizer.json") if Path(text).is_dir() else Path(text)
+    model = path.with_name("tokenizer.model")
+    refuse_sentence_piece(model if not path.is_file() and Path(text).is_dir() else path)
     if not path.is_file():
         raise UserError(
             f"--tokenizer {text}: there is no file {path}; give a tokenizer.json, {BPE!r} or "

@@ -3,6 +3,7 @@
 The sample is of training records only, from all shards in seeded order.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,12 @@ from wlb.prepare.request import PrepareOptions, tokenizer_path
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+MOST_WORD = 1000
+"""Most characters of a word from which a BPE is trained; those of languages have less than 100."""
+# A word has a space in front at most; a run of white space is one as well.
+# To Python, U+001C to U+001F are white space; to the tokenizers library they are not.
+_LONG_RUN = re.compile(rf"[\S\x1c-\x1f]{{{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{{MOST_WORD - 1}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +151,8 @@ def sample_texts(
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
     """A byte-level BPE with `<|endoftext|>`, which never matches special tokens in text.
 
-    All 256 bytes are in the vocabulary, so every text encodes and decodes to itself.
+    All 256 bytes are in the vocabulary, so every text encodes and decodes to itself. Training sees
+    words of at most MOST_WORD characters, as its time grows with the square of a word's length.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -157,9 +165,25 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer=trainer)
+    cut = (piece for text in texts for piece in cut_words(text))
+    tokenizer.train_from_iterator(cut, trainer=trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def cut_words(text: str) -> Iterator[str]:
+    """The text in pieces none of whose words has more than MOST_WORD characters; one piece, the
+    text itself, where no word is longer.
+
+    A word of a byte-level BPE has no white space except one space in front, or is only white
+    space.
+    """
+    start = 0
+    for found in _LONG_RUN.finditer(text):
+        yield text[start : found.end()]
+        start = found.end()
+    if start < len(text) or not text:
+        yield text[start:]
 
 
 def _texts(options: PrepareOptions, choice: EncoderChoice, shard: Shard) -> Iterator[str]:

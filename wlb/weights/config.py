@@ -81,7 +81,7 @@ class HubModel:
 
 def read_config(path: Path) -> HubModel:
     """Read the model of a config.json; UserError for a model that `wlb.model` cannot compute."""
-    values = read_object(path)
+    values = read_object(path, wide=True)
     keys = Fields(values, str(path))
     model_type = _architecture(keys)
     usual = DEFAULTS[model_type]
@@ -157,7 +157,7 @@ def read_generation(path: Path) -> HubGeneration:
     """Read a generation_config.json; empty where there is none."""
     if not path.is_file():
         return HubGeneration(settings={}, eos_ids=())
-    values = read_object(path)
+    values = read_object(path, wide=True)
     left_out = ("transformers_version", "bos_token_id", "eos_token_id", "_from_model_config")
     return HubGeneration(
         settings={key: value for key, value in values.items() if key not in left_out},

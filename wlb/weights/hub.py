@@ -128,7 +128,7 @@ def _files(folder: Path) -> Mapping[Path, set[str] | None]:
 
 def _indexed(folder: Path) -> Mapping[Path, set[str]]:
     index = folder / INDEX
-    where = read_object(index).get("weight_map")
+    where = read_object(index, wide=True).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise UserError(f"{index}: weight_map must say which tensor is in which file")
     files: defaultdict[Path, set[str]] = defaultdict(set)

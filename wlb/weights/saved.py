@@ -58,7 +58,8 @@ def open_saved(folder: Path) -> SavedModel:
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
     with malformed(f"{file} does not describe its model", "use another checkpoint"):
-        run = read_object(file)
+        # The record of an import holds a model's generation_config.json.
+        run = read_object(file, wide=True)
         spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
         spec.check()
     parameters = parameters_of(spec)

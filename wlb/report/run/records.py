@@ -267,5 +267,5 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
                 f"neither {source} nor a checkpoint in {folder / 'checkpoints'} says how the run "
                 f"was configured"
             )
-        source, stored = saved[-1], read_object(saved[-1])["spec"]
+        source, stored = saved[-1], read_object(saved[-1], wide=True)["spec"]
     return apply(RunSpec(), stored, source=str(source), is_stored=True)

@@ -166,7 +166,8 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints) and, for
     a model imported from Hugging Face, "imported"."""
     path = checkpoint / RUN
-    of = Fields(read_object(path, remedy="use another checkpoint"), str(path))
+    # "imported" holds a model's generation_config.json.
+    of = Fields(read_object(path, remedy="use another checkpoint", wide=True), str(path))
     of.whole("step", at_least=0)
     if not isinstance(of.values.get("spec"), dict):
         raise of.error("spec", "must be the configuration of a run; use another checkpoint")
