@@ -3,9 +3,9 @@
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
 The library's loop stays; its batches become padding-free rows, balanced over ranks x accumulation
-steps by packing with delay. Attention must keep documents apart: see README.md; with
-`Balance(cp=2)` it does, and two processes share each micro-batch (`transformers_cp`). Own loops:
-`BalancedBatchSampler` as a DataLoader's batch_sampler.
+steps by packing with delay. The first step begins with a probe that refuses models which let
+documents see each other. With `Balance(cp=2)` two processes share each micro-batch. Own loops:
+`BalancedBatchSampler`, `BalancedCollator.of_model(model)`, `check_documents_apart`.
 """
 
 import warnings
@@ -23,6 +23,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from wlb.adapters.dealt import DealtRows, RankBalance
+from wlb.adapters.probe import check_documents_apart as check_documents_apart
 from wlb.adapters.trainers import BalancedCollator as BalancedCollator
 from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
@@ -73,9 +74,10 @@ class Balance:
 class BalancedBatchSampler(Sampler[list[int]]):
     """Micro-batches of all ranks as lists of dataset rows, for accelerate to shard.
 
-    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator()): after accelerate's
-    `prepare`, batch i belongs to process i % num_processes. Without accelerate, use `of_rank`. With
-    Balance's cp, each micro-batch comes cp times, for the consecutive processes that share it.
+    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator.of_model(model)): after
+    accelerate's `prepare`, batch i belongs to process i % num_processes. Without accelerate, use
+    `of_rank`. With Balance's cp, each micro-batch comes cp times, for the consecutive processes
+    that share it.
 
     All epochs are planned as one stream: rows held back in one epoch come in the next, and every
     row is trained once per epoch overall. An epoch iterates 1/epochs of all steps, rounded up,
@@ -198,11 +200,11 @@ class RankBatches(Sampler[list[int]]):
 class BalancedTrainer(PlannedTrainer):
     """A mixin left of a Trainer: `class Mine(BalancedTrainer, SFTTrainer)`; see `balanced`.
 
-    data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
-    UserError before training for settings that would lose, repeat or mix rows or train masked
-    tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
-    dispatch_batches and split_batches, ranks that share a sequence by other means than Balance's
-    cp, and losses that are not a mean over a step's tokens. context: of Balance's cp, None with 1.
+    data_collator, check_documents: of `PlannedTrainer`. UserError before training for settings that
+    would lose, repeat or mix rows or train masked tokens: packed datasets, loss masks that are not
+    in labels, streams, accelerate's dispatch_batches and split_batches, ranks that share a sequence
+    by other means than Balance's cp, losses that are not a mean over a step's tokens, and models
+    that let documents see each other. context: of Balance's cp, None with 1.
     """
 
     balanced_batches: BalancedBatchSampler
@@ -217,6 +219,8 @@ class BalancedTrainer(PlannedTrainer):
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
+            # Its attention takes documents from the plan, in families that are tested.
+            self._is_to_be_checked = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""

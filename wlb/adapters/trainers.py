@@ -13,8 +13,10 @@ import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
 
+from wlb.adapters.boundary_keys import FLASH_KEYS, SEQ_IDX, boundary_keys
 from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
+from wlb.adapters.probe import check_documents_apart
 from wlb.plan import IGNORE, IntArray, UserError
 
 BLOCK = 1 << 16
@@ -35,6 +37,17 @@ class BalancedCollator:
 
     collator: PaddingFreeCollator = PaddingFreeCollator()
 
+    @classmethod
+    def of_model(cls, model: Any) -> "BalancedCollator":
+        """One whose batches say in all ways that the model's forward takes where documents begin:
+        layers without attention read cu_seq_lens and seq_idx, and no position_ids."""
+        keys = boundary_keys(model)
+        return cls(
+            collator=PaddingFreeCollator(
+                return_flash_attn_kwargs=FLASH_KEYS[0] in keys, return_seq_idx=SEQ_IDX in keys
+            )
+        )
+
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if features:
             return self.collator(features)
@@ -46,10 +59,14 @@ class BalancedCollator:
 class PlannedTrainer:
     """A mixin left of a Trainer, for mixins that plan its micro-batches: a DataLoader over them.
 
-    data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
+    data_collator: default `BalancedCollator.of_model(model)`; yours gets an empty list for an empty
+    micro-batch. check_documents: whether the first step begins with `check_documents_apart`. Leave
+    it out for a model that is told of documents in a way the probe has not, such as a mask that
+    compute_loss makes, or whose forward returns no logits.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, check_documents: bool = True, **kwargs: Any) -> None:
+        self._is_to_be_checked = check_documents
         super().__init__(*args, **kwargs)
         chosen = cast(Any, self).data_collator
         # By position it is known by itself: subclasses may take *args.
@@ -60,9 +77,18 @@ class PlannedTrainer:
         """The user's collator, or a padding-free one instead of the trainer's, which pads."""
         # The user may also have set a collator after the trainer was made.
         given = None if self.data_collator is self._chosen_collator else self.data_collator
-        if given is None or isinstance(given, PaddingFreeCollator):
-            return BalancedCollator(collator=given or PaddingFreeCollator())
-        return given
+        if isinstance(given, PaddingFreeCollator):
+            return BalancedCollator(collator=given)
+        return BalancedCollator.of_model(self.model) if given is None else given
+
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's step. Before the first, a UserError for a model that lets documents of a
+        packed row see each other."""
+        if self._is_to_be_checked:
+            self._is_to_be_checked = False
+            with self.compute_loss_context_manager():
+                check_documents_apart(model, self._prepare_inputs(inputs))
+        return cast(Any, super()).training_step(model, inputs, *args, **kwargs)
 
     def _rows(self: Any, collator: Any) -> Any:
         """The training rows, with the columns that the collator reads."""
