@@ -1,6 +1,7 @@
 """What balanced trainers of transformers and TRL share: their rows, ranks, collator and loader."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,7 +14,7 @@ import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.boundary_keys import FLASH_KEYS, SEQ_IDX, boundary_keys
+from wlb.adapters.boundary_keys import FLASH_KEYS, SEQ_IDX, boundary_keys, unwrapped
 from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
 from wlb.adapters.probe import check_documents_apart
@@ -25,6 +26,12 @@ PACKED_COLUMNS = ("seq_lengths", "lengths")
 """Columns that hold a list per row if rows are packed documents."""
 READ = ("input_ids", "labels", "attention_mask", "position_ids")
 """Columns that our collator reads; attention_mask only to refuse padding."""
+
+OTHER_TASKS = re.compile(
+    "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM"
+    "|NextSentencePrediction|PreTraining|RewardModeling|Regression)"
+)
+"""Ends of transformers' names of classes that compute no next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +98,11 @@ class PlannedTrainer:
         return cast(Any, super()).training_step(model, inputs, *args, **kwargs)
 
     def _rows(self: Any, collator: Any) -> Any:
-        """The training rows, with the columns that the collator reads."""
+        """The training rows, with the columns that the collator reads; UserError for rows or a
+        model that no causal language model trains."""
         dataset = checked(self.train_dataset)
+        _check_columns(dataset)
+        _check_task(self.model)
         # Only `datasets.Dataset` needs this; from other datasets the collator takes the keys that
         # it reads.
         if not hasattr(dataset, "column_names"):
@@ -176,6 +186,35 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
     if not remove or _is_transformed(dataset):
         return dataset
     return dataset.remove_columns([name for name in names if name not in READ])
+
+
+def _check_columns(dataset: Any) -> None:
+    """UserError for a `datasets.Dataset` that is not tokenized to a row of tokens, as those of
+    TRL's other trainers (DPO, KTO, rewards, GRPO) are."""
+    names = getattr(dataset, "column_names", None)
+    if names is not None and "input_ids" not in names and not _is_transformed(dataset):
+        raise UserError(
+            f"train_dataset has the columns {', '.join(names)}, and no input_ids: balanced steps "
+            f"train rows of tokens, one document each, as SFT does. Tokenize it first; preference "
+            f"and reward trainers have no such rows, for GRPOTrainer take `balanced_grpo` of "
+            f"wlb.adapters.trl"
+        )
+
+
+def _check_task(model: Any) -> None:
+    """UserError for a model that gives a document one answer, or reads it in both directions."""
+    inner = unwrapped(model)
+    name, config = type(inner).__name__, getattr(inner, "config", None)
+    problem = None
+    if found := OTHER_TASKS.search(name):
+        problem = f"it is made for {found[1]}"
+    elif getattr(config, "is_encoder_decoder", False):
+        problem = "it has an encoder"
+    if problem is not None:
+        raise UserError(
+            f"{name} is no causal language model ({problem}), and many documents in one row, which "
+            f"balanced steps make, train only those; use the library's own trainer for it"
+        )
 
 
 def _is_transformed(dataset: Any) -> bool:
