@@ -22,8 +22,8 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
-    # Attention must keep the documents of a micro-batch apart: FlashAttention, or SDPA with a model
-    # that reads restarting position_ids, without a cache (wlb/adapters/README.md).
+    # The model must keep the documents of a micro-batch apart, which the first step asks of it
+    # (wlb/adapters/README.md); with a cache, transformers' masks do not.
     attention = "sdpa" if options.cpu else "flash_attention_2"
     model = AutoModelForCausalLM.from_pretrained(
         options.model, attn_implementation=attention, use_cache=False

@@ -84,6 +84,40 @@ def test_every_row_is_trained_once_an_epoch_and_epochs_have_equal_steps(
     assert epochs * batches.steps_per_epoch - batches.num_steps < epochs
 
 
+@pytest.mark.parametrize("max_steps", [1, 7, 40])
+def test_max_steps_are_the_first_of_many_epochs_and_planned_when_asked_for(max_steps: int) -> None:
+    sizes: dict[str, Any] = {"num_ranks": 2, "accumulation_steps": 2}
+    batches = BalancedBatchSampler(lengths(), BALANCE, max_steps=max_steps, **sizes)
+    whole = BalancedBatchSampler(lengths(), BALANCE, epochs=20, **sizes)
+    assert whole.num_steps > 40
+    expected = [row.tolist() for step in range(max_steps) for row in whole.dealt.step(step)]
+    dealt = batches._dealt_steps
+    assert dealt.num_planned == 0
+    assert batches.num_steps == max_steps
+    got: list[list[int]] = []
+    for epoch in range(batches.epochs):
+        batches.set_epoch(epoch)
+        made = list(batches)
+        assert len(made) == len(batches)
+        got += made
+        assert dealt.num_planned == len(got) // 4, "and none besides"
+    assert got == expected
+    # Resumed in a later epoch, as accelerate does: skipped batches are planned again.
+    again = BalancedBatchSampler(lengths(), BALANCE, max_steps=max_steps, **sizes)
+    again.set_epoch(batches.epochs - 1)
+    assert list(again) == made
+    assert batches.rank_balance().num_steps == max_steps
+    # The Trainer counts epochs by their length.
+    assert batches.epochs == -(-max_steps // batches.steps_per_epoch)
+
+
+def test_max_steps_within_an_epoch_end_in_it() -> None:
+    batches = BalancedBatchSampler([100] * 600, BALANCE, num_ranks=1, max_steps=3)
+    assert (batches.epochs, batches.steps_per_epoch, len(list(batches))) == (1, 3, 3)
+    with pytest.raises(ValueError, match="max_steps = 0 must be at least 1"):
+        BalancedBatchSampler([100], BALANCE, num_ranks=1, max_steps=0)
+
+
 def test_processes_of_a_cp_group_get_the_same_micro_batches() -> None:
     """accelerate deals by the number of the process, and each loop of one's own by `of_rank`."""
     sizes: dict[str, Any] = {"num_ranks": 2, "accumulation_steps": 2, "epochs": 2}
@@ -289,7 +323,7 @@ def test_steps_in_the_place_of_epochs(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Rows(), max_steps=40, remove_unused_columns=True)
     trainer.train()
     assert trainer.state.global_step == 40
-    assert trainer.balanced_batches.num_steps >= 40
+    assert trainer.balanced_batches.num_steps == 40
 
 
 @pytest.mark.full

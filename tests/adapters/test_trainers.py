@@ -1,6 +1,7 @@
 """Tests what balanced trainers of transformers and TRL share, beside a trainer's own settings."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,15 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the extra [hf]")
 pytest.importorskip("trl", reason="needs the extra [hf]")
 
+from datasets import Dataset
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from tests.adapters.context_models import SMALL
 from tests.adapters.trainer_stand_in import ROWS, StandIn
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedBatchSampler, balanced
@@ -144,3 +154,33 @@ def test_losses_over_a_micro_batches_own_tokens_are_refused(
         assert len(make(scaled, **sizes).get_train_dataloader()) > 0
     with pytest.raises(UserError, match=r"loss_is_scaled_for_ga = False .* set it to True"):
         make(Mean, **sizes).get_train_dataloader()
+
+
+def test_rows_of_other_trainers_are_refused_by_their_columns(make: Callable[..., Any]) -> None:
+    trainer = make()
+    trainer.train_dataset = Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]})
+    says = r"columns prompt, chosen, rejected, and no input_ids: .* take `balanced_grpo` of wlb"
+    with pytest.raises(UserError, match=says):
+        trainer.get_train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("auto", "family", "why"),
+    [
+        (AutoModelForSequenceClassification, "llama", "made for SequenceClassification"),
+        (AutoModelForTokenClassification, "llama", "made for TokenClassification"),
+        (AutoModelForMaskedLM, "bert", "made for MaskedLM"),
+    ],
+)
+def test_models_of_other_tasks_are_refused(
+    make: Callable[..., Any], auto: Any, family: str, why: str
+) -> None:
+    trainer = make()
+    trainer.model = auto.from_config(CONFIG_MAPPING[family](**SMALL))
+    name = type(trainer.model).__name__
+    with pytest.raises(UserError, match=rf"^{name} is no causal language model \(.*{why}"):
+        trainer.get_train_dataloader()
+    config = SimpleNamespace(is_encoder_decoder=True)
+    trainer.model = SimpleNamespace(config=config)
+    with pytest.raises(UserError, match=r"no causal language model \(it has an encoder\)"):
+        trainer.get_train_dataloader()

@@ -33,26 +33,7 @@ class DealtRows:
         """Plan to the end of data. UserError if the planner cuts documents or has no end."""
         if getattr(planner.source, "epochs", 1) < 1:
             raise UserError("epochs = 0 never ends, so it cannot be dealt; set epochs >= 1")
-        rows: list[IntArray] = []
-        ids = DocumentIds(num_documents=num_documents)
-        # Plain-4D's metrics are not needed.
-        planner = replace(planner, baseline=None)
-        for plan in planner.steps():
-            for i in plan.pipelines.T.ravel().tolist():
-                pieces = plan.packing.micro_batch(i).pieces
-                if pieces.start.any():
-                    bad = int(ids.row(pieces.document)[pieces.start.argmax()])
-                    raise UserError(
-                        f"document {bad} is cut into pieces, but rows are trained whole here; cut "
-                        f"it in the dataset, or use a longer context window"
-                    )
-                rows.append(ids.row(pieces.document))
-        return cls(
-            rows=np.concatenate(rows) if rows else np.zeros(0, np.int64),
-            offsets=offsets_of([len(r) for r in rows]),
-            num_ranks=planner.dp,
-            num_micro_batches=planner.packer.num_micro_batches,
-        )
+        return DealtSteps(planner, num_documents).all_rows()
 
     @property
     def num_steps(self) -> int:
@@ -73,6 +54,66 @@ class DealtRows:
         each = np.concatenate([[0], np.cumsum(cost.workload_ns(lengths)[self.rows])])
         micro_batches = np.diff(each[self.offsets])
         return micro_batches.reshape(self.num_steps, -1, self.num_ranks).sum(1)
+
+
+class DealtSteps:
+    """Steps of a planner as rows, planned when they are first asked for and kept.
+
+    num_steps: where to stop; None for the end of data. Planning takes a while for each step, which
+    a run's first step or its resumption would wait for if all were planned at once.
+    """
+
+    def __init__(self, planner: Planner, num_documents: int, num_steps: int | None = None) -> None:
+        # Plain-4D's metrics are not needed.
+        self._planner = replace(planner, baseline=None)
+        self._state = self._planner.start()
+        self._ids = DocumentIds(num_documents=num_documents)
+        self._steps: list[list[IntArray]] = []
+        self._most = num_steps
+
+    @property
+    def num_planned(self) -> int:
+        """Steps that were planned so far."""
+        return len(self._steps)
+
+    def step(self, step: int) -> list[IntArray]:
+        """A step's micro-batches, in the order of `DealtRows.rows`; IndexError past the end."""
+        while len(self._steps) <= step and self._plan():
+            pass
+        return self._steps[step]
+
+    def all_rows(self) -> DealtRows:
+        """All steps; plans those that were not asked for."""
+        while self._plan():
+            pass
+        rows = [row for step in self._steps for row in step]
+        return DealtRows(
+            rows=np.concatenate(rows) if rows else np.zeros(0, np.int64),
+            offsets=offsets_of([len(r) for r in rows]),
+            num_ranks=self._planner.dp,
+            num_micro_batches=self._planner.packer.num_micro_batches,
+        )
+
+    def _plan(self) -> bool:
+        """Plan one more step, if there is one."""
+        if self._most is not None and len(self._steps) >= self._most:
+            return False
+        plan = self._planner.next(self._state)
+        if plan is None:
+            return False
+        made: list[IntArray] = []
+        for i in plan.pipelines.T.ravel().tolist():
+            pieces = plan.packing.micro_batch(i).pieces
+            if pieces.start.any():
+                bad = int(self._ids.row(pieces.document)[pieces.start.argmax()])
+                raise UserError(
+                    f"document {bad} is cut into pieces, but rows are trained whole here; cut "
+                    f"it in the dataset, or use a longer context window"
+                )
+            made.append(self._ids.row(pieces.document))
+        self._steps.append(made)
+        self._state = plan.state
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,11 +3,12 @@
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
 The library's loop stays; its batches become padding-free rows, balanced over ranks x accumulation
-steps by packing with delay. Attention must keep documents apart: see README.md; with
-`Balance(cp=2)` it does, and two processes share each micro-batch (`transformers_cp`). Own loops:
-`BalancedBatchSampler` as a DataLoader's batch_sampler.
+steps by packing with delay. The first step begins with a probe that refuses models which let
+documents see each other. With `Balance(cp=2)` two processes share each micro-batch. Own loops:
+`BalancedBatchSampler`, `BalancedCollator.of_model(model)`, `check_documents_apart`.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -22,7 +23,8 @@ require("transformers>=5.23", "accelerate>=1.15")
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from wlb.adapters.dealt import DealtRows, RankBalance
+from wlb.adapters.dealt import DealtRows, DealtSteps, RankBalance
+from wlb.adapters.probe import check_documents_apart as check_documents_apart
 from wlb.adapters.trainers import BalancedCollator as BalancedCollator
 from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.adapters.transformers_cp import ContextParallel, context_of_trainer
@@ -73,9 +75,10 @@ class Balance:
 class BalancedBatchSampler(Sampler[list[int]]):
     """Micro-batches of all ranks as lists of dataset rows, for accelerate to shard.
 
-    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator()): after accelerate's
-    `prepare`, batch i belongs to process i % num_processes. Without accelerate, use `of_rank`. With
-    Balance's cp, each micro-batch comes cp times, for the consecutive processes that share it.
+    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator.of_model(model)): after
+    accelerate's `prepare`, batch i belongs to process i % num_processes. Without accelerate, use
+    `of_rank`. With Balance's cp, each micro-batch comes cp times, for the consecutive processes
+    that share it.
 
     All epochs are planned as one stream: rows held back in one epoch come in the next, and every
     row is trained once per epoch overall. An epoch iterates 1/epochs of all steps, rounded up,
@@ -84,7 +87,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     resuming needs no state besides skipped batches. Iterating past `epochs` is an IndexError.
 
     lengths: tokens of each dataset row. num_ranks: data-parallel ranks, which are processes / cp.
-    accumulation_steps: micro-batches per rank and step.
+    accumulation_steps: micro-batches per rank and step. max_steps: stop there, after as many epochs
+    as it takes; `epochs` is not read, and steps are planned when their micro-batches are asked for.
     """
 
     # accelerate's BatchSamplerShard requires None for varying sizes.
@@ -99,27 +103,47 @@ class BalancedBatchSampler(Sampler[list[int]]):
         num_ranks: int,
         accumulation_steps: int = 1,
         epochs: int = 1,
+        max_steps: int | None = None,
     ) -> None:
+        if max_steps is not None:
+            check_at_least("max_steps", max_steps, 1)
         check_at_least("epochs", epochs, 1, ", as all are planned at once")
         self.lengths = int_array("lengths", lengths)
         _check_sizes(balance, num_ranks, accumulation_steps)
         _check_rows(self.lengths, balance)
-        self.balance, self.epochs, self.epoch = balance, epochs, 0
+        self.balance, self.epoch = balance, 0
+        self._num_ranks, self._num_micro_batches = num_ranks, num_ranks * accumulation_steps
         planner = balance.planner(
-            self.lengths, num_ranks=num_ranks, accumulation_steps=accumulation_steps, epochs=epochs
+            self.lengths,
+            num_ranks=num_ranks,
+            accumulation_steps=accumulation_steps,
+            epochs=epochs if max_steps is None else 0,
         )
-        self.dealt = DealtRows.of(planner, self.lengths.size)
-        self.steps_per_epoch = ceil(self.dealt.num_steps / epochs)
+        self._dealt_steps = DealtSteps(planner, self.lengths.size, max_steps)
+        if max_steps is None:
+            self._num_steps, self.epochs = self.dealt.num_steps, epochs
+            self.steps_per_epoch = ceil(self._num_steps / epochs)
+        else:
+            # A window of tokens comes for each micro-batch.
+            brought = self._num_micro_batches * balance.context_window
+            in_data = ceil(int(self.lengths.sum()) / brought)
+            self._num_steps, self.steps_per_epoch = max_steps, min(max_steps, in_data)
+            self.epochs = ceil(max_steps / self.steps_per_epoch)
 
     @property
     def sampler(self) -> "BalancedBatchSampler":
         """Itself; accelerate's loaders look for `set_epoch` here."""
         return self
 
+    @functools.cached_property
+    def dealt(self) -> DealtRows:
+        """All steps as rows; with max_steps this plans those that were not iterated yet."""
+        return self._dealt_steps.all_rows()
+
     @property
     def num_steps(self) -> int:
         """Steps of all epochs."""
-        return self.dealt.num_steps
+        return self._num_steps
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate next, from 0."""
@@ -128,17 +152,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
     @property
     def num_processes(self) -> int:
         """Data-parallel ranks times Balance's cp."""
-        return self.dealt.num_ranks * self.balance.cp
+        return self._num_ranks * self.balance.cp
 
     def __len__(self) -> int:
         """Micro-batches of the epoch on all processes."""
-        return len(self._steps()) * self.dealt.num_micro_batches * self.balance.cp
+        return len(self._steps()) * self._num_micro_batches * self.balance.cp
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self._steps():
             self.warn_of_empty_epochs()
         for step in self._steps():
-            for rows in self.dealt.step(step):
+            for rows in self._dealt_steps.step(step):
                 for _ in range(self.balance.cp):
                     yield rows.tolist()
 
@@ -198,11 +222,11 @@ class RankBatches(Sampler[list[int]]):
 class BalancedTrainer(PlannedTrainer):
     """A mixin left of a Trainer: `class Mine(BalancedTrainer, SFTTrainer)`; see `balanced`.
 
-    data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
-    UserError before training for settings that would lose, repeat or mix rows or train masked
-    tokens: packed datasets, loss masks that are not in labels, streams, accelerate's
-    dispatch_batches and split_batches, ranks that share a sequence by other means than Balance's
-    cp, and losses that are not a mean over a step's tokens. context: of Balance's cp, None with 1.
+    data_collator, check_documents: of `PlannedTrainer`. UserError before training for settings that
+    would lose, repeat or mix rows or train masked tokens: packed datasets, loss masks that are not
+    in labels, streams, accelerate's dispatch_batches and split_batches, ranks that share a sequence
+    by other means than Balance's cp, losses that are not a mean over a step's tokens, and models
+    that let documents see each other. context: of Balance's cp, None with 1.
     """
 
     balanced_batches: BalancedBatchSampler
@@ -217,26 +241,26 @@ class BalancedTrainer(PlannedTrainer):
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
+            # Its attention takes documents from the plan, in families that are tested.
+            self._is_to_be_checked = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""
         args, collator = self.args, self._collator()
         rows, num_ranks = self._rows(collator), self._num_ranks(cp=self.balance.cp)
-        lengths = lengths_of(rows)
         batches = BalancedBatchSampler(
-            lengths,
+            lengths_of(rows),
             self.balance,
             num_ranks=num_ranks,
             accumulation_steps=args.gradient_accumulation_steps,
-            epochs=_epochs(args, self.balance, lengths, num_ranks),
+            epochs=max(1, ceil(args.num_train_epochs)),
+            max_steps=args.max_steps if args.max_steps > 0 else None,
         )
         if self.context is not None:
             collator = self.context.collator(collator)
         loader = self._loader(rows, batches, collator)
         self.balanced_batches = batches
-        # With max_steps, more epochs than needed are planned.
-        if args.max_steps <= 0:
-            batches.warn_of_empty_epochs()
+        batches.warn_of_empty_epochs()
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
@@ -291,12 +315,3 @@ def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> N
             f"{accumulation_steps} x context_window = {window}), so rows held back could never be "
             f"caught up; raise step_tokens or lower gradient_accumulation_steps"
         )
-
-
-def _epochs(args: Any, balance: Balance, lengths: IntArray, num_ranks: int) -> int:
-    """Epochs that the Trainer will ask for; with max_steps, enough to hold that many steps."""
-    if args.max_steps <= 0:
-        return max(1, ceil(args.num_train_epochs))
-    longest = balance.s_max or balance.context_window * 3 // 2
-    most = balance.step_tokens or num_ranks * args.gradient_accumulation_steps * longest
-    return max(1, ceil(args.max_steps * most / max(1, int(lengths.sum()))))

@@ -1,6 +1,7 @@
 """What balanced trainers of transformers and TRL share: their rows, ranks, collator and loader."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,8 +14,10 @@ import numpy as np
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import DataLoader, Sampler
 
+from wlb.adapters.boundary_keys import FLASH_KEYS, SEQ_IDX, boundary_keys, unwrapped
 from wlb.adapters.collate import PaddingFreeCollator, flatten
 from wlb.adapters.collate.collators import LOSS_MASKS
+from wlb.adapters.probe import check_documents_apart
 from wlb.plan import IGNORE, IntArray, UserError
 
 BLOCK = 1 << 16
@@ -23,6 +26,12 @@ PACKED_COLUMNS = ("seq_lengths", "lengths")
 """Columns that hold a list per row if rows are packed documents."""
 READ = ("input_ids", "labels", "attention_mask", "position_ids")
 """Columns that our collator reads; attention_mask only to refuse padding."""
+
+OTHER_TASKS = re.compile(
+    "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM"
+    "|NextSentencePrediction|PreTraining|RewardModeling|Regression)"
+)
+"""Ends of transformers' names of classes that compute no next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,17 @@ class BalancedCollator:
 
     collator: PaddingFreeCollator = PaddingFreeCollator()
 
+    @classmethod
+    def of_model(cls, model: Any) -> "BalancedCollator":
+        """One whose batches say in all ways that the model's forward takes where documents begin:
+        layers without attention read cu_seq_lens and seq_idx, and no position_ids."""
+        keys = boundary_keys(model)
+        return cls(
+            collator=PaddingFreeCollator(
+                return_flash_attn_kwargs=FLASH_KEYS[0] in keys, return_seq_idx=SEQ_IDX in keys
+            )
+        )
+
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if features:
             return self.collator(features)
@@ -46,10 +66,14 @@ class BalancedCollator:
 class PlannedTrainer:
     """A mixin left of a Trainer, for mixins that plan its micro-batches: a DataLoader over them.
 
-    data_collator: default `BalancedCollator()`; yours gets an empty list for an empty micro-batch.
+    data_collator: default `BalancedCollator.of_model(model)`; yours gets an empty list for an empty
+    micro-batch. check_documents: whether the first step begins with `check_documents_apart`. Leave
+    it out for a model that is told of documents in a way the probe has not, such as a mask that
+    compute_loss makes, or whose forward returns no logits.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, check_documents: bool = True, **kwargs: Any) -> None:
+        self._is_to_be_checked = check_documents
         super().__init__(*args, **kwargs)
         chosen = cast(Any, self).data_collator
         # By position it is known by itself: subclasses may take *args.
@@ -60,13 +84,25 @@ class PlannedTrainer:
         """The user's collator, or a padding-free one instead of the trainer's, which pads."""
         # The user may also have set a collator after the trainer was made.
         given = None if self.data_collator is self._chosen_collator else self.data_collator
-        if given is None or isinstance(given, PaddingFreeCollator):
-            return BalancedCollator(collator=given or PaddingFreeCollator())
-        return given
+        if isinstance(given, PaddingFreeCollator):
+            return BalancedCollator(collator=given)
+        return BalancedCollator.of_model(self.model) if given is None else given
+
+    def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's step. Before the first, a UserError for a model that lets documents of a
+        packed row see each other."""
+        if self._is_to_be_checked:
+            self._is_to_be_checked = False
+            with self.compute_loss_context_manager():
+                check_documents_apart(model, self._prepare_inputs(inputs))
+        return cast(Any, super()).training_step(model, inputs, *args, **kwargs)
 
     def _rows(self: Any, collator: Any) -> Any:
-        """The training rows, with the columns that the collator reads."""
+        """The training rows, with the columns that the collator reads; UserError for rows or a
+        model that no causal language model trains."""
         dataset = checked(self.train_dataset)
+        _check_columns(dataset)
+        _check_task(self.model)
         # Only `datasets.Dataset` needs this; from other datasets the collator takes the keys that
         # it reads.
         if not hasattr(dataset, "column_names"):
@@ -150,6 +186,35 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
     if not remove or _is_transformed(dataset):
         return dataset
     return dataset.remove_columns([name for name in names if name not in READ])
+
+
+def _check_columns(dataset: Any) -> None:
+    """UserError for a `datasets.Dataset` that is not tokenized to a row of tokens, as those of
+    TRL's other trainers (DPO, KTO, rewards, GRPO) are."""
+    names = getattr(dataset, "column_names", None)
+    if names is not None and "input_ids" not in names and not _is_transformed(dataset):
+        raise UserError(
+            f"train_dataset has the columns {', '.join(names)}, and no input_ids: balanced steps "
+            f"train rows of tokens, one document each, as SFT does. Tokenize it first; preference "
+            f"and reward trainers have no such rows, for GRPOTrainer take `balanced_grpo` of "
+            f"wlb.adapters.trl"
+        )
+
+
+def _check_task(model: Any) -> None:
+    """UserError for a model that gives a document one answer, or reads it in both directions."""
+    inner = unwrapped(model)
+    name, config = type(inner).__name__, getattr(inner, "config", None)
+    problem = None
+    if found := OTHER_TASKS.search(name):
+        problem = f"it is made for {found[1]}"
+    elif getattr(config, "is_encoder_decoder", False):
+        problem = "it has an encoder"
+    if problem is not None:
+        raise UserError(
+            f"{name} is no causal language model ({problem}), and many documents in one row, which "
+            f"balanced steps make, train only those; use the library's own trainer for it"
+        )
 
 
 def _is_transformed(dataset: Any) -> bool:

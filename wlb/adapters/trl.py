@@ -129,8 +129,8 @@ class BalancedSteps(PlannedTrainer):
     """A mixin left of TRL's SFTTrainer; see `balanced_steps`.
 
     A step trains as many rows as the arguments say (per_device_train_batch_size x
-    gradient_accumulation_steps x ranks), divided by work instead of by number. data_collator: as
-    `PlannedTrainer` takes it.
+    gradient_accumulation_steps x ranks), divided by work instead of by number. data_collator,
+    check_documents: as `PlannedTrainer` takes them.
     """
 
     def __init__(self, *args: Any, max_tokens: int, cost: Cost = LLAMA2_7B, **kwargs: Any) -> None:
