@@ -37,8 +37,9 @@ if [ -z "${OUTPUT:-}" ]; then
     OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
     OUTPUT=${OUTPUT:-runs}
 fi
-mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME"
-stop_file=$OUTPUT/.stop-$RUN_NAME
+# The file is this job's alone, because a second job of the run may wait for the first one to end. A requeued job keeps its number.
+mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID"
+stop_file=$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID
 if [ $asked = yes ]; then touch "$stop_file"; fi # The request came before the file had its place.
 settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "run.device=${DEVICE:-cuda}")
 data="no STORE is given: a trial on Python's own sources, the corpus of the demo"
@@ -74,6 +75,7 @@ if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ..
 # A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
 if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
 rm -f "$stop_file"
+((code)) || rm -f "$OUTPUT/.stop-$RUN_NAME" # Made by hand, it has ended these ranks.
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi
 if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
     echo "$(date -Is) $did; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"

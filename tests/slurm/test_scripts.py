@@ -68,14 +68,21 @@ def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
 
 
 def launched(
-    folder: Path, *words: str, code: int, preempted: bool, script: str = "launch", **variables: str
+    folder: Path,
+    *words: str,
+    code: int,
+    preempted: bool,
+    script: str = "launch",
+    also: str = "true",
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs launch.sh where srun writes its arguments and environment to files and ends with `code`,
-    and scontrol says whether it was pre-empted. words: arguments, instead of a preset."""
+    """Runs launch.sh where srun writes its arguments and environment to files, does `also`, and
+    ends with `code`; scontrol says whether it was pre-empted. words: arguments, instead of a
+    preset."""
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
     for name, body in {
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
-        f"env >{folder}/environment; exit {code}",
+        f"env >{folder}/environment; {also}; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
         "python": f'[ "$1" = -c ] || exit 0; exec {sys.executable} "$@"',
     }.items():
@@ -121,6 +128,32 @@ def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) ->
     assert done.returncode == code
     assert "requeue" not in done.stdout
     assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
+
+
+@pytest.mark.parametrize("code", [2, 0])
+def test_a_job_that_is_stopped_leaves_another_job_of_its_run_alone(
+    tmp_path: Path, code: int
+) -> None:
+    """It ends with 2 where it has waited in vain for the lock that the other one holds."""
+    by_hand, other = tmp_path / "runs" / ".stop-mine", tmp_path / "runs" / ".stop-mine@6"
+    by_hand.parent.mkdir()
+    for file in (by_hand, other, tmp_path / "runs" / ".stop-mine@7"):
+        file.touch()
+    # srun's parent is the job's shell; the loop ends when that has taken the signal.
+    asked = f"[ -e {tmp_path}/runs/.stop-mine@7 ]"
+    also = (
+        f"ls -A {tmp_path}/runs | sed s/^/before:/; kill -TERM $PPID; "
+        f"for _ in {{1..1000}}; do {asked} && break; sleep 0.01; done; {asked} && echo asked"
+    )
+    done = launched(tmp_path, code=code, preempted=False, RUN_NAME="mine", DOCTOR="no", also=also)
+    said = done.stdout.splitlines()
+    assert "asked" in said
+    assert "cancelled or out of time: asking the ranks to save and end" in done.stdout
+    assert {"before:.stop-mine", "before:.stop-mine@6"} <= set(said)
+    assert "before:.stop-mine@7" not in said  # of an earlier start of this job
+    assert other.exists()
+    # Only a job that has trained takes a request by hand for done.
+    assert by_hand.exists() == bool(code)
 
 
 def trained(folder: Path, *words: str, **variables: str) -> tuple[str, list[str]]:
