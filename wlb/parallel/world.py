@@ -71,15 +71,32 @@ class World:
 
 
 def discover() -> World | None:
-    """The world that torchrun or srun describes; None if neither started this process."""
+    """The world that torchrun or srun describes; None if neither started this process.
+
+    RANK and WORLD_SIZE alone are no sign of torchrun: enroot's hook for PyTorch images sets both in
+    tasks of srun, without a number of ranks on the node.
+    """
     env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
+    is_given = "RANK" in env and "WORLD_SIZE" in env
+    if is_given and ("TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env):
         return _from_torchrun(env)
-    if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) < _FIRST_SPECIAL_STEP:
-        num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
-        if num_tasks > 1:
-            return _from_slurm(env, num_tasks)
-    return None
+    num_tasks = _tasks_of_step(env)
+    if is_given and _number(env, "WORLD_SIZE") != num_tasks:
+        step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
+        raise UserError(
+            f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} are set, but not "
+            f"LOCAL_WORLD_SIZE, the number of ranks on this machine, and this process belongs to "
+            f"{step}; start it with torchrun or srun, set LOCAL_WORLD_SIZE, or unset RANK and "
+            f"WORLD_SIZE"
+        )
+    return _from_slurm(env, num_tasks) if num_tasks > 1 else None
+
+
+def _tasks_of_step(env: Mapping[str, str]) -> int:
+    """Tasks of the step of srun that this process belongs to; 0 outside one."""
+    if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) >= _FIRST_SPECIAL_STEP:
+        return 0
+    return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
