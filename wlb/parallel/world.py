@@ -282,7 +282,7 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if is_cuda else None,
-        **_rendezvous(world),
+        **_rendezvous(world, timedelta(seconds=timeout_s)),
     )
     if is_cuda:
         new_host_group(timeout_s)
@@ -323,14 +323,27 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
     use_one_worker(names, loopback=is_one_machine)
 
 
-def _rendezvous(world: World) -> dict[str, Any]:
+def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
     if world.rendezvous_file:
         return {"init_method": Path(world.rendezvous_file).absolute().as_uri()}
     if world.origin == Origin.TORCHRUN:
-        return {"init_method": "env://"}  # torchrun's agent may already host the store.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return {"store": _store_of_attempt(world, timeout)}
+        return {"init_method": "env://"}
     if world.world_size == 1:
         return {"store": dist.HashStore()}  # pyright: ignore[reportPrivateImportUsage]
     return {"init_method": f"tcp://{world.master_address}:{world.master_port}"}
+
+
+def _store_of_attempt(world: World, timeout: timedelta) -> Any:
+    """The store of torchrun's agent, in which ranks that are started again (--max-restarts) have
+    keys of their own: a static rendezvous keeps the addresses of those that ended."""
+    attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    host, port = world.master_address, world.master_port
+    # torch exports both without naming them in __all__.
+    c10d: Any = dist
+    store = c10d.TCPStore(host, port, is_master=False, timeout=timeout)
+    return c10d.PrefixStore(f"attempt{attempt}", store)
 
 
 def shutdown() -> None:
