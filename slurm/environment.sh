@@ -22,6 +22,8 @@ else
 fi
 read -ra EXTRA <<<"${EXTRA:-}"
 read -ra SRUN_ARGS <<<"${SRUN_ARGS:-}"
+# sbatch --export=NAMES would make srun pass on these names alone, without what follows.
+export SLURM_EXPORT_ENV=ALL
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 COLUMNS=${COLUMNS:-140}
 
 # Gloo takes names of interfaces, NCCL prefixes of names unless "=" comes first.

@@ -264,6 +264,12 @@ def test_what_the_user_sets_for_cuda_and_the_network_stays(tmp_path: Path) -> No
     assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("ib0", "^lo,docker")
 
 
+def test_ranks_get_all_variables_where_sbatch_exports_some(tmp_path: Path) -> None:
+    """sbatch --export=NAMES leaves this variable, which srun obeys."""
+    _, names = asked_of_srun(tmp_path, SLURM_EXPORT_ENV="STORE", INTERFACE="ib0")
+    assert (names["SLURM_EXPORT_ENV"], names["GLOO_SOCKET_IFNAME"]) == ("ALL", "ib0")
+
+
 def test_ranks_are_examined_before_they_train(tmp_path: Path) -> None:
     quick, trained = "-m wlb doctor 7b_128k --system wlb --quick", "-m wlb train 7b_128k"
     done = launched(tmp_path, code=0, preempted=False)
