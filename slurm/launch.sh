@@ -24,6 +24,11 @@ if [[ ! $RUN_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]]; then
     exit 2
 fi
 
+if [[ ! ${ON_FAILURE:=end} =~ ^(end|requeue)$ ]]; then
+    echo "ON_FAILURE='$ON_FAILURE' says what follows a failed run; use end or requeue"
+    exit 2
+fi
+
 # USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
 # comes with scancel. Either way the ranks agree on a step after which they save and end.
 stop_file='' asked=no again=no
@@ -66,14 +71,22 @@ on_ranks() {
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
-code=0 did=saved
+newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
+code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
 if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
 ((code)) || on_ranks 1 train --resume auto
 ((code == 0)) || did="pre-empted before it could save"
 
 # A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
-if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
+if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then
+    again=yes
+elif ((code)); then
+    # With a checkpoint that this start has made, each start comes further, so that a job that always fails ends. 2 is a wrong command.
+    after=$(newest || true)
+    if [ "$ON_FAILURE" = end ] || [ $asked$again = yesno ] || ((code == 2)) || [[ ! $after > $before ]]; then exit "$code"; fi
+    again=yes did="failed after it had saved $after"
+fi
 rm -f "$stop_file"
 ((code)) || rm -f "$OUTPUT/.stop-$RUN_NAME" # Made by hand, it has ended these ranks.
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi

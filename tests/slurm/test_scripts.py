@@ -35,7 +35,7 @@ def test_every_script_is_short_and_clean() -> None:
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
         num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= (86 if script.stem == "launch" else 40), script
+        assert num_lines <= (98 if script.stem == "launch" else 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
@@ -154,6 +154,47 @@ def test_a_job_that_is_stopped_leaves_another_job_of_its_run_alone(
     assert other.exists()
     # Only a job that has trained takes a request by hand for done.
     assert by_hand.exists() == bool(code)
+
+
+def failed(folder: Path, *, code: int, saves: str, **variables: str) -> str:
+    """Returns what launch.sh says of ranks that end with `code` after they saved a checkpoint, in a
+    run that has one of step 5."""
+    checkpoints = folder / "runs" / "mine" / "checkpoints"
+    (checkpoints / "step-00000005").mkdir(parents=True, exist_ok=True)
+    done = launched(
+        folder,
+        code=code,
+        preempted=False,
+        also=f"mkdir -p {checkpoints}/{saves}; {variables.pop('also', 'true')}",
+        **{"RUN_NAME": "mine", "DOCTOR": "no", "ON_FAILURE": "requeue", **variables},
+    )
+    is_requeued = done.stdout.endswith("requeued\nscontrol requeue 7\n")
+    is_spent = "not requeued after MAX_RESTARTS" in done.stdout
+    assert done.returncode == (0 if is_requeued else 1 if is_spent else code), done.stderr
+    return done.stdout if is_requeued or is_spent else "ended"
+
+
+def test_a_failed_job_is_requeued_if_asked_and_if_it_has_come_further(tmp_path: Path) -> None:
+    new = "step-00000010"
+    said = failed(tmp_path / "a", code=1, saves=new)
+    assert "failed after it had saved step-00000010; requeued" in said
+    assert failed(tmp_path / "a", code=1, saves=new) == "ended"  # no further than before
+    assert "requeued" in failed(tmp_path / "b", code=143, saves=new)
+    assert failed(tmp_path / "c", code=1, saves="partial-00000010") == "ended"
+    assert failed(tmp_path / "d", code=2, saves=new) == "ended"
+    assert failed(tmp_path / "e", code=1, saves=new, ON_FAILURE="end") == "ended"
+    assert failed(tmp_path / "f", code=1, saves=new, ON_FAILURE="") == "ended"
+    asked = tmp_path / "g" / "runs" / ".stop-mine@7"
+    cancel = f"kill -TERM $PPID; until [ -e {asked} ]; do sleep 0.01; done"
+    assert failed(tmp_path / "g", code=1, saves=new, also=cancel) == "ended"
+    said = failed(tmp_path / "h", code=1, saves=new, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    assert "not requeued after MAX_RESTARTS=3" in said
+
+
+def test_another_value_of_on_failure_is_refused(tmp_path: Path) -> None:
+    done = launched(tmp_path, code=0, preempted=False, ON_FAILURE="retry")
+    assert done.returncode == 2
+    assert "ON_FAILURE='retry'" in done.stdout
 
 
 def trained(folder: Path, *words: str, **variables: str) -> tuple[str, list[str]]:
