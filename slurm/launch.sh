@@ -8,11 +8,7 @@ set -euo pipefail
 cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
 PRESET=$1 MAX_RESTARTS=${MAX_RESTARTS:-50} given=("${@:2}")
 if [[ $PRESET == *.toml ]]; then
-    # A file is named from where sbatch was called, and packs as it says itself unless SYSTEM is given.
-    if [[ $PRESET != /* ]]; then PRESET=$SLURM_SUBMIT_DIR/$PRESET; fi
-    [ -f "$PRESET" ] || { echo "$PRESET does not exist; give the path from the folder of sbatch"; exit 2; }
-    SYSTEM=${SYSTEM:-} folder=$(dirname "$PRESET")
-    CONTAINER_MOUNTS=${CONTAINER_MOUNTS:+$CONTAINER_MOUNTS,}$folder:$folder
+    SYSTEM=${SYSTEM:-} # A file says itself how it packs.
 else
     SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs}
 fi
@@ -37,11 +33,7 @@ trap 'ask "time limit or pre-emption" yes' USR1
 trap 'ask "cancelled or out of time" no' TERM
 
 source slurm/environment.sh
-if [ -z "${OUTPUT:-}" ]; then
-    read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
-    OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
-    OUTPUT=${OUTPUT:-runs}
-fi
+find_output
 # The file is this job's alone, because a second job of the run may wait for the first one to end. A requeued job keeps its number.
 mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID"
 stop_file=$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID
