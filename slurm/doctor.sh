@@ -10,12 +10,14 @@
 #SBATCH --time=00:20:00
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
+PRESET=${PRESET:-7b_128k}
 source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
 
-OUT=${OUT:-doctor-$SLURM_JOB_ID.json} PRESET=${PRESET:-7b_128k}
+find_output
+OUT=${OUT:-doctor-$SLURM_JOB_ID.json}
 if [[ $PRESET != *.toml ]]; then SYSTEM=${SYSTEM:-wlb}; fi # A file says itself how it packs.
 echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for $PRESET${SYSTEM:+, system $SYSTEM}, as $OUT"
-settings=("run.device=${DEVICE:-cuda}" "run.output_dir=${OUTPUT:-runs}")
+settings=("run.device=${DEVICE:-cuda}" "run.output_dir=$OUTPUT")
 if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}"); fi
 # The ranks are not killed when the first one fails, because srun's status would then be that of a signal. The
 # examination itself names a rank that hangs, and ends all.

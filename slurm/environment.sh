@@ -1,8 +1,15 @@
 # shellcheck shell=bash
-# Sourced by launch.sh, profile.sh and simulate.sh: enters the checkout that sbatch was called in and
-# finds its Python. sbatch runs a copy of a script, so nothing can be found beside the script itself.
+# Sourced by launch.sh, doctor.sh, profile.sh and simulate.sh, which set PRESET before: enters the checkout that sbatch was called in
+# and finds its Python. sbatch runs a copy of a script, so nothing can be found beside the script itself.
 set -euo pipefail
 cd "${WLB_HOME:-${SLURM_SUBMIT_DIR:?start this by sbatch}}"
+if [[ $PRESET == *.toml ]]; then
+    # A file is named from where sbatch was called, and containers see its folder.
+    if [[ $PRESET != /* ]]; then PRESET=$SLURM_SUBMIT_DIR/$PRESET; fi
+    [ -f "$PRESET" ] || { echo "$PRESET does not exist; give the path from the folder of sbatch"; exit 2; }
+    folder=$(dirname "$PRESET")
+    CONTAINER_MOUNTS=${CONTAINER_MOUNTS:+$CONTAINER_MOUNTS,}$folder:$folder
+fi
 if [ -n "${ENV_SCRIPT:-}" ]; then
     # Modules and conda read variables that are not set.
     set +u
@@ -20,8 +27,18 @@ else
     PYTHON=${WLB_PYTHON:-.venv/bin/python}
     "$PYTHON" -c 'import wlb' || { echo "no wlb for $PYTHON: install it as README.md says, or set WLB_PYTHON"; exit 2; }
 fi
+# Sets OUTPUT, unless it is set, to a file's run.output_dir, or to the default.
+find_output() {
+    if [ -z "${OUTPUT:-}" ] && [[ $PRESET == *.toml ]]; then
+        local read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
+        OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
+    fi
+    OUTPUT=${OUTPUT:-runs}
+}
 read -ra EXTRA <<<"${EXTRA:-}"
 read -ra SRUN_ARGS <<<"${SRUN_ARGS:-}"
+# sbatch --export=NAMES would make srun pass on these names alone, without what follows.
+export SLURM_EXPORT_ENV=ALL
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 COLUMNS=${COLUMNS:-140}
 
 # Gloo takes names of interfaces, NCCL prefixes of names unless "=" comes first.

@@ -8,11 +8,7 @@ set -euo pipefail
 cd "${WLB_HOME:-$SLURM_SUBMIT_DIR}"
 PRESET=$1 MAX_RESTARTS=${MAX_RESTARTS:-50} given=("${@:2}")
 if [[ $PRESET == *.toml ]]; then
-    # A file is named from where sbatch was called, and packs as it says itself unless SYSTEM is given.
-    if [[ $PRESET != /* ]]; then PRESET=$SLURM_SUBMIT_DIR/$PRESET; fi
-    [ -f "$PRESET" ] || { echo "$PRESET does not exist; give the path from the folder of sbatch"; exit 2; }
-    SYSTEM=${SYSTEM:-} folder=$(dirname "$PRESET")
-    CONTAINER_MOUNTS=${CONTAINER_MOUNTS:+$CONTAINER_MOUNTS,}$folder:$folder
+    SYSTEM=${SYSTEM:-} # A file says itself how it packs.
 else
     SYSTEM=${SYSTEM:-wlb} OUTPUT=${OUTPUT:-runs}
 fi
@@ -24,6 +20,11 @@ if [[ ! $RUN_NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]]; then
     exit 2
 fi
 
+if [[ ! ${ON_FAILURE:=end} =~ ^(end|requeue)$ ]]; then
+    echo "ON_FAILURE='$ON_FAILURE' says what follows a failed run; use end or requeue"
+    exit 2
+fi
+
 # USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
 # comes with scancel. Either way the ranks agree on a step after which they save and end.
 stop_file='' asked=no again=no
@@ -32,13 +33,10 @@ trap 'ask "time limit or pre-emption" yes' USR1
 trap 'ask "cancelled or out of time" no' TERM
 
 source slurm/environment.sh
-if [ -z "${OUTPUT:-}" ]; then
-    read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
-    OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
-    OUTPUT=${OUTPUT:-runs}
-fi
-mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME"
-stop_file=$OUTPUT/.stop-$RUN_NAME
+find_output
+# The file is this job's alone, because a second job of the run may wait for the first one to end. A requeued job keeps its number.
+mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID"
+stop_file=$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID
 if [ $asked = yes ]; then touch "$stop_file"; fi # The request came before the file had its place.
 settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "run.device=${DEVICE:-cuda}")
 data="no STORE is given: a trial on Python's own sources, the corpus of the demo"
@@ -65,15 +63,24 @@ on_ranks() {
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
-code=0 did=saved
+newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
+code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
 if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
 ((code)) || on_ranks 1 train --resume auto
 ((code == 0)) || did="pre-empted before it could save"
 
 # A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
-if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then again=yes; elif ((code)); then exit "$code"; fi
+if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then
+    again=yes
+elif ((code)); then
+    # With a checkpoint that this start has made, each start comes further, so that a job that always fails ends. 2 is a wrong command.
+    after=$(newest || true)
+    if [ "$ON_FAILURE" = end ] || [ $asked$again = yesno ] || ((code == 2)) || [[ ! $after > $before ]]; then exit "$code"; fi
+    again=yes did="failed after it had saved $after"
+fi
 rm -f "$stop_file"
+((code)) || rm -f "$OUTPUT/.stop-$RUN_NAME" # Made by hand, it has ended these ranks.
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi
 if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
     echo "$(date -Is) $did; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"

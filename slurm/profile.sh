@@ -11,8 +11,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
+PRESET=${PRESET:-7b_128k}
 source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
 
 OUT=${OUT:-kernels_profile/gpu-$SLURM_JOB_ID.json}
-echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: a profile for ${PRESET:=7b_128k} as $OUT"
+echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: a profile for $PRESET as $OUT"
 exec ${CONTAINER[0]:+srun} "${CONTAINER[@]}" ${CONTAINER[0]:+"${SRUN_ARGS[@]}"} "$PYTHON" -m wlb.profile --device "${DEVICE:-cuda}" --preset "$PRESET" --out "$OUT" "${EXTRA[@]}"

@@ -10,10 +10,11 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
+PRESET=${PRESET:-7b_128k}
 source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
 
 lengths=(--synthetic wlb_paper)
 if [ -n "${STORE:-}" ]; then lengths=(--corpus "$STORE"); fi
-echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: ${PRESET:=7b_128k}, lengths ${lengths[1]}"
+echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $PRESET, lengths ${lengths[1]}"
 read -ra systems <<<"${SYSTEM:-plain_4d fixed_4d paper wlb}"
 exec ${CONTAINER[0]:+srun} "${CONTAINER[@]}" ${CONTAINER[0]:+"${SRUN_ARGS[@]}"} "$PYTHON" -m wlb simulate "$PRESET" "${lengths[@]}" --systems "${systems[@]}" "${EXTRA[@]}"

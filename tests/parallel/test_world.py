@@ -47,7 +47,7 @@ def test_torchrun_is_discovered(env):
 
 
 def test_torchrun_variables_that_are_missing_or_no_numbers_are_named(env):
-    env(RANK=0, WORLD_SIZE=2)
+    env(RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
     with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
         worlds.discover()
     env(LOCAL_RANK="first")
@@ -97,7 +97,31 @@ def test_a_batch_script_is_no_step_of_many_ranks(env, batch_script):
 
 def test_torchrun_inside_slurm_is_torchrun(env):
     env(**SLURM, RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_ADDR="x", MASTER_PORT=1)
+    env(LOCAL_WORLD_SIZE=1, TORCHELASTIC_RUN_ID="none")
     assert worlds.discover().origin == worlds.Origin.TORCHRUN
+
+
+HOOK = {"RANK": 17, "WORLD_SIZE": 20, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu007", "MASTER_PORT": 9}
+
+
+def test_a_step_whose_hook_sets_some_of_torchrun_s_variables_is_a_step(env):
+    """enroot's 50-slurm-pytorch.sh says nothing of nodes; Slurm's own variables do."""
+    env(**SLURM, **HOOK)
+    world = worlds.discover()
+    assert world.origin == worlds.Origin.SLURM
+    assert (world.rank, world.world_size, world.node_rank) == (17, 20, 2)
+    assert (world.local_rank, world.local_world_size) == (1, 4)
+    env(WORLD_SIZE=1, SLURM_STEP_NUM_TASKS=1)
+    assert worlds.discover() is None
+
+
+def test_ranks_without_their_number_on_a_node_are_refused(env):
+    env(**HOOK)
+    with pytest.raises(ValueError, match=r"RANK = 17 .* LOCAL_WORLD_SIZE.* to no step of srun;"):
+        worlds.discover()
+    env(**SLURM, WORLD_SIZE=16)
+    with pytest.raises(ValueError, match=r"WORLD_SIZE = 16 .* a step of srun with 20 tasks; start"):
+        worlds.discover()
 
 
 @pytest.mark.parametrize(

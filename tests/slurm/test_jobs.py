@@ -234,15 +234,14 @@ def test_a_job_that_cannot_work_fails_once_and_says_why(lab: Lab) -> None:
 
 
 def test_the_settings_reach_the_ranks(lab: Lab) -> None:
-    stop = lab.folder / "runs" / ".stop-settings"
-    stop.parent.mkdir(exist_ok=True)
-    stop.touch()  # of an earlier job that was killed: the launcher removes it
     given = {"SYSTEM": "fixed_4d:2", "STORE": "stores/a", "HELDOUT": "stores/b"}
     job = lab.stand_in(name="settings", **given, EXTRA="training.steps=7 eval.steps=1")
+    stop = lab.folder / "runs" / f".stop-settings@{job}"
     lab.until_said(job, "3: began")
     assert not stop.exists()
     lab.cluster.run("scancel", str(job))
     lab.until_said(job, " ended\n")
+    assert not stop.exists()
     (words,) = re.findall(r"^2: began: (.+)$", lab.log(job), re.MULTILINE)
     assert words == (
         f"-m wlb train 7b_128k --system fixed_4d:2 --resume auto --set run.name=settings "

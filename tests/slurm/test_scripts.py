@@ -35,7 +35,7 @@ def test_every_script_is_short_and_clean() -> None:
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
         num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= (86 if script.stem == "launch" else 40), script
+        assert num_lines <= {"launch": 90, "environment": 60}.get(script.stem, 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
@@ -68,14 +68,21 @@ def test_the_scripts_of_table_1_differ_in_name_and_size_only() -> None:
 
 
 def launched(
-    folder: Path, *words: str, code: int, preempted: bool, script: str = "launch", **variables: str
+    folder: Path,
+    *words: str,
+    code: int,
+    preempted: bool,
+    script: str = "launch",
+    also: str = "true",
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs launch.sh where srun writes its arguments and environment to files and ends with `code`,
-    and scontrol says whether it was pre-empted. words: arguments, instead of a preset."""
+    """Runs launch.sh where srun writes its arguments and environment to files, does `also`, and
+    ends with `code`; scontrol says whether it was pre-empted. words: arguments, instead of a
+    preset."""
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
     for name, body in {
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
-        f"env >{folder}/environment; exit {code}",
+        f"env >{folder}/environment; {also}; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
         "python": f'[ "$1" = -c ] || exit 0; exec {sys.executable} "$@"',
     }.items():
@@ -121,6 +128,92 @@ def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) ->
     assert done.returncode == code
     assert "requeue" not in done.stdout
     assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
+
+
+@pytest.mark.parametrize("code", [2, 0])
+def test_a_job_that_is_stopped_leaves_another_job_of_its_run_alone(
+    tmp_path: Path, code: int
+) -> None:
+    """It ends with 2 where it has waited in vain for the lock that the other one holds."""
+    by_hand, other = tmp_path / "runs" / ".stop-mine", tmp_path / "runs" / ".stop-mine@6"
+    by_hand.parent.mkdir()
+    for file in (by_hand, other, tmp_path / "runs" / ".stop-mine@7"):
+        file.touch()
+    # srun's parent is the job's shell; the loop ends when that has taken the signal.
+    asked = f"[ -e {tmp_path}/runs/.stop-mine@7 ]"
+    also = (
+        f"ls -A {tmp_path}/runs | sed s/^/before:/; kill -TERM $PPID; "
+        f"for _ in {{1..1000}}; do {asked} && break; sleep 0.01; done; {asked} && echo asked"
+    )
+    done = launched(tmp_path, code=code, preempted=False, RUN_NAME="mine", DOCTOR="no", also=also)
+    said = done.stdout.splitlines()
+    assert "asked" in said
+    assert "cancelled or out of time: asking the ranks to save and end" in done.stdout
+    assert {"before:.stop-mine", "before:.stop-mine@6"} <= set(said)
+    assert "before:.stop-mine@7" not in said  # of an earlier start of this job
+    assert other.exists()
+    # Only a job that has trained takes a request by hand for done.
+    assert by_hand.exists() == bool(code)
+
+
+def failed(folder: Path, *, code: int, saves: str, **variables: str) -> str:
+    """Returns what launch.sh says of ranks that end with `code` after they saved a checkpoint, in a
+    run that has one of step 5."""
+    checkpoints = folder / "runs" / "mine" / "checkpoints"
+    (checkpoints / "step-00000005").mkdir(parents=True, exist_ok=True)
+    done = launched(
+        folder,
+        code=code,
+        preempted=False,
+        also=f"mkdir -p {checkpoints}/{saves}; {variables.pop('also', 'true')}",
+        **{"RUN_NAME": "mine", "DOCTOR": "no", "ON_FAILURE": "requeue", **variables},
+    )
+    is_requeued = done.stdout.endswith("requeued\nscontrol requeue 7\n")
+    is_spent = "not requeued after MAX_RESTARTS" in done.stdout
+    assert done.returncode == (0 if is_requeued else 1 if is_spent else code), done.stderr
+    return done.stdout if is_requeued or is_spent else "ended"
+
+
+def test_a_failed_job_is_requeued_if_asked_and_if_it_has_come_further(tmp_path: Path) -> None:
+    new = "step-00000010"
+    said = failed(tmp_path / "a", code=1, saves=new)
+    assert "failed after it had saved step-00000010; requeued" in said
+    assert failed(tmp_path / "a", code=1, saves=new) == "ended"  # no further than before
+    assert "requeued" in failed(tmp_path / "b", code=143, saves=new)
+    assert failed(tmp_path / "c", code=1, saves="partial-00000010") == "ended"
+    assert failed(tmp_path / "d", code=2, saves=new) == "ended"
+    assert failed(tmp_path / "e", code=1, saves=new, ON_FAILURE="end") == "ended"
+    assert failed(tmp_path / "f", code=1, saves=new, ON_FAILURE="") == "ended"
+    asked = tmp_path / "g" / "runs" / ".stop-mine@7"
+    cancel = f"kill -TERM $PPID; until [ -e {asked} ]; do sleep 0.01; done"
+    assert failed(tmp_path / "g", code=1, saves=new, also=cancel) == "ended"
+    said = failed(tmp_path / "h", code=1, saves=new, SLURM_RESTART_COUNT="3", MAX_RESTARTS="3")
+    assert "not requeued after MAX_RESTARTS=3" in said
+
+
+def test_another_value_of_on_failure_is_refused(tmp_path: Path) -> None:
+    done = launched(tmp_path, code=0, preempted=False, ON_FAILURE="retry")
+    assert done.returncode == 2
+    assert "ON_FAILURE='retry'" in done.stdout
+
+
+def test_the_doctor_examines_the_folder_that_a_file_names(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text(f'[run]\noutput_dir = "{tmp_path}/scratch"\n', "utf-8")
+    given = {"PRESET": os.path.relpath(own, ROOT), "OUTPUT": "", "code": 0, "preempted": False}
+    done = launched(tmp_path, script="doctor", **given)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "arguments").read_text("utf-8").splitlines()
+    assert os.path.samefile(words[words.index("doctor") + 1], own)
+    assert f"run.output_dir={tmp_path}/scratch" in words
+    # In a container Python is started by srun, whose stand-in prints its arguments.
+    launched(tmp_path, script="doctor", CONTAINER_IMAGE="a.sqsh", **given | {"PRESET": str(own)})
+    words = (tmp_path / "arguments").read_text("utf-8").splitlines()
+    assert f"--container-mounts={ROOT}:{ROOT},{tmp_path}:{tmp_path}" in words
+    launched(tmp_path, script="doctor", **given | {"PRESET": "7b_64k"})
+    assert "run.output_dir=runs" in (tmp_path / "arguments").read_text("utf-8").splitlines()
+    done = launched(tmp_path, script="doctor", **given | {"PRESET": "absent.toml"})
+    assert (done.returncode, "absent.toml does not exist" in done.stdout) == (2, True)
 
 
 def trained(folder: Path, *words: str, **variables: str) -> tuple[str, list[str]]:
@@ -229,6 +322,12 @@ def test_what_the_user_sets_for_cuda_and_the_network_stays(tmp_path: Path) -> No
     assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
     _, names = asked_of_srun(tmp_path, INTERFACE="ib0", NCCL_SOCKET_IFNAME="^lo,docker")
     assert (names["GLOO_SOCKET_IFNAME"], names["NCCL_SOCKET_IFNAME"]) == ("ib0", "^lo,docker")
+
+
+def test_ranks_get_all_variables_where_sbatch_exports_some(tmp_path: Path) -> None:
+    """sbatch --export=NAMES leaves this variable, which srun obeys."""
+    _, names = asked_of_srun(tmp_path, SLURM_EXPORT_ENV="STORE", INTERFACE="ib0")
+    assert (names["SLURM_EXPORT_ENV"], names["GLOO_SOCKET_IFNAME"]) == ("ALL", "ib0")
 
 
 def test_ranks_are_examined_before_they_train(tmp_path: Path) -> None:

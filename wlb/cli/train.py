@@ -24,6 +24,7 @@ many local processes as the layout needs.
   wlb train path/to/run.toml --dry-run                                time, days, memory, first plan
   wlb train path/to/run.toml --resume                                 continue the run
   torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
+  torchrun --max-restarts 3 ... -m wlb train run.toml --resume auto   go on after a rank died
 
 A layout, key or corpus that cannot work is refused before a rank starts. run.output_dir/run.name
 holds metrics.jsonl (one line per step: measured, predicted, Plain-4D), checkpoints/ (safetensors

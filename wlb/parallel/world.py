@@ -71,15 +71,32 @@ class World:
 
 
 def discover() -> World | None:
-    """The world that torchrun or srun describes; None if neither started this process."""
+    """The world that torchrun or srun describes; None if neither started this process.
+
+    RANK and WORLD_SIZE alone are no sign of torchrun: enroot's hook for PyTorch images sets both in
+    tasks of srun, without a number of ranks on the node.
+    """
     env = os.environ
-    if "RANK" in env and "WORLD_SIZE" in env:
+    is_given = "RANK" in env and "WORLD_SIZE" in env
+    if is_given and ("TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env):
         return _from_torchrun(env)
-    if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) < _FIRST_SPECIAL_STEP:
-        num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
-        if num_tasks > 1:
-            return _from_slurm(env, num_tasks)
-    return None
+    num_tasks = _tasks_of_step(env)
+    if is_given and _number(env, "WORLD_SIZE") != num_tasks:
+        step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
+        raise UserError(
+            f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} are set, but not "
+            f"LOCAL_WORLD_SIZE, the number of ranks on this machine, and this process belongs to "
+            f"{step}; start it with torchrun or srun, set LOCAL_WORLD_SIZE, or unset RANK and "
+            f"WORLD_SIZE"
+        )
+    return _from_slurm(env, num_tasks) if num_tasks > 1 else None
+
+
+def _tasks_of_step(env: Mapping[str, str]) -> int:
+    """Tasks of the step of srun that this process belongs to; 0 outside one."""
+    if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) >= _FIRST_SPECIAL_STEP:
+        return 0
+    return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
@@ -265,7 +282,7 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if is_cuda else None,
-        **_rendezvous(world),
+        **_rendezvous(world, timedelta(seconds=timeout_s)),
     )
     if is_cuda:
         new_host_group(timeout_s)
@@ -308,14 +325,27 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
     use_one_worker(names, loopback=is_one_machine)
 
 
-def _rendezvous(world: World) -> dict[str, Any]:
+def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
     if world.rendezvous_file:
         return {"init_method": Path(world.rendezvous_file).absolute().as_uri()}
     if world.origin == Origin.TORCHRUN:
-        return {"init_method": "env://"}  # torchrun's agent may already host the store.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return {"store": _store_of_attempt(world, timeout)}
+        return {"init_method": "env://"}
     if world.world_size == 1:
         return {"store": dist.HashStore()}  # pyright: ignore[reportPrivateImportUsage]
     return {"init_method": f"tcp://{world.master_address}:{world.master_port}"}
+
+
+def _store_of_attempt(world: World, timeout: timedelta) -> Any:
+    """The store of torchrun's agent, in which ranks that are started again (--max-restarts) have
+    keys of their own: a static rendezvous keeps the addresses of those that ended."""
+    attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    host, port = world.master_address, world.master_port
+    # torch exports both without naming them in __all__.
+    c10d: Any = dist
+    store = c10d.TCPStore(host, port, is_master=False, timeout=timeout)
+    return c10d.PrefixStore(f"attempt{attempt}", store)
 
 
 def shutdown() -> None:

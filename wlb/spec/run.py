@@ -82,7 +82,7 @@ class RunSection:
     stop_file: str = key(
         "",
         "the run stops when this file exists: it finishes its step, saves and exits with status"
-        " 0, as on Ctrl-C, SIGTERM or SIGUSR1; empty = none",
+        " 0, as on Ctrl-C, SIGTERM or SIGUSR1; output_dir/.stop-NAME does the same for every run",
     )
     seed: int = key(
         0,

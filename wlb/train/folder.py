@@ -11,11 +11,13 @@ from rich.console import Console
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.spec.blend import parse_blend
+from wlb.spec.run import RunSection
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.room import aside_remark
 from wlb.train.checkpoint.shared_folder import remove_left_tokens
 from wlb.train.faults.lock import NAME as LOCK
 from wlb.train.faults.lock import RunLock
+from wlb.train.faults.stop import by_hand
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
 
@@ -30,8 +32,18 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
         remove_left_tokens(job.directory)
         if _move_older_aside(job, console):
             lock.take_next()
+        _forget_stop(job.spec.run, console)
         with tempfile.TemporaryFile(dir=job.directory) as file:
             file.write(bytes(_TRIED_BYTES))
+
+
+def _forget_stop(run: RunSection, console: Console) -> None:
+    """Remove the file that ended an earlier job of this name. Only the lock's holder does, because
+    a job that still waits for the lock would remove the request to the one that trains."""
+    file = by_hand(run)
+    if file.exists():
+        file.unlink(missing_ok=True)
+        console.print(f"removed {file}, made before this job: make it again to end this one")
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class Trainer:
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
-        self.stop_request = stop_request or StopRequest(spec.run.stop_file, rank=mesh.rank)
+        self.stop_request = stop_request or StopRequest(spec.run, rank=mesh.rank)
         self.context = self._context(clock)
         heldout = job.heldout_store if spec.eval.steps else ""
         self.evaluator = Evaluator(self.priced, heldout, self.executor) if heldout else None

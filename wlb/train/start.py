@@ -110,7 +110,7 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
         probe = _in_own_process if apart else probe_here
         job = _claimed_job(checked, world_size, choice, asked, lock, probe)
         if world_size == 1:
-            request = StopRequest(checked.run.stop_file, rank=0, signals=asked.signals)
+            request = StopRequest(checked.run, rank=0, signals=asked.signals)
             _started_rank(World(), job, choice.kind, request)
             return
         with temporary_folder("stop") as folder:
@@ -154,7 +154,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
             job = answer[0]
             if isinstance(job, Job):
                 limit_collectives(spec.training.timeout_s)
-                request = StopRequest(spec.run.stop_file, rank=world.rank, signals=asked.signals)
+                request = StopRequest(spec.run, rank=world.rank, signals=asked.signals)
                 run_rank(world, job, device, request)
     if isinstance(job, str):
         raise UserError(job)
@@ -163,7 +163,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
 def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
     """Life of a local rank. told: the file its launcher makes when it is asked to stop."""
     with Signals() as signals:
-        request = StopRequest(job.spec.run.stop_file, rank=world.rank, signals=signals, told=told)
+        request = StopRequest(job.spec.run, rank=world.rank, signals=signals, told=told)
         _started_rank(world, job, device_kind, request)
 
 

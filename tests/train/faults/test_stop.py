@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.sets import nightly
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
+from wlb.spec.run import RunSection
 from wlb.train import start
 from wlb.train.faults import stop
 from wlb.train.faults.stop import Signals, Stop, StoppedEarly, StopRequest
@@ -29,8 +31,9 @@ def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: 
     file, told = tmp_path / "stop", tmp_path / "told"
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as signals:
-        first = StopRequest(str(file), rank=0, told=told)
-        second = StopRequest(str(file), rank=1, told=told, signals=signals)
+        section = RunSection(stop_file=str(file))
+        first = StopRequest(section, rank=0, told=told)
+        second = StopRequest(section, rank=1, told=told, signals=signals)
         assert first.now() == second.now() == Stop.NO
         file.touch()
         assert (first.now(), second.now()) == (Stop.FILE, Stop.NO)
@@ -41,6 +44,17 @@ def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: 
         assert first.now() == first.signalled == Stop.SIGNAL  # by the file that was made for it
     assert signal.getsignal(signal.SIGTERM) == before
     assert str(file) in first.words[Stop.FILE]
+
+
+def test_a_file_of_the_run_s_name_ends_it_beside_the_job_s_own_file(tmp_path: Path) -> None:
+    section = RunSection(name="mine", output_dir=str(tmp_path), stop_file=str(tmp_path / "job"))
+    asked = StopRequest(section, rank=0)
+    other = StopRequest(replace(section, stop_file=str(tmp_path / "waits")), rank=0)
+    (tmp_path / "waits").touch()
+    assert (asked.now(), other.now()) == (Stop.NO, Stop.FILE)
+    (tmp_path / ".stop-mine").touch()
+    assert asked.now() == Stop.FILE
+    assert asked.words[Stop.FILE] == f"the stop file {tmp_path}/.stop-mine"
 
 
 @pytest.mark.process
@@ -71,7 +85,7 @@ def test_the_first_ctrl_c_asks_and_the_second_aborts(
     now_s = 100.0
     monkeypatch.setattr(stop.time, "monotonic", lambda: now_s)
     with Signals(answers=True) as signals:
-        request = StopRequest("", rank=1, signals=signals)
+        request = StopRequest(RunSection(), rank=1, signals=signals)
         os.kill(os.getpid(), signal.SIGINT)
         assert request.now() == Stop.SIGNAL
         assert "saves and ends after its step; a second Ctrl-C aborts it" in capfd.readouterr().err
@@ -113,7 +127,11 @@ def test_a_stop_file_ends_a_run_after_its_step(
     # Nothing is evaluated on the way out: there may be seconds left.
     assert [step for step, _ in run.evaluations] == [0]
     file.unlink()
+    # This one is of an earlier job, so that whoever takes the run's lock removes it.
+    by_hand = Path(spec.run.output_dir) / f".stop-{spec.run.name}"
+    by_hand.touch()
     run, _ = train(spec, resume="auto")
+    assert not by_hand.exists()
     assert run.losses == straight.losses
     assert run.evaluations[-1] == straight.evaluations[-1]
 

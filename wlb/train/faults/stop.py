@@ -1,4 +1,4 @@
-"""Requests to stop: Ctrl-C, SIGTERM or SIGUSR1 to any rank, or a file that rank 0 sees.
+"""Requests to stop: Ctrl-C, SIGTERM or SIGUSR1 to any rank, or files that rank 0 sees.
 
 A request (as a terminal, Slurm and torchrun make it) is only noted here; all ranks learn of it
 from the all-reduce of the step, finish the step, save and exit with status 0. Signals are caught
@@ -15,6 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from wlb.spec.run import RunSection
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAME_PRESS_S = 0.3
@@ -104,14 +106,25 @@ class Signals:
             raise StoppedEarly
 
 
+def by_hand(run: RunSection) -> Path:
+    """The file that ends a run whatever started it: `touch OUTPUT_DIR/.stop-NAME`."""
+    return Path(run.output_dir) / f".stop-{run.name}"
+
+
 class StopRequest:
-    """Stop requests of one rank; files are looked for on rank 0: run.stop_file, and `told`, which
-    the launching process creates on a signal."""
+    """Stop requests of one rank; files are looked for on rank 0: run.stop_file, the one made
+    `by_hand`, and `told`, which the launching process creates on a signal."""
 
     def __init__(
-        self, file: str, *, rank: int, signals: Signals | None = None, told: Path | None = None
+        self,
+        run: RunSection,
+        *,
+        rank: int,
+        signals: Signals | None = None,
+        told: Path | None = None,
     ) -> None:
-        self._file = Path(file) if file and rank == 0 else None
+        own = (Path(run.stop_file),) if run.stop_file else ()
+        self._files = (*own, by_hand(run)) if rank == 0 else ()
         self._told = told if rank == 0 else None
         self._signals = signals or Signals()
 
@@ -123,7 +136,7 @@ class StopRequest:
 
     def now(self) -> Stop:
         """Return the request to this rank so far."""
-        if not self.signalled and self._file is not None and self._file.exists():
+        if not self.signalled and self._seen:
             return Stop.FILE
         return self.signalled
 
@@ -131,5 +144,9 @@ class StopRequest:
     def words(self) -> dict[Stop, str]:
         return {
             Stop.SIGNAL: "a signal (Ctrl-C, SIGTERM or SIGUSR1)",
-            Stop.FILE: f"the stop file {self._file}",
+            Stop.FILE: f"the stop file {', '.join(map(str, self._seen))}",
         }
+
+    @property
+    def _seen(self) -> list[Path]:
+        return [file for file in self._files if file.exists()]
