@@ -98,7 +98,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "pretraining_tp": 1,
         "rope_interleaved": False,
         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
-        "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
+        "auto_map": {"AutoModelForCausalLM": "modeling_flash_llama.LlamaForCausalLM"},
         "unsloth_fixed": True,
         "unsloth_version": "2025.1.1",
         "neftune_noise_alpha": 5.0,
@@ -140,6 +140,9 @@ def test_what_contradicts_the_model_is_refused(tmp_path: Path) -> None:
     other = {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 1024}
     with pytest.raises(ValueError, match="sliding_window_size = 1024 contradicts the window of 40"):
         read(tmp_path, SIZES | other)
+    code = {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "modeling.Other"}}
+    with pytest.raises(ValueError, match=r"auto_map = .* names another model's code than Llama"):
+        read(tmp_path, SIZES | code)
     for name in ("use_qk_norm", "sliding_window_size"):
         with pytest.raises(ValueError, match=f"{name} = .* is not known here and may change"):
             read(tmp_path, SIZES | {"model_type": "llama", name: 1})

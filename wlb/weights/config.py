@@ -62,6 +62,7 @@ _ROPE = """
 """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
+_MODEL = "AutoModelForCausalLM"
 _SAID = {"gemma2": ("sliding_window_size",), "qwen3_moe": ("use_qk_norm",)}
 """Keys that transformers does not read, with which files say what such a model has anyway."""
 
@@ -283,6 +284,11 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
     # Gemma's key has another name; what older files have under this one does not count.
     if not is_silu and model_type not in GEMMA:
         raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
+    code: Any = values.get("auto_map") or {}
+    named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
+    # Code beside the weights, of which transformers' own class has the name: as a faster attention.
+    if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
+        raise keys.error("auto_map", f"names another model's code than {ARCHITECTURES[model_type]}")
     for name in ("attention_bias", "mlp_bias"):
         if flag(keys, name):
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
