@@ -172,6 +172,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "eval.interval = 5 and eval.interval_tokens = 100 both say when to evaluate; set one",
         ),
         ({"eval__steps": -1}, "eval.steps = -1 must be at least 0"),
+        ({"training__skip_spikes": -1.0}, "training.skip_spikes = -1.0 must be at least 0"),
+        ({"training__skip_spikes": 1.0}, "skip_spikes = 1.0 would skip half of all steps"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
         ({"checkpoint__interval_minutes": -1.0}, "interval_minutes = -1.0 must be at least 0"),
         ({"checkpoint__interval_minutes": 2e6}, "interval_minutes = 2000000.0 must be at most"),

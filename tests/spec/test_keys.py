@@ -186,6 +186,7 @@ KEYS = [
     "training.on_nonfinite",
     "training.recompute",
     "training.schedule",
+    "training.skip_spikes",
     "training.steps",
     "training.timeout_s",
     "training.warmup_steps",

@@ -24,6 +24,7 @@ def check(spec: RunSpec) -> RunSpec:
     spec.model.check()
     _check_ranges(spec)
     _check_rates(spec)
+    _check_spikes(spec)
     _check_evaluation(spec)
     _check_milestones(spec)
     _check_layout(spec)
@@ -106,6 +107,15 @@ def _check_ranges(spec: RunSpec) -> None:
     if heartbeat_s:
         remedy = " second, or 0 for ranks that do not watch each other"
         check_at_least("training.heartbeat_s", heartbeat_s, 1, remedy)
+
+
+def _check_spikes(spec: RunSpec) -> None:
+    factor = spec.training.skip_spikes
+    if 0 < factor <= 1:
+        raise UserError(
+            f"training.skip_spikes = {factor} would skip half of all steps, whose gradient norms "
+            f"are above their median; set it well above 1, such as 5, or to 0 for none"
+        )
 
 
 def _check_rates(spec: RunSpec) -> None:

@@ -137,6 +137,14 @@ class TrainingSection:
         at_least=1,
         at_most=10**9,
     )
+    skip_spikes: float = key(
+        0.0,
+        "skip the update of a step whose gradient norm, before clipping, exceeds this many times "
+        "the median of the last 128 steps, from the 17th on; max_nonfinite bounds such skips too; "
+        "0 = off",
+        at_least=0,
+        at_most=1e6,
+    )
     loss_chunk: int = key(
         8192, "rows of logits in memory at a time", unit="rows", at_least=1, at_most=8192
     )

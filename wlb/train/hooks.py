@@ -25,6 +25,7 @@ from wlb.plan import (
 )
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
+from wlb.train.faults.spikes import GradientNorms
 from wlb.train.faults.stop import Stop
 from wlb.train.feed import PlanFeed
 from wlb.train.job import Job
@@ -42,7 +43,7 @@ class RunContext:
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
     that hooks took in `record` and telemetry has not counted yet. prices: in force and to come, the
-    same on all ranks. wall: where this rank's time goes.
+    same on all ranks. norms: of the last steps' gradients. wall: where this rank's time goes.
     """
 
     job: Job
@@ -58,6 +59,7 @@ class RunContext:
     stop: Stop = Stop.NO
     records_ns: int = 0
     prices: PriceSchedule = NO_CHANGES
+    norms: GradientNorms = field(default_factory=lambda: GradientNorms(0.0))
     wall: WallTimes = field(default_factory=lambda: WallTimes(started_s=0.0))
 
     @property
@@ -97,12 +99,14 @@ class ExecutedStep:
 
 
 class RefusedStep(NamedTuple):
-    """A step whose sums are not finite. action: skip it, or go back to `saved_in`, a checkpoint."""
+    """A step whose sums are not finite, or whose gradient norm is a spike over `median`, which is
+    None otherwise. action: skip it, or go back to `saved_in`, a checkpoint."""
 
     plan: StepPlan
     sums: StepSums
     action: OnNonfinite
-    saved_in: Path | None
+    saved_in: Path | None = None
+    median: float | None = None
 
 
 class Hook:

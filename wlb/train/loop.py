@@ -20,10 +20,12 @@ from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepP
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import OnNonfinite
+from wlb.train.checkpoint.folder import saved_norms
 from wlb.train.checkpoint.saver import CheckpointSaver, load_sound, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
 from wlb.train.faults.nonfinite import NonfiniteSteps
+from wlb.train.faults.spikes import GradientNorms
 from wlb.train.faults.stop import StopRequest
 from wlb.train.feed import PlanFeed
 from wlb.train.hooks import ExecutedStep, RefusedStep, RunContext
@@ -124,13 +126,11 @@ class Trainer:
         self.position.enter("reading its tokens", step=plan.step)
         sums = self._compute(plan, pipeline)
         run.stop = sums.stop
-        is_finite = math.isfinite(sums.loss + sums.gradient_norm)
-        if is_finite:
-            self.nonfinite.passed()
-        elif self._refuse(plan, sums) == OnNonfinite.ROLLBACK:
+        action = self._reaction(plan, sums)
+        if action == OnNonfinite.ROLLBACK:
             return
         # A step without a label moves neither the optimiser nor the learning rate.
-        updated = is_finite and bool(plan.num_targets)
+        updated = action is None and bool(plan.num_targets)
         if updated:
             self.position.enter("updating weights")
             self.optimizers.step(run.steps_done, norm=sums.gradient_norm)
@@ -178,6 +178,21 @@ class Trainer:
             save_due=self.saves.is_overdue(self.spec),
         )
 
+    def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
+        """What becomes of a step that must not update weights; None for one that may."""
+        if not math.isfinite(sums.loss + sums.gradient_norm):
+            return self._refuse(plan, sums)
+        run, norm = self.context, sums.gradient_norm
+        median = run.norms.spike_over(norm) if plan.num_targets else None
+        if median is None:
+            self.nonfinite.passed()
+            return None
+        self.nonfinite.spike(plan.step, norm=norm, median=median)
+        self.optimizers.clear()
+        for hook in self.hooks:
+            hook.refused(run, RefusedStep(plan, sums, OnNonfinite.SKIP, median=median))
+        return OnNonfinite.SKIP
+
     def _refuse(self, plan: StepPlan, sums: StepSums) -> OnNonfinite:
         """Update nothing: skip the step, or roll back to the newest checkpoint."""
         run = self.context
@@ -194,6 +209,7 @@ class Trainer:
             with run.wall.phase(Phase.CHECKPOINTS):
                 run.steps_done, state = self._load(newest)
             run.progress, run.prices = PlanProgress.of(state), state.prices
+            run.norms = self._norms()
             run.feed, run.inputs = self._open_feed(state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
@@ -235,6 +251,7 @@ class Trainer:
             saved=progress,
             steps_done=steps_done,
             prices=state.prices if state is not None else NO_CHANGES,
+            norms=self._norms(),
             wall=WallTimes(started_s=job.started_s, ready_s=job.ready_s),
         )
 
@@ -245,6 +262,12 @@ class Trainer:
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
         return steps_done, resumed_state(saved_in, self.priced, self.mesh.device.type)
+
+    def _norms(self) -> GradientNorms:
+        """Gradient norms as of the checkpoint that was loaded last, if any."""
+        saved_in = self.job.resume
+        known = saved_norms(saved_in) if saved_in is not None else []
+        return GradientNorms(self.spec.training.skip_spikes, known)
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)

@@ -185,6 +185,13 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
             "found": "loss nan",
             "action": "rollback",
         },
+        {
+            "kind": "spike",
+            "step": 14,
+            "steps_done": 13,
+            "found": "loss 2.0, gradient norm 60.0, with a median of 1",
+            "action": "skip",
+        },
         {"kind": "stop", "steps_done": 20, "asked_by": "the stop file <x>"},
     ]
     shown = " ".join(run_page(read_run(write(tmp_path, [*whole_run(), *events]))).split())
@@ -194,6 +201,8 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
         "complete after 1.50 s, 2.00 s at most",
         "The checkpoint after step 15 could not be written: rank 0: No space left on device.",
         "The step after step 11 was not finite (loss nan): training went back to the last",
+        "update of the step after step 13 was skipped, since its gradient norm was a spike (loss "
+        "2.0, gradient norm 60.0, with a median of 1).",
         "stopped after step 20, asked by the stop file &lt;x&gt;.",
     ):
         assert text in shown

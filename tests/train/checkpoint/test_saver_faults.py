@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import BROKEN, FULL, NAMING, Action, changes, is_short_of_memory
 from tests.sets import full, nightly
-from tests.train.case import write_corpus
+from tests.train.case import Run, job_of, write_corpus
 from tests.train.checkpoint.test_saver import one_rank, spec_of
+from wlb.launch.local import run_local
 from wlb.parallel import world as worlds
+from wlb.parallel.world import World
+from wlb.train import start
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint import saver
+from wlb.train.job import Job
 from wlb.train.loop import Trainer
 
 pytestmark = pytest.mark.process
@@ -51,15 +57,15 @@ def test_any_change_of_a_save_may_fail(
     trainer: Trainer, action: Action, again: bool, every: int, kinds: tuple[str, ...]
 ) -> None:
     """The checkpoint before it stays, and the next save works. again: the step was saved before."""
-    saver, folder = trainer.saves.saver, trainer.job.checkpoints
+    saves, folder = trainer.saves.saver, trainer.job.checkpoints
     item = trainer.context.feed.peek(1)
     state = item[0][0].state
-    saver.save(1, state)
+    saves.save(1, state)
     for at in count(1, every):
         before = checkpoint.list_complete(folder)[-1]
         step = 1 if again else 1 + at
         with changes(folder, at=at, action=action, kinds=kinds) as seen:
-            (saved,) = saver.save(step, state)
+            (saved,) = saves.save(step, state)
         found = checkpoint.list_complete(folder)
         for each in found:
             checkpoint.check_files(each)
@@ -82,22 +88,49 @@ def test_a_full_disk_costs_the_oldest_of_several_checkpoints(
     trainer.saves.saver.spec = replace(
         trainer.spec, checkpoint=replace(trainer.spec.checkpoint, keep=2)
     )
-    saver, folder = trainer.saves.saver, trainer.job.checkpoints
+    saves, folder = trainer.saves.saver, trainer.job.checkpoints
     state = trainer.context.feed.peek(1)[0][0].state
-    saver.save(1, state)
+    saves.save(1, state)
     with changes(folder, at=at, action=FULL, kinds=(kind,)):
-        (only,) = saver.save(2, state)
+        (only,) = saves.save(2, state)
     assert ("No space left" in only.error, only.dropped) == (True, "")
     assert names(folder) == ["step-00000001"]
-    saver.save(3, state)
+    saves.save(3, state)
     with changes(folder, at=at, action=FULL, kinds=(kind,)):
-        (saved,) = saver.save(4, state)
+        (saved,) = saves.save(4, state)
     assert (saved.error, saved.dropped) == ("", "step-00000001")
     assert names(folder) == ["step-00000003", "step-00000004"]
     with changes(folder, at=at, action=BROKEN, kinds=(kind,)):
-        (saved,) = saver.save(5, state)
+        (saved,) = saves.save(5, state)
     assert ("Input/output" in saved.error, saved.dropped) == (True, "")
     assert names(folder) == ["step-00000003", "step-00000004"]
+
+
+def rank_whose_disk_fills(world: World, job: Job) -> None:
+    """Rank 1 alone finds the disk full in the third save, once."""
+    write, tried = saver.state_dict_saver.save, list[int]()
+
+    def full_once(*arguments: Any, **named: Any) -> Any:
+        tried.append(len(tried) + 1)
+        at = 1 if world.rank == 1 and tried[-1] == 3 else 0
+        with changes(job.checkpoints, at=at, action=FULL, kinds=("write",)):
+            return write(*arguments, **named)
+
+    saver.state_dict_saver.save = full_once
+    start.local_rank(world, job, "cpu")
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_all_ranks_try_again_where_one_has_no_room(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "texts")
+    spec = spec_of(tmp_path, corpus, parallel={"dp": 2})
+    run_local(rank_whose_disk_fills, 2, job_of(spec), timeout_s=600, awaits_report=True)
+    run = Run(spec)
+    assert run.checkpoints == ["step-00000004", "step-00000006"]
+    saves = [line for line in run.lines if line["kind"] == "checkpoint"]
+    assert [line["dropped"] for line in saves] == ["", "", "step-00000002"]
+    checkpoint.check_share(run.folder / "checkpoints" / "step-00000006", index=0, num=1)
 
 
 def names(folder: Path) -> list[str]:

@@ -31,7 +31,7 @@ from wlb.plan import (
 from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
 from wlb.spec import RunSpec, apply
 
-EVENT_KINDS = ("checkpoint", "nonfinite", "stop")
+EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
 """Kinds of lines that say what happened besides steps."""
 _REMEDY = "remove the line, which no run wrote"
 _MOST_STEPS = 10**9

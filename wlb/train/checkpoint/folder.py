@@ -6,13 +6,14 @@ leaves an incomplete checkpoint under the final name. Nothing is pickled.
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 from wlb.plan import PlannerState, UserError
 from wlb.plan.read_file import Fields, malformed, read_json, read_object
@@ -163,8 +164,8 @@ def planner_state(checkpoint: Path) -> PlannerState:
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
     """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
-    "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints) and, for
-    a model imported from Hugging Face, "imported"."""
+    "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints), with
+    `training.skip_spikes` "norms", and for a model imported from Hugging Face "imported"."""
     path = checkpoint / RUN
     # "imported" holds a model's generation_config.json.
     of = Fields(read_object(path, remedy="use another checkpoint", wide=True), str(path))
@@ -172,6 +173,19 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(of.values.get("spec"), dict):
         raise of.error("spec", "must be the configuration of a run; use another checkpoint")
     return dict(of.values)
+
+
+def saved_norms(checkpoint: Path) -> list[float]:
+    """Gradient norms of the steps before a checkpoint (`training.skip_spikes`), [] without any."""
+    of = Fields(read_run(checkpoint), str(checkpoint / RUN))
+    found = of.values.get("norms", [])
+    if not isinstance(found, list) or not all(_is_norm(n) for n in cast("list[Any]", found)):
+        raise of.error("norms", "must be a list of gradient norms; use another checkpoint")
+    return [float(norm) for norm in cast("list[Any]", found)]
+
+
+def _is_norm(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
 
 
 def file_digest(path: Path) -> str:

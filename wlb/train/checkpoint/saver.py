@@ -90,6 +90,7 @@ class _Task:
     planner: dict[str, Any] | None
     began_s: float
     stall_s: float
+    norms: list[float]
 
 
 class CheckpointSaver:
@@ -133,13 +134,18 @@ class CheckpointSaver:
         self._pending: Future[Saved] | None = None
 
     def save(
-        self, step: int, state: PlannerState | None, *, began_s: float | None = None
+        self,
+        step: int,
+        state: PlannerState | None,
+        *,
+        began_s: float | None = None,
+        norms: list[float] | None = None,
     ) -> list[Saved]:
         """Save after `step` executed steps (later, if asynchronous); return the saves that
         finished.
 
         state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
-        began to wait, by time.perf_counter; default: now.
+        began to wait, by time.perf_counter; default: now. norms: of the last steps' gradients.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -153,6 +159,7 @@ class CheckpointSaver:
             planner=state.to_json() if state is not None else None,
             began_s=began_s,
             stall_s=time.perf_counter() - began_s,
+            norms=norms or [],
         )
         self._pending = self._pool.submit(self._write, task)
         return ended if self.spec.checkpoint.asynchronous else ended + self.wait()
@@ -277,9 +284,10 @@ class CheckpointSaver:
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
+        norms = {"norms": task.norms} if task.norms else {}
         for name, data in (
             (checkpoint.PLANNER, task.planner),
-            (checkpoint.RUN, {"step": task.step, **self._about}),
+            (checkpoint.RUN, {"step": task.step, **self._about, **norms}),
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)

@@ -120,7 +120,8 @@ class SaveCheckpoints(Hook):
             state = state.with_prices(run.prices)
         run.saved = run.progress
         self._saved_s = self._clock()
-        return self.saver.save(run.steps_done, state, began_s=began_s)
+        norms = run.norms.to_json()
+        return self.saver.save(run.steps_done, state, began_s=began_s, norms=norms)
 
     def _count(self, run: RunContext, ended: list[Saved]) -> None:
         """Count failures in a row. All ranks learn of one when they wait for it, none before."""

@@ -1,4 +1,4 @@
-"""Decide the reaction to a non-finite loss or gradient (`training.on_nonfinite`).
+"""Decide the reaction to a non-finite loss or gradient (`training.on_nonfinite`), and count skips.
 
 All ranks see the same sums, so they decide alike without communication.
 """
@@ -34,15 +34,24 @@ class NonfiniteSteps:
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK
+        self._skip(found, "were not finite")
+        return OnNonfinite.SKIP
+
+    def spike(self, step: int, *, norm: float, median: float) -> None:
+        """Record a step that is skipped for its finite norm (`training.skip_spikes`);
+        FloatingPointError if the run has to stop."""
+        found = f"step {step}: gradient norm {norm:g} with a median of {median:g}"
+        self._skip(found, "were spikes or not finite")
+
+    def _skip(self, found: str, what: str) -> None:
         self._in_a_row += 1
         if self._in_a_row > self.most_in_a_row:
             raise FloatingPointError(
-                f"{found}; {self._in_a_row} steps in a row were not finite, more than "
+                f"{found}; {self._in_a_row} steps in a row {what}, more than "
                 f"training.max_nonfinite = {self.most_in_a_row}. Lower training.learning_rate and "
                 f"continue from a checkpoint with --resume"
             )
-        return OnNonfinite.SKIP
 
     def passed(self) -> None:
-        """Record a finite step."""
+        """Record a step that updates weights."""
         self._in_a_row = 0

@@ -269,7 +269,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
         table.add_row("stragglers", _stragglers(tally.stragglers))
     if tally.refused:
         told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
-        table.add_row("not finite", f"steps: {told}")
+        table.add_row("refused", f"steps: {told}")
     for name, text in tally.rows.items():
         table.add_row(name, text)
     if tally.saves.stall_s:
@@ -281,7 +281,11 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
         console.print(f"{name}: {path}", soft_wrap=True)
 
 
-_REFUSED = {"skip": "skipped", "rollback": "trained again from a checkpoint"}
+_REFUSED = {
+    "skip": "skipped as not finite",
+    "spike": "skipped as spikes of the gradient norm",
+    "rollback": "trained again from a checkpoint",
+}
 
 
 def _saves(saves: Saves) -> str:
