@@ -476,8 +476,7 @@ def test_resuming_honours_changed_adamw_settings(
     straight: dict[str, Run], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[tuple[Any, ...]]] = []
-    whole = straight["one"]  # trains when it is asked for, if this is the first test to ask
-    step = Optimizers.step
+    whole, step = straight["one"], Optimizers.step  # trains if this is the first test to ask
 
     def look(self: Optimizers, *arguments: Any, **options: Any) -> None:
         groups = [g for o in self.by_stage.values() for g in o.param_groups]

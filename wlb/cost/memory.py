@@ -305,11 +305,8 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
     if cp == 1:
         return local
     rows = cp * local
-    deals = sharding.remainder == Remainder.ONE_BY_ONE and sharding.strategy in (
-        Strategy.PER_DOCUMENT,
-        Strategy.ADAPTIVE,
-        Strategy.HYBRID,
-    )
+    dealt = (Strategy.PER_DOCUMENT, Strategy.ADAPTIVE, Strategy.HYBRID)
+    deals = sharding.remainder == Remainder.ONE_BY_ONE and sharding.strategy in dealt
     return rows + -(-rows // (2 * cp)) + 2 * rows * deals
 
 
