@@ -117,6 +117,12 @@ def test_a_step_under_tensor_parallelism_takes_the_rows_of_its_ranks() -> None:
     assert len(list(sampler)) == len(ROWS) // 16 * 2 * 2
 
 
+def test_a_search_of_a_batch_size_that_does_not_count_is_refused() -> None:
+    trainer = with_delay(auto_find_batch_size=True)
+    with pytest.raises(UserError, match=r"auto_find_batch_size = True .* lower Balance's context"):
+        trainer.get_train_dataloader()
+
+
 def test_losses_over_a_ranks_own_tokens_are_refused(make: Callable[..., Any]) -> None:
     trainer = make(world_size=2, average_tokens_across_devices=False)
     with pytest.raises(UserError, match=r"average_tokens_across_devices = False .* set it to True"):

@@ -39,6 +39,7 @@ class StandIn:
             "gradient_accumulation_steps": 2,
             "num_train_epochs": 1,
             "max_steps": -1,
+            "auto_find_batch_size": False,
             "seed": 0,
             "dataloader_num_workers": 0,
             "dataloader_pin_memory": False,

@@ -247,6 +247,12 @@ class BalancedTrainer(PlannedTrainer):
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""
         args, collator = self.args, self._collator()
+        if args.auto_find_batch_size:
+            raise UserError(
+                "auto_find_batch_size = True lowers per_device_train_batch_size when memory runs "
+                "out, which changes no balanced micro-batch; set it to False, and lower Balance's "
+                "context_window or s_max"
+            )
         rows, num_ranks = self._rows(collator), self._num_ranks(cp=self.balance.cp)
         batches = BalancedBatchSampler(
             lengths_of(rows),
