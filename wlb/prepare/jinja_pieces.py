@@ -12,7 +12,7 @@ from wlb.plan import UserError
 from wlb.prepare.jinja_compile import BEGIN, END, MARKS
 
 
-class Place(StrEnum):
+class TextPlace(StrEnum):
     """What the template's own text is to the message that it belongs to."""
 
     OTHER = "other"
@@ -34,7 +34,7 @@ class TemplatePiece:
     owner: int
     field: int = -1
     is_generated: bool = False
-    place: Place = Place.OTHER
+    place: TextPlace = TextPlace.OTHER
 
     @property
     def is_content(self) -> bool:
@@ -129,38 +129,40 @@ def _scan(marked: str, num_messages: int) -> tuple[list[range], list[_Gap]]:
     return blocks, gaps
 
 
-def _regions(gap: _Gap, places: TurnPlaces, first: int) -> Iterator[tuple[int, int, int, Place]]:
+def _regions(
+    gap: _Gap, places: TurnPlaces, first: int
+) -> Iterator[tuple[int, int, int, TextPlace]]:
     """(start, stop, owner, place) of the parts of a gap; only ends of turns may be empty."""
     at, last = first, len(places.ends) - 1
     if gap.before == gap.after:
-        yield at, gap.stop, gap.before, Place.REPLY
+        yield at, gap.stop, gap.before, TextPlace.REPLY
         return
     owner = max(gap.before, 0)
     if gap.before >= 0 and places.ends[gap.before] is None:
         # What a block writes directly after a content is of the same message.
         if at < (stop := min(gap.open_until, gap.stop)):
-            yield at, stop, gap.before, Place.OTHER
+            yield at, stop, gap.before, TextPlace.OTHER
             at = stop
         owner = min(gap.before + 1, last)
     for message in range(max(gap.before, 0), min(gap.after, last + 1)):
         begin, end = places.begins[message], places.ends[message]
         if begin is not None and at < begin <= gap.stop:
-            yield at, begin, min(owner, message), Place.OTHER
+            yield at, begin, min(owner, message), TextPlace.OTHER
             at, owner = begin, message
         if end is not None and at <= end <= gap.stop:
-            yield at, end, message, Place.END
+            yield at, end, message, TextPlace.END
             at, owner = end, min(message + 1, last)
     begin = places.begins[gap.after] if gap.after <= last else None
     if begin is not None and at <= begin < gap.stop:
         if at < begin:
-            yield at, begin, owner, Place.OTHER
-        yield begin, gap.stop, gap.after, Place.REPLY
+            yield at, begin, owner, TextPlace.OTHER
+        yield begin, gap.stop, gap.after, TextPlace.REPLY
     elif at < gap.stop:
-        yield at, gap.stop, owner, Place.OTHER
+        yield at, gap.stop, owner, TextPlace.OTHER
 
 
 def _cut_at_blocks(
-    plain: str, start: int, stop: int, owner: int, place: Place, blocks: list[range]
+    plain: str, start: int, stop: int, owner: int, place: TextPlace, blocks: list[range]
 ) -> Iterator[TemplatePiece]:
     """The text [start, stop) in pieces that are inside or outside of generation blocks."""
     edges = sorted({e for b in blocks for e in (b.start, b.stop) if start < e < stop})

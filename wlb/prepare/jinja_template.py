@@ -34,8 +34,8 @@ from wlb.prepare.jinja_compile import MARK, MARKS, compile_template, mark_in, ma
 from wlb.prepare.jinja_fields import MessageForm, MessageForms, as_written, form_of, markers_of
 from wlb.prepare.jinja_limits import Spent, TemplateLimit
 from wlb.prepare.jinja_pieces import (
-    Place,
     TemplatePiece,
+    TextPlace,
     TurnPlaces,
     marked_fields,
     pieces_of,
@@ -125,7 +125,7 @@ class JinjaTemplate:
         """Return which tokens are trained of a piece of a trained message."""
         form, places = forms[piece.owner], shape.places
         is_known = form.has_content or places.begins[piece.owner] is not None
-        if not self.has_generation and (piece.is_content or piece.place == Place.REPLY):
+        if not self.has_generation and (piece.is_content or piece.place == TextPlace.REPLY):
             return Train.ALL
         if places.ends[piece.owner] is None and not (self.has_generation and form.has_content):
             raise UserError(
@@ -141,7 +141,7 @@ class JinjaTemplate:
                 f"otherwise than after its generation prompt, so where the assistant begins is not "
                 f"known; put what the assistant generates into {{% generation %}} blocks"
             )
-        if piece.place != Place.END:
+        if piece.place != TextPlace.END:
             return Train.NO
         return Train.CALLS if form.tool_calls else Train.END
 
