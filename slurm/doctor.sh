@@ -22,5 +22,5 @@ if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=
 # The ranks are not killed when the first one fails, because srun's status would then be that of a signal. The
 # examination itself names a rank that hangs, and ends all.
 exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
-    --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) \
+    --cpus-per-task="$(cpus_of_task)" \
     "$PYTHON" -m wlb doctor "$PRESET" --system "${SYSTEM:-}" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"

@@ -27,6 +27,8 @@ else
     PYTHON=${WLB_PYTHON:-.venv/bin/python}
     "$PYTHON" -c 'import wlb' || { echo "no wlb for $PYTHON: install it as README.md says, or set WLB_PYTHON"; exit 2; }
 fi
+# Cores for each task on the node that has fewest: SLURM_JOB_CPUS_PER_NODE is 96(x2),64 for nodes of 96, 96 and 64.
+cpus_of_task() { echo $(($(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | sed -n 1p) / SLURM_NTASKS_PER_NODE)); }
 # Sets OUTPUT, unless it is set, to a file's run.output_dir, or to the default.
 find_output() {
     if [ -z "${OUTPUT:-}" ] && [[ $PRESET == *.toml ]]; then

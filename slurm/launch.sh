@@ -57,7 +57,7 @@ export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUTPUT/$RUN_NAME/logs
 # on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
 on_ranks() {
     srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
-        --cpus-per-task=$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE)) "$PYTHON" -m wlb "$2" "$PRESET" \
+        --cpus-per-task="$(cpus_of_task)" "$PYTHON" -m wlb "$2" "$PRESET" \
         --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" "${given[@]}" &
     while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends a wait, but not srun.
     code=0
@@ -66,7 +66,7 @@ on_ranks() {
 newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
 code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
-if ((code == 1)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
+if ((code == 3)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
 ((code)) || on_ranks 1 train --resume auto
 ((code == 0)) || did="pre-empted before it could save"
 

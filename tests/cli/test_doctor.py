@@ -33,11 +33,11 @@ def test_a_fail_is_status_1_and_names_the_remedy(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "runs").touch()
-    assert main(["doctor", "demo_single", "--quick", "--set", "run.device=cpu"]) == 1
+    assert main(["doctor", "demo_single", "--quick", "--set", "run.device=cpu"]) == 3
     printed = capsys.readouterr().out
     assert "-> set run.output_dir to a folder" in printed
     assert "1 fail" in printed
-    assert main(["doctor", "--quick", "--set", "run.device=cpu", "--json"]) == 1
+    assert main(["doctor", "--quick", "--set", "run.device=cpu", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["verdict"] == "fail"
 
 

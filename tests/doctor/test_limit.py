@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from wlb.doctor import limit as limits
+from wlb.doctor.finding import UNFIT
 from wlb.doctor.limit import StageLimit
 
 
@@ -26,9 +27,14 @@ def rank(number: int, limit_s: float = 600.0) -> tuple[StageLimit, list, threadi
     told: list = []
     ended = threading.Event()
     made = StageLimit(
-        number, limit_s, lambda *late: told.append(late), end=lambda code: ended.set()
+        number, limit_s, lambda *late: told.append(late), end=lambda code: end(code, ended)
     )
     return made, told, ended
+
+
+def end(code: int, ended: threading.Event) -> None:
+    assert code == UNFIT
+    ended.set()
 
 
 def test_ranks_that_have_not_ended_the_first_open_stage_are_named(store: SharedStore) -> None:

@@ -1,6 +1,7 @@
 """Tests discovery of the launcher and the choice of device."""
 
 import os
+import socket
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from wlb.parallel import world as worlds
 from wlb.parallel.host import HOSTS
+from wlb.plan import UserError
 from wlb.spec.run import Device
 
 
@@ -83,6 +85,27 @@ def test_an_srun_step_is_discovered(env):
     )
     env(SLURM_GPUS_PER_TASK="h100:1")
     assert worlds.discover().one_gpu_each
+
+
+def test_a_step_meets_elsewhere_after_a_requeue_or_if_told_to(env):
+    env(**SLURM)
+    before = worlds.discover().master_port
+    env(SLURM_RESTART_COUNT=1)
+    assert before != worlds.discover().master_port > 15_000
+    env(MASTER_ADDR="gpu008-ib", MASTER_PORT=23_456)
+    world = worlds.discover()
+    assert (world.master_address, world.master_port) == ("gpu008-ib", 23_456)
+
+
+def test_a_port_that_is_taken_is_named(env, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        env(**SLURM | {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0})
+        env(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        expected = rf"another program of 127\.0\.0\.1 uses port {port}, .* set MASTER_PORT to a"
+        with pytest.raises(UserError, match=expected):
+            worlds.init(worlds.discover(), torch.device("cpu"), timeout_s=5.0)
 
 
 @pytest.mark.parametrize(

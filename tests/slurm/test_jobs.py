@@ -314,7 +314,7 @@ def test_the_doctor_s_job_examines_all_ranks_and_writes_what_it_found(lab: Lab) 
     job = lab.submit(*options, script="doctor", **given)
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
     log = lab.log(job, "doctor")
-    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "1:0"), log
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "3:0"), log
     found = json.loads(out.read_text("utf-8"))
     failed = [row["check"] for row in found["findings"] if row["verdict"] == "fail"]
     assert failed == ["token stores"], log
@@ -323,7 +323,7 @@ def test_the_doctor_s_job_examines_all_ranks_and_writes_what_it_found(lab: Lab) 
 
 
 def test_a_job_whose_nodes_are_not_fit_does_not_train(lab: Lab) -> None:
-    job = lab.stand_in(name="unfit", DOCTOR_CODE="1")
+    job = lab.stand_in(name="unfit", DOCTOR_CODE="3")
     ended = lab.cluster.ended(job, within_s=60)
     log = lab.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log

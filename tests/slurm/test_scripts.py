@@ -88,7 +88,11 @@ def launched(
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
-    sizes = {"SLURM_CPUS_ON_NODE": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
+    sizes = {
+        "SLURM_JOB_CPUS_PER_NODE": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     environment = {
         **os.environ,
         **sizes,
@@ -287,6 +291,11 @@ def test_ranks_are_placed_in_order_and_bound_to_cores(tmp_path: Path) -> None:
     options = arguments[: arguments.index(str(tmp_path / "python"))]
     assert {"--distribution=block:block", "--cpu-bind=cores", "--cpus-per-task=1"} < set(options)
     assert not [option for option in options if "container" in option]
+    # The node with fewest cores decides, wherever the job's shell is.
+    sizes = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_CPUS_ON_NODE": "192"}
+    for cpus, each in {"96(x2),64": 8, "64,128": 8, "192(x16)": 24, "128(x2),96(x3)": 12}.items():
+        given = asked_of_srun(tmp_path, **sizes, SLURM_JOB_CPUS_PER_NODE=cpus)[0]
+        assert f"--cpus-per-task={each}" in given
     assert "--cpu-bind=map_ldom:1,0" in asked_of_srun(tmp_path, CPU_BIND="map_ldom:1,0")[0]
 
 
@@ -337,8 +346,13 @@ def test_ranks_are_examined_before_they_train(tmp_path: Path) -> None:
     without = launched(tmp_path, code=0, preempted=False, DOCTOR="no")
     assert "doctor" not in without.stdout
     assert trained in without.stdout
-    sick = launched(tmp_path, code=1, preempted=False)
-    assert sick.returncode == 1
+    # srun ends with 1 where it cannot start the ranks.
+    absent = launched(tmp_path, code=1, preempted=False)
+    assert absent.returncode == 1
+    assert trained not in absent.stdout
+    assert "not fit" not in absent.stdout
+    sick = launched(tmp_path, code=3, preempted=False)
+    assert sick.returncode == 3
     assert quick in sick.stdout
     assert trained not in sick.stdout
     assert "not fit to train; DOCTOR=no sbatch ..." in sick.stdout

@@ -36,7 +36,8 @@ Without a launcher as many local ranks are started as the layout has, if this ma
 GPUs (or, on the CPU, if they are few); otherwise one process skips checks between ranks.
 
 fail: the run would not start, would hang, or would compute wrong numbers; warn: slower than it
-should be, or close to a limit. Exit status: 0 without a fail, 1 with one, 2 for a wrong command."""
+should be, or close to a limit. Exit status: 0 without a fail, 3 with one, 2 for a wrong command,
+1 if the examination itself failed."""
 
 
 def add_parser(commands: Any) -> None:
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--timeout = {options.timeout:g} must be above 0")
     check_outputs(options.json, needs_plots=False)
     with needs_train_extra("the examination needs"):
-        from wlb.doctor import Options, examine
+        from wlb.doctor import UNFIT, Options, examine
         from wlb.launch.local import RankFailure
         from wlb.parallel.world import choose_device
     if options.name is None:
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     except RankFailure as failure:
         print(f"wlb doctor: {failure}", file=sys.stderr)
         return 1
-    return 0 if is_well else 1
+    return 0 if is_well else UNFIT
 
 
 def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:

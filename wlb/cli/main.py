@@ -38,8 +38,8 @@ _COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return 0 on success, 1 for a failed run or examination, 2 for bad input, 130
-    if interrupted.
+    """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 3 for an examination
+    that found a fault, 130 if interrupted.
 
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.

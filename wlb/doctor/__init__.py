@@ -1,5 +1,6 @@
 """Checks that only a cluster can make, in two minutes before a long job."""
 
+from wlb.doctor.finding import UNFIT as UNFIT
 from wlb.doctor.finding import Finding as Finding
 from wlb.doctor.finding import Verdict as Verdict
 from wlb.doctor.finding import is_failed as is_failed

@@ -11,6 +11,9 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+UNFIT = 3
+"""Exit status of an examination with a fail. 1 is also that of a Python or an srun that cannot
+start, which says nothing of the nodes."""
 _MOST_SHOWN = 3
 """Different texts of one check that a row shows."""
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from wlb.doctor.finding import UNFIT
+
 GRACE_S = 20.0
 """Additional seconds that other ranks wait, so that rank 0, which has the report, ends first."""
 
@@ -69,7 +71,7 @@ class StageLimit:
                 if self.rank == 0:
                     self.tell(*self.missing())
             finally:
-                self.end(1)
+                self.end(UNFIT)
 
     def missing(self) -> tuple[str, list[int]]:
         """The first stage that not all ranks have ended, and the ranks that have not."""

@@ -125,9 +125,9 @@ def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
     if world.world_size > 1:
         try:
             worlds.init(world, device, timeout_s=options.limit_s)
-        # The limit on open files is too low.
+        # The limit on open files is too low, or the port is taken.
         except UserError as error:
-            options.tell([failed("file descriptors", f"{HOST}: {error}", LOOK)])
+            options.tell([failed("rendezvous", f"{HOST}: {error}", LOOK)])
             return False
         # torch raises DistError here, Gloo a plain RuntimeError.
         except RuntimeError as error:

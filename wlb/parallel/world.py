@@ -118,6 +118,10 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
     tasks = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or ""
     job, step = _number(env, "SLURM_JOB_ID"), _number(env, "SLURM_STEP_ID")
+    starts = _number(env, "SLURM_RESTART_COUNT", 0)
+    # The port is below the ephemeral range and differs between the steps and the starts of a job.
+    port = 15_000 + (31 * job + 997 * starts + step) % 15_000
+    first = first_host(hosts) if hosts else ""
     return World(
         rank=_number(env, "SLURM_PROCID"),
         world_size=num_tasks,
@@ -125,9 +129,8 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
         local_world_size=tasks_on_node(tasks, node_rank) if tasks else num_tasks,
         node_rank=node_rank,
         origin=Origin.SLURM,
-        master_address=first_host(hosts) if hosts else _text(env, "SLURM_LAUNCH_NODE_IPADDR"),
-        # The port is below the ephemeral range and differs between the steps of a job.
-        master_port=15_000 + (31 * job + step) % 15_000,
+        master_address=env.get("MASTER_ADDR") or first or _text(env, "SLURM_LAUNCH_NODE_IPADDR"),
+        master_port=_number(env, "MASTER_PORT", port),
         one_gpu_each=env.get("SLURM_GPUS_PER_TASK", "").rsplit(":", 1)[-1] == "1",
     )
 
@@ -258,7 +261,8 @@ def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterato
 
 def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with a group of Gloo beside it for CPU
-    tensors and objects (`wlb.parallel.host`). UserError if too few files may be open.
+    tensors and objects (`wlb.parallel.host`). UserError if too few files may be open or the port
+    where ranks meet is taken.
 
     With `device_id` torch makes the world's communicator at once and splits a mesh's groups off it,
     one ncclCommSplit an axis (torch 2.11 and 2.13 alike; neither has run here on a GPU). Transfers
@@ -276,14 +280,16 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     if is_cuda:
         set_cuda_defaults()
     select_device(device)
-    dist.init_process_group(
-        "nccl" if is_cuda else "gloo",
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if is_cuda else None,
-        **_rendezvous(world, timedelta(seconds=timeout_s)),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    with _free_port(world):
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=device if is_cuda else None,
+            **_rendezvous(world, timeout),
+        )
     if is_cuda:
         new_host_group(timeout_s)
     atexit.register(destroy_gloo_groups if is_cuda else shutdown)
@@ -323,6 +329,22 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     use_one_worker(names, loopback=is_one_machine)
+
+
+@contextmanager
+def _free_port(world: World) -> Iterator[None]:
+    """Makes torch's error of a port that is taken a UserError; rank 0 listens, so that it alone
+    gets one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.rank or "EADDRINUSE" not in str(error):
+            raise
+        raise UserError(
+            f"another program of {world.master_address} uses port {world.master_port}, where the "
+            f"ranks meet; set MASTER_PORT to a free port, below those that the system gives out "
+            f"(/proc/sys/net/ipv4/ip_local_port_range)"
+        ) from None
 
 
 def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
