@@ -18,6 +18,7 @@ from wlb.plan import (
     NO_CHANGES,
     FloatArray,
     PipelinePlan,
+    PlannerState,
     PlanProgress,
     PriceSchedule,
     StepPlan,
@@ -33,6 +34,14 @@ from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reduce import StepSums
 from wlb.train.telemetry.report import RunReport
 from wlb.train.telemetry.wall import Phase, WallTimes
+
+
+class LoadedRun(NamedTuple):
+    """A run as of the checkpoint that was loaded. steps_done: updates of its weights."""
+
+    saved_in: Path
+    steps_done: int
+    state: PlannerState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +68,18 @@ class RunContext:
     stop: Stop = Stop.NO
     records_ns: int = 0
     prices: PriceSchedule = NO_CHANGES
-    norms: GradientNorms = field(default_factory=lambda: GradientNorms(0.0))
-    wall: WallTimes = field(default_factory=lambda: WallTimes(started_s=0.0))
+    norms: GradientNorms = field(init=False)
+    wall: WallTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.norms = GradientNorms(self.spec.training.skip_spikes)
+        self.wall = WallTimes(started_s=self.job.started_s, ready_s=self.job.ready_s)
+
+    def go_on(self, saved_in: Path, steps_done: int, state: PlannerState) -> None:
+        """Take over what a loaded checkpoint says of the run (`LoadedRun`)."""
+        self.steps_done, self.prices = steps_done, state.prices
+        self.progress = self.saved = PlanProgress.of(state)
+        self.norms = GradientNorms.of(self.spec, saved_in)
 
     @property
     def spec(self) -> RunSpec:

@@ -3,7 +3,6 @@
 Hooks (`wlb.train.hooks`) watch the steps; `wlb.train.watchers` lists them.
 """
 
-import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,19 +15,17 @@ from wlb.parallel.execute import Executor
 from wlb.parallel.experts import load_values
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
-from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PlanProgress, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import OnNonfinite
-from wlb.train.checkpoint.folder import saved_norms
 from wlb.train.checkpoint.saver import CheckpointSaver, load_sound, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
 from wlb.train.faults.nonfinite import NonfiniteSteps
-from wlb.train.faults.spikes import GradientNorms
 from wlb.train.faults.stop import StopRequest
 from wlb.train.feed import PlanFeed
-from wlb.train.hooks import ExecutedStep, RefusedStep, RunContext
+from wlb.train.hooks import ExecutedStep, LoadedRun, RefusedStep, RunContext
 from wlb.train.job import Job
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
@@ -37,7 +34,7 @@ from wlb.train.refuse import agree_on_kernel, resumed_state
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ranks import gather_places
 from wlb.train.telemetry.report import RunReport
-from wlb.train.telemetry.wall import Phase, WallTimes
+from wlb.train.telemetry.wall import Phase
 from wlb.train.watchers import hooks_of
 
 
@@ -165,8 +162,7 @@ class Trainer:
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.counted_parameters(), self.mesh)
-            stages = self.executor.stages.values()
-            load = load_values(stages, self.spec.model.num_layers, self.mesh)
+            load = load_values(self.executor.stages.values(), self.spec.model.num_layers, self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
             run.feed.peek(2),
@@ -179,38 +175,28 @@ class Trainer:
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
-        """What becomes of a step that must not update weights; None for one that may."""
-        if not math.isfinite(sums.loss + sums.gradient_norm):
-            return self._refuse(plan, sums)
-        run, norm = self.context, sums.gradient_norm
-        median = run.norms.spike_over(norm) if plan.num_targets else None
-        if median is None:
-            self.nonfinite.passed()
+        """None for a step that may update weights. One that is not finite, or a spike, updates
+        nothing: it is skipped, or the run rolls back to the newest checkpoint."""
+        run, found = self.context, {"loss": sums.loss, "norm": sums.gradient_norm}
+        newest = median = None
+        if sums.is_finite:
+            median = run.norms.spike_over(sums.gradient_norm) if plan.num_targets else None
+            action = self.nonfinite.finite(plan.step, norm=sums.gradient_norm, median=median)
+        else:
+            newest = self.saves.newest(run)
+            action = self.nonfinite.decide(plan.step, **found, has_checkpoint=newest is not None)
+        if action is None:
             return None
-        self.nonfinite.spike(plan.step, norm=norm, median=median)
         self.optimizers.clear()
         for hook in self.hooks:
-            hook.refused(run, RefusedStep(plan, sums, OnNonfinite.SKIP, median=median))
-        return OnNonfinite.SKIP
-
-    def _refuse(self, plan: StepPlan, sums: StepSums) -> OnNonfinite:
-        """Update nothing: skip the step, or roll back to the newest checkpoint."""
-        run = self.context
-        newest = self.saves.newest(run)
-        found = {"loss": sums.loss, "norm": sums.gradient_norm}
-        action = self.nonfinite.decide(plan.step, **found, has_checkpoint=newest is not None)
-        self.optimizers.clear()
-        for hook in self.hooks:
-            hook.refused(run, RefusedStep(plan, sums, action, newest))
-        if action == OnNonfinite.ROLLBACK:
-            assert newest is not None
+            hook.refused(run, RefusedStep(plan, sums, action, newest, median))
+        if newest is not None and action == OnNonfinite.ROLLBACK:
             run.inputs.close()
             run.feed.close()
             with run.wall.phase(Phase.CHECKPOINTS):
-                run.steps_done, state = self._load(newest)
-            run.progress, run.prices = PlanProgress.of(state), state.prices
-            run.norms = self._norms()
-            run.feed, run.inputs = self._open_feed(state)
+                loaded = self._load(newest)
+            run.go_on(*loaded)
+            run.feed, run.inputs = self._open_feed(loaded.state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
         return action
@@ -218,56 +204,45 @@ class Trainer:
     def _agree_on_first_plans(self) -> None:
         """Compare the first two steps' plans and the evaluation's; `_compute` does later ones."""
         run = self.context
-        first = run.feed.peek(1) + run.feed.peek(2)
         held = self.evaluator.plans if self.evaluator is not None else []
-        run.stop = self.reducer.reduce(first + held, stop=self.stop_request.signalled).stop
+        run.stop = self.reducer.reduce(
+            [*run.feed.peek(1), *run.feed.peek(2), *held], stop=self.stop_request.signalled
+        ).stop
 
     def _context(self, clock: StepClock | None) -> RunContext:
         """Where the run begins: new, with the weights of a checkpoint, or going on from one."""
-        steps_done, state = 0, None
-        if self.job.resume is not None:
-            steps_done, state = self._load(self.job.resume)
-        elif self.job.init_from is not None:
+        loaded = self._load(self.job.resume) if self.job.resume is not None else None
+        if loaded is None and self.job.init_from is not None:
             load_weights(self.job.init_from, self.mesh, stages=self.executor.stages)
-        job = self.job
-        feed, inputs = self._open_feed(state)
+        feed, inputs = self._open_feed(loaded.state if loaded is not None else None)
         report = RunReport(
-            job,
+            self.job,
             is_shown=self.mesh.rank == 0,
             priced=self.priced,
             device=self.mesh.device.type,
-            steps_done=steps_done,
+            steps_done=loaded.steps_done if loaded is not None else 0,
             places=gather_places(self.mesh, self.world) if clock is not None else (),
         )
-        progress = PlanProgress.of(state) if state is not None else None
-        return RunContext(
-            job=job,
+        run = RunContext(
+            job=self.job,
             mesh=self.mesh,
             position=self.position,
             report=report,
             feed=feed,
             inputs=inputs,
-            progress=progress,
-            saved=progress,
-            steps_done=steps_done,
-            prices=state.prices if state is not None else NO_CHANGES,
-            norms=self._norms(),
-            wall=WallTimes(started_s=job.started_s, ready_s=job.ready_s),
         )
+        if loaded is not None:
+            run.go_on(*loaded)
+        return run
 
-    def _load(self, saved_in: Path) -> tuple[int, PlannerState]:
-        """Weights and optimiser from a checkpoint; its executed steps and planner state."""
+    def _load(self, saved_in: Path) -> LoadedRun:
+        """Load weights and optimiser from a checkpoint, or an older one if it is damaged."""
         self.position.enter(f"loading {saved_in.name}", is_slow=True)
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        return steps_done, resumed_state(saved_in, self.priced, self.mesh.device.type)
-
-    def _norms(self) -> GradientNorms:
-        """Gradient norms as of the checkpoint that was loaded last, if any."""
-        saved_in = self.job.resume
-        known = saved_norms(saved_in) if saved_in is not None else []
-        return GradientNorms(self.spec.training.skip_spikes, known)
+        state = resumed_state(saved_in, self.priced, self.mesh.device.type)
+        return LoadedRun(saved_in, steps_done, state)
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)

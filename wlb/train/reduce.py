@@ -52,6 +52,10 @@ class StepSums:
     stop: Stop = Stop.NO
     save_due: bool = False
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss + self.gradient_norm)
+
 
 class StepReducer:
     """Builds a rank's contribution, reduces it, and checks the digests."""

@@ -189,7 +189,7 @@ def test_what_follows_what() -> None:
 
     assert decide(4) == OnNonfinite.ROLLBACK
     assert decide(4) == OnNonfinite.SKIP
-    steps.passed()
+    assert steps.finite(5, norm=1.0, median=None) is None
     assert decide(9) == OnNonfinite.ROLLBACK
     assert decide(9) == OnNonfinite.SKIP
     assert decide(4) == OnNonfinite.SKIP

@@ -47,13 +47,13 @@ def test_what_is_remembered_goes_on_from_a_checkpoint() -> None:
 
 def test_spikes_and_norms_that_are_not_finite_count_together() -> None:
     steps = NonfiniteSteps(OnNonfinite.SKIP, 2)
-    steps.spike(1, norm=9.0, median=1.0)
+    steps.finite(1, norm=9.0, median=1.0)
     steps.decide(2, loss=1.0, norm=float("inf"), has_checkpoint=False)
     message = r"step 3: gradient norm 9 with a median of 1; 3 steps in a row were spikes or not fin"
     with pytest.raises(FloatingPointError, match=message):
-        steps.spike(3, norm=9.0, median=1.0)
-    steps.passed()
-    steps.spike(4, norm=9.0, median=1.0)
+        steps.finite(3, norm=9.0, median=1.0)
+    assert steps.finite(4, norm=9.0, median=None) is None
+    assert steps.finite(5, norm=9.0, median=1.0) == OnNonfinite.SKIP
 
 
 @pytest.mark.parametrize("norms", [3, [1.0, -1.0], ["1"], [True], {"0": 1.0}])

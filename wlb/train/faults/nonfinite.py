@@ -37,11 +37,15 @@ class NonfiniteSteps:
         self._skip(found, "were not finite")
         return OnNonfinite.SKIP
 
-    def spike(self, step: int, *, norm: float, median: float) -> None:
-        """Record a step that is skipped for its finite norm (`training.skip_spikes`);
-        FloatingPointError if the run has to stop."""
+    def finite(self, step: int, *, norm: float, median: float | None) -> OnNonfinite | None:
+        """None for a step that updates weights, SKIP for one whose norm is a spike over `median`
+        (`training.skip_spikes`); FloatingPointError if the run has to stop."""
+        if median is None:
+            self._in_a_row = 0
+            return None
         found = f"step {step}: gradient norm {norm:g} with a median of {median:g}"
         self._skip(found, "were spikes or not finite")
+        return OnNonfinite.SKIP
 
     def _skip(self, found: str, what: str) -> None:
         self._in_a_row += 1
@@ -51,7 +55,3 @@ class NonfiniteSteps:
                 f"training.max_nonfinite = {self.most_in_a_row}. Lower training.learning_rate and "
                 f"continue from a checkpoint with --resume"
             )
-
-    def passed(self) -> None:
-        """Record a step that updates weights."""
-        self._in_a_row = 0

@@ -9,6 +9,11 @@ and standard deviations instead (https://github.com/allenai/OLMo-core).
 import statistics
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from wlb.spec import RunSpec
+from wlb.train.checkpoint.folder import saved_norms
 
 WINDOW = 128
 """Norms that are remembered, so that the median follows the norm's slow decline."""
@@ -23,6 +28,11 @@ class GradientNorms:
     def __init__(self, factor: float, known: Iterable[float] = ()) -> None:
         self.factor = factor
         self._known = deque(known if factor else (), maxlen=WINDOW)
+
+    @classmethod
+    def of(cls, spec: RunSpec, saved_in: Path) -> Self:
+        """Norms as of a checkpoint."""
+        return cls(spec.training.skip_spikes, saved_norms(saved_in))
 
     def spike_over(self, norm: float) -> float | None:
         """The median over which a finite `norm` is a spike; None if it is none. Remembers it: of
