@@ -112,12 +112,17 @@ def test_too_little_shared_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_a_disk_too_small_for_checkpoints_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    one = patient().spec.model.num_parameters * host.STATE_BYTES
+    one = patient().spec.model.num_parameters * host.CHECKPOINT_BYTES
     for free, verdict in ((one - 1, "fail"), (2 * one, "warn"), (3 * one, "pass")):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: Usage(free, 0, free))
         found = host.disk(patient(run__output_dir=str(tmp_path / "not" / "there")))
         assert found.verdict == verdict
         assert found.found.startswith(f"{tmp_path} has ")
+
+    kept = {"checkpoint__interval": 5, "checkpoint__keep_every": 5, "training__steps": 50}
+    milestones = patient(run__output_dir=str(tmp_path), **kept)
+    assert host.disk(milestones).verdict == "warn"  # with room for three, which was enough above
+    assert "the 10 that are there at once" in host.disk(milestones).remedy
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from wlb.doctor.gpu import NO_GPU
 from wlb.packing import with_s_max
 from wlb.parallel.host import open_files_needed
 from wlb.plan import UserError
+from wlb.simulate.forecast import CHECKPOINT_BYTES
+from wlb.train.checkpoint.room import most_at_once
 from wlb.train.memory import GIB, budget_of, estimate_of, hold_against, within
 
 PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
@@ -21,8 +23,6 @@ SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
 
 SHM_A_RANK_BYTES = 64 << 20
 """NCCL's buffers between GPUs of one node without peer access take tens of MB a rank."""
-STATE_BYTES = 12
-"""Bytes of a checkpoint for each parameter: float32 weight and two moments."""
 
 
 def descriptors(patient: Patient) -> Finding:
@@ -98,13 +98,13 @@ def disk(patient: Patient) -> Finding:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    one = spec.model.num_parameters * STATE_BYTES
-    most = one * (spec.checkpoint.keep + 1)
+    one = spec.model.num_parameters * CHECKPOINT_BYTES
+    most = most_at_once(spec)
     found = f"{folder} has {_size(free)} free; a checkpoint takes about {_size(one)}"
     if free < one:
         return failed(name, found, "free room there, or set run.output_dir to a larger disk")
-    if free < most:
-        remedy = f"free room for {spec.checkpoint.keep + 1} of them, or lower checkpoint.keep"
+    if free < most * one:
+        remedy = f"free room for the {most} that are there at once, or lower checkpoint.keep"
         return warned(name, found, remedy)
     return passed(name, found)
 
