@@ -216,6 +216,7 @@ def trainer_of(path: Path, model: Any, make: Any = balanced, **options: Any) -> 
     return make(Trainer)(model=model, args=args, train_dataset=rows, **given, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [balanced, balanced_steps])
 def test_trainers_ask_before_their_first_step(tmp_path: Path, make: Any) -> None:
     model = model_of("opt")
@@ -235,6 +236,7 @@ def test_a_trainer_sends_hybrids_what_keeps_documents_apart(tmp_path: Path) -> N
     assert batch["seq_idx"].max() > 0
 
 
+@pytest.mark.full
 def test_losses_are_those_without_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -339,6 +339,7 @@ assert main(["tune", "packing", "--synthetic", "wlb_paper", "--policies", "bound
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

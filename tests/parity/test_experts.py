@@ -166,6 +166,7 @@ def auxiliary(world: World, case: Case) -> tuple[float, tuple[float, str], float
     return before, gradient_error(executor, reference), differing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", AUX_CASES, ids=str)
 def test_losses_of_the_router_are_of_all_tokens_whatever_has_labels(case: Case) -> None:
     results = run_local(auxiliary, case.world, case, start_group=True, timeout_s=600)

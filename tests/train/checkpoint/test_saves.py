@@ -61,6 +61,7 @@ def test_milestones_outlive_newer_checkpoints(corpus: Path, tmp_path: Path) -> N
     assert [int(name[5:]) for name in run.checkpoints] == [3, 6, 7, 8]
 
 
+@pytest.mark.full
 @pytest.mark.process
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_run_does_not_train_on_unsaved(
@@ -88,6 +89,7 @@ def test_a_run_does_not_train_on_unsaved(
     assert run.checkpoints == ["step-00000002", "step-00000003"]
 
 
+@pytest.mark.full
 @pytest.mark.process
 @pytest.mark.parametrize(("most", "steps"), [(1, 2), (0, 3)])
 def test_the_limit_of_failed_saves_can_be_one_or_none(

@@ -89,6 +89,7 @@ def spec_of(folder: Path, corpus: Path, *, steps: int = 6, most: int = 10) -> Ru
     return small_spec(folder, corpus, training=training, checkpoint={"interval": 2, "keep": 9})
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_spike_is_skipped_also_right_after_a_resume(
     tmp_path: Path, spike_at: Callable[[set[int]], None], capsys: pytest.CaptureFixture[str]
