@@ -47,6 +47,7 @@ def one_of_two(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.process
 def test_ranks_with_other_samples_get_as_many_micro_batches(tmp_path: Path) -> None:

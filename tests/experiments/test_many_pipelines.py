@@ -46,6 +46,7 @@ def test_the_committed_runs_are_near_perfect_balance() -> None:
         assert float(row["ours"]) > float(row["WLB-LLM"]), row
 
 
+@pytest.mark.full
 def test_few_steps_lose_no_more_where_the_end_is_known() -> None:
     """Ten batches of four pipelines: what was flushed by itself cost several percent."""
     layout = layouts()["DP 4"]

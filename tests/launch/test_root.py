@@ -76,6 +76,7 @@ def test_a_rank_that_raises_on_another_node(tmp_path: Path) -> None:
         assert at_work(report.text) == [0, 1, 3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("node", [0, 1, *full(2)])
 def test_an_aggregator_that_is_killed(tmp_path: Path, node: int) -> None:
     """All ranks are alive, so the report names the watch and finds each of them at work."""

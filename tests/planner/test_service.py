@@ -322,6 +322,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 def test_it_ends_when_its_parent_dies_before_anyone_connects() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=True

@@ -210,6 +210,7 @@ def expect_the_same_work(plain: StepResult, compiled: StepResult) -> None:
         assert mine["num_bytes"] == pytest.approx(theirs["num_bytes"])
 
 
+@pytest.mark.full
 def test_what_the_cluster_refuses_is_refused_with_a_remedy() -> None:
     compiler = small_job("training.compile=true", "training.compile_backend=aot_eager")
     specs = [compiler, small_job("run.memory_gib=0.001")]

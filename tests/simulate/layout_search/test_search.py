@@ -128,6 +128,7 @@ def test_micro_batches_that_no_schedule_takes_are_not_tried() -> None:
         replace(FEW, micro_batches=(1.0,))
 
 
+@pytest.mark.full
 def test_the_winner_is_what_simulate_says(found: Search) -> None:
     best = found.ranking[0]
     bench = TrialRunner.of(best.spec, SAMPLE)

@@ -67,6 +67,7 @@ def test_a_token_that_was_taken_for_left_over_is_made_again(
     assert tokens(tmp_path) == [HELD]
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_the_token_of_a_start_that_was_killed_goes_with_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "small"

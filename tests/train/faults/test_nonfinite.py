@@ -72,6 +72,7 @@ def test_skip_leaves_a_step_out(
     assert "steps: 1 skipped" in shown
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
     corpus: Path,

@@ -131,6 +131,7 @@ def log_lines(rank: int) -> list[str]:
     return [f"line {i} of rank {rank}" for i in range(10, 30)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [2, *full(0)])
 def test_a_rank_that_is_killed(tmp_path: Path, corpus: Path, rank: int) -> None:
     failure = broken_run(tmp_path, corpus, (rank,), kill)

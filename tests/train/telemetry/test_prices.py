@@ -223,6 +223,7 @@ def test_a_rollback_takes_prices_back_that_were_learned_since(
     assert [c.step for c in read_run(run.folder).prices.changes] == [second]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("known_votes")
 def test_a_run_that_learned_is_planned_again_from_its_records(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

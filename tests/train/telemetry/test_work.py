@@ -170,6 +170,7 @@ def ledger_counts(run: Run, model: ModelSpec) -> list[int]:
     return counts
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(("layout", "peak"), [("one", 0.0), *full(("cp2-pp2", 0.25))])
 def test_records_of_a_run_have_the_work_of_its_steps(
