@@ -199,7 +199,7 @@ def read_table(
 def commit_of(folder: Path) -> str:
     """Returns the commit whose figures are in an experiment's results page."""
     page = (folder / "results" / "README.md").read_text("utf-8")
-    for said in (r"figures of commit ([\w-]+)", r"at commit ([\w-]+)"):
+    for said in (r"(?:figures|results,?) of commit ([\w-]+)", r"at commit ([\w-]+)"):
         if found := re.search(said, page):
             return found.group(1)
     raise ValueError(f"{folder.name}: the results page names no commit")
@@ -207,8 +207,7 @@ def commit_of(folder: Path) -> str:
 
 def _number(cell: str) -> float | str | None:
     try:
-        # Just above the decimal number, so that a last digit of 5 is rounded up, as readers do.
-        return float(cell) * (1 + 2**-52)
+        return float(cell)
     except ValueError:
         return cell or None
 
