@@ -16,7 +16,7 @@ from wlb.packing.prices import ONE_PRICE, PriceRange
 from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
 from wlb.packing.waiting import StepLimits, fitting
-from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, imbalance
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, UserError, imbalance
 
 C = 4096
 COST = FlopsWorkload(quadratic_ns=1670 / C, linear_ns_per_token=1000)
@@ -483,3 +483,12 @@ def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
     assert tight.mean_delay < 0.6
     assert tight.held_tokens < 0.8 * 4 * C
     assert tight.imbalance < 1.02
+
+
+def test_sizes_are_whole_numbers() -> None:
+    options = PackerOptions(num_micro_batches=2, context_window=64, cost=COST)
+    made = BoundedPacker(options=options, s_max=np.int64(96), max_delay=np.int32(2))
+    assert (type(made.s_max), type(made.max_delay)) == (int, int)
+    for wrong in ({"s_max": 96.5}, {"max_delay": 2.5}, {"step_tokens": 200.0}):
+        with pytest.raises(UserError, match="is no whole number"):
+            BoundedPacker(**{"options": options, "s_max": 96, **wrong})

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.plan import IntArray, IntLike, UserError, check_minimum, int_array, whole_number
+from wlb.plan import (
+    IntArray,
+    IntLike,
+    UserError,
+    check_minimum,
+    hold_whole,
+    int_array,
+    whole_number,
+)
 from wlb.plan.arrays import first_true
 
 WAITS = ("micro_batch", "step")
@@ -68,8 +76,7 @@ class SlotRules:
     def __post_init__(self) -> None:
         if self.num is not None:
             object.__setattr__(self, "num", whole_number("num_micro_batches", self.num, 1))
-        object.__setattr__(self, "at_least", whole_number("at_least", self.at_least, 0))
-        object.__setattr__(self, "multiple", whole_number("multiple", self.multiple, 1))
+        hold_whole(self, at_least=0, multiple=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,8 +95,7 @@ class StepRequest:
         if not self.lengths.size:
             raise UserError("lengths is empty: a step needs at least one sample")
         check_minimum("lengths", self.lengths, 1)
-        for name in ("num_ranks", "max_tokens"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        hold_whole(self, num_ranks=1, max_tokens=1)
         one_of("wait", self.slots.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
         one_of("groups_on", self.rank_rules.groups_on, GROUPS_ON)

@@ -22,11 +22,11 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
+    hold_whole,
     int_array,
     offsets_of,
     segment_lengths,
     split_long,
-    whole_number,
 )
 from wlb.plan.arrays import first_true
 
@@ -87,8 +87,7 @@ class PackerOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        hold_whole(self, **_LEAST)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
         """The batch's documents as pieces of at most a window that came when `step` was next.

@@ -26,7 +26,7 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    check_at_least,
+    hold_whole,
 )
 
 DELAY_PRICE, DELAY_PRICE_IN_RANGE = 0.15, 0.1
@@ -61,6 +61,7 @@ class BoundedPacker(PolicyPacker):
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
+        hold_whole(self, s_max=None, step_tokens=None, max_delay=1)
         options, step_tokens = self.options, self.limits.step_tokens
         window, brought = options.context_window, options.tokens_per_step
         check_s_max(self.s_max, options)
@@ -70,7 +71,6 @@ class BoundedPacker(PolicyPacker):
                 f"batch brings ({brought // window} x {window}), so what is held back could never "
                 f"be caught up; raise step_tokens, or s_max above the window"
             )
-        check_at_least("max_delay", self.max_delay, 1)
         if self.delay_price is not None and not 0 < self.delay_price < np.inf:
             raise UserError(f"delay_price = {self.delay_price} must be above 0 and finite")
 

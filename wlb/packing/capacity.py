@@ -15,7 +15,7 @@ import numpy as np
 
 from wlb.packing.base import LEFTOVER, STEP_ORDER, PolicyPacker, Pushed, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
-from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, check_at_least
+from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, hold_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +35,7 @@ class CapacityPacker(PolicyPacker):
     open_bins: int = 32
 
     def __post_init__(self) -> None:
-        check_at_least("pack_batches", self.pack_batches, 1)
-        check_at_least("open_bins", self.open_bins, 1)
+        hold_whole(self, capacity=None, pack_batches=1, open_bins=1)
         if self.method not in tuple(BinMethod):
             raise UserError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
         object.__setattr__(self, "method", BinMethod(self.method))

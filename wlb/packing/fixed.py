@@ -24,8 +24,8 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    check_at_least,
     cut_at,
+    hold_whole,
 )
 from wlb.spec import StepGrouping
 
@@ -65,7 +65,7 @@ class FixedPacker(PolicyPacker):
     grouping: StepGrouping = StepGrouping.BY_LOAD
 
     def __post_init__(self) -> None:
-        check_at_least("window_batches", self.window_batches, 1)
+        hold_whole(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         size = self.options.tokens_per_step * self.window_batches

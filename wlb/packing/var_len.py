@@ -25,8 +25,8 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    check_at_least,
     check_minimum,
+    hold_whole,
     int_array,
 )
 
@@ -53,6 +53,7 @@ class VarLenPacker(PolicyPacker):
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
+        hold_whole(self, s_max=None, step_tokens=None, hold=0)
         check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
             raise UserError(
@@ -74,7 +75,6 @@ class VarLenPacker(PolicyPacker):
         check_minimum("queue_thresholds", thresholds, 1)
         if bool(np.any(np.diff(thresholds) <= 0)):
             raise UserError(f"queue_thresholds {thresholds.tolist()} must increase")
-        check_at_least("hold", self.hold, 0)
         if self.hold and self.literal:
             raise UserError(f"hold = {self.hold} is not Algorithm 1; leave out literal")
         if self.hold and not self.queue_thresholds:

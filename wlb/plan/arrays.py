@@ -71,6 +71,16 @@ def whole_number(name: str, value: object, minimum: int | None = None, remedy: s
     return number
 
 
+def hold_whole(record: object, **minimum: int | None) -> None:
+    """Make these fields of a frozen dataclass plain ints of at least `minimum` (`whole_number`).
+
+    A field that is None stays so.
+    """
+    for name, least in minimum.items():
+        if (value := getattr(record, name)) is not None:
+            object.__setattr__(record, name, whole_number(name, value, least))
+
+
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
     """UserError naming a number that is below `minimum`, or NaN. remedy: ends the message."""
     if not value >= minimum:

@@ -50,10 +50,10 @@ from wlb.plan import (
     StepMetrics,
     StepPlan,
     UserError,
+    hold_whole,
     local_tokens,
     merge,
     predict,
-    whole_number,
 )
 from wlb.planner.deal import deal
 from wlb.planner.lengths import packer_of, source_of
@@ -112,8 +112,7 @@ class Planner:
     )
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "row_multiple"):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), 1))
+        hold_whole(self, dp=1, cp=1, row_multiple=1)
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "

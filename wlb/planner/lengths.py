@@ -4,7 +4,7 @@ from typing import Any
 
 from wlb.data import LengthSource, Source
 from wlb.packing import BoundedPacker, Packer, PackerOptions, VarLenPacker
-from wlb.plan import IntLike, int_array, whole_number
+from wlb.plan import IntLike, int_array
 
 
 def source_of(lengths: IntLike | Source) -> Source:
@@ -21,16 +21,13 @@ def packer_of(
     max_delay: int,
     queue_thresholds: tuple[int, ...] | None,
 ) -> Packer:
-    """`bounded`, or Algorithm 1 with thresholds; UserError for what is no whole number."""
+    """`bounded`, or Algorithm 1 with thresholds."""
     caps: dict[str, Any] = {
         "options": options,
-        "s_max": options.context_window * 3 // 2,
-        "step_tokens": None,
+        "s_max": options.context_window * 3 // 2 if s_max is None else s_max,
+        "step_tokens": step_tokens,
     }
-    for name, value in (("s_max", s_max), ("step_tokens", step_tokens)):
-        if value is not None:
-            caps[name] = whole_number(name, value)
     if queue_thresholds is None:
-        return BoundedPacker(**caps, max_delay=whole_number("max_delay", max_delay))
+        return BoundedPacker(**caps, max_delay=max_delay)
     thresholds = int_array("queue_thresholds", queue_thresholds).tolist()
     return VarLenPacker(**caps, queue_thresholds=tuple(thresholds))
