@@ -80,7 +80,6 @@ elif ((code)); then
     again=yes did="failed after it had saved $after"
 fi
 rm -f "$stop_file"
-((code)) || rm -f "$OUTPUT/.stop-$RUN_NAME" # Made by hand, it has ended these ranks.
 if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi
 if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
     echo "$(date -Is) $did; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"

@@ -190,7 +190,7 @@ def test_a_forward_without_logits_names_the_way_out() -> None:
         def forward(self, **given: Any) -> Any:
             return SimpleNamespace(loss=super().forward(**given).logits.sum())
 
-    with pytest.raises(UserError, match=r"Loss .* without logits .* check_documents=False"):
+    with pytest.raises(UserError, match=r"Loss .* without logits .*check_documents=False"):
         check_documents_apart(Loss(), batch_of(PaddingFreeCollator()))
 
 

@@ -119,6 +119,17 @@ def test_a_disk_too_small_for_checkpoints_is_found(
         assert found.verdict == verdict
         assert found.found.startswith(f"{tmp_path} has ")
 
+    # Of several checkpoints that are there, a save removes the oldest where it finds no room.
+    for step in (5, 10):
+        folder = tmp_path / "runs" / "run" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(one - 1, 0, one - 1))
+    again = patient(run__output_dir=str(tmp_path / "runs"), run__name="run")
+    assert host.disk(again).verdict == "warn"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(one, 0, one))
+    assert host.disk(again).verdict == "pass"
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * one, 0, 3 * one))
     kept = {"checkpoint__interval": 5, "checkpoint__keep_every": 5, "training__steps": 50}
     milestones = patient(run__output_dir=str(tmp_path), **kept)
     assert host.disk(milestones).verdict == "warn"  # with room for three, which was enough above

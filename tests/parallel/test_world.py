@@ -48,6 +48,12 @@ def test_torchrun_is_discovered(env):
     )
 
 
+def test_one_process_needs_no_launcher_whatever_names_its_rank(env):
+    """A PyTorchJob of Kubernetes names it, also of one process."""
+    env(RANK=0, WORLD_SIZE=1, MASTER_ADDR="localhost", MASTER_PORT=23456)
+    assert worlds.discover() is None
+
+
 def test_torchrun_variables_that_are_missing_or_no_numbers_are_named(env):
     env(RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2)
     with pytest.raises(ValueError, match="LOCAL_RANK is not set"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tests.prepare.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer, shown, trained
+from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens, load_template
 from wlb.prepare.chat import fit
 from wlb.prepare.chat_template import BUILT_IN
@@ -293,3 +294,13 @@ def test_tokens_and_masks_are_those_of_transformers() -> None:
                     mask[a:b] = [1] * (b - a)
                 assert found.tokens.tolist() == expected["input_ids"]
                 assert mask == expected["assistant_masks"]
+
+
+def test_a_template_without_the_last_content_is_refused() -> None:
+    """The text of its prompt is then all that it writes."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}</u>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    )
+    with pytest.raises(UserError, match="leaves out"):
+        jinja(source).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)

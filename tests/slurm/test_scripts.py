@@ -156,8 +156,8 @@ def test_a_job_that_is_stopped_leaves_another_job_of_its_run_alone(
     assert {"before:.stop-mine", "before:.stop-mine@6"} <= set(said)
     assert "before:.stop-mine@7" not in said  # of an earlier start of this job
     assert other.exists()
-    # Only a job that has trained takes a request by hand for done.
-    assert by_hand.exists() == bool(code)
+    # A request by hand may be for the other job; that which trains next removes it.
+    assert by_hand.exists()
 
 
 def failed(folder: Path, *, code: int, saves: str, **variables: str) -> str:

@@ -105,9 +105,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epochs: int = 1,
         max_steps: int | None = None,
     ) -> None:
-        if max_steps is not None:
+        if max_steps is None:
+            check_at_least("epochs", epochs, 1, ", as all are planned at once")
+        else:
             check_at_least("max_steps", max_steps, 1)
-        check_at_least("epochs", epochs, 1, ", as all are planned at once")
         self.lengths = int_array("lengths", lengths)
         _check_sizes(balance, num_ranks, accumulation_steps)
         _check_rows(self.lengths, balance)

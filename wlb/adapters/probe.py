@@ -199,9 +199,10 @@ def _name(model: nn.Module) -> str:
 def _unknown(model: nn.Module, error: Exception) -> UserError:
     told = f"{type(error).__name__}: {error}".rstrip(".")
     return UserError(
-        f"{_name(model)} failed on a packed row of two documents, which was to show whether they "
-        f"are kept apart: {told}. Follow that, train it unpacked by the library's own trainer, or, "
-        f"if it keeps them apart, with check_documents=False"
+        f"{_name(model)} failed on a packed row of two short documents, by which wlb tests whether "
+        f"it keeps documents apart: {told}. Repair what it names; or train it unpacked by the "
+        f"library's own trainer; or, if you know that it keeps them apart, leave the test out "
+        f"(check_documents=False of the trainer, or no call of check_documents_apart)"
     )
 
 

@@ -78,10 +78,11 @@ def discover() -> World | None:
     """
     env = os.environ
     is_given = "RANK" in env and "WORLD_SIZE" in env
-    if is_given and ("TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env):
+    if is_given and "LOCAL_WORLD_SIZE" in env:
         return _from_torchrun(env)
     num_tasks = _tasks_of_step(env)
-    if is_given and _number(env, "WORLD_SIZE") != num_tasks:
+    # A job of one process, such as a PyTorchJob's of Kubernetes, needs neither.
+    if is_given and _number(env, "WORLD_SIZE") != max(1, num_tasks):
         step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
         raise UserError(
             f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} are set, but not "

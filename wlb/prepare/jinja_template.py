@@ -208,7 +208,8 @@ class JinjaTemplate:
             if form.role == Role.ASSISTANT and (has_prompt or not form.has_content):
                 begins[i] = self._end(forms[:i], markers, tools, plain, is_prompt=True)
             # Where the prompt adds nothing, as after a tool's answer, the header is no reply.
-            if form.has_content and (begin := begins[i]) is not None and plain[begin] != MARK:
+            begin = begins[i] if form.has_content else None
+            if begin is not None and not plain.startswith(MARK, begin):
                 is_same = begin == self._end(forms[:i], markers, tools, plain)
                 begins[i] = None if is_same else begin
         return TurnPlaces(begins=tuple(begins), ends=tuple(ends))

@@ -155,5 +155,5 @@ class SaveCheckpoints(Hook):
                 if saved.error:
                     run.report.say(
                         f"the checkpoint after step {saved.step} could not be written: "
-                        f"{saved.error}; training goes on, and those before it are intact"
+                        f"{saved.error}; those that are there are intact"
                     )

@@ -34,7 +34,7 @@ class NonfiniteSteps:
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK
-        self._skip(found, "were not finite")
+        self._skip(found, "were not finite", "Lower training.learning_rate")
         return OnNonfinite.SKIP
 
     def finite(self, step: int, *, norm: float, median: float | None) -> OnNonfinite | None:
@@ -44,14 +44,15 @@ class NonfiniteSteps:
             self._in_a_row = 0
             return None
         found = f"step {step}: gradient norm {norm:g} with a median of {median:g}"
-        self._skip(found, "were spikes or not finite")
+        remedy = "Raise training.skip_spikes if such norms are usual, or lower the learning rate"
+        self._skip(found, "were spikes or not finite", remedy)
         return OnNonfinite.SKIP
 
-    def _skip(self, found: str, what: str) -> None:
+    def _skip(self, found: str, what: str, remedy: str) -> None:
         self._in_a_row += 1
         if self._in_a_row > self.most_in_a_row:
             raise FloatingPointError(
                 f"{found}; {self._in_a_row} steps in a row {what}, more than "
-                f"training.max_nonfinite = {self.most_in_a_row}. Lower training.learning_rate and "
-                f"continue from a checkpoint with --resume"
+                f"training.max_nonfinite = {self.most_in_a_row}. {remedy} and continue from a "
+                f"checkpoint with --resume"
             )

@@ -32,7 +32,8 @@ class GradientNorms:
     @classmethod
     def of(cls, spec: RunSpec, saved_in: Path) -> Self:
         """Norms as of a checkpoint."""
-        return cls(spec.training.skip_spikes, saved_norms(saved_in))
+        factor = spec.training.skip_spikes
+        return cls(factor, saved_norms(saved_in) if factor else ())
 
     def spike_over(self, norm: float) -> float | None:
         """The median over which a finite `norm` is a spike; None if it is none. Remembers it: of

@@ -144,7 +144,7 @@ class StopRequest:
     def words(self) -> dict[Stop, str]:
         return {
             Stop.SIGNAL: "a signal (Ctrl-C, SIGTERM or SIGUSR1)",
-            Stop.FILE: f"the stop file {', '.join(map(str, self._seen))}",
+            Stop.FILE: f"the stop file {', '.join(map(str, self._seen or self._files))}",
         }
 
     @property

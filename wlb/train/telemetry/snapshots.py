@@ -51,7 +51,7 @@ class SnapshotMemory(Hook):
         """Write a snapshot; a line that says where it is, or why it is not there."""
         path = self.folder / f"{moment}-rank-{self.rank}.pickle"
         try:
-            # KeepFolder ends a run whose folder was removed or renamed.
+            # Without parents=True, so that a run's folder that was removed is not made again.
             self.folder.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
         # A failure here would hide the one that the snapshot is of.
