@@ -87,12 +87,15 @@ class DealtSteps:
         while self._plan():
             pass
         rows = [row for step in self._steps for row in step]
-        return DealtRows(
+        dealt = DealtRows(
             rows=np.concatenate(rows) if rows else np.zeros(0, np.int64),
             offsets=offsets_of([len(r) for r in rows]),
             num_ranks=self._planner.dp,
             num_micro_batches=self._planner.packer.num_micro_batches,
         )
+        # Views of them, so that rows are held once.
+        self._steps = [list(dealt.step(i)) for i in range(dealt.num_steps)]
+        return dealt
 
     def _plan(self) -> bool:
         """Plan one more step, if there is one."""

@@ -12,6 +12,8 @@ from wlb.cost.experts import sharing_ranks
 from wlb.spec import RunSpec
 
 GIB = 2**30
+CHECKPOINT_BYTES = 12
+"""Of a parameter: float32 master weight and both AdamW moments."""
 ROUNDING = 1.001
 """Tolerance of comparisons: caps fit to the byte, while estimates round rows up."""
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from wlb.cost import planned_gib
+from wlb.cost.budget import CHECKPOINT_BYTES
 from wlb.doctor.facts import Patient, affinity
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.doctor.gpu import NO_GPU
 from wlb.packing import with_s_max
 from wlb.parallel.host import open_files_needed
 from wlb.plan import UserError
-from wlb.simulate.forecast import CHECKPOINT_BYTES
 from wlb.train.checkpoint.folder import list_complete
 from wlb.train.checkpoint.room import most_at_once
 from wlb.train.job import directory_of

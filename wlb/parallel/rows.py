@@ -238,14 +238,10 @@ def _own_first(
 def _gathered_rows(sharding: ShardingPlan, bounds: IntArray) -> IntArray:
     """For each token of the packed sequence, its row in the gathered K and V, stage after stage;
     shape [S]. bounds: `gather_bounds`."""
-    rows = np.empty(sharding.num_tokens, np.int64)
-    sizes = np.diff(bounds)
-    for r in range(sharding.cp):
-        index = sharding.for_rank(r).token_index
-        local = np.arange(index.size)
-        stage = np.searchsorted(bounds[1:-1], local, side="right")
-        rows[index] = sharding.cp * bounds[stage] + r * sizes[stage] + local - bounds[stage]
-    return rows
+    num_local = int(bounds[-1])
+    rank, local = np.divmod(sharding.gathered_rows(num_local), num_local)
+    stage = np.searchsorted(bounds[1:-1], local, side="right")
+    return sharding.cp * bounds[stage] + rank * np.diff(bounds)[stage] + local - bounds[stage]
 
 
 def _by_need(

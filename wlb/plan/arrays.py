@@ -15,9 +15,13 @@ import numpy.typing as npt
 from wlb.plan.errors import UserError
 
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
+
+MOST_INT32 = 2**31 - 1
+"""Most rows that kernels' int32 offsets reach."""
 
 DIGEST_BITS = 60
 """A digest is cut to 60 bits, so that it travels exactly as four float64 chunks of 15 bits."""

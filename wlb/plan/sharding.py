@@ -11,9 +11,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.plan.arrays import IntArray, digest, int_array, offsets_of
+from wlb.plan.arrays import MOST_INT32, Int32Array, IntArray, digest, int_array, offsets_of
 from wlb.plan.errors import UserError
 from wlb.plan.plain import parsing
 
@@ -54,10 +53,7 @@ class KeyExchange(StrEnum):
     RELAYED = "relayed"
 
 
-Int32Array = npt.NDArray[np.int32]
-
 MOST_STAGES = 64
-MOST_INT32 = 2**31 - 1
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 

@@ -39,7 +39,7 @@ MOST_WORD = 1000
 """Most characters of a word from which a BPE is trained; those of languages have less than 100."""
 # A word has a space in front at most; a run of white space is one as well.
 # To Python, U+001C to U+001F are white space; to the tokenizers library they are not.
-_LONG_RUN = re.compile(rf"[\S\x1c-\x1f]{{{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{{MOST_WORD - 1}}}")
+_RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +179,10 @@ def cut_words(text: str) -> Iterator[str]:
     space.
     """
     start = 0
-    for found in _LONG_RUN.finditer(text):
-        yield text[start : found.end()]
-        start = found.end()
+    for found in _RUN.finditer(text):
+        if found.end() - found.start() == MOST_WORD - 1:
+            yield text[start : found.end()]
+            start = found.end()
     if start < len(text) or not text:
         yield text[start:]
 

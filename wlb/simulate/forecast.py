@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wlb.cost import ProfiledWorkload, rank_peak_tflops
+from wlb.cost.budget import CHECKPOINT_BYTES
 from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.prices import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
 from wlb.spec import FsdpSection, PackingSection, RunSpec
 
-CHECKPOINT_BYTES = 12
-"""Of a parameter: float32 master weight and both AdamW moments."""
 SIMULATED_MICRO_BATCHES = 64
 """Approximate number of micro-batches that are simulated, in 2 to 8 steps."""
 COMPARED_MICRO_BATCHES = 2048

@@ -158,7 +158,7 @@ class Trainer:
         loss = square = load = None
         if plan.num_targets:
             inputs = run.inputs.take(pipeline, loss_scale=scale)
-            run.inputs.start_next(run.feed, self.spec.loss_scale)
+            run.inputs.start_next(run.feed)
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
             square = gradient_square(self.executor.counted_parameters(), self.mesh)

@@ -6,7 +6,6 @@ allocator would otherwise reuse their memory while they are read.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -41,13 +40,14 @@ class InputPrefetcher:
             return
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
-    def start_next(self, feed: PlanFeed, loss_scale: Callable[[int], float]) -> None:
-        """Begin to load the next `ahead` steps. loss_scale: as `RunSpec.loss_scale`."""
+    def start_next(self, feed: PlanFeed) -> None:
+        """Begin to load the next `ahead` steps."""
         for ahead in range(1, self.ahead + 1):
             for plan, pipeline in feed.peek(ahead):
                 # A step without a label computes nothing.
                 if plan.num_targets:
-                    self.start(pipeline, loss_scale=loss_scale(plan.num_targets))
+                    scale = self.executor.spec.loss_scale(plan.num_targets)
+                    self.start(pipeline, loss_scale=scale)
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
         """Return the inputs of `plan`, or raise the exception of the loading thread."""

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from wlb.plan import BoolArray, IntArray, IntLike, UserError, check_at_least, int_array, offsets_of
-
-Int32Array = npt.NDArray[np.int32]
+from wlb.plan.arrays import MOST_INT32
+from wlb.plan.arrays import Int32Array as Int32Array
 
 MAX_MASK_BYTES = 1 << 28
 """Default limit of `block_mask`: 256 MiB, i.e. 16,384 tokens."""
-_LONGEST = 2**31 - 1
 _COPIED_TOKENS = 256
 """Mean length from which copying per document is faster than arithmetic per token."""
 
@@ -37,9 +36,9 @@ def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
     """int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of `lengths` (shape [n])."""
     offsets = offsets_of(document_lengths(lengths))
     total = int(offsets[-1])
-    if total > _LONGEST:
+    if total > MOST_INT32:
         raise UserError(
-            f"{total} tokens are more than int32 offsets reach ({_LONGEST}); make smaller batches"
+            f"{total} tokens are more than int32 offsets reach ({MOST_INT32}); make smaller batches"
         )
     return offsets.astype(np.int32)
 

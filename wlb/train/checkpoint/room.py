@@ -7,16 +7,13 @@ the new one is complete.
 
 import errno
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-from wlb.cost.budget import size_text
+from wlb.cost.budget import CHECKPOINT_BYTES, size_text
 from wlb.plan import UserError
-from wlb.simulate.forecast import CHECKPOINT_BYTES
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from wlb.train.faults.full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:
@@ -113,14 +110,10 @@ def is_full(failure: BaseException) -> bool:
 
 
 def says_full(error: BaseException | None) -> bool:
-    """Whether an error of this process, or what caused it, is a lack of room."""
-    return any(isinstance(e, OSError) and e.errno in _FULL for e in _causes(error))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    """Whether an error of this process, or what caused it, is a lack of room on the disk."""
+    found = lack_of_room(error)
+    # A limit of file sizes does not move when other files are removed.
+    return found is not None and found.errno != errno.EFBIG
 
 
 def to_drop(directory: Path, spec: RunSpec) -> Path | None:

@@ -11,16 +11,22 @@ class FullDisk(RunError):
     """A file system, a quota or a limit of file sizes leaves no room."""
 
 
+def lack_of_room(error: BaseException | None) -> OSError | None:
+    """The error, or what caused it, that is a lack of room; else None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def full_disk(error: BaseException) -> FullDisk | None:
     """The error in words where it, or what caused it, is a lack of room; else None."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _FULL:
-            path = f"{cause.filename}" if cause.filename else "a file of this run"
-            return FullDisk(
-                f"{path} cannot be written ({cause.strerror}): make room there, in "
-                f"run.output_dir and in the folder for temporary files (TMPDIR), and go on from "
-                f"the last checkpoint with --resume"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return None
+    cause = lack_of_room(error)
+    if cause is None:
+        return None
+    path = f"{cause.filename}" if cause.filename else "a file of this run"
+    return FullDisk(
+        f"{path} cannot be written ({cause.strerror}): make room there, in run.output_dir and in "
+        f"the folder for temporary files (TMPDIR), and go on from the last checkpoint with --resume"
+    )
