@@ -23,6 +23,7 @@ from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides
 
 STEPS, QUICK_STEPS = 160, 20
+AGAIN = "write the page again from the tables of its results, simulating nothing"
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
@@ -56,9 +57,25 @@ EARLIER_GIB = 76.0
 Experiments whose results were not made again name it; all others plan as a run does (`system`)."""
 
 
-def arguments(doc: str) -> argparse.ArgumentParser:
-    """Returns a parser with the options that every figure of the evaluation takes."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+class TakingParser(argparse.ArgumentParser):
+    """Refuses --take with other steps or another seed: what is taken would be named after them."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = super().parse_args(args, namespace)
+        differs = [n for n in ("steps", "seed") if getattr(options, n) != self.get_default(n)]
+        if getattr(options, "take", False) and differs:
+            self.error(f"--take keeps the steps and seed of its results; leave out --{differs[0]}")
+        return options
+
+
+def arguments(doc: str, *, takes: str = "") -> argparse.ArgumentParser:
+    """Returns a parser with the options that every figure of the evaluation takes.
+
+    takes: what --take does; "" for figures that have no such option
+    """
+    parser = TakingParser(description=doc.splitlines()[0])
+    if takes:
+        parser.add_argument("--take", action="store_true", help=takes)
     parser.add_argument("--steps", type=int, default=STEPS, help="global batches per run")
     parser.add_argument("--seed", type=int, default=SEED)
     quick = f"simulate {QUICK_STEPS} global batches per run and write nothing"

@@ -20,6 +20,7 @@ from experiments import constants
 from experiments.configurations import TABLE_1, configuration, title
 from experiments.drawing import COLOURS, HATCHES, new_figure
 from experiments.evaluation import (
+    AGAIN,
     EARLIER_GIB,
     GIB,
     WAYS_BY_NEED,
@@ -243,9 +244,7 @@ def text_of(table: Table) -> str:
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "")
-    text = "write the page again from the tables of its results, simulating nothing"
-    parser.add_argument("--take", action="store_true", help=text)
+    parser = arguments(__doc__ or "", takes=AGAIN)
     options = parser.parse_args(arguments_)
     steps = steps_of(options)
     if options.take:

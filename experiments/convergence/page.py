@@ -181,13 +181,14 @@ def draw_curves(groups: Sequence[Group], grid: Sequence[int]) -> Any:
             continue
         means = np.array([g.differences(loss_at(n)).mean() for n in grid])
         right.plot(at, means, linewidth=1.4, **style)
-    # Intervals of arms with equally many seeds are equally wide: one band around 0 shows them all.
-    fewest = min(shown, key=lambda g: len(g.results))
-    width = np.array([band(groups, fewest, loss_at(n)) for n in grid])
-    if np.isfinite(width).all():
-        said = "noise (95%)"
-        right.fill_between(at, -width, width, color="#000000", alpha=0.12, lw=0, label=said)
-        right.legend(frameon=False, fontsize=9)
+    if shown:
+        # Arms with equally many seeds have intervals of one width: a band around 0 shows them all.
+        fewest = min(shown, key=lambda g: len(g.results))
+        width = np.array([band(groups, fewest, loss_at(n)) for n in grid])
+        if np.isfinite(width).all():
+            said = "noise (95%)"
+            right.fill_between(at, -width, width, color="#000000", alpha=0.12, lw=0, label=said)
+            right.legend(frameon=False, fontsize=9)
     left.set(xlabel="tokens (millions)", ylabel="held-out loss (nats)")
     right.set(xlabel="tokens (millions)", ylabel="less original's")
     left.legend(frameon=False, fontsize=9)

@@ -276,15 +276,13 @@ def room_text(*, is_taken: bool) -> str:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, takes="simulate only the systems that the results do not have")
     parser.add_argument(
         "--runs",
         nargs="+",
         metavar="FOLDER",
         help="folders of real runs, read instead of simulating",
     )
-    text = "simulate only the systems that the results do not have"
-    parser.add_argument("--take", action="store_true", help=text)
     options = parser.parse_args()
     if options.runs:
         show(measured_table([Path(folder) for folder in options.runs]))

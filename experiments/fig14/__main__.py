@@ -11,6 +11,7 @@ from typing import Any
 from experiments import constants
 from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
 from experiments.evaluation import (
+    AGAIN,
     EARLIER_GIB,
     NAMES,
     SYSTEMS,
@@ -86,9 +87,7 @@ def simulated(*, steps: int, seed: int) -> dict[int, dict[str, float]]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    text = "write the page again from the table of its results, simulating nothing"
-    parser.add_argument("--take", action="store_true", help=text)
+    parser = arguments(__doc__, takes=AGAIN)
     options = parser.parse_args()
     said: dict[str, Any] = {
         "title": "7B, speed-up over Plain-4D",

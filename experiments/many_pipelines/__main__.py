@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import constants
 from experiments.evaluation import (
+    AGAIN,
     EARLIER_GIB,
     GIB,
     MEMORY_GIB,
@@ -288,9 +289,7 @@ def simulated_tables(*, steps: int, seed: int, is_quick: bool) -> list[Table]:
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "")
-    text = "write the page again from the tables of its results, simulating nothing"
-    parser.add_argument("--take", action="store_true", help=text)
+    parser = arguments(__doc__ or "", takes=AGAIN)
     options = parser.parse_args(arguments_)
     steps, seed = steps_of(options), options.seed
     if options.take:

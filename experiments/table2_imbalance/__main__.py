@@ -7,7 +7,6 @@ the first 160 batches (320 of the fitted lengths; on all with W = 1), each besid
 windows. `--take` measures only rows that the results do not have. Constants: `constants.py`, 7B.
 """
 
-import argparse
 import contextlib
 import csv
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from experiments import constants
 from experiments.configurations import configuration
+from experiments.evaluation import TakingParser
 from experiments.results import command_of, commit, commit_of, priced_with
 from experiments.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
@@ -279,10 +279,9 @@ def taken_text(known: dict[str, Result]) -> str:
     if not known:
         return ""
     new = [row.label for row in rows() if row.label not in known]
-    return (
-        f" Taken from earlier results, of commit {commit_of(RESULTS.parent)}: all rows but "
-        f"{' and '.join(new) or 'none'} (which are not timed), and other draws."
-    )
+    but = f" but {' and '.join(new)} (which are not timed)" if new else ""
+    commit = commit_of(RESULTS.parent)
+    return f" Taken from earlier results, of commit {commit}: all rows{but}, and other draws."
 
 
 def draws_of(*, steps: int, seeds: Sequence[int]) -> str:
@@ -340,7 +339,7 @@ def caps_text(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = TakingParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
     parser.add_argument("--steps", type=int, default=640, help="global batches (at least 160)")
     parser.add_argument("--seed", type=int, default=1)

@@ -7,6 +7,7 @@ import pytest
 
 from experiments import results
 from experiments.drawing import new_figure
+from experiments.evaluation import arguments
 from experiments.results import (
     Against,
     How,
@@ -115,7 +116,7 @@ def test_every_experiment_stamps_its_page_with_this_commit() -> None:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [["a, b", 1.2545001, 3], ["none", None, 20], ["zero", 0.0, 0]]
+    rows = [["a, b", 1.25461, 3], ["none", None, 20], ["zero", 0.0, 0]]
     table = replace(TABLE, rows=rows, formats={"gain": ".3f", "tokens": ",.0f"}, note="")
     given = {"title": "", "how": How.COMPUTED, "profile": "", "text": ""}
     write_results(tmp_path, **given, tables=[table])
@@ -126,3 +127,12 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_results(tmp_path, **given, tables=[found], figures_of="abc12")
     assert (tmp_path / "results" / "gains.csv").read_bytes() == written
     assert commit_of(tmp_path) == "abc12"
+
+
+def test_what_is_taken_keeps_its_steps_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = arguments("A figure.", takes="take the results that are there")
+    assert parser.parse_args(["--take"]).take
+    assert parser.parse_args(["--seed", "5"]).seed == 5
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--take", "--seed", "5"])
+    assert "leave out --seed" in capsys.readouterr().err
