@@ -11,19 +11,19 @@ from tests.simulate.steps import LAYOUTS, random_durations
 from tests.simulate.test_order import layouts as torch_layouts
 from tests.simulate.test_order import torch_schedule
 from wlb.simulate.graph import Node, NodeKind
-from wlb.simulate.order import PassKind, pipeline_order
+from wlb.simulate.order import Action, PassKind, pipeline_order
 from wlb.simulate.program import (
     Await,
     Drop,
     Gather,
     Instruction,
+    Post,
     Prefetch,
     Program,
-    Receive,
     Reduce,
     ReduceAhead,
     RunPass,
-    Send,
+    Wires,
     rank_programs,
     step_graph,
 )
@@ -42,11 +42,8 @@ def word(instruction: Instruction) -> str:
     match instruction:
         case RunPass(action):
             return str(action)
-        case Send((stage, kind, i)):
-            return f"{stage}SEND_{'F' if kind == PassKind.FORWARD else 'B'}{i}"
-        case Receive((stage, kind, i)):
-            is_forward = kind == PassKind.FORWARD
-            return f"{stage + 1}RECV_F{i}" if is_forward else f"{stage - 1}RECV_B{i}"
+        case Post(sends, receives):
+            return " ".join([*map(sent, sends), *map(received, receives)])
         case Gather(stage):
             return f"{stage}UNSHARD"
         case Drop(stage):
@@ -55,6 +52,16 @@ def word(instruction: Instruction) -> str:
             return f"{stage}REDUCE_GRAD"
         case _:
             return ""
+
+
+def sent(message: Action) -> str:
+    stage, kind, i = message
+    return f"{stage}SEND_{'F' if kind == PassKind.FORWARD else 'B'}{i}"
+
+
+def received(message: Action) -> str:
+    stage, kind, i = message
+    return f"{stage + 1}RECV_F{i}" if kind == PassKind.FORWARD else f"{stage - 1}RECV_B{i}"
 
 
 def words(program: Program) -> str:
@@ -141,6 +148,7 @@ class Process:
     channel: collectives posted, oldest first; the first of them may have begun
     hidden: collectives behind the next pass
     awaited: collectives of the last pass
+    wires: transfers posted on each communicator, oldest first; those of a `Post` start together
     """
 
     program: Program
@@ -151,21 +159,24 @@ class Process:
     channel_stops: int = -1
     hidden: list[Node] = field(default_factory=list)
     awaited: list[Node] = field(default_factory=list)
+    wires: dict[int, list[set[Action]]] = field(default_factory=dict)
 
 
 class Clock:
     """Runs programs tick by tick, all pipelines: a reference for `Graph.ends`.
 
     Knows nothing of graphs: instructions one after the other, messages that move when both sides
-    have posted them, gathers in a queue, collectives that begin when every pipeline is there.
+    have posted them and have ended what they posted before on that communicator, gathers in a
+    queue, collectives that begin when every pipeline is there.
     """
 
-    def __init__(self, made: list[Program], dp: int, durations) -> None:
+    def __init__(self, made: list[Program], dp: int, durations, wires: Wires) -> None:
         self.ranks = range(len(made))
+        self.wires = wires
         self.all = [[Process(program=program) for program in made] for _ in range(dp)]
         self.durations = durations  # (node, how often it came before, pipeline) -> ticks
         self.ends: dict[tuple[Node, int, int], int] = {}
-        self.sent = [set() for _ in range(dp)]
+        self.sent = [{} for _ in range(dp)]
         self.received = [{} for _ in range(dp)]
         self.moving = [{} for _ in range(dp)]
         self.now = 0
@@ -231,10 +242,8 @@ class Clock:
             case Await(messages):
                 if not all(m in self.moving[d] and self.moving[d][m] <= self.now for m in messages):
                     return False
-            case Send(message):
-                self.sent[d].add(message)
-            case Receive(message):
-                self.received[d][message] = rank
+            case Post():
+                self.post(p, instruction, rank, d)
             case Gather(stage) | Prefetch(stage) | ReduceAhead(stage):
                 node = Node(POSTED[type(instruction)], rank, stage)
                 p.channel.append(node)
@@ -250,8 +259,36 @@ class Clock:
         p.begun, p.stops = node, self.now + self.takes(node, d)
         self.finish(node, d, begin=self.now)
 
+    def post(self, p: Process, post: Post, rank: int, d: int) -> None:
+        self.sent[d] |= dict.fromkeys(post.sends, rank)
+        self.received[d] |= dict.fromkeys(post.receives, rank)
+        together = {*post.sends, *post.receives}
+        for wire in {self.wire(message) for message in together}:
+            queue = p.wires.setdefault(wire, [])
+            queue.append({message for message in together if self.wire(message) == wire})
+
+    def wire(self, message: Action) -> int:
+        """The communicator: stages s and s + 1 talk over that of rank s, whoever sends."""
+        lower = message.stage - (message.kind != PassKind.FORWARD)
+        return lower % len(self.ranks) if self.wires == Wires.LINKS else -1
+
+    def is_first(self, message: Action, rank: int, d: int) -> bool:
+        """Whether the rank has ended all that it posted before on that communicator."""
+        for together in self.all[d][rank].wires[self.wire(message)]:
+            if message in together:
+                return True
+            if any(self.moving[d].get(m, self.now + 1) > self.now for m in together):
+                return False
+        raise AssertionError(f"{message} was not posted by rank {rank}")
+
     def messages(self, d: int) -> bool:
-        new = [m for m in self.sent[d] if m in self.received[d] and m not in self.moving[d]]
+        new = [
+            m
+            for m in self.sent[d]
+            if m in self.received[d]
+            and m not in self.moving[d]
+            and all(self.is_first(m, side[d][m], d) for side in (self.sent, self.received))
+        ]
         for m in new:
             node = Node(NodeKind.MESSAGE, self.received[d][m], m.stage, m)
             self.moving[d][m] = self.now + self.takes(node, d)
@@ -290,14 +327,18 @@ class Clock:
     st.integers(1, 3),
     st.integers(0, 2**32 - 1),
     st.sampled_from((1, 5, 20)),
+    st.sampled_from(Wires),
 )
-def test_graph_and_clock_agree(layout, has_fsdp: bool, dp: int, seed: int, longest: int) -> None:
+def test_graph_and_clock_agree(
+    layout, has_fsdp: bool, dp: int, seed: int, longest: int, wires: Wires
+) -> None:
     schedule, pp, v, n = layout
     _, graph = step_graph(
         PipelineSection(schedule=schedule, virtual_stages=v),
         pp=pp,
         num_micro_batches=n,
         has_fsdp=has_fsdp,
+        wires=wires,
     )
     durations = random_durations(graph, seed, dp=dp) * longest // 50
     ends = graph.ends(durations)
@@ -310,6 +351,7 @@ def test_graph_and_clock_agree(layout, has_fsdp: bool, dp: int, seed: int, longe
         programs(schedule, pp, v, n, has_fsdp=has_fsdp),
         dp,
         {(*key, d): int(durations[i, 0, d]) for i, key in enumerate(keys) for d in range(dp)},
+        wires,
     )
     clock.run()
     assert len(clock.ends) == len(graph.nodes) * dp

@@ -1,13 +1,22 @@
 """Programs of pipeline ranks, as the executor runs them, and the graph made of them.
 
-A program lists a rank's passes with its sends, receives, waits, FSDP gathers and reductions; what
-each schedule does is described in wlb/simulate/README.md. Programs of interleaved schedules equal
+A program lists a rank's passes with its transfers, waits, FSDP gathers and reductions; what each
+schedule does is described in wlb/simulate/README.md. Programs of interleaved schedules equal
 torch's lowered ones, action for action (tests/simulate/test_program.py).
+
+NCCL runs the operations of a communicator one after the other, in the order in which a rank posted
+them. A receive whose sender is not ready therefore holds up what the rank posted behind it. The
+graph has an edge between two transfers of a rank that share a communicator (`Wires`).
+
+Collectives need no such edges. All members of a communicator take part in each of its collectives
+and post them in one order, so a rank that keeps the others waiting in one of them is late for the
+next one as well, with or without the order of the stream.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import NamedTuple
 
 from wlb.simulate.graph import Graph, Node, NodeKind, sorted_graph
@@ -22,12 +31,11 @@ class RunPass(NamedTuple):
     action: Action
 
 
-class Send(NamedTuple):
-    message: Action
+class Post(NamedTuple):
+    """Starts transfers that NCCL runs together; each is named by the pass whose output it moves."""
 
-
-class Receive(NamedTuple):
-    message: Action
+    sends: tuple[Action, ...] = ()
+    receives: tuple[Action, ...] = ()
 
 
 class Await(NamedTuple):
@@ -62,16 +70,36 @@ class Reduce(NamedTuple):
     stage: int
 
 
-Instruction = RunPass | Send | Receive | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
+Instruction = RunPass | Post | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
 Program = list[Instruction]
 
 
+class Wires(StrEnum):
+    """Which transfers of a pipeline rank share a communicator, and so a stream."""
+
+    LINKS = "links"  # those over the same link of the ring of ranks, as `wlb.parallel.mesh` has it
+    ONE = "one"  # all of them, as torch has it where NCCL starts eagerly (with a device_id)
+
+
 def step_graph(
-    pipeline: PipelineSection, *, pp: int, num_micro_batches: int, has_fsdp: bool
+    pipeline: PipelineSection,
+    *,
+    pp: int,
+    num_micro_batches: int,
+    has_fsdp: bool,
+    wires: Wires = Wires.LINKS,
 ) -> tuple[Order, Graph]:
-    """The passes of every rank and the graph of a step; has_fsdp: parameters are sharded."""
+    """The passes of every rank and the graph of a step.
+
+    Args:
+        pipeline: Schedule and number of virtual stages.
+        pp: Pipeline ranks.
+        num_micro_batches: Of a pipeline.
+        has_fsdp: Whether parameters are sharded over dp x cp.
+        wires: Which transfers wait for each other.
+    """
     order = pipeline_order(pipeline, pp=pp, num_micro_batches=num_micro_batches)
-    return order, _graph(rank_programs(pipeline.schedule, order, has_fsdp=has_fsdp))
+    return order, _graph(rank_programs(pipeline.schedule, order, has_fsdp=has_fsdp), wires)
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
@@ -139,8 +167,8 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 continue
             message = instruction.action
             if (to_stage := _receiver_of(message, num_stages)) is not None:
-                out[rank].append(Send(message))
-                out[to_stage % pp].append(Receive(message))
+                out[rank].append(Post(sends=(message,)))
+                out[to_stage % pp].append(Post(receives=(message,)))
                 sent.add(message)
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
@@ -177,8 +205,8 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
         send = sent_by(before) if takes_turns else ()
         needed = _input_of(action, num_stages)
         receive = () if needed is None else (needed,)
-        yield from map(Send, send)
-        yield from map(Receive, receive)
+        if send or receive:
+            yield Post(send, receive)
         yield Await(send + receive)
         yield RunPass(action)
         if not takes_turns:
@@ -186,7 +214,8 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
             sent_alone = ()
         if after is None or after.kind == action.kind:
             sent_alone = sent_by(action)
-            yield from map(Send, sent_alone)
+            if sent_alone:
+                yield Post(sent_alone)
     yield Await(sent_alone)
 
 
@@ -229,6 +258,8 @@ class _Builder:
     nodes: list[Node] = field(default_factory=list[Node])
     before: list[set[int]] = field(default_factory=list[set[int]])
     messages: dict[Action, int] = field(default_factory=dict[Action, int])
+    # The last transfers that a rank posted on a communicator, by rank and communicator.
+    busy: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
 
     def add(self, node: Node, before: Iterable[int]) -> int:
         self.nodes.append(node)
@@ -241,10 +272,29 @@ class _Builder:
             self.messages[message] = self.add(node, ())
         return self.messages[message]
 
+    def post(
+        self, post: Post, rank: int, ready: set[int], wire_of: Callable[[Action], int]
+    ) -> None:
+        """Let the transfers of `post` wait for `ready`, the nodes after which `rank` posts them,
+        and for the last ones that it posted on the same communicator."""
+        started: dict[tuple[int, int], set[int]] = {}
+        for message in (*post.sends, *post.receives):
+            index = self.message(message)
+            if message in post.receives:
+                self.nodes[index] = self.nodes[index]._replace(rank=rank)
+            wire = rank, wire_of(message)
+            self.before[index] |= ready | self.busy.get(wire, set())
+            started.setdefault(wire, set()).add(index)
+        self.busy |= started
 
-def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
-    made = _Builder()
-    ends = [_read(made, rank, program) for rank, program in enumerate(programs)]
+
+def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
+    made, pp = _Builder(), len(programs)
+
+    def wire_of(message: Action) -> int:
+        return _link_of(message, pp) if wires == Wires.LINKS else 0
+
+    ends = [_read(made, rank, program, wire_of) for rank, program in enumerate(programs)]
     norm = made.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
     updates = {
         made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
@@ -254,7 +304,9 @@ def _graph(programs: Sequence[Sequence[Instruction]]) -> Graph:
     return graph
 
 
-def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]:
+def _read(
+    made: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
+) -> set[int]:
     """Adds the nodes of one rank's program; returns the nodes that end it."""
     # point: nodes that have ended when the program gets here. gathered: the gather of each stage.
     # channel: the last FSDP collective, for which the next one waits. hidden: collectives that run
@@ -270,12 +322,8 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
                 node = Node(NodeKind.PASS, rank, action.stage, action)
                 point = {made.add(node, before)} | hidden
                 hidden = set()
-            case Send(message):
-                made.before[made.message(message)] |= point
-            case Receive(message):
-                index = made.message(message)
-                made.nodes[index] = made.nodes[index]._replace(rank=rank)
-                made.before[index] |= point
+            case Post():
+                made.post(instruction, rank, point, wire_of)
             case Await(messages):
                 point = point | {made.message(m) for m in messages}
             case Gather(stage):
@@ -291,3 +339,9 @@ def _read(made: _Builder, rank: int, program: Sequence[Instruction]) -> set[int]
             case Reduce(stage):
                 point = {made.add(Node(NodeKind.REDUCE, rank, stage), point | channel)}
     return point | channel
+
+
+def _link_of(message: Action, pp: int) -> int:
+    """The link that a message travels over; link i joins pipeline ranks i and i + 1, modulo pp."""
+    first_stage = message.stage if message.kind == PassKind.FORWARD else message.stage - 1
+    return first_stage % pp

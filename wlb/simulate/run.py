@@ -18,6 +18,7 @@ from wlb.data import ListedBatches
 from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
+from wlb.simulate.program import Wires
 from wlb.simulate.step import Simulation, Simulator, chunked
 from wlb.spec import RunSpec
 
@@ -108,12 +109,19 @@ def simulate_run(
     *,
     label: str = "",
     steps: Iterable[ShardedStep] | None = None,
+    wires: Wires = Wires.LINKS,
 ) -> RunSimulation:
-    """Simulates all steps made of `batches`, flush included; `spec.parallel.dp` must be set.
+    """Simulates all steps made of `batches`, including the flush of documents that wait at the end.
 
-    steps: the sharded steps, where they are known already.
+    Args:
+        spec: The run; `spec.parallel.dp` must be set.
+        cost: Prices of the run's model and layout.
+        batches: Global batches to plan.
+        label: Name of the run in tables.
+        steps: The sharded steps, where they are known already.
+        wires: Transfers between pipeline ranks that wait for each other.
     """
-    simulator = Simulator(spec=spec, cost=cost)
+    simulator = Simulator(spec=spec, cost=cost, wires=wires)
     if steps is None:
         steps = sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp)
     parts: list[Simulation] = []

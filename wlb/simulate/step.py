@@ -25,7 +25,7 @@ from wlb.simulate.prices import (
     message_scope,
     step_prices,
 )
-from wlb.simulate.program import step_graph
+from wlb.simulate.program import Wires, step_graph
 from wlb.simulate.shards import ShardCosts, shard_costs
 from wlb.spec import RunSpec, check
 
@@ -48,6 +48,8 @@ class Simulator:
 
     spec: RunSpec
     cost: ProfiledWorkload
+    # Transfers that wait for each other. wlb runs with LINKS; ONE prices what other trainers have.
+    wires: Wires = Wires.LINKS
     order: Order = field(init=False)
     graph: Graph = field(init=False, repr=False)
     shards: ShardCosts = field(init=False)
@@ -68,6 +70,7 @@ class Simulator:
             pp=self.spec.parallel.pp,
             num_micro_batches=self.spec.micro_batches_per_pipeline,
             has_fsdp=self.spec.parallel.fsdp_size > 1,
+            wires=self.wires,
         )
         object.__setattr__(self, "order", order)
         with_experts = enumerate(self.spec.stage_expert_layers)
