@@ -1,12 +1,17 @@
 """Tests the coordinates of ranks, and the mesh on real processes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wlb.launch.local import run_local
 from wlb.parallel import mesh
 from wlb.parallel import world as worlds
+from wlb.parallel.grid import kind_of_link, link_members
 from wlb.spec.run import ParallelSpec
 
 SIXTEEN = ParallelSpec(tp=2, cp=2, pp=2, dp=2)
@@ -60,6 +65,8 @@ def _groups(world: worlds.World, parallel: ParallelSpec) -> dict[str, list[int]]
         "dp": built.group("dp"),
         "fsdp": built.group("fsdp"),
     }
+    if parallel.pp > 1:
+        groups |= {"before": built.link_before, "after": built.link_after}
     total = torch.tensor([world.rank])
     dist.all_reduce(total, group=built.group("fsdp"))
     members = {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
@@ -82,4 +89,76 @@ def test_eight_ranks_form_the_groups_of_the_layout():
         "pp": [5, 7],
         "dp": [1, 5],
         "fsdp": [0, 1, 4, 5],
+        "before": [5, 7],
+        "after": [5, 7],
     }
+
+
+def _links(world: worlds.World, parallel: ParallelSpec) -> tuple[list[int], list[int], list[str]]:
+    built = mesh.build_mesh(parallel, torch.device("cpu"))
+    before, after = built.link_before, built.link_after
+    # The two are communicators of their own, also where both lead to the same rank.
+    assert before.group_name != after.group_name
+    assert {*built.links.values()} <= {*built.groups}
+    for link, way in ((before, -1), (after, 1)):
+        assert dist.get_process_group_ranks(link) == sorted(
+            parallel.cp * ((built.at.pp + i) % parallel.pp) + built.at.cp for i in (0, way)
+        )
+    # Each pair adds its ranks; members that disagree on a link's name or order would hang.
+    total = torch.tensor([world.rank])
+    for link in built.links.values():
+        dist.all_reduce(total, group=link)
+    used = [name for name, _ in mesh.used_groups(built)]
+    return [int(total)], dist.get_process_group_ranks(after), used
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_each_link_of_a_pipeline_has_a_group_of_its_two_ranks(pp: int) -> None:
+    parallel = ParallelSpec(cp=2, pp=pp, dp=1)
+    found = run_local(_links, 2 * pp, parallel, start_group=True, timeout_s=600)
+    kinds = ["pp_even", "pp_odd", "pp_last"]
+    for rank, (_, after, used) in enumerate(found):
+        assert after == sorted((rank, (rank + 2) % (2 * pp)))
+        at = rank // 2
+        own = [kinds[:2]] * 2 if pp == 2 else [["pp_even", "pp_last"], kinds[:2], kinds[1:]]
+        assert used == ["world", *own[at], "cp", "fsdp"]
+
+
+def test_nccl_makes_all_links_of_a_kind_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device is bound, as `world.init` binds it, they are split off the world."""
+    asked: list[tuple[str, list[list[int]]]] = []
+
+    class Group:
+        bound_device_id = torch.device("cuda", 0)
+
+    def split_group(*, split_ranks: list[list[int]], group_desc: str) -> Group:
+        asked.append((group_desc, split_ranks))
+        return Group()
+
+    torch_dist = SimpleNamespace(
+        group=SimpleNamespace(WORLD=Group()), ProcessGroup=Group, split_group=split_group
+    )
+    monkeypatch.setattr(mesh, "dist", torch_dist)
+    for kind, parts in link_members(ParallelSpec(pp=3, dp=2)).items():
+        mesh._own_of(parts, kind)
+    assert asked == [
+        ("pp_even", [[0, 1], [3, 4], [2], [5]]),
+        ("pp_odd", [[1, 2], [4, 5], [0], [3]]),
+        ("pp_last", [[0, 2], [3, 5], [1], [4]]),
+    ]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 3))
+def test_links_join_each_pipeline_in_a_ring(tp: int, cp: int, pp: int, dp: int) -> None:
+    parallel = ParallelSpec(tp=tp, cp=cp, pp=pp, dp=dp)
+    members = link_members(parallel)
+    for parts in members.values():
+        assert sorted(rank for part in parts for rank in part) == [*range(parallel.world_size)]
+    grid = mesh.rank_grid(parallel)
+    for link in range(pp if pp > 1 else 0):
+        parts = members[kind_of_link(link, pp)]
+        for one, other in zip(grid[link].ravel(), grid[(link + 1) % pp].ravel(), strict=True):
+            assert sorted((int(one), int(other))) in parts
+    pairs = sum(len(part) == 2 for parts in members.values() for part in parts)
+    assert pairs == (parallel.world_size if pp > 1 else 0)

@@ -16,12 +16,14 @@ from wlb.cost.profile import Collective, KernelProfile
 from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
 from wlb.parallel import collectives
+from wlb.parallel.grid import LINKS
 from wlb.parallel.mesh import NEAR, used_groups
 from wlb.parallel.warm import checked_all_to_all, checked_collectives
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"
-OPS = {"pp": Collective.P2P, WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
+OPS = {WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
+OPS |= dict.fromkeys(LINKS, Collective.P2P)
 """Collective that is measured on an axis; on other axes it is the all-gather, their main
 collective."""
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}

@@ -1,8 +1,13 @@
-"""Numbers of ranks on the axes of a layout; imports no torch."""
+"""Numbers of ranks on the axes of a layout, and over the links of a pipeline; imports no torch."""
 
 import numpy as np
 
 from wlb.spec import ParallelSpec
+
+LINKS = ("pp_even", "pp_odd", "pp_last")
+"""Kinds of links. The pipeline ranks form a ring, in which link i joins ranks i and i + 1 (modulo
+pp). Links of one kind share no rank, so that one call makes the communicators of all of them. The
+last link of an odd ring would share a rank with an even one, and is a kind of its own."""
 
 
 def rank_grid(parallel: ParallelSpec) -> np.ndarray:
@@ -11,3 +16,30 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
         max(1, parallel.dp), parallel.pp, parallel.cp, parallel.tp
     )
     return np.ascontiguousarray(physical.transpose(1, 0, 2, 3))
+
+
+def kind_of_link(link: int, pp: int) -> str:
+    """The kind of a link of a ring of `pp` ranks."""
+    is_last_of_odd = pp % 2 == 1 and link == pp - 1
+    return LINKS[2] if is_last_of_odd else LINKS[link % 2]
+
+
+def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
+    """All ranks, divided by the links of each kind; empty without a pipeline.
+
+    Two ranks that a link of the kind joins are together, every other rank is alone. Ranks that are
+    alone belong to a group of their own, because torch counts a rank's groups to name the next one,
+    and members must agree on a name.
+    """
+    pp = parallel.pp
+    if pp == 1:
+        return {}
+    pipelines = rank_grid(parallel).reshape(pp, -1).T.tolist()
+    out: dict[str, list[list[int]]] = {}
+    for link in range(pp):
+        pairs = [sorted((ranks[link], ranks[(link + 1) % pp])) for ranks in pipelines]
+        out.setdefault(kind_of_link(link, pp), []).extend(pairs)
+    for parts in out.values():
+        joined = {rank for part in parts for rank in part}
+        parts += [[rank] for rank in range(parallel.world_size) if rank not in joined]
+    return out

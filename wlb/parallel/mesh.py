@@ -4,9 +4,15 @@ Ranks are numbered TP, CP, PP, DP from the inside out, so that TP neighbours sha
 links. The mesh lists its axes as (pp, dp, cp, tp): dp and cp are adjacent and flatten into `fsdp`,
 over which gradients are summed and parameters sharded, either over all of it or (HSDP) within
 groups of `shard_size` consecutive ranks that hold one copy each, cp ranks of a pipeline first.
+
+A pipeline's transfers do not use the group of the axis pp. NCCL runs the operations of a
+communicator in the order in which a rank posts them, and interleaved schedules post receives long
+before their data exist; in one communicator such a receive would hold up the rank's later sends to
+its other neighbour. Each link between two pipeline ranks therefore has a communicator (`links`).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -15,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from wlb.parallel.grid import kind_of_link, link_members
 from wlb.parallel.grid import rank_grid as rank_grid
 from wlb.parallel.host import host_group
 from wlb.plan import UserError
@@ -52,19 +59,19 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mesh:
-    """The 4-D mesh seen from one rank. device_mesh: axes (pp, dp, cp, tp). fsdp: dp and cp
-    flattened, dp major. sharding: mesh that FSDP2 shards over, `fsdp` or its ranks as (replicate,
-    shard). experts: axes pp and `expert_axes`, for a model with experts. near: `NEAR`, of a run
-    whose CP ranks pass rows on."""
+    """The 4-D mesh seen from one rank."""
 
     parallel: ParallelSpec
     device: torch.device
     rank: int
-    device_mesh: DeviceMesh
-    fsdp: DeviceMesh
-    sharding: DeviceMesh
-    experts: DeviceMesh | None = None
-    near: dist.ProcessGroup | None = None
+    device_mesh: DeviceMesh  # axes (pp, dp, cp, tp)
+    fsdp: DeviceMesh  # dp and cp flattened, dp major
+    sharding: DeviceMesh  # what FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
+    experts: DeviceMesh | None = None  # axes pp and `expert_axes`, for a model with experts
+    near: dist.ProcessGroup | None = None  # `NEAR`, of a run whose CP ranks pass rows on
+    # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`): with one neighbour, or
+    # alone. Empty without a pipeline.
+    links: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def at(self) -> Coordinates:
@@ -85,10 +92,10 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of every axis, of `fsdp` and of `sharding`."""
+        """The groups of every axis, of `fsdp`, of `sharding` and of `links`."""
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
-        return groups if self.near is None else [*groups, self.near]
+        return [*groups, *self.links.values(), *([] if self.near is None else [self.near])]
 
     @property
     def shard_size(self) -> int:
@@ -114,15 +121,26 @@ class Mesh:
         """The group of this rank's neighbours along "tp", "cp", "pp", "dp" or "fsdp"."""
         return self.fsdp.get_group() if axis == FSDP else self.device_mesh.get_group(axis)
 
+    @property
+    def link_before(self) -> dist.ProcessGroup:
+        """The group of this rank and the pipeline rank before it; the last one is before rank 0."""
+        return self._link((self.at.pp - 1) % self.parallel.pp)
+
+    @property
+    def link_after(self) -> dist.ProcessGroup:
+        """The group of this rank and the pipeline rank after it; rank 0 is after the last one."""
+        return self._link(self.at.pp)
+
+    def _link(self, link: int) -> dist.ProcessGroup:
+        return self.links[kind_of_link(link, self.parallel.pp)]
+
 
 def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     """Name and group of each communicator of more than one rank that steps use, once each, in one
-    order on all ranks. torch also makes one of `dp`, and of `fsdp` beside HSDP's two, which nothing
-    uses. With pipeline ranks alone, "pp" names the world's."""
+    order on all ranks. torch also makes one of `pp`, of `dp`, and of `fsdp` beside HSDP's two,
+    which nothing uses."""
     groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
-    groups += [(axis, mesh.group(axis)) for axis in ("pp", "tp", "cp")]
-    if mesh.parallel.pp == mesh.world_size:
-        groups.pop(0)
+    groups += [*mesh.links.items(), *((axis, mesh.group(axis)) for axis in ("tp", "cp"))]
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
     if mesh.experts is not None:
         groups += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
@@ -164,7 +182,22 @@ def build_mesh(
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
         experts=_experts(ranks, parallel, device, shard_size) if experts else None,
         near=_near(device_mesh) if passes_on and parallel.cp > 1 else None,
+        links={kind: _own_of(parts, kind) for kind, parts in link_members(parallel).items()},
     )
+
+
+def _own_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
+    """This rank's group of `parts`, which divide all ranks; a collective call."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world.bound_device_id is not None:
+        # One ncclCommSplit makes the communicators of all parts, as torch makes those of a mesh.
+        made = dist.split_group(split_ranks=parts, group_desc=name)
+    else:
+        own = next(part for part in parts if dist.get_rank() in part)
+        made = dist.new_group(own, use_local_synchronization=True, group_desc=name)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def _near(device_mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -3,8 +3,8 @@
 torch sizes receive buffers from micro-batch 0 and has no variable shapes
 (https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
 receive is posted, from lengths that every rank knows from the plan, and drops it after the
-backward. All that it overrides is private to torch; tests/parity holds it on each supported
-version.
+backward. Its transfers travel in the communicator of their link (`wlb.parallel.mesh`). All that it
+overrides is private to torch; tests/parity holds it on each supported version.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +57,7 @@ class VarLenStage(PipelineStage):
     ) -> None:
         self.width, self.dtype = width, dtype
         self._queue, self._watchers = queue, watchers or Watchers()
+        self._before, self._after = mesh.link_before, mesh.link_after
         self._rows_record: dict[str, Any] = {}
         # Static metadata spares torch a run that infers shapes; only its number of axes and dtype
         # are used.
@@ -87,13 +88,19 @@ class VarLenStage(PipelineStage):
         if not self.is_first:
             infos = self.args_recv_info[fwd_chunk_id]
             self._allocate(infos, self.rows[fwd_chunk_id], requires_grad=self.has_backward)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return _over(self._before, super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return _over(self._after, super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return _over(self._before, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, **options: Any
@@ -138,13 +145,19 @@ class VarLenStage(PipelineStage):
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # torch 2.11 warms up NCCL connections here; Gloo has none to warm up.
-        return [] if self.device.type == "cpu" else super()._get_init_p2p_neighbors_ops()
+        """Nothing: torch 2.11 would connect the group of the axis pp, which carries no transfers.
+        `wlb.parallel.warm` has connected the links."""
+        return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
         """Disabled, as for outputs: torch 2.11 checks them against one static shape; ours vary."""
 
     _validate_fwd_outputs = _validate_fwd_input
+
+
+def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    """The same transfers in the communicator of a link. All ops of a stage's list have one peer."""
+    return [dist.P2POp(op.op, op.tensor, op.peer, link) for op in ops]
 
 
 class LateWeights(ScheduleInterleavedZeroBubble):

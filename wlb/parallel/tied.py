@@ -43,19 +43,22 @@ def add_tied_gradients(
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     own = local_tensor(parameter.grad).contiguous()
-    theirs = _exchanged(own, mesh, peer=last if is_first else 0)
+    theirs = _exchanged(own, mesh)
     first, second = (own, theirs) if is_first else (theirs, own)
     _write(parameter.grad, first + second)
 
 
-def _exchanged(own: Tensor, mesh: Mesh, *, peer: int) -> Tensor:
-    theirs, group = torch.empty_like(own), mesh.group("pp")
+def _exchanged(own: Tensor, mesh: Mesh) -> Tensor:
+    is_first, theirs = mesh.at.pp == 0, torch.empty_like(own)
+    # The last rank is before the first one in the ring that links join.
+    link = mesh.link_before if is_first else mesh.link_after
+    peer = 1 - dist.get_rank(link)
     ops = [
-        dist.P2POp(dist.isend, own, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+        dist.P2POp(dist.isend, own, group=link, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=link, group_peer=peer),
     ]
     # Both list what goes to the last rank first: messages between two ranks pair up by order.
-    if mesh.at.pp != 0:
+    if not is_first:
         ops.reverse()
     for work in dist.batch_isend_irecv(ops):
         work.wait()

@@ -23,33 +23,36 @@ _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
 
 
 class Warmed(NamedTuple):
-    """communicators: that this rank used. neighbours: pipeline ranks before and after it, with
-    which it exchanged values in both directions. seconds: of the whole."""
+    """What was connected."""
 
-    communicators: int
-    neighbours: int
-    seconds: float
+    communicators: int  # that this rank used
+    links: int  # of them, those to its neighbours in the pipeline
+    seconds: float  # of all calls together
 
 
 class BrokenCommunicator(RuntimeError):
     """A communicator that carries wrong values."""
 
 
-def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
+def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
     """Use the communicators of `mesh` once and wait for them; all ranks call it together.
 
-    wraps: the pipeline's last rank sends to its first one (virtual stages). all_to_all: CP ranks
-    send each other rows (`sharding.exchange`); ranks with different experts always do. All ranks
-    take the axes in one order, so that no two communicators can wait for each other.
-    BrokenCommunicator if a sum is wrong or a neighbour's rank does not arrive.
+    All ranks take the axes in one order, so that no two communicators can wait for each other.
+
+    Args:
+        mesh: The ranks.
+        all_to_all: Whether CP ranks send each other rows (`sharding.exchange`). Ranks with
+            different experts always do.
+
+    Raises:
+        BrokenCommunicator: If a sum is wrong or a neighbour's rank does not arrive.
     """
     begin = time.perf_counter()
     checks: list[tuple[str, Tensor, Tensor]] = []
     used = used_groups(mesh)
     for name, group in used:
-        # The pipeline's communicator carries transfers only, which `_exchange` covers, unless it is
-        # also the world's.
-        if name != "pp" or group is dist.group.WORLD:
+        # Links carry transfers only, which `_exchange` covers.
+        if name not in mesh.links:
             checks += checked_collectives(name, group, mesh.device)
     if all_to_all and mesh.parallel.cp > 1:
         checks += checked_all_to_all("cp", mesh.group("cp"), mesh.device)
@@ -57,11 +60,8 @@ def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
             checks += checked_all_to_all(NEAR, mesh.near, mesh.device)
     if mesh.experts is not None and mesh.parallel.ep > 1:
         checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
-    neighbours = 0
-    if mesh.parallel.pp > 1:
-        exchanged = list(_exchange(mesh, wraps=wraps))
-        neighbours = len(exchanged)
-        checks += exchanged
+    exchanged = list(_exchange(mesh))
+    checks += exchanged
     # One transfer and one wait for the device, after everything was issued.
     values = torch.stack([torch.stack(pair) for _, *pair in checks]).tolist() if checks else []
     wrong = [
@@ -74,7 +74,7 @@ def warm(mesh: Mesh, *, wraps: bool, all_to_all: bool = False) -> Warmed:
             f"rank {mesh.rank}: communicators carry wrong values ({'; '.join(wrong)}); check the "
             f"links between GPUs, such as with nccl-tests"
         )
-    return Warmed(len(used), neighbours, time.perf_counter() - begin)
+    return Warmed(len(used), len(exchanged), time.perf_counter() - begin)
 
 
 def checked_collectives(
@@ -107,37 +107,22 @@ def checked_all_to_all(
         yield f"all-to-all of {name}", arrived[:, -1].sum(), due
 
 
-def _exchange(mesh: Mesh, *, wraps: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Exchange ranks with the pipeline's neighbours as activations and gradients travel.
+def _exchange(mesh: Mesh) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Exchange ranks over each link of the pipeline, as activations and gradients travel.
 
-    One batch, which NCCL starts as a whole, so that the order of its parts cannot deadlock. With
-    `device_id` all transfers of a pipeline, batched or not, use the communicator of its group.
+    A rank has at most one link of each kind, and all ranks take the kinds in one order. Both
+    directions are one batch, which NCCL starts as a whole.
     """
-    group, own, size = mesh.group("pp"), mesh.at.pp, mesh.parallel.pp
-    before = (own - 1) % size if own or wraps else None
-    after = (own + 1) % size if own < size - 1 or wraps else None
-    ops: list[dist.P2POp] = []
-    arrived: list[tuple[str, Tensor, int]] = []
-
-    def receive(peer: int) -> None:
-        buffer = torch.full((1,), -1, dtype=torch.float64, device=mesh.device)
-        ops.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
-        arrived.append((f"transfer from pp {peer}", buffer, peer))
-
-    def send(peer: int) -> None:
-        at = torch.full((1,), own, dtype=torch.float64, device=mesh.device)
-        ops.append(dist.P2POp(dist.isend, at, group=group, group_peer=peer))
-
-    # NCCL pairs messages between two ranks by order. With two pipeline ranks both neighbours are
-    # the same rank, so every rank lists activations first and then gradients.
-    if before is not None:
-        receive(before)
-    if after is not None:
-        send(after)
-        receive(after)
-    if before is not None:
-        send(before)
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    for name, buffer, peer in arrived:
-        yield name, buffer[0], torch.full_like(buffer[0], peer)
+    for kind, link in mesh.links.items():
+        if link.size() == 1:
+            continue
+        own = dist.get_rank(link)
+        sent = torch.full((1,), own, dtype=torch.float64, device=mesh.device)
+        arrived = torch.full_like(sent, -1)
+        ops = [
+            dist.P2POp(dist.isend, sent, group=link, group_peer=1 - own),
+            dist.P2POp(dist.irecv, arrived, group=link, group_peer=1 - own),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        yield f"transfer over {kind}", arrived[0], torch.full_like(arrived[0], 1 - own)

@@ -266,9 +266,9 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
     where ranks meet is taken.
 
     With `device_id` torch makes the world's communicator at once and splits a mesh's groups off it,
-    one ncclCommSplit an axis (torch 2.11 and 2.13 alike; neither has run here on a GPU). Transfers
-    of a pipeline then use its group's communicator and stream, one after the other: torch 2.13
-    would otherwise give each pair of ranks its own, 2.11 does it in any case.
+    one ncclCommSplit an axis (torch 2.11 and 2.13 alike; neither has run here on a GPU). A group's
+    transfers then share its communicator and stream and wait for each other, which is why each
+    link of a pipeline has a group (`wlb.parallel.mesh`).
 
     Gloo groups, also those that are made later, are destroyed when Python exits, because a Gloo
     worker still alive then can abort the process (https://github.com/pytorch/pytorch/issues/65237).
@@ -299,7 +299,6 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
 CUDA_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
 }
 """Variables for ranks on CUDA, unless the user set them; slurm/environment.sh has the same.
@@ -308,8 +307,8 @@ Steps differ in length, which fragments segments of fixed size. A device has 8 h
 default and 32 at most; streams that share one wait for each other, and a rank has a stream for
 computing, for every communicator and for FSDP2's gathers and reductions. (Megatron's advice of 1 is
 for overlap that relies on the order of launches; FSDP2's gathers then wait behind the kernels that
-they should hide under.) The warning is about what `init` says of a pipeline's transfers. The cache
-is FlashAttention-4's, of what it compiled: a later start on a node reads it.
+they should hide under.) The cache is FlashAttention-4's, of what it compiled: a later start on a
+node reads it.
 """
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 

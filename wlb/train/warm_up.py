@@ -27,16 +27,11 @@ class ConnectRanks(Hook):
         if dist.get_world_size() == 1:
             return
         run.position.enter("connecting communicators", is_slow=True)
-        done = warm(
-            run.mesh,
-            # With tied embeddings the ends of a pipeline exchange their gradients.
-            wraps=run.spec.pp.virtual_stages > 1 or run.spec.model.tied_embeddings,
-            all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER,
-        )
+        done = warm(run.mesh, all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER)
         run.report.write("connected", **done._asdict())
         run.report.say(
-            f"connected {done.communicators} communicators and {done.neighbours} pipeline "
-            f"neighbours of rank 0 in {done.seconds:.2f} s"
+            f"connected {done.communicators} communicators of rank 0 in {done.seconds:.2f} s, "
+            f"{done.links} of them links to its pipeline neighbours"
         )
 
 
