@@ -85,6 +85,12 @@ def one_rank_swaps_two_transfers() -> None:
     VarLenStage.get_fwd_send_ops = sends
 
 
+def one_communicator_for_the_pipeline() -> None:
+    from wlb.parallel import mesh
+
+    mesh.Mesh.link_before = mesh.Mesh.link_after = property(lambda self: self.group("pp"))
+
+
 def memory_that_was_not_planned() -> None:
     import torch
 

@@ -33,7 +33,8 @@ def test_all_ranks_match_and_cannot_deadlock(whole: Rehearsed) -> None:
     assert whole.proof.num_communicators == whole.proof.num_seen > 10
     assert whole.proof.num_collectives > 500
     axes = {m.communicator.axis for m in whole.ranks[0].messages if m.communicator}
-    assert {"world", "hosts", "tp", "cp", "pp", "fsdp"} <= axes
+    assert {"world", "hosts", "tp", "cp", "pp_even", "pp_odd", "fsdp"} <= axes
+    assert "pp" not in axes  # the axis's own group carries nothing
     assert whole.proof.num_transfers > 50
     assert [len(result.steps) for result in whole.ranks] == [3] * 8
 
@@ -98,6 +99,9 @@ def test_a_run_evaluates_saves_and_calibrates(whole: Rehearsed) -> None:
     assert not any(result.calibration for result in whole.ranks[1:])
 
 
+ONE_COMMUNICATOR = "one_communicator_for_the_pipeline"
+FOUR_STAGES = ("parallel.pp=4", "model.num_layers=8")
+"""Of a pipeline of two ranks, all transfers are with the same peer."""
 PLANTED = {
     "index_on_the_cpu": ("context_op.py", "0"),
     "wrong_dtype": ("UserError: k is", "0"),
@@ -107,6 +111,7 @@ PLANTED = {
     "memory_that_was_not_planned": ("runs out of", "0"),
     "one_rank_drops_a_collective": ("differs", "0,1,2,3"),
     "one_rank_swaps_two_transfers": ("from rank 0 to rank 4 does not pair up", "0,4"),
+    ONE_COMMUNICATOR: ("could be held up", "0,4,8,12"),
 }
 """What is said of each fault, and the ranks that it takes."""
 HOST_WAIT = "host_wait_in_every_norm"
@@ -115,7 +120,10 @@ HOST_WAIT = "host_wait_in_every_norm"
 @pytest.fixture(scope="module")
 def planted() -> dict[str, Rehearsed]:
     ranks = {name: ranks for name, (_, ranks) in PLANTED.items()} | {HOST_WAIT: "0"}
-    specs = [small_job("checkpoint.interval=1", f"run.name={name}") for name in ranks]
+    specs = []
+    for name in ranks:
+        more = FOUR_STAGES if name == ONE_COMMUNICATOR else ()
+        specs.append(small_job("checkpoint.interval=1", f"run.name={name}", *more))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "WORKER", ("tests.rehearse.planted",))
         found = rehearsed_each(specs, ranks=list(ranks.values()))

@@ -96,7 +96,12 @@ def planned_gib(spec: RunSpec) -> float:
 
 def num_communicators(spec: RunSpec) -> int:
     """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, of the
-    groups of HSDP, and of experts. Groups of one rank have none."""
+    groups of HSDP, and of experts. Groups of one rank have none.
+
+    The two links of a pipeline rank count as one. `cluster.communicator_gib` is two connections of
+    every channel, for ring and tree, and a link has one, for transfers. The group of the axis pp
+    carries nothing, and NCCL connects ranks at their first call.
+    """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
     sizes += [p.cp] if spec.passes_rows_on else []

@@ -322,7 +322,7 @@ def _transfers() -> None:
                 tensor.zero_()  # nobody sends
             return _Transfer(index, GPU.current)
         ins, outs = ([tensor], []) if kind == "send" else ([], [tensor])
-        # Transfers of a group share its communicator, which was split off the world's.
+        # Transfers of a group share the stream of its communicator.
         between = tuple(sorted((dist.get_rank(), peer)))
         stream = recorder().transfer(where, kind, ins, outs, is_async=True, between=between)
         return _Transfer(index, stream)

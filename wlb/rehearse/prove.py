@@ -1,10 +1,12 @@
-"""Do the rehearsed ranks agree? Matching of messages, and progress under NCCL's rules.
+"""Do the rehearsed ranks agree? Matching of messages, progress under NCCL's rules, no needless
+waits.
 
 Matching: the i-th collective of a communicator is the same on every member, in all-to-alls each
 pair of them agrees on its rows, and the i-th transfer from one rank to another is sent as it is
 received. Progress, under the harshest order that NCCL and torch may impose: a collective holds its
 rank until all members have come to it; a rank's transfers in a communicator are served in the order
-in which it posted them, those of one batch together; waiting for one holds the rank.
+in which it posted them, those of one batch together; waiting for one holds the rank. Needless
+waits: no transfer could be held up by another that only shares its communicator (`held_up.py`).
 """
 
 from collections import defaultdict, deque
@@ -12,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from wlb.rehearse.gpu import Communicator, RankMessage
+from wlb.rehearse.held_up import HeldUp, held_up
 
 Programs = Mapping[int, Sequence[RankMessage]]
 _MOST = 8
@@ -40,7 +43,28 @@ def prove(programs: Programs, *, world_size: int) -> Proof:
     _match_transfers(programs, proof)
     if not proof.problems:
         _progress(programs, proof)
+    if not proof.problems:
+        _say_held_up(programs, proof)
     return proof
+
+
+def _say_held_up(programs: Programs, proof: Proof) -> None:
+    """A sentence for each communicator in which transfers could hold up others."""
+    found: dict[Communicator, list[HeldUp]] = defaultdict(list)
+    for one in held_up(programs):
+        found[one.communicator].append(one)
+    for where, cases in list(found.items())[:_MOST]:
+        first = cases[0]
+        proof.problems.append(
+            f"{len(cases)} transfers of {_named(where)} could be held up by others that their rank "
+            f"posted before them in the same communicator: rank {first.rank} posts its "
+            f"{_transfer_text(first.first)}, which its peer may not have posted yet, and behind it "
+            f"its {_transfer_text(first.second)}; give each pair of ranks a communicator"
+        )
+
+
+def _transfer_text(message: RankMessage) -> str:
+    return f"{message.kind} with rank {message.op} (step {message.step}, {message.where})"
 
 
 def _match_collectives(programs: Programs, proof: Proof) -> None:

@@ -205,6 +205,7 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
     """Communicators of the mesh by the name of their process group; the first axis names one that
     several share."""
     named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
+    named += mesh.links.items()
     if mesh.sharding is not mesh.fsdp:
         kinds = mesh.sharding.mesh_dim_names or ()
         named += [(f"fsdp {kind}", mesh.sharding.get_group(kind)) for kind in kinds]

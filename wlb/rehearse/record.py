@@ -235,6 +235,8 @@ class Recorder(TorchDispatchMode):
     ) -> FakeStream:
         """Account for a collective on its communicator's stream or the current one. between: the
         two ranks of a send or receive. splits: of an all-to-all."""
+        # Links of all kinds are one part of a step.
+        part = "pp" if between else where.axis
         stream = current = GPU.current
         if is_async:
             stream = _nccl_stream(where)
@@ -252,8 +254,8 @@ class Recorder(TorchDispatchMode):
             size, time_ns = self.prices.all_to_all(
                 splits, row_bytes, where.ranks, own=where.ranks.index(dist.get_rank())
             )
-        GPU.count(where.axis, num_bytes=size, flops=0, time_ns=time_ns)
-        stream.run(op, where.axis, time_ns, called_from(4) if GPU.traces else "")
+        GPU.count(part, num_bytes=size, flops=0, time_ns=time_ns)
+        stream.run(op, part, time_ns, called_from(4) if GPU.traces else "")
         for x in outs:
             FOOTPRINT.landed(x, stream)
         return stream
