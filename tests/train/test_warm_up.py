@@ -129,6 +129,6 @@ def test_a_run_records_what_it_connected(tmp_path: Path) -> None:
     )
     run, _ = train(spec)
     (line,) = (line for line in run.lines if line["kind"] == "connected")
-    assert (line["communicators"], line["neighbours"]) == (1, 1)
+    assert (line["communicators"], line["links"]) == (3, 2)
     kinds = [line["kind"] for line in run.lines]
     assert kinds.index("start") < kinds.index("connected") < kinds.index("step")
