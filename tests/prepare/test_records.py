@@ -294,6 +294,9 @@ def test_text_files_are_grouped(tmp_path):
     ("names", "message"),
     [
         (["missing.txt"], r"the input .*missing\.txt cannot be read: No such file"),
+        (["d.txt.old"], r"the input .*d\.txt\.old cannot be read: a link to gone, which does not"),
+        (["*.old"], r"no file in .*\*\.old .*not read: .*d\.txt\.old \(a link to gone, which"),
+        (["folder"], r"no file in .*folder \(left out: none\); give files, or folders or pat"),
         (["*.nothing"], r"no file matches '.*\*\.nothing'"),
         (["a.txt", "a.txt"], r"a\.txt is in the inputs twice.*data\.blend"),
         (["a.txt", "*.txt"], r"a\.txt is in the inputs twice"),
@@ -304,6 +307,8 @@ def test_text_files_are_grouped(tmp_path):
 def test_refuses(tmp_path, names, message):
     for name in ("a.txt", "b.zst", "c.parquet.gz"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "d.txt.old").symlink_to("gone")
+    (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=message):
         list_inputs([str(tmp_path / name) for name in names])
 

@@ -272,8 +272,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 def refuse_sentence_piece(path: Path) -> None:
     """UserError for a SentencePiece model, which older models have and the tokenizers library does
-    not read."""
-    if path.suffix == ".model" and path.is_file():
+    not read. Mistral's have a version behind the suffix."""
+    if ".model" in path.suffixes and path.is_file():
         raise UserError(
             f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
             f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT), and give "

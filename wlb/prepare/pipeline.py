@@ -90,8 +90,8 @@ def prepare_store(
     if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
         more = f" and {count - len(unreadable)} more" if count > len(unreadable) else ""
         raise UserError(
-            f"{', '.join(options.inputs)}: cannot read {', '.join(unreadable)}{more}; correct or "
-            f"remove them, or leave them out and count them with --on-error skip"
+            f"cannot read {', '.join(unreadable)}{more}; correct or remove them, or leave them out "
+            f"and count them with --on-error skip"
         )
     if not files:
         raise UserError(f"all files of {', '.join(options.inputs)} are empty")
@@ -262,9 +262,8 @@ class _Preparation:
         if not any(sum(part.num_documents) for part in parts):
             if not left_out["skipped"]:
                 is_table = all(file.kind == FileKind.PARQUET for file in self.files)
-                raise UserError(
-                    f"{inputs} has no {'rows' if is_table else 'records'}; give files that have some"
-                )
+                what = "rows" if is_table else "records"
+                raise UserError(f"{inputs} has no {what}; give files that have some")
             raise UserError(
                 f"no document is left of {inputs} (left out: {left_out['skipped']}, such as "
                 f"{left_out['examples']})"

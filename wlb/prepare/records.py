@@ -25,7 +25,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import check_depth
 from wlb.prepare.json_list import first_bytes, list_items
 from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
-from wlb.prepare.text import MOST_EXAMPLES, Skip, TextDocuments, list_folder, size_of, unreadable
+from wlb.prepare.text import MOST_EXAMPLES, Skip, TextDocuments, list_folder, reason_of, size_of
 
 Record = Mapping[str, Any]
 
@@ -174,8 +174,8 @@ def list_inputs(
         counts = {str(reason): count for reason, count in skipped.items() if count}
         shown = f"; not read: {', '.join(examples[:MOST_EXAMPLES])}" if examples else ""
         raise UserError(
-            f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts or 'none'}{shown}); "
-            f"give files, or folders or patterns with files"
+            f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts or 'none'}"
+            f"{shown}); give files, or folders or patterns with files"
         )
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
@@ -225,7 +225,7 @@ def _expand(text: str, skipped: Counter[Skip], examples: list[str]) -> Iterator[
                 size_of(file)
             except OSError as error:
                 skipped[Skip.UNREADABLE] += 1
-                examples.append(unreadable(file, error))
+                examples.append(f"{file} ({reason_of(file, error)})")
             else:
                 files.append(file)
         if not files and not examples:
@@ -237,7 +237,7 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise UserError(f"the input {unreadable(path, error)} cannot be read") from None
+        raise UserError(f"the input {path} cannot be read: {reason_of(path, error)}") from None
     if not path.is_file():
         raise UserError(f"the input {path} is not a file or folder; pipes cannot be read again")
     suffixes = [suffix.lower() for suffix in path.suffixes]

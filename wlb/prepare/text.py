@@ -119,10 +119,10 @@ def list_folder(
     examples: list[str] = []
     found: list[tuple[str, int]] = []
 
-    def leave_out(path: str | Path, error: OSError | None = None) -> None:
+    def leave_out(path: str | Path, error: OSError) -> None:
         skipped[Skip.UNREADABLE] += 1
         if len(examples) < MOST_EXAMPLES:
-            examples.append(unreadable(path, error))
+            examples.append(f"{path} ({reason_of(path, error)})")
 
     for folder, subfolders, files in os.walk(
         root, onerror=lambda error: leave_out(error.filename, error)
@@ -130,7 +130,7 @@ def list_folder(
         shown = [name for name in subfolders if not name.startswith(".")]
         skipped[Skip.HIDDEN] += len(subfolders) - len(shown)
         subfolders[:] = sorted(set(shown) - (without or set()))
-        for name in files:
+        for name in sorted(files):
             if name.startswith("."):
                 skipped[Skip.HIDDEN] += 1
             elif name.endswith(suffix):
@@ -172,12 +172,11 @@ def size_of(path: Path) -> int:
     return status.st_size
 
 
-def unreadable(path: str | Path, error: OSError | None) -> str:
-    """A path that cannot be read with the reason; of a link also where it leads."""
-    why = "cannot be read" if error is None else error.strerror or str(error)
+def reason_of(path: str | Path, error: OSError) -> str:
+    """Why a path cannot be read; of a link that leads nowhere, where it leads."""
     if isinstance(error, FileNotFoundError) and os.path.islink(path):
-        why = f"a link to {os.readlink(path)}, which does not exist"
-    return f"{path} ({why})"
+        return f"a link to {os.readlink(path)}, which does not exist"
+    return error.strerror or str(error)
 
 
 def describe_empty(
