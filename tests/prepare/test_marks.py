@@ -157,6 +157,8 @@ def test_other_keys_are_found_and_not_those_that_are_read_or_say_nothing() -> No
     turn = {"from": "gpt", "value": "b", "content": "c", "role": None}
     made = conversation_of({"conversations": [{"from": "human", "value": "a"}, turn]})
     assert made.messages[1].unread == ("content",)
+    long = talk({"k" * 1000: 1})
+    assert [len(key) for key in conversation_of(long).messages[1].unread] == [60]
 
 
 def test_a_record_of_text_has_no_marks() -> None:

@@ -12,7 +12,6 @@ from rich.table import Table
 from wlb.cli.options import MOST_PROCESSES, add_flag, add_text, add_value, number
 from wlb.data import TokenStore, verify_store
 from wlb.plan import UserError
-from wlb.plan.errors import shortened
 from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
 from wlb.prepare.chat_encode import UNREAD
 from wlb.report.tables import console, facts_table
@@ -111,7 +110,8 @@ def _add_chat(group: Any) -> None:
         "records are conversations (messages, conversations, or prompt and completion), written "
         "with this template: chatml, llama3, a model's folder (with chat_template.jinja or a "
         "tokenizer_config.json, and its tokenizer.json), a Jinja file or a tokenizer_config.json; "
-        "only the messages of assistants are trained; also records of instruction, input and output"
+        "only the messages of assistants are trained, but those marked as not trained (weight, "
+        "train, loss, loss_mask, ...); also records of instruction, input and output"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
@@ -272,7 +272,7 @@ def _unread(counts: dict[str, int]) -> str:
     """The keys of messages that were not read, the most frequent first."""
     found = {n.removeprefix(UNREAD): counts[n] for n in counts if n.startswith(UNREAD)}
     names = sorted(found, key=lambda name: (-found[name], name))
-    shown = [f"{shortened(repr(n), 40)} of {found[n]:,} messages" for n in names[:MOST_KEYS]]
+    shown = [f"{n!r} of {found[n]:,} messages" for n in names[:MOST_KEYS]]
     more = [f"{len(names) - MOST_KEYS:,} more keys"] if len(names) > MOST_KEYS else []
     return ", ".join(shown + more)
 

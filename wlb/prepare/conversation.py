@@ -277,13 +277,12 @@ def _content(value: object, name: str) -> str:
         if part.get("type") != "text":
             kind = _short(part.get("type"))
             raise UserError(f"{name} has a part {kind}; only parts of type text are read")
-        texts.append(
-            _text(next((part[k] for k in _PART_TEXT if part.get(k) is not None), None), name)
-        )
+        texts.append(_text(part.get(_text_key(part)), name))
     return "".join(texts)
 
 
 def _text_key(part: Mapping[str, Any]) -> str:
+    """The key that has the text of a part, "" for none."""
     return next((key for key in _PART_TEXT if part.get(key) is not None), "")
 
 

@@ -133,7 +133,8 @@ def is_trained(message: Mapping[str, Any], name: str, *, is_assistant: bool) -> 
 def unread_keys(
     data: Mapping[str, Any], name: str, *, read: Collection[str], is_part: bool = False
 ) -> Iterator[str]:
-    """The keys of a message, or of a part of its content, that say something and are not read.
+    """The keys of a message, or of a part of its content, that say something and are not read; the
+    middle of a very long one is left out.
 
     UserError with `name` for a part that is marked as not trained, and for a key that is not known
     and whose name speaks of training.
@@ -153,7 +154,7 @@ def unread_keys(
                 f"say what is trained; mark whole messages with train = false, or remove the key"
             )
         elif value not in ("", [], {}):
-            yield key
+            yield shortened(key, 60)
 
 
 def _short(value: object) -> str:

@@ -84,15 +84,10 @@ def prepare_store(
                 f"--out {options.out} lies in the input folder {folder}: the store would be read "
                 f"as input the next time; write it elsewhere"
             )
-    files, skipped, unreadable = list_inputs(
-        options.inputs, text_unit=options.text_unit, out=options.out
-    )
-    if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
-        more = f" and {count - len(unreadable)} more" if count > len(unreadable) else ""
-        raise UserError(
-            f"cannot read {', '.join(unreadable)}{more}; correct or remove them, or leave them out "
-            f"and count them with --on-error skip"
-        )
+    unit, out = options.text_unit, options.out
+    files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
+    if options.on_error == OnError.FAIL and unreadable:
+        raise _unreadable(unreadable, skipped[Skip.UNREADABLE])
     if not files:
         raise UserError(f"all files of {', '.join(options.inputs)} are empty")
     if encoder is None and options.text_key != TEXT_KEY and all(f.kind.is_text for f in files):
@@ -126,6 +121,14 @@ def prepare_store(
             with locked_folder(preparation.parts):
                 found = preparation.finished_or_made()
     return replace(found, time_s=time.perf_counter() - began)
+
+
+def _unreadable(examples: Sequence[str], num: int) -> UserError:
+    more = f" and {num - len(examples)} more" if num > len(examples) else ""
+    return UserError(
+        f"cannot read {', '.join(examples)}{more}; correct or remove them, or leave them out and "
+        f"count them with --on-error skip"
+    )
 
 
 def _mark_of(prefix: str) -> str | None:
