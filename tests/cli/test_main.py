@@ -31,6 +31,34 @@ def test_a_users_error_is_one_line_with_status_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "FILE"],
+        ["simulate", "FILE"],
+        ["plan", "--synthetic", "wlb_paper", "--set", "cost.profile=FILE"],
+        ["plan", "--lengths", "FILE"],
+        ["tune", "packing", "--lengths", "FILE"],
+        ["prepare", "TEXT", "--out", "OUT", "--tokenizer", "FILE"],
+        ["prepare", "TEXT", "--out", "OUT", "--chat", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_a_binary_file_where_text_belongs_is_a_users_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\n\x0e\n\x05<unk>\xce\x00")
+    text = tmp_path / "a.txt"
+    text.write_text("text")
+    names = {"FILE": str(path), "TEXT": str(text), "OUT": str(tmp_path / "out")}
+    given = [word.replace("FILE", str(path)) for word in words]
+    assert main([names.get(word, word) for word in given]) == 2
+    error = capsys.readouterr().err
+    assert lacks(error, f"wlb {words[0]}: ", str(path)) == []
+    assert any(word in " ".join(error.split()) for word in ("UTF-8", "utf-8", "not JSON"))
+
+
 def test_no_command_at_all_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr()

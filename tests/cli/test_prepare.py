@@ -264,7 +264,7 @@ def test_a_saved_tokenizer_without_a_limit_of_length(
         assert info.preparation["tokenizer_config"] == json.loads(config)
 
 
-@pytest.mark.parametrize("name", ["", "tokenizer.model", "spiece.model"])
+@pytest.mark.parametrize("name", ["", "tokenizer.model", "spiece.model", "tokenizer.model.v1"])
 def test_a_sentence_piece_model_is_named(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -277,6 +277,38 @@ def test_a_sentence_piece_model_is_named(
     error = " ".join(capsys.readouterr().err.split())
     assert "is a SentencePiece model, not a tokenizer.json; convert it with transformers" in error
     assert f"AutoTokenizer.from_pretrained('{folder}').save_pretrained(OUT)" in error
+
+
+@pytest.mark.parametrize("option", ["--tokenizer", "--chat"])
+def test_a_binary_file_where_text_belongs_is_said(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    (tmp_path / "binary").write_bytes(b"\n\x0e\n\x05<unk>\xce\x00")
+    assert run(corpus, "--out", tmp_path / "x", option, tmp_path / "binary") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "binary is not text (byte 0xce at 9 is not UTF-8); give " in error
+
+
+def test_marks_of_other_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A message that is marked is not trained; keys that are not read are in the report."""
+    question = {"role": "user", "content": "hi", "name": "Ann"}
+    asked = [question, {"role": "assistant", "content": "a"}]
+    marked = [{**question, "id": 1}, {**asked[1], "train": False}]
+    path = tmp_path / "a.jsonl"
+    command = [path, "--chat", "chatml", "--vocab-size", 400, "--out"]
+    path.write_text(json.dumps({"messages": [*marked, *asked]}) + "\n")
+    assert run(*command, tmp_path / "x") == 0
+    store = TokenStore(tmp_path / "x")
+    assert store.num_targets.tolist() == [2]  # "a" and the token that ends the turn
+    assert store.info is not None
+    assert store.info.preparation["counts"] == {"unread:id": 1, "unread:name": 2}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not read │ 'name' of 2 messages, 'id' of 1 messages │" in said
+    assert "counts │" not in said
+    path.write_text(json.dumps({"messages": asked, "loss_mask": [0, 0]}) + "\n")
+    assert run(*command, tmp_path / "y") == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "a.jsonl, line 1: the record has loss_mask = [0, 0]; wlb takes no mask of" in error
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.weights.case import SPEC, write_hub
+from tests.weights.case import SPEC, hub_tensors, write_hub
 from wlb.cli import main
 from wlb.cli.weights import parse_bytes
 
@@ -29,6 +29,20 @@ def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{out}: {saved} in bfloat16, {num_bytes:,} bytes in {len(held)} files" in said
     assert len(held) > 1
     assert "tokenizer: none copied (--tokenizer FILE): the checkpoint names no token store" in said
+
+
+def test_weights_that_are_no_numbers_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = hub_tensors(SPEC)
+    assert main(["import", str(write_hub(tmp_path / "a")), "--out", str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().err == ""
+    tensors["lm_head.weight"][300, :2] = float("nan")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("-inf")
+    hub = write_hub(tmp_path / "hub", tensors=tensors)
+    assert main(["import", str(hub), "--out", str(tmp_path / "saved")]) == 0
+    told = "3 values are NaN or infinite, in lm_head.weight (2), model.layers.1.mlp.up_proj.weight"
+    assert f"wlb import: warning: {told} (1): losses of" in capsys.readouterr().err
 
 
 def test_bad_input_is_refused_without_a_traceback(

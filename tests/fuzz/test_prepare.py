@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def read_all(path: Path) -> list[Any]:
     """Every record of a file as text or conversation, or why it is none."""
-    files, _ = list_inputs([str(path)])
+    files, *_ = list_inputs([str(path)])
     found: list[Any] = []
     for shard in list_shards(files, shard_bytes=40):
         for position, record in read_shard(shard, text_key="text", columns=tuple):
@@ -251,7 +251,7 @@ def test_a_misshapen_manifest_is_the_same_or_refused(folder: Path, data: st.Data
     # Written once: examples draw by the manifest's text, which has the input's time.
     if not given.exists():
         given.write_text("text")
-    files, _ = list_inputs([str(given)])
+    files, *_ = list_inputs([str(given)])
     made = manifest_of({"seed": 3, "tokenizer": "bytes"}, files)
     path = parts / "manifest.json"
     path.write_bytes(data.draw(misshapen(made)).encode("utf-8", "surrogatepass"))

@@ -271,7 +271,7 @@ def test_a_tokenizer_with_a_prefix_space_is_refused() -> None:
             {"messages": [{"role": "user", "content": ""}, {"role": "system", "content": ""}]},
             "message 1 is of role system after user; system may follow the start",
         ),
-        ({"messages": [{"role": "user", "content": "", "weight": 2}]}, "message 0 has weight 2"),
+        ({"messages": [{"role": "user", "content": "", "weight": 2}]}, "message 0 has weight = 2"),
     ],
 )
 def test_records_that_are_no_conversation(record, message) -> None:

@@ -171,7 +171,7 @@ def test_bytes():
     [
         ({}, "no_text", r"no text under 'text' \(keys: \).*--text-key"),
         ({"body": "x"}, "no_text", r"keys: 'body'"),
-        ({"text": None}, "no_text", "no text"),
+        ({"text": None}, "no_text", "^'text' is null$"),
         ({"text": 7}, "not_text", "'text' is int, not a string"),
         ({"text": ["a"]}, "not_text", "list"),
         ({"text": ""}, "empty", "is empty"),

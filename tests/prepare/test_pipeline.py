@@ -367,17 +367,39 @@ def test_empty_and_unreadable_files_of_a_folder(tmp_path):
     with pytest.raises(ValueError, match=r"texts/bad: not UTF-8: byte 0xff at byte 2"):
         prepare_store(options(folder, tmp_path / "y", **asked))
     os.mkfifo(folder / "pipe")
-    with pytest.raises(ValueError, match=r"1 files or folders of .*texts cannot be read"):
+    with pytest.raises(ValueError, match=r"cannot read .*/texts/pipe \(neither a file nor a"):
         prepare_store(options(folder, tmp_path / "y", overwrite=True, **asked))
     asked["on_error"] = OnError.SKIP
     made = prepare_store(options(folder, tmp_path / "y", overwrite=True, **asked))
     assert made.skipped == {"empty": 1, "not_utf8": 1, "unreadable": 1}
+    assert made.examples["unreadable"] == [f"{folder}/pipe (neither a file nor a folder)"]
+
+
+def test_a_link_that_a_pattern_finds_and_that_leads_nowhere_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    found = options(tmp_path / "*.txt", tmp_path / "x", heldout_fraction=0.0)
+    with pytest.raises(ValueError, match=r"cannot read .*/b.txt \(a link to gone.txt, which"):
+        prepare_store(found)
+    made = prepare_store(replace(found, on_error=OnError.SKIP))
+    assert (made.num_documents, made.skipped) == (1, {"unreadable": 1})
 
 
 def test_nothing_left(corpus, tmp_path):
     corpus.write_text('{"text": ""}\n' * 3)
     with pytest.raises(ValueError, match=r"no document is left .*'empty': 3"):
         prepare_store(options(corpus, tmp_path / "x"))
+
+
+def test_a_table_without_rows_and_a_list_without_items_are_named(tmp_path):
+    path = tmp_path / "zero.parquet"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), path)
+    with pytest.raises(ValueError, match=r"zero.parquet has no rows; give files that have some"):
+        prepare_store(options(path, tmp_path / "x"))
+    items = tmp_path / "none.json"
+    items.write_text("[]")
+    with pytest.raises(ValueError, match=r"none.json has no records; give files that have some"):
+        prepare_store(options(items, tmp_path / "y"))
 
 
 @pytest.mark.parametrize(("fraction", "num_held"), [(1e-9, 1), (0.999999999, 119)])

@@ -26,7 +26,7 @@ COLUMNS = TextChoice().columns
 
 
 def read(*paths, shard_bytes=1 << 20, columns=COLUMNS, **options):
-    files, skipped = list_inputs([str(path) for path in paths], **options)
+    files, skipped, _ = list_inputs([str(path) for path in paths], **options)
     shards = list_shards(files, shard_bytes=shard_bytes)
     out = [r for s in shards for r in read_shard(s, text_key="text", columns=columns)]
     return out, dict(skipped), shards
@@ -48,7 +48,7 @@ def test_every_line_is_in_one_shard(tmp_path_factory, lines, shard_bytes, ends):
     path.write_bytes(data)
     if not data:
         return
-    files, _ = list_inputs([str(path)], text_unit=TextUnit.LINE)
+    files, *_ = list_inputs([str(path)], text_unit=TextUnit.LINE)
     shards = list_shards(files, shard_bytes=shard_bytes)
     assert sum(shard.size for shard in shards) == len(data)
     found = [r for s in shards for r in read_shard(s, text_key="t", columns=COLUMNS)]
@@ -169,7 +169,7 @@ def test_parquet_strings_inside_lists_and_structs_come_as_bytes_too(tmp_path):
 
 def test_parquet_refusals(tmp_path):
     path = write_table(tmp_path / "a.parquet", values=["x"], name="body")
-    files, _ = list_inputs([str(path)])
+    files, *_ = list_inputs([str(path)])
     with pytest.raises(ValueError, match=r"no column 'text'; its columns are other, body"):
         check_columns(files, COLUMNS)
     path.write_bytes(path.read_bytes()[:-20])
@@ -294,6 +294,9 @@ def test_text_files_are_grouped(tmp_path):
     ("names", "message"),
     [
         (["missing.txt"], r"the input .*missing\.txt cannot be read: No such file"),
+        (["d.txt.old"], r"the input .*d\.txt\.old cannot be read: a link to gone, which does not"),
+        (["*.old"], r"no file in .*\*\.old .*not read: .*d\.txt\.old \(a link to gone, which"),
+        (["folder"], r"no file in .*folder \(left out: none\); give files, or folders or pat"),
         (["*.nothing"], r"no file matches '.*\*\.nothing'"),
         (["a.txt", "a.txt"], r"a\.txt is in the inputs twice.*data\.blend"),
         (["a.txt", "*.txt"], r"a\.txt is in the inputs twice"),
@@ -304,6 +307,8 @@ def test_text_files_are_grouped(tmp_path):
 def test_refuses(tmp_path, names, message):
     for name in ("a.txt", "b.zst", "c.parquet.gz"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "d.txt.old").symlink_to("gone")
+    (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=message):
         list_inputs([str(tmp_path / name) for name in names])
 
@@ -317,7 +322,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 def test_a_file_that_is_gone_is_a_bad_record(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    files, _ = list_inputs([str(tmp_path)])
+    files, *_ = list_inputs([str(tmp_path)])
     Path(tmp_path / "a.txt").unlink()
     (shard,) = list_shards(files, shard_bytes=9)
     ((_, item),) = read_shard(shard, text_key="text", columns=COLUMNS)

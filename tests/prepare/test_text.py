@@ -23,6 +23,10 @@ def test_folder_is_sorted_and_counts_what_it_leaves_out(tmp_path):
     assert documents.sizes == (2, 5, 1)
     assert [documents.read(row) for row in range(3)] == ["ä", "two\r\n", Skip.NOT_UTF8]
     assert documents.skipped == {Skip.EMPTY: 1, Skip.HIDDEN: 2, Skip.UNREADABLE: 2}
+    assert documents.examples == (
+        f"{tmp_path}/broken (a link to {tmp_path}/nowhere, which does not exist)",
+        f"{tmp_path}/pipe (neither a file nor a folder)",
+    )
 
 
 def test_file_that_goes_away_is_counted(tmp_path):
@@ -38,6 +42,12 @@ def test_folder_without_text_is_refused(tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         folder_documents(tmp_path)
     assert str(tmp_path) in str(error.value)
+
+
+def test_a_folder_with_nothing_but_a_dangling_link_names_it(tmp_path):
+    (tmp_path / "a").symlink_to("gone")
+    with pytest.raises(ValueError, match=r"not read: .*/a \(a link to gone, which does not"):
+        folder_documents(tmp_path)
 
 
 def test_missing_folder_is_refused(tmp_path):

@@ -13,11 +13,14 @@ from wlb.cli.options import MOST_PROCESSES, add_flag, add_text, add_value, numbe
 from wlb.data import TokenStore, verify_store
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
+from wlb.prepare.chat_encode import UNREAD
 from wlb.report.tables import console, facts_table
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
 
+MOST_KEYS = 8
+"""Most keys of messages that the report names."""
 TEXT_OPTIONS = {
     "--documents": "policy",
     "--text-key": "text_key",
@@ -107,7 +110,8 @@ def _add_chat(group: Any) -> None:
         "records are conversations (messages, conversations, or prompt and completion), written "
         "with this template: chatml, llama3, a model's folder (with chat_template.jinja or a "
         "tokenizer_config.json, and its tokenizer.json), a Jinja file or a tokenizer_config.json; "
-        "only the messages of assistants are trained; also records of instruction, input and output"
+        "only the messages of assistants are trained, but those marked as not trained (weight, "
+        "train, loss, loss_mask, ...); also records of instruction, input and output"
     )
     add_text(group, "--chat", "TEMPLATE", text)
     for option, text in (
@@ -235,6 +239,7 @@ def _table(made: StoreReport) -> Table:
         trained = f"{made.num_targets:,} tokens, {made.num_targets / made.num_tokens:.1%}"
     if made.num_unknown:
         unknown = f"{made.num_unknown:,} tokens stand for characters the tokenizer does not know"
+    counts = {name: n for name, n in made.counts.items() if not name.startswith(UNREAD)}
     if made.reused:
         work = "the store was there already, nothing was encoded"
     else:
@@ -248,7 +253,8 @@ def _table(made: StoreReport) -> Table:
         "trained": trained,
         "length": f"p50 {made.lengths_p50:,}, p99 {made.lengths_p99:,}, longest {made.longest:,}",
         "held out": f"{heldout} in {made.heldout}" if made.heldout else "none",
-        "counts": _counted(made.counts).replace("_", " "),
+        "counts": _counted(counts).replace("_", " "),
+        "not read": _unread(made.counts),
         "left out": _counted(made.skipped) or "nothing",
         "unknown": unknown,
         "checksum": made.checksum,
@@ -260,6 +266,15 @@ def _table(made: StoreReport) -> Table:
         if text:
             table.add_row(name, text)
     return table
+
+
+def _unread(counts: dict[str, int]) -> str:
+    """The keys of messages that were not read, the most frequent first."""
+    found = {n.removeprefix(UNREAD): counts[n] for n in counts if n.startswith(UNREAD)}
+    names = sorted(found, key=lambda name: (-found[name], name))
+    shown = [f"{n!r} of {found[n]:,} messages" for n in names[:MOST_KEYS]]
+    more = [f"{len(names) - MOST_KEYS:,} more keys"] if len(names) > MOST_KEYS else []
+    return ", ".join(shown + more)
 
 
 def _counted(counts: dict[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from wlb.cli.output import needs_train_extra
 from wlb.plan import UserError
 from wlb.spec import Dtype
 
+MOST_NAMES = 5
+"""Most tensors that a warning names."""
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMG", 1):
     _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
@@ -80,12 +83,24 @@ def run_import(options: argparse.Namespace) -> int:
         f"{made.checkpoint}: {spec.num_parameters:,} parameters in {', '.join(made.dtypes)}; "
         f"{made.num_padding_rows} rows of zeros after the vocabulary's {spec.vocab_size:,}"
     )
+    if made.not_finite:
+        print(_not_finite(made.not_finite), file=sys.stderr)
     if spec.tied_embeddings:
         print("its head is its embedding, and stays so (model.tied_embeddings)")
     print(f"prepare data with its tokenizer: wlb prepare ... --tokenizer {options.source}")
     print(f"train from it: wlb train {made.checkpoint / room.MODEL_FILE} --set ...\n")
     print(made.toml, end="")
     return 0
+
+
+def _not_finite(counts: dict[str, int]) -> str:
+    """The warning about weights that are NaN or infinite."""
+    shown = [f"{name} ({number:,})" for name, number in counts.items()][:MOST_NAMES]
+    more = f" and {len(counts) - MOST_NAMES} more tensors" if len(counts) > MOST_NAMES else ""
+    return (
+        f"wlb import: warning: {sum(counts.values()):,} values are NaN or infinite, in "
+        f"{', '.join(shown)}{more}: losses of this model will not be numbers; download it again"
+    )
 
 
 def parse_bytes(text: str) -> int:

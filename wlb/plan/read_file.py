@@ -1,8 +1,9 @@
-"""Reads JSON, TOML and NumPy files that somebody else may have written.
+"""Reads text, JSON, TOML and NumPy files that somebody else may have written.
 
-What cannot be read is a UserError with the file, the key, its value and a remedy: text that is no
-JSON, values nested too deeply, numbers beyond 64 bits, keys that are given twice, arrays that claim
-more entries than their file holds, and (`malformed`) values of the wrong shape.
+What cannot be read is a UserError with the file, the key, its value and a remedy: bytes that are no
+text, text that is no JSON, values nested too deeply, numbers beyond 64 bits, keys that are given
+twice, arrays that claim more entries than their file holds, and (`malformed`) values of the wrong
+shape.
 """
 
 import io
@@ -27,7 +28,7 @@ from wlb.plan.errors import UserError, shortened
 MOST_DEPTH = 64
 """Deepest nesting of lists and objects; schemas of tools have less than 20."""
 MOST_BYTES = 1 << 30
-"""Largest file that is read whole as JSON."""
+"""Largest file that is read whole as text or JSON."""
 MOST_TOML_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 35
 """Most bytes of an array in a .npy or .npz file."""
@@ -88,6 +89,23 @@ def told(error: BaseException) -> str:
             return f"cannot be read ({text or type(error).__name__})"
 
 
+def read_text(path: Path, *, remedy: str) -> str:
+    """The text of a UTF-8 file; UserError for a binary or very large file. An OSError passes."""
+    _check_size(path, remedy)
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not text (byte {error.object[error.start]:#04x} at {error.start} is not "
+            f"UTF-8); {remedy}"
+        ) from None
+
+
+def _check_size(path: Path, remedy: str) -> None:
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise UserError(f"{path} has {size} bytes, must have at most {MOST_BYTES}; {remedy}")
+
+
 def parse_json(
     text: str | bytes,
     where: object,
@@ -126,9 +144,7 @@ def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = 
     wide: integers of more than 64 bits are permitted, as Hugging Face's files hold them: without a
     limit of length, transformers writes "model_max_length": 1000000000000000019884624838656.
     """
-    size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise UserError(f"{path} has {size} bytes, must have at most {MOST_BYTES}; {remedy}")
+    _check_size(path, remedy)
     return parse_json(path.read_bytes(), path, remedy=remedy, unique=True, wide=wide)
 
 

@@ -2,11 +2,13 @@
 
 `Encoded.counts` has `empty_replies` and messages of `dropped_reasoning`, which the template leaves
 out: both are not trained; conversations with `developer_as_system`, whose template has no
-developer's role; conversations `split` and their
+developer's role; messages with a KEY that says something and is not read, as
+`unread:KEY`; conversations `split` and their
 `split_documents`; `untrained_parts` that were left out, with `untrained_part_tokens`; conversations
 `truncated`, with `truncated_tokens` and, of them trained, `truncated_targets`.
 """
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +31,8 @@ from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 from wlb.prepare.tool_calls import calls_text
 
+UNREAD = "unread:"
+"""In front of a key's name in `Encoded.counts`."""
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))
 _CALL_PROBE = Conversation(
     messages=(
@@ -191,6 +195,7 @@ class ChatRecordEncoder:
             "developer_as_system": int(is_renamed),
         }
         counts = {name: number for name, number in counts.items() if number}
+        counts |= Counter(f"{UNREAD}{key}" for m in conversation.messages for key in m.unread)
         if parts[0] is not made:
             counts |= _counts(made, parts, self._choice.too_long)
         documents[0] = replace(documents[0], counts=counts)

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from wlb.plan import UserError
+from wlb.prepare.marks import RECORD_MARKS, check_record, is_trained, unread_keys
 from wlb.prepare.tool_calls import calls_text, tools_text
 
 
@@ -59,6 +60,8 @@ CONTENT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_res
 of Hermes' calls). Where a tokenizer does not mark them as special, contents have their tokens."""
 _ANSWER = (("name", "name"), ("call_id", "tool_call_id"))
 """Fields of a message and the keys that they have in a record."""
+_PART_TEXT = ("text", "value")
+"""Keys of the text of a part of a content; LLaMA-Factory v1 writes the second."""
 _ALPACA = ("instruction", "output")
 """Read where a record has none of the other shapes, as data sets keep these columns beside them."""
 _NEEDED = "messages, or conversations, or prompt and completion, or instruction and output"
@@ -68,7 +71,8 @@ _NEEDED = "messages, or conversations, or prompt and completion, or instruction 
 class Message:
     """is_trained: whether an assistant's content may be trained; nobody else's ever is. reasoning:
     what an assistant thought before the content, "" for none. tool_calls: JSON list of an
-    assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent.
+    assistant's calls, "" for none. name, call_id: of a tool's answer, "" if absent. unread: keys
+    that say something and are not read.
     """
 
     role: Role
@@ -78,6 +82,7 @@ class Message:
     tool_calls: str = ""
     name: str = ""
     call_id: str = ""
+    unread: tuple[str, ...] = ()
 
     @property
     def is_empty_reply(self) -> bool:
@@ -143,6 +148,7 @@ def conversation_of(record: object) -> Conversation:
         raise UserError(f"{_short(record)} is not a JSON object with messages")
     given = cast("Mapping[str, Any]", record)
     data = {key: value for key, value in given.items() if value is not None}
+    check_record(data)
     _refuse_more(data, "the record", REASONING_KEYS)
     match [shape for shape in _SHAPES if set(shape) <= set(data)]:
         case [] if set(_ALPACA) <= set(data):
@@ -173,7 +179,7 @@ def conversation_columns(names: Sequence[str]) -> tuple[str, ...]:
             f"{_NEEDED}"
         )
     shapes = {name for shape in (*_SHAPES, _ALPACA) for name in shape}
-    known = {*shapes, "input", "system", "tools", *_MORE, *REASONING_KEYS}
+    known = {*shapes, "input", "system", "tools", *_MORE, *REASONING_KEYS, *RECORD_MARKS}
     return tuple(name for name in names if name in known)
 
 
@@ -223,23 +229,42 @@ def _message(value: object, name: str) -> Message:
     role = data[keys[0]]
     if not isinstance(role, str) or role not in known:
         raise UserError(f"{name} has {keys[0]} {_short(role)}; known: {', '.join(known)}")
-    weight = 1 if data.get("weight") is None else data["weight"]
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise UserError(f"{name} has weight {_short(weight)}; it is 1 (trained) or 0 (not trained)")
+    is_assistant = known[role] == Role.ASSISTANT
     is_call = is_from and role == _CALL
     calls = data[keys[1]] if is_call else data.get("tool_calls")
-    if calls and known[role] != Role.ASSISTANT:
+    if calls and not is_assistant:
         raise UserError(f"{name} is of role {role} and has tool_calls; only an assistant calls")
     content = "" if is_call or (calls and data.get(keys[1]) is None) else data[keys[1]]
     answers = [(field, key) for field, key in _ANSWER if known[role] == Role.TOOL and data.get(key)]
     return Message(
         role=known[role],
         content=_content(content, f"{keys[1]} of {name}"),
-        is_trained=bool(weight),
+        is_trained=is_trained(data, name, is_assistant=is_assistant),
         reasoning=_reasoning(data, known[role], name),
         tool_calls=calls_text(calls, name) if calls else "",
         **{field: _text(data[key], f"{key} of {name}") for field, key in answers},
+        unread=_unread(data, name, keys, is_call=is_call, role=known[role]),
     )
+
+
+def _unread(
+    data: dict[str, Any], name: str, keys: tuple[str, str], *, is_call: bool, role: Role
+) -> tuple[str, ...]:
+    """The keys of a message and of the parts of its content that say something and are not read."""
+    read = {*keys, *_MORE}
+    if role == Role.ASSISTANT:
+        read |= {*REASONING_KEYS} if is_call else {*REASONING_KEYS, "tool_calls"}
+    if role == Role.TOOL:
+        read |= {key for _, key in _ANSWER}
+    found = list(unread_keys(data, name, read=read))
+    for key in (keys[1], *REASONING_KEYS):
+        parts = data.get(key)
+        for part in cast("list[object]", parts) if isinstance(parts, list) else ():
+            if isinstance(part, dict):
+                given = cast("dict[str, Any]", part)
+                read = {"type", _text_key(given)}
+                found += unread_keys(given, f"a part of {key} of {name}", read=read, is_part=True)
+    return tuple(found)
 
 
 def _content(value: object, name: str) -> str:
@@ -252,8 +277,13 @@ def _content(value: object, name: str) -> str:
         if part.get("type") != "text":
             kind = _short(part.get("type"))
             raise UserError(f"{name} has a part {kind}; only parts of type text are read")
-        texts.append(_text(part.get("text"), name))
+        texts.append(_text(part.get(_text_key(part)), name))
     return "".join(texts)
+
+
+def _text_key(part: Mapping[str, Any]) -> str:
+    """The key that has the text of a part, "" for none."""
+    return next((key for key in _PART_TEXT if part.get(key) is not None), "")
 
 
 def _text(value: object, name: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 from wlb.data.store import TokenArray
 from wlb.plan import IntArray, UserError
 from wlb.plan.read_file import malformed, read_object
+from wlb.prepare.marks import RECORD_MARKS, check_record
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 
@@ -143,7 +144,8 @@ class TextChoice(EncoderChoice):
                 f"has no column {self.text_key!r}; its columns are {', '.join(names)}: choose one "
                 f"with --text-key"
             )
-        return (self.text_key,)
+        # The marks are read to be refused where they say that not all of a text is trained.
+        return (self.text_key, *(n for n in names if n in RECORD_MARKS and n != self.text_key))
 
     def texts(self, record: Record) -> Sequence[str]:
         return (text_of(record, self.text_key),)
@@ -171,6 +173,10 @@ class TextEncoder:
 
     def encode(self, record: Record) -> Sequence[Encoded]:
         text = text_of(record, self._key)
+        try:
+            check_record(record, besides=self._key)
+        except UserError as error:
+            raise BadRecord(Skip.NOT_TEXT, str(error)) from None
         ids = self._ids(text)
         if not ids.size:
             raise BadRecord(Skip.EMPTY, "the tokenizer makes no token of it")
@@ -204,11 +210,13 @@ def around(policy: DocumentPolicy, vocabulary: Vocabulary) -> tuple[IntArray, In
 
 def text_of(record: Record, key: str) -> str:
     """`record[key]`, a string with UTF-8; BadRecord with the reason otherwise."""
-    if key not in record or (value := record[key]) is None:
+    if key not in record:
         known = ", ".join(map(repr, list(record)[:8]))
         raise BadRecord(
             Skip.NO_TEXT, f"no text under {key!r} (keys: {known}); choose one with --text-key"
         )
+    if (value := record[key]) is None:
+        raise BadRecord(Skip.NO_TEXT, f"{key!r} is null")
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
@@ -264,8 +272,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 def refuse_sentence_piece(path: Path) -> None:
     """UserError for a SentencePiece model, which older models have and the tokenizers library does
-    not read."""
-    if path.suffix == ".model" and path.is_file():
+    not read. Mistral's have a version behind the suffix."""
+    if ".model" in path.suffixes and path.is_file():
         raise UserError(
             f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
             f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(OUT), and give "

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.errors import shortened
-from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object
+from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object, read_text
 from wlb.prepare.chat_template import (
     BUILT_IN,
     ChatTemplate,
@@ -396,9 +396,10 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
         return BUILT_IN[str(name)]
     path, config_path = template_files(name)
     config = read_object(config_path, wide=True) if config_path.is_file() else {}
-    with malformed(path, "give the chat template of a model"):
+    remedy = "give the chat template of a model"
+    with malformed(path, remedy):
         is_config = path.suffix == ".json"
-        source = _source_of(config, path) if is_config else path.read_bytes().decode("utf-8")
+        source = _source_of(config, path) if is_config else read_text(path, remedy=remedy)
     tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
     return JinjaTemplate(source, name=str(name), variables={**known, **given})

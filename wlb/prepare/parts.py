@@ -28,12 +28,11 @@ from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
 from wlb.prepare.records import AnyShard, BadRecord, OnError, RecordPosition, read_shard
 from wlb.prepare.request import Status
-from wlb.prepare.text import Skip
+from wlb.prepare.text import MOST_EXAMPLES, Skip
 
 SIDES = ("train", "heldout")
 NO_ERROR = (Skip.EMPTY, Skip.BLANK_LINE)
 """Reasons that never stop a preparation, whatever --on-error is, because no text is lost."""
-MOST_EXAMPLES = 3
 _STOP_EVERY = 64
 
 
@@ -276,14 +275,17 @@ def merge_parts(
             report(Status(stage="merge", size=total, done=done))
 
 
-def totals(summaries: Sequence[PartSummary], listed: Mapping[str, int]) -> dict[str, Any]:
+def totals(
+    summaries: Sequence[PartSummary], listed: Mapping[str, int], unreadable: Sequence[str] = ()
+) -> dict[str, Any]:
     """Sums over all shards: counts, unknown tokens, records left out with first examples.
 
-    listed: how many files the listing of inputs left out, by reason.
+    listed: how many files the listing of inputs left out, by reason. unreadable: the first ones of
+    those that cannot be read.
     """
     skipped = Counter[str](listed)
     counts: Counter[str] = Counter()
-    examples: dict[str, list[str]] = {}
+    examples = {str(Skip.UNREADABLE): list(unreadable)} if unreadable else dict[str, list[str]]()
     for summary in summaries:
         skipped.update(summary.skipped)
         counts.update(summary.counts)

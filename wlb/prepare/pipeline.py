@@ -39,6 +39,7 @@ from wlb.prepare.parts import (
 )
 from wlb.prepare.records import (
     AnyShard,
+    FileKind,
     InputFile,
     OnError,
     check_columns,
@@ -83,12 +84,10 @@ def prepare_store(
                 f"--out {options.out} lies in the input folder {folder}: the store would be read "
                 f"as input the next time; write it elsewhere"
             )
-    files, skipped = list_inputs(options.inputs, text_unit=options.text_unit, out=options.out)
-    if options.on_error == OnError.FAIL and (count := skipped[Skip.UNREADABLE]):
-        raise UserError(
-            f"{count} files or folders of {', '.join(options.inputs)} cannot be read; change their "
-            f"permissions, or leave them out and count them with --on-error skip"
-        )
+    unit, out = options.text_unit, options.out
+    files, skipped, unreadable = list_inputs(options.inputs, text_unit=unit, out=out)
+    if options.on_error == OnError.FAIL and unreadable:
+        raise _unreadable(unreadable, skipped[Skip.UNREADABLE])
     if not files:
         raise UserError(f"all files of {', '.join(options.inputs)} are empty")
     if encoder is None and options.text_key != TEXT_KEY and all(f.kind.is_text for f in files):
@@ -109,6 +108,7 @@ def prepare_store(
         choice=choice,
         files=files,
         listed={str(reason): count for reason, count in skipped.items()},
+        unreadable=unreadable,
         manifest=manifest_of(arguments, files),
         report=progress or (lambda _: None),
     )
@@ -123,6 +123,14 @@ def prepare_store(
     return replace(found, time_s=time.perf_counter() - began)
 
 
+def _unreadable(examples: Sequence[str], num: int) -> UserError:
+    more = f" and {num - len(examples)} more" if num > len(examples) else ""
+    return UserError(
+        f"cannot read {', '.join(examples)}{more}; correct or remove them, or leave them out and "
+        f"count them with --on-error skip"
+    )
+
+
 def _mark_of(prefix: str) -> str | None:
     """Digest of the manifest that made a store; None where it is not known."""
     try:
@@ -134,12 +142,14 @@ def _mark_of(prefix: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
-    """A call of `prepare_store`. listed: files that the listing left out, by reason."""
+    """A call of `prepare_store`. listed: files that the listing left out, by reason. unreadable:
+    the first ones of those that cannot be read."""
 
     options: PrepareOptions
     choice: EncoderChoice
     files: Sequence[InputFile]
     listed: dict[str, int]
+    unreadable: Sequence[str]
     manifest: Manifest
     report: Progress
 
@@ -250,9 +260,13 @@ class _Preparation:
         self, job: PartJob, parts: Sequence[PartSummary], tokenizer: dict[str, Any]
     ) -> None:
         """Merges parts into the stores, after the tokenizer that they name is in place."""
-        options, left_out = self.options, totals(parts, self.listed)
+        options, left_out = self.options, totals(parts, self.listed, self.unreadable)
         inputs = ", ".join(options.inputs)
         if not any(sum(part.num_documents) for part in parts):
+            if not left_out["skipped"]:
+                is_table = all(file.kind == FileKind.PARQUET for file in self.files)
+                what = "rows" if is_table else "records"
+                raise UserError(f"{inputs} has no {what}; give files that have some")
             raise UserError(
                 f"no document is left of {inputs} (left out: {left_out['skipped']}, such as "
                 f"{left_out['examples']})"

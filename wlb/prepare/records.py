@@ -25,7 +25,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import check_depth
 from wlb.prepare.json_list import first_bytes, list_items
 from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
-from wlb.prepare.text import Skip, TextDocuments, folder_documents
+from wlb.prepare.text import MOST_EXAMPLES, Skip, TextDocuments, list_folder, reason_of, size_of
 
 Record = Mapping[str, Any]
 
@@ -141,8 +141,9 @@ Read = tuple[RecordPosition, Record | BadRecord]
 
 def list_inputs(
     inputs: Sequence[str], *, text_unit: TextUnit = TextUnit.FILE, out: str = ""
-) -> tuple[list[InputFile], Counter[Skip]]:
-    """Files of paths, folders and glob patterns, in the order given, and counts of files left out.
+) -> tuple[list[InputFile], Counter[Skip], list[str]]:
+    """Files of paths, folders and glob patterns, in the order given, counts of files left out, and
+    the first ones that cannot be read, each with the reason.
 
     out: prefix of the store that is written. UserError for an input that is absent, a file named
     twice, a file of that store, compression that is not read, JSON that holds no records, and a
@@ -151,9 +152,10 @@ def list_inputs(
     own = _files_of_store(out) if out else frozenset[str]()
     found: dict[str, InputFile] = {}
     skipped: Counter[Skip] = Counter()
+    examples: list[str] = []
     for text in inputs:
         new: list[InputFile] = []
-        for path, name in _expand(text, skipped):
+        for path, name in _expand(text, skipped, examples):
             resolved = str(path.resolve())
             if resolved in found:
                 raise UserError(
@@ -170,10 +172,14 @@ def list_inputs(
         _refuse_mixed(text, [file for file in new if file.size])
     if not found:
         counts = {str(reason): count for reason, count in skipped.items() if count}
-        raise UserError(f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts})")
+        shown = f"; not read: {', '.join(examples[:MOST_EXAMPLES])}" if examples else ""
+        raise UserError(
+            f"no file in {', '.join(inputs) or 'the inputs'} (left out: {counts or 'none'}"
+            f"{shown}); give files, or folders or patterns with files"
+        )
     filled = [file for file in found.values() if file.size]
     skipped[Skip.EMPTY] += len(found) - len(filled)
-    return filled, +skipped
+    return filled, +skipped, examples[:MOST_EXAMPLES]
 
 
 def _files_of_store(out: str) -> frozenset[str]:
@@ -201,19 +207,28 @@ def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:
     )
 
 
-def _expand(text: str, skipped: Counter[Skip]) -> Iterator[tuple[Path, str]]:
-    """(path, name) of the files that an input names."""
+def _expand(text: str, skipped: Counter[Skip], examples: list[str]) -> Iterator[tuple[Path, str]]:
+    """(path, name) of the files that an input names; what is left out goes to the other two."""
     path = Path(text)
     if path.is_dir():
-        listing = folder_documents(path)
+        listing = list_folder(path, description=text)
         skipped.update(listing.skipped)
+        examples += listing.examples
         yield from ((path / name, name) for name in listing.names)
     elif path.exists() or not glob.has_magic(text):
         yield path, path.name
     else:
-        matches = sorted(glob.glob(text, recursive=True))
-        files = [Path(match) for match in matches if Path(match).is_file()]
-        if not files:
+        found = [Path(match) for match in sorted(glob.glob(text, recursive=True))]
+        files: list[Path] = []
+        for file in (path for path in found if not path.is_dir()):
+            try:
+                size_of(file)
+            except OSError as error:
+                skipped[Skip.UNREADABLE] += 1
+                examples.append(f"{file} ({reason_of(file, error)})")
+            else:
+                files.append(file)
+        if not files and not examples:
             raise UserError(f"no file matches {text!r}; give files, folders or patterns that do")
         yield from ((file, file.name) for file in files)
 
@@ -222,7 +237,7 @@ def _input_file(path: Path, name: str, text_unit: TextUnit) -> InputFile:
     try:
         status = path.stat()
     except OSError as error:
-        raise UserError(f"the input {path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"the input {path} cannot be read: {reason_of(path, error)}") from None
     if not path.is_file():
         raise UserError(f"the input {path} is not a file or folder; pipes cannot be read again")
     suffixes = [suffix.lower() for suffix in path.suffixes]

@@ -15,6 +15,7 @@ import numpy as np
 from wlb.data.shuffle import permute
 from wlb.data.store import file_checksum
 from wlb.plan import UserError
+from wlb.plan.read_file import read_text
 from wlb.prepare.encode import (
     BPE,
     BYTES,
@@ -92,7 +93,7 @@ def _copied(source: Path, names: Sequence[str]) -> str:
         tokenizer = Tokenizer.from_file(str(source))
         if add_special_tokens(tokenizer, names):
             return tokenizer.to_str(pretty=True)
-    return source.read_text("utf-8")
+    return read_text(source, remedy="give a tokenizer.json")
 
 
 def _trained(

@@ -30,13 +30,16 @@ _FILE_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """An imported checkpoint. toml: its `model.toml`, with the keys of a run that starts from it.
-    dtypes: of its tensors. num_padding_rows: zero rows after the vocabulary."""
+    dtypes: of its tensors. num_padding_rows: zero rows after the vocabulary. not_finite: how many
+    values of a tensor are NaN or infinite, by the name of the tensor; only of those that have some.
+    """
 
     checkpoint: Path
     model: HubModel
     toml: str
     dtypes: tuple[str, ...]
     num_padding_rows: int
+    not_finite: dict[str, int]
 
 
 def import_folder(source: Path, out: Path) -> Imported:
@@ -76,7 +79,7 @@ def import_folder(source: Path, out: Path) -> Imported:
     }
     run = {"step": 0, "spec": {"model": to_dict(model.spec)}, "imported": imported}
     with new_folder(out) as folder:
-        _save(folder, parameters, tensors)
+        not_finite = _save(folder, parameters, tensors)
         checkpoint.write_json(folder / checkpoint.RUN, run)
         (folder / MODEL_FILE).write_text(toml, "utf-8")
         checkpoint.write_manifest(folder)
@@ -86,6 +89,7 @@ def import_folder(source: Path, out: Path) -> Imported:
         toml=toml,
         dtypes=tuple(sorted({name_of(stored.dtype) for stored in tensors.tensors.values()})),
         num_padding_rows=model.spec.padded_vocab_size - model.spec.vocab_size,
+        not_finite=not_finite,
     )
 
 
@@ -95,23 +99,30 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 class _FromFiles(DefaultSavePlanner):
-    """Plans with meta tensors, and reads each tensor when it is written."""
+    """Plans with meta tensors, and reads each tensor when it is written.
+
+    not_finite: how many values of a parameter are NaN or infinite, of those that have some.
+    """
 
     def __init__(self, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
         super().__init__()
         self._by_flat_name = {p.saved_as: p for p in parameters.values()}
         self._tensors = tensors
+        self.not_finite: dict[str, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         parameter = self._by_flat_name[write_item.index.fqn]
         value = self._tensors.read_parameter(parameter)
+        if num := value.numel() - int(value.isfinite().sum()):
+            self.not_finite[parameter.name] = num
         if parameter.num_padding_rows:
             padding = value.new_zeros(parameter.num_padding_rows, *parameter.shape[1:])
             value = torch.cat([value, padding])
         return value
 
 
-def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
+def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> dict[str, int]:
+    """Write the checkpoint; return the values that are not finite, by parameter."""
     planned = {
         name: torch.empty(p.shape, dtype=tensors.stored(p.in_files[0]).dtype, device="meta")
         for name, p in parameters.items()
@@ -120,3 +131,4 @@ def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -
     files = {p.saved_as: number for number, shard in enumerate(shards, 1) for p in shard}
     planner = _FromFiles(parameters, tensors)
     save_tensors(planned, folder, planner, files=files)
+    return dict(sorted(planner.not_finite.items()))

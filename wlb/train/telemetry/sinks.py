@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from wlb.plan import Moments, UserError
+from wlb.plan.read_file import read_text
 from wlb.spec import RunSpec
 from wlb.train.telemetry.appended import AppendedFile
 
@@ -134,7 +135,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=spec.telemetry.wandb,
             name=spec.run.name,
-            id=kept.read_text("utf-8"),
+            id=read_text(kept, remedy="remove it"),
             resume="allow",
             dir=str(folder),
             config=spec.to_dict(),
