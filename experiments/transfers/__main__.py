@@ -12,14 +12,19 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from experiments.evaluation import SEED, arguments, batches_of, steps_of
-from experiments.results import How, Table, show, write_results
+import numpy as np
+
+from experiments.drawing import new_figure
+from experiments.evaluation import arguments, batches_of, steps_of
+from experiments.results import How, Picture, Table, show, write_results
 from wlb.cost import load_profile, planned_gib, workload_for
 from wlb.data import FAMILIES
 from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, UserError
-from wlb.simulate import RunSimulation, Wires, planner_of, sharded_steps, simulate_run
+from wlb.report.timeline import add_timeline_legend, draw_timeline, row_inches
+from wlb.simulate import RunSimulation, Simulator, Wires, planner_of, sharded_steps, simulate_run
 from wlb.spec import RunSpec, load, presets, system_overrides
 
 FOLDER = Path(__file__).parent
@@ -27,6 +32,8 @@ STEPS = 24
 VOCABULARY = 128_256
 """Size where a preset takes it from the data: Llama 3's."""
 SYSTEMS = ("plain_4d", "wlb")
+SHOWN = "7b_128k"
+"""The preset whose step is drawn."""
 
 
 def specs_of(preset: str, system: str) -> list[RunSpec]:
@@ -78,6 +85,29 @@ def row_of(preset: str, steps: int, seed: int) -> list[float | str]:
     ]
 
 
+def timelines(preset: str, steps: int, seed: int) -> Any:
+    """Draws a step of median time under ours by links, and the same step in one communicator."""
+    spec = specs_of(preset, "wlb")[0]
+    batches = batches_of(spec, family=FAMILIES["wlb_paper"], steps=steps, seed=seed)
+    cost = workload_for(spec, "cuda")
+    plans = list(sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp))
+    links, one = (Simulator(spec=spec, cost=cost, wires=wires) for wires in Wires)
+    prices = links.price(plans)
+    shown = int(np.argsort(links.run(prices).step_time_s)[len(plans) // 2])
+    runs = [simulator.run(prices.select(slice(shown, shown + 1))) for simulator in (links, one)]
+    end = max(float(run.step_time_s[0]) for run in runs)
+    figure, axes = new_figure(
+        nrows=2, height=1.7 + 2 * row_inches(spec.parallel.pp) * spec.parallel.pp
+    )
+    for panel, run, title in zip(axes, runs, ("for each link", "for the pipeline"), strict=True):
+        draw_timeline(panel, run, 0, end_s=end)
+        seconds = float(run.step_time_s[0])
+        panel.set_title(f"a communicator {title}: {seconds:.2f} s", fontsize=10, loc="left")
+    axes[0].set_xlabel("")
+    add_timeline_legend(figure, runs[0])
+    return figure
+
+
 def pipelines() -> list[str]:
     """Returns the presets that have a pipeline."""
     return [name for name in presets() if load(name, []).parallel.pp > 1]
@@ -89,11 +119,9 @@ def main() -> None:
     options = parser.parse_args()
     steps, names = steps_of(options), pipelines()
     if options.quick:
-        steps, names = 2, ["7b_128k"]
+        steps, names = 2, [SHOWN]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        rows = list(
-            pool.map(row_of, names, [steps] * len(names), [options.seed or SEED] * len(names))
-        )
+        rows = list(pool.map(row_of, names, [steps] * len(names), [options.seed] * len(names)))
     table = Table(
         name="transfers",
         title="Seconds of a step, and speed-up over Plain-4D, by communicators",
@@ -118,13 +146,13 @@ def main() -> None:
     if options.quick:
         return
     text = (
-        "Both layouts execute the same plans; nothing ran on a GPU. **links**: each pair of "
+        "Both layouts execute the same plans; nothing ran on a GPU. **links**: each link between "
         "neighbouring pipeline ranks has a communicator, as wlb makes it. **one**: the whole "
         "pipeline has one, which is what torch uses for transfers where NCCL starts eagerly "
         "(`device_id`), and for batched transfers in any case. Interleaved and zero-bubble "
         "schedules post receives long before their data exist. In one communicator such a "
-        "receive holds up the sends that the rank posts behind it. With one for each pair "
-        "nothing is held up: both ranks post the pair's transfers in the same order, so the one "
+        "receive holds up the sends that the rank posts behind it. With one for each link "
+        "nothing is held up: both ranks post the link's transfers in the same order, so the one "
         "that is late for a transfer is late for the next one as well "
         "([COMMUNICATION.md](../../../wlb/parallel/COMMUNICATION.md))."
     )
@@ -136,6 +164,15 @@ def main() -> None:
         seed=options.seed,
         text=text,
         tables=[table],
+        figures=[
+            Picture(
+                name="timelines",
+                caption=f"One step of {SHOWN} under ours, with a communicator for each link and "
+                "with one for the pipeline. The passes are the same; the gaps are waits for "
+                "transfers that stand behind a receive.",
+                figure=timelines(SHOWN, steps, options.seed),
+            )
+        ],
     )
 
 

@@ -136,7 +136,12 @@ def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
         assert words in log
     assert log.endswith(" ended\n")
     # Before it trained, its ranks were examined.
-    examined = ("0: wlb doctor 7b_128k", "every rank sees it", "communicator pp_even", "rank 2 (n2) is")
+    examined = (
+        "0: wlb doctor 7b_128k",
+        "every rank sees it",
+        "communicator pp_even",
+        "rank 2 (n2) is",
+    )
     assert [words for words in examined if words not in log] == []
     assert log.index("communicator pp_even") < log.index("4 ranks given by slurm")
     steps, losses = zip(*lab.losses("whole"), strict=True)
