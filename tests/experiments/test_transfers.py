@@ -22,4 +22,4 @@ def test_the_committed_table_has_every_preset_with_a_pipeline() -> None:
         ratio = float(row["one / links"])
         # Two pipeline ranks, or one stage a rank: hardly anything can stand behind a receive.
         is_affected = int(row["PP"]) > 2 and not row["schedule, virtual stages"].startswith("1f1b")
-        assert (1.1 < ratio < 4) if is_affected else (1 <= ratio < 1.01), row
+        assert (1.1 < ratio < 4) if is_affected else (1 <= ratio < 1.02), row
