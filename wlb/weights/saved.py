@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from wlb.plan import UserError
-from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object
+from wlb.plan.read_file import WRONG_SHAPE, malformed
 from wlb.spec import ModelSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
@@ -58,8 +58,7 @@ def open_saved(folder: Path) -> SavedModel:
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
     with malformed(f"{file} does not describe its model", "use another checkpoint"):
-        # The record of an import holds a model's generation_config.json.
-        run = read_object(file, wide=True)
+        run = checkpoint.read_run(folder)
         spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
         spec.check()
     parameters = parameters_of(spec)
