@@ -181,6 +181,7 @@ def _trained(tmp_path: Path, imported: dict[str, Any] | None = None, **data: Any
     made = import_folder(write_hub(tmp_path / "hub", spec=SPEC), tmp_path / "imported")
     run = json.loads((made.checkpoint / "run.json").read_text("utf-8"))
     run["imported"] = imported or {}
+    run["spec"]["training"] = {}
     run["spec"]["data"] = {"context_window": 640, **data}
     (made.checkpoint / "run.json").write_text(json.dumps(run), "utf-8")
     (made.checkpoint / "manifest.json").unlink()

@@ -148,7 +148,7 @@ def test_a_checkpoint_without_versions_is_gone_on_from(
         (
             "planner.json",
             "policy",
-            "was saved with .*'policy': 'var_len'.* has .*'policy': 'bounded'",
+            "was saved with .*'policy': 'var_len'.* has .*'policy': 'original'",
         ),
         ("planner.json", "exhausted", "contradicts itself: exhausted = true"),
         ("planner.json", "surplus", "contradicts itself: the state of the corpus has surplus"),
@@ -173,6 +173,28 @@ def test_a_state_that_was_edited_and_signed_again_is_refused(
         train(spec, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, runs save it in torch\.float32"),
+        (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "does not say where its tensors belong"),
+        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is not a whole"),
+    ],
+)
+def test_a_header_that_was_edited_and_signed_again_is_refused(
+    whole: Run, corpus: Path, tmp_path: Path, before: bytes, after: bytes, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    shard = at(tmp_path, 6) / "shard-00001-model-00001-of-00001.safetensors"
+    data = shard.read_bytes()
+    assert before in data
+    shard.write_bytes(data.replace(before, after, 1))
+    (at(tmp_path, 6) / "manifest.json").unlink()
+    checkpoint.write_manifest(at(tmp_path, 6))
+    with pytest.raises(UserError, match=said):
+        train(spec, resume=True)
+
+
 def _without_a_piece(planner: dict[str, Any]) -> None:
     for column in (planner["carry"]["slot"], *planner["carry"]["pieces"].values()):
         column.pop()
@@ -182,7 +204,9 @@ EDITS: dict[str, Any] = {
     "carry": _without_a_piece,
     "step": lambda run: run.update(step=60),
     "next_step": lambda planner: planner["carry"].update(next_step=100),
-    "policy": lambda planner: planner["carry"].update(policy="bounded"),
+    "policy": lambda planner: planner["carry"].update(
+        policy="original", slot=[0] * len(planner["carry"]["slot"])
+    ),
     "exhausted": lambda planner: planner.update(exhausted=True),
     "surplus": lambda planner: planner["corpus"].update(surplus=planner["corpus"]["surplus"] + 1),
     "arrival": lambda planner: planner["carry"]["pieces"]["arrival"].__setitem__(0, 7),

@@ -195,6 +195,11 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     return run
 
 
+def is_import(checkpoint: Path) -> bool:
+    """Whether a checkpoint was imported, with only a model's weights, in the files' dtypes."""
+    return set(read_run(checkpoint)["spec"]) == {"model"}
+
+
 def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
     """What run.json says of a checkpoint's planner.json: the step that comes next and the policy of
     what waits."""
