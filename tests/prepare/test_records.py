@@ -308,6 +308,37 @@ def test_refuses(tmp_path, names, message):
         list_inputs([str(tmp_path / name) for name in names])
 
 
+def test_two_parquet_columns_of_the_name_that_is_read_are_refused(tmp_path):
+    columns = [pa.array(["a", "b"]), pa.array(["c", "d"]), pa.array([1, 2])]
+    for names in (["text", "text", "n"], ["text", "n", "n"]):
+        pq.write_table(pa.table(columns, names=names), tmp_path / "a.parquet")
+        files, _ = records.list_inputs([str(tmp_path / "a.parquet")])
+        if names.count("text") == 1:
+            records.check_columns(files, lambda names: ("text",))
+            continue
+        with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text'; rename those"):
+            records.check_columns(files, lambda names: ("text",))
+        with pytest.raises(ValueError, match="has 2 columns 'text'; rename those"):
+            read(tmp_path / "a.parquet")
+
+
+def test_a_parquet_footer_whose_counts_lose_rows_is_refused(tmp_path):
+    """The last row group is said to have another number of rows, in one bit."""
+    values = pa.array([f"text {i}" for i in range(600)])
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=100)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    begin = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in range(begin, len(whole) - 8):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        (tmp_path / "a.parquet").write_bytes(changed)
+        try:
+            found, _, _ = read(tmp_path / "a.parquet")
+        except ValueError:
+            continue
+        assert len(found) == 600
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = write_table(tmp_path / "a.parquet", values=["x"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)

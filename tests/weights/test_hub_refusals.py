@@ -116,6 +116,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_scaling: rope_type = 'dynamic' is not known here; wlb computes default, llama3",
     ),
+    "two types": (
+        {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+        "rope_scaling: type = 'linear' contradicts rope_type = 'default'; remove the wrong one",
+    ),
     "longrope": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e3}, "rope_scaling": None},
         "rope_parameters: rope_type = 'longrope' is not known here",

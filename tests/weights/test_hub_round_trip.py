@@ -232,6 +232,18 @@ def test_a_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     assert export(saved, tmp_path / "c").tokenizer.startswith("its token store: ")
 
 
+@pytest.mark.parametrize("named", ["../words.json", "/etc/hostname", 7, ["words.json"], {}])
+def test_a_store_that_names_no_tokenizer_beside_it_is_refused(tmp_path: Path, named: Any) -> None:
+    store = _store(tmp_path / "stores", vocab_size=301, tokenizer="words.json")
+    saved = _trained(tmp_path, store=str(store))
+    described = json.loads((tmp_path / "stores" / "store.json").read_text("utf-8"))
+    changed = {**described, "tokenizer": named}
+    (tmp_path / "stores" / "store.json").write_text(json.dumps(changed), "utf-8")
+    with pytest.raises(ValueError, match=r"store\.json is not the description .*tokenizer"):
+        export(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tokenizer_config_beside_a_given_tokenizer_goes_along(tmp_path: Path) -> None:
     folder = _store(tmp_path / "stores", vocab_size=301, tokenizer=None).parent
     (folder / "words.json").rename(folder / "tokenizer.json")

@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import check_depth
 from wlb.prepare.json_list import first_bytes, list_items
-from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
+from wlb.prepare.parquet import Columns, columns_of, group_sizes, open_parquet, parquet_records
 from wlb.prepare.text import Skip, TextDocuments, folder_documents
 
 Record = Mapping[str, Any]
@@ -458,8 +458,8 @@ def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
     """UserError for the first Parquet file that lacks columns that `columns` needs."""
     for file in files:
         if file.kind == FileKind.PARQUET:
-            names = open_parquet(file.path).schema_arrow.names
+            opened = open_parquet(file.path)
             try:
-                columns(names)
+                columns_of(opened, columns)
             except UserError as error:
                 raise UserError(f"{file.path} {error}") from None
