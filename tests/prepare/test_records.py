@@ -354,3 +354,19 @@ def test_a_file_that_is_gone_is_a_bad_record(tmp_path):
     ((_, item),) = read_shard(shard, text_key="text", columns=COLUMNS)
     assert isinstance(item, BadRecord)
     assert str(item.reason) == "unreadable"
+
+
+def test_blanks_without_end_are_refused(tmp_path, monkeypatch):
+    """A compressed file of megabytes holds gigabytes of them."""
+    monkeypatch.setattr(records, "_MOST_BLANK", 3)
+    (tmp_path / "a.jsonl").write_text('\n\n\n{"text": "a"}\n\n\n\n{"text": "b"}\n')
+    found, _, _ = read(tmp_path / "a.jsonl")
+    assert [r["text"] for _, r in found if not isinstance(r, BadRecord)] == ["a", "b"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n\n\n\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="more than 3 blank lines follow each other up to byte 17"):
+        read(tmp_path / "a.jsonl")
+    for text in (b"[" + b" " * 101 + b"1]", b"[1" + b"\n" * 101 + b", 2]", b" " * 101 + b"[]"):
+        with pytest.raises(ValueError, match="more than 100 blanks follow each other"):
+            list(json_list.list_items(io.BytesIO(text), most=100))
+    text = b"[" + b" " * 99 + b"1" + b" " * 99 + b"]"
+    assert list(json_list.list_items(io.BytesIO(text), most=100)) == [1]

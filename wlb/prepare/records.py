@@ -35,6 +35,8 @@ _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _MOST_FILES = 4096
 _MOST_BYTES = 1 << 28
 """Longest text or line; a compressed file of megabytes may hold gigabytes."""
+_MOST_BLANK = 1 << 20
+"""Blank lines that may follow each other; a compressed file may hold billions."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -381,7 +383,7 @@ def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """(offset, line without its end) of the lines that start in [start, stop)."""
     with _unpacked(path) as file:
-        offset = start
+        offset, num_blank = start, 0
         if start:
             file.seek(start - 1)
             offset += len(file.readline()) - 1
@@ -390,6 +392,12 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
                 raise UserError(
                     f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
                     f"divide it into documents"
+                )
+            num_blank = 0 if line.strip() else num_blank + 1
+            if num_blank > _MOST_BLANK:
+                raise UserError(
+                    f"{path}: more than {_MOST_BLANK} blank lines follow each other up to byte "
+                    f"{offset}; remove them"
                 )
             text = line if offset else line.removeprefix(_BOM)
             yield offset, text.removesuffix(b"\n").removesuffix(b"\r")

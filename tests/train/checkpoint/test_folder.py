@@ -308,6 +308,14 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
 
 
+@pytest.mark.parametrize("asked", ["²", "١", "1_0", "9" * 5000])
+def test_a_step_to_resume_is_a_number_in_digits(tmp_path: Path, asked: str) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-²").mkdir()  # of somebody else
+    with pytest.raises(UserError, match=r"is no checkpoint of this run; .* has step-00000001\."):
+        checkpoint.resolve_resume(tmp_path, asked)
+
+
 @pytest.mark.full
 def test_auto_goes_on_or_begins(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, training={"steps": 2})

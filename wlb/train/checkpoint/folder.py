@@ -22,6 +22,7 @@ from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
 _TENSORS = ".safetensors"
+_STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
 """An NFS client may cache a folder's entries for this long (acdirmax)."""
@@ -70,7 +71,7 @@ def step_of(checkpoint: Path) -> int:
 
 def list_complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, oldest first."""
-    return sorted(p for p in directory.glob("step-*") if p.name[5:].isdigit())
+    return sorted(p for p in directory.glob("step-*") if _STEP.fullmatch(p.name[5:]))
 
 
 def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False) -> ToResume:
@@ -95,7 +96,10 @@ def replaced_of(directory: Path, step: int) -> Path:
 def put_back(directory: Path) -> None:
     """Give checkpoints their names back whose replacement was never published."""
     for replaced in directory.glob("partial-replaced-*"):
-        final = folder_of(directory, int(replaced.name.rpartition("-")[2]))
+        number = replaced.name.rpartition("-")[2]
+        if not _STEP.fullmatch(number):
+            continue
+        final = folder_of(directory, int(number))
         # If its replacement is there, the old checkpoint may be half removed.
         if not final.exists():
             replaced.rename(final)
@@ -137,7 +141,7 @@ def _asked_for(directory: Path, asked: str) -> Path:
                 f"and run.output_dir to those of the run that should continue"
             )
         return found[-1]
-    wanted = folder_of(directory, int(asked)) if asked.isdigit() else Path(asked)
+    wanted = folder_of(directory, int(asked)) if _STEP.fullmatch(asked) else Path(asked)
     if wanted.absolute() not in [path.absolute() for path in found]:
         there = ", ".join(path.name for path in found) or "none"
         raise UserError(
