@@ -69,7 +69,8 @@ class StoreInfo:
             raise of.error("tokenizer", "must be the name of a file beside the store")
         if data.get("eos_id") is not None:
             of.whole("eos_id", at_least=0, at_most=data["vocab_size"] - 1)
-        return cls(**{**data, "tokenizer": tokenizer})
+        values: dict[str, Any] = {**data, "tokenizer": tokenizer}
+        return cls(**values)
 
     def write(self, path: Path) -> None:
         temporary = temporary_name(path)

@@ -9,12 +9,14 @@ import re
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?) ?([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
 """More are no number of anything, and Python refuses to convert thousands."""
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate("KMGT", 1):
-    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
+_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+    | {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+)
 MOST_SIZE = 1 << 62
 
 
@@ -39,7 +41,7 @@ def size_of(text: str) -> int:
     """The bytes of a size such as 5GB, 1.5 MiB or 1000; ValueError for anything else, for less than
     a byte and for more than `MOST_SIZE`."""
     match = _SIZE.fullmatch(text) if len(text) <= _MOST_DIGITS else None
-    unit = _UNITS.get(match[2].upper()) if match else None
+    unit = _UNITS.get((match[2] or "").upper()) if match else None
     if match is None or unit is None:
         raise ValueError(f"{text[:40]!r}: write it as 5GB, 500MB, 2GiB or a number of bytes")
     number = match[1]

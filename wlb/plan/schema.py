@@ -67,7 +67,7 @@ def _of_type(hint: Any) -> Schema:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return str
     if hint in _PLAIN:
-        return hint
+        return cast("Schema", hint)
     raise TypeError(f"{hint} needs a schema of its own")
 
 
