@@ -1,13 +1,10 @@
 """Holds what was read of a file that wlb wrote against the schema of such files, as a whole.
 
-A file may have been damaged, edited or mixed with another and be JSON all the same. It is held
-before anything is built from it, so that a reader may take every key of the schema as it is.
-
-A schema is plain Python. `int`, `float` (an integer too), `str` and `bool`: a value of that type. A
-`range`: a whole number in it. `dict`: any object. `ANYTHING`: any value. `None`: null. A tuple: one
-of its schemas. A list of one schema: a list of such values. A dictionary: an object that has these
-keys and no others. A name that ends in "?" may be absent; `OTHERS` stands for names that a record
-leaves to others.
+It is held before anything is built from it, so that a reader may take every key as it is. A schema
+is plain Python. `int`, `float` (an integer too), `str`, `bool`, `dict`: a value of that type. A
+`range`: a whole number in it. `ANYTHING`, `None`: any value, null. A tuple: one of its schemas. A
+list of one schema: a list of such values. A dictionary: an object of these keys and no others; a
+name that ends in "?" may be absent, `OTHERS` stands for further names.
 """
 
 import types
