@@ -124,3 +124,9 @@ def test_no_number_is_cut_on_a_narrow_terminal(
     # Measured milliseconds of packing differ between calls.
     numbers = [Counter(re.findall(r"\d+\.\d+", text)) for text in (wide, narrow)]
     assert sum((numbers[0] - numbers[1]).values()) <= (words[0] == "plan") * 12
+
+
+def test_a_word_with_a_zero_character_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Files' names end at one; a shell passes none, a program that calls `main` may."""
+    assert main(["prepare", "x.txt", "--out", "a\0b"]) == 2
+    assert capsys.readouterr().err == "wlb: 'a\\x00b' has a zero character; leave it out\n"

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from tests.weights.case import SPEC, hub_tensors, write_hub
 from wlb.cli import main
-from wlb.cli.weights import parse_bytes
 
 
 def test_import_then_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +69,11 @@ def test_without_safetensors_the_message_says_what_to_install(
     assert "weights need safetensors, which is not installed; pip" in capsys.readouterr().err
 
 
-def test_sizes() -> None:
-    assert parse_bytes("5GB") == 5 * 10**9
-    assert parse_bytes("1.5 MiB") == 3 << 19
-    assert parse_bytes("100") == parse_bytes("100b") == 100
-    for text in ("", "GB", "5XB", "-1GB", "five"):
-        with pytest.raises(ValueError, match="write it as 5GB, 500MB, 2GiB or a number of bytes"):
-            parse_bytes(text)
+@pytest.mark.parametrize("size", ["99999999999999999999", "0", "5XB", "²GB", "1_000"])
+def test_a_shard_size_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", str(tmp_path), "--out", str(tmp_path / "out"), "--shard-size", size])
+    assert ended.value.code == 2
+    assert f"argument --shard-size: {size!r}" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_the_other_record_and_unknown_keys_are_refused() -> None:
         StepMetrics.from_json(line["measured"])
     with pytest.raises(UserError, match="predicted metrics of step 0"):
         MeasuredStep.from_json(line["predicted"])
-    with pytest.raises(UserError, match=r"unknown keys \['speed'\]"):
+    with pytest.raises(UserError, match="key 'speed', which wlb does not write"):
         StepMetrics.from_json({**line["predicted"], "speed": 1})
 
 

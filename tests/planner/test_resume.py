@@ -20,6 +20,7 @@ from wlb.packing import OriginalPacker, PackerOptions, Packs, VarLenPacker
 from wlb.packing.saved import PackedBatches, SavedPacker
 from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, hold_state
+from wlb.spec import WindowCut
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 OPTIONS = PackerOptions(num_micro_batches=2, context_window=128, cost=COST)
@@ -29,6 +30,10 @@ def states(made: Planner, most: int = 200) -> list[PlannerState]:
     """The states after each step, as a checkpoint holds them."""
     plans = [plan for plan, _ in zip(made.steps(), range(most), strict=False)]
     return [PlannerState.from_json(json.loads(json.dumps(p.state.to_json()))) for p in plans]
+
+
+def states_from(made: Planner, state: PlannerState) -> list[PlannerState]:
+    return [plan.state for plan in made.steps(state)]
 
 
 def blended(shuffled: int = 5) -> Planner:
@@ -112,6 +117,7 @@ def _middle() -> tuple[dict[str, Any], Planner]:
     return json.loads(text), made
 
 
+CHANGE = {"step": 1, "prices": {"linear_forward": 10**6}}
 CONTRADICTIONS: dict[str, Any] = {
     "a piece is dropped": lambda s: _pop(s["carry"], 0),
     "a piece is there twice": lambda s: _repeat(s["carry"], 0),
@@ -138,8 +144,38 @@ CONTRADICTIONS: dict[str, Any] = {
     "exhausted": lambda s: s.__setitem__("exhausted", 0),
     "the baseline's step": lambda s: s["baseline"].__setitem__("next_step", -1),
     "the baseline's piece": lambda s: _set(s["baseline"], "document", 0, 10**9),
+    "a slot that only other policies have": lambda s: s["carry"]["slot"].__setitem__(0, 2),
+    "a slot of a policy with one": lambda s: s["baseline"]["slot"].__setitem__(0, 1),
+    "another policy than that of planned steps": lambda s: s["carry"].update(policy="bounded"),
+    "a policy that there is not": lambda s: _rename(s, "fastest"),
+    "a baseline that there is not": lambda s: s["baseline"].update(policy="fastest"),
+    "an arrival to come": lambda s: _set(s["carry"], "arrival", 0, 10**3),
+    "one more of surplus": lambda s: s["corpus"].update(surplus=s["corpus"]["surplus"] + 1),
+    "no token fills batches": lambda s: s["corpus"].update(filled=0),
+    "exhausted before the end": lambda s: s.update(exhausted=True),
+    "prices in a list": lambda s: s.update(prices=[]),
+    "changes of prices in an object": lambda s: s.update(prices={"base": "", "changes": {}}),
+    "prices of a number": lambda s: s.update(prices={"base": 5, "changes": []}),
+    "prices of nothing": lambda s: s.update(prices={"base": "", "changes": [CHANGE]}),
+    "a price that is a truth": lambda s: s.update(prices=_prices(linear_forward=True)),
+    "an unknown term of prices": lambda s: s.update(prices=_prices(more=1)),
+    "an unknown key of prices": lambda s: s["prices"].update(more=1),
+    "an unknown key": lambda s: s.update(more=1),
+    "an unknown key of what waits": lambda s: s["carry"].update(more=1),
+    "an unknown column": lambda s: s["carry"]["pieces"].update(more=[]),
+    "an unknown key of the corpus": lambda s: s["corpus"].update(more=1),
+    "a slot that is a truth": lambda s: s["carry"]["slot"].__setitem__(0, True),
     "a plan that holds NaN": lambda s: s["ready"][0].__setitem__("num_held_tokens", float("nan")),
 }
+
+
+def _prices(**factors: Any) -> dict[str, Any]:
+    return {"base": "profile", "changes": [{"step": 1, "prices": factors}]}
+
+
+def _rename(state: dict[str, Any], policy: str) -> None:
+    for part in (state["carry"], *state["ready"]):
+        part["policy"] = policy
 
 
 def _pop(carry: dict[str, Any], at: int) -> None:
@@ -181,8 +217,7 @@ def test_no_changed_number_of_a_state_is_planned_from(data: st.DataObject) -> No
     if group in ("num_tokens", "num_batches"):
         state[group] += delta
     elif group == "corpus":
-        # `surplus` says how full the next batch begins, which a changed batch size changes too.
-        name = data.draw(st.sampled_from(["epoch", "position", "batch"]))
+        name = data.draw(st.sampled_from(["epoch", "position", "batch", "surplus"]))
         state["corpus"][name] += delta
     else:
         record = state["carry"] if group == "carry" else data.draw(st.sampled_from(state["ready"]))
@@ -208,3 +243,44 @@ def test_a_blend_whose_counts_disagree_is_refused() -> None:
     corpus = {**state.corpus, "tokens_read": [n + 1 for n in state.corpus["tokens_read"]]}
     with pytest.raises(UserError, match="documents of source 0 have"):
         hold_state(replace(state, corpus=corpus), made.source)
+
+
+def test_a_state_without_what_later_versions_keep_goes_on() -> None:
+    """Corpora of earlier versions do not say how many tokens fill their batches."""
+    data, made = _middle()
+    del data["corpus"]["filled"], data["prices"]
+    plans = list(made.steps(PlannerState.from_json(data)))
+    assert "filled" not in plans[-1].state.corpus
+    assert plans[-1].state.num_tokens == made.source.num_tokens(plans[-1].state.corpus)
+
+
+def test_a_state_of_another_policy_waits_in_no_slot_and_for_no_later_step() -> None:
+    """Slots and steps ahead are those of the policy that chose them; the next one begins anew."""
+    for before in ("capacity", "fixed", "var_len", "original"):
+        for state in states(planner(policy=before, longest=9000), 8):
+            again = planner(policy="bounded", longest=9000)
+            for later in states_from(again, state):
+                hold_state(later, again.source)
+
+
+@pytest.mark.parametrize("cut", WindowCut)
+def test_open_windows_are_held_to_their_numbers(cut: WindowCut) -> None:
+    made = planner(policy="original", longest=256)
+    made = replace(made, packer=OriginalPacker(options=made.packer.options, cut=cut))
+    held = states(made)
+    for state in held:
+        hold_state(state, made.source)
+    state = next(s for s in held if len(s.carry.pieces) > 2)
+    slot = state.carry.slot.copy()
+    slot[-1] += len(slot)
+    with pytest.raises(UserError, match="where the policy puts no such piece"):
+        hold_state(replace(state, carry=replace(state.carry, slot=slot)), made.source)
+
+
+def test_an_ended_blend_may_have_ended_and_no_other_state() -> None:
+    made = blended()
+    held = states(made, 1000)
+    ended = [made.source.may_have_ended(state.corpus) for state in held]
+    assert held[-1].exhausted
+    assert ended[-1]
+    assert sum(ended) < 10 < len(held)

@@ -313,6 +313,37 @@ def test_refuses(tmp_path, names, message):
         list_inputs([str(tmp_path / name) for name in names])
 
 
+def test_two_parquet_columns_of_the_name_that_is_read_are_refused(tmp_path):
+    columns = [pa.array(["a", "b"]), pa.array(["c", "d"]), pa.array([1, 2])]
+    for names in (["text", "text", "n"], ["text", "n", "n"]):
+        pq.write_table(pa.table(columns, names=names), tmp_path / "a.parquet")
+        files, _ = records.list_inputs([str(tmp_path / "a.parquet")])
+        if names.count("text") == 1:
+            records.check_columns(files, lambda names: ("text",))
+            continue
+        with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text'; rename those"):
+            records.check_columns(files, lambda names: ("text",))
+        with pytest.raises(ValueError, match="has 2 columns 'text'; rename those"):
+            read(tmp_path / "a.parquet")
+
+
+def test_a_parquet_footer_whose_counts_lose_rows_is_refused(tmp_path):
+    """The last row group is said to have another number of rows, in one bit."""
+    values = pa.array([f"text {i}" for i in range(600)])
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=100)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    begin = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for at in range(begin, len(whole) - 8):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        (tmp_path / "a.parquet").write_bytes(changed)
+        try:
+            found, _, _ = read(tmp_path / "a.parquet")
+        except ValueError:
+            continue
+        assert len(found) == 600
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = write_table(tmp_path / "a.parquet", values=["x"])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
@@ -328,3 +359,19 @@ def test_a_file_that_is_gone_is_a_bad_record(tmp_path):
     ((_, item),) = read_shard(shard, text_key="text", columns=COLUMNS)
     assert isinstance(item, BadRecord)
     assert str(item.reason) == "unreadable"
+
+
+def test_blanks_without_end_are_refused(tmp_path, monkeypatch):
+    """A compressed file of megabytes holds gigabytes of them."""
+    monkeypatch.setattr(records, "_MOST_BLANK", 3)
+    (tmp_path / "a.jsonl").write_text('\n\n\n{"text": "a"}\n\n\n\n{"text": "b"}\n')
+    found, _, _ = read(tmp_path / "a.jsonl")
+    assert [r["text"] for _, r in found if not isinstance(r, BadRecord)] == ["a", "b"]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n\n\n\n{"text": "b"}\n')
+    with pytest.raises(ValueError, match="more than 3 blank lines follow each other up to byte 17"):
+        read(tmp_path / "a.jsonl")
+    for text in (b"[" + b" " * 101 + b"1]", b"[1" + b"\n" * 101 + b", 2]", b" " * 101 + b"[]"):
+        with pytest.raises(ValueError, match="more than 100 blanks follow each other"):
+            list(json_list.list_items(io.BytesIO(text), most=100))
+    text = b"[" + b" " * 99 + b"1" + b" " * 99 + b"]"
+    assert list(json_list.list_items(io.BytesIO(text), most=100)) == [1]

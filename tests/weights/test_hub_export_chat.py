@@ -67,6 +67,7 @@ def trained_on(store: Path, folder: Path) -> Path:
     """Returns an imported checkpoint that says it was trained on `store`."""
     made = import_folder(folder, store.parent / "imported")
     run = json.loads((made.checkpoint / "run.json").read_text("utf-8"))
+    run["spec"]["training"] = {}
     run["spec"]["data"] = {"context_window": 64, "store": str(store)}
     (made.checkpoint / "run.json").write_text(json.dumps(run), "utf-8")
     (made.checkpoint / "manifest.json").unlink()

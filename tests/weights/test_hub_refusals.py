@@ -116,6 +116,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": 4.0}},
         "rope_scaling: rope_type = 'dynamic' is not known here; wlb computes default, llama3",
     ),
+    "two types": (
+        {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+        "rope_scaling: type = 'linear' contradicts rope_type = 'default'; remove the wrong one",
+    ),
     "longrope": (
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 5e3}, "rope_scaling": None},
         "rope_parameters: rope_type = 'longrope' is not known here",
@@ -299,7 +303,7 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     broken(r"gate_proj.weight in shape \[48, 32\], .* wants \[64, 32\]")
     (copy() / "run.json").write_text("{}", "utf-8")
     rewritten()
-    broken(r"run.json does not describe its model: lacks the key 'spec'")
+    broken(r"run\.json: it lacks the key 'step'")
     (copy() / "manifest.json").unlink()
     broken(r"manifest.json cannot be read .*there is no checkpoint before it")
     next(copy().glob("*.safetensors")).unlink()
@@ -310,7 +314,7 @@ def test_checkpoints_that_cannot_be_exported(tmp_path: Path) -> None:
     shard = next(copy().glob("*.safetensors"))
     shard.write_bytes(b"no safetensors")
     rewritten()
-    broken(r"broken is not a whole checkpoint .*; use another one")
+    broken(r"broken is not a whole checkpoint: .*; use another one")
 
 
 GEMMA_PARTS = ModelSpec(

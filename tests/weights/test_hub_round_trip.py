@@ -181,6 +181,7 @@ def _trained(tmp_path: Path, imported: dict[str, Any] | None = None, **data: Any
     made = import_folder(write_hub(tmp_path / "hub", spec=SPEC), tmp_path / "imported")
     run = json.loads((made.checkpoint / "run.json").read_text("utf-8"))
     run["imported"] = imported or {}
+    run["spec"]["training"] = {}
     run["spec"]["data"] = {"context_window": 640, **data}
     (made.checkpoint / "run.json").write_text(json.dumps(run), "utf-8")
     (made.checkpoint / "manifest.json").unlink()
@@ -229,6 +230,18 @@ def test_a_tokenizer_is_never_guessed(tmp_path: Path) -> None:
     for file in tmp_path.glob("stores/store.*"):
         file.unlink()
     assert export(saved, tmp_path / "c").tokenizer.startswith("its token store: ")
+
+
+@pytest.mark.parametrize("named", ["../words.json", "/etc/hostname", 7, ["words.json"], {}])
+def test_a_store_that_names_no_tokenizer_beside_it_is_refused(tmp_path: Path, named: Any) -> None:
+    store = _store(tmp_path / "stores", vocab_size=301, tokenizer="words.json")
+    saved = _trained(tmp_path, store=str(store))
+    described = json.loads((tmp_path / "stores" / "store.json").read_text("utf-8"))
+    changed = {**described, "tokenizer": named}
+    (tmp_path / "stores" / "store.json").write_text(json.dumps(changed), "utf-8")
+    with pytest.raises(ValueError, match=r"store\.json is not the description .*tokenizer"):
+        export(saved, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_config_beside_a_given_tokenizer_goes_along(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     if meant and words[0] not in commands.choices and not words[0].startswith("-"):
         print(f"wlb: there is no command {words[0]!r}{meant}", file=sys.stderr)
         return 2
+    if nul := next((word for word in words if "\0" in word), None):
+        print(
+            f"wlb: {shortened(repr(nul), 300)} has a zero character; leave it out", file=sys.stderr
+        )
+        return 2
     options = parser.parse_args(words)
     options.words = words
     try:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 from wlb.plan.errors import shortened
+from wlb.plan.numerals import real_of, size_of, whole_of
 
 MOST = 10**9
 """Largest number that an option takes, unless it names another."""
@@ -19,12 +20,9 @@ def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str],
 
     def parsed(text: str) -> Any:
         try:
-            value = kind(text)
+            value = whole_of(text) if kind is int else real_of(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{shortened(text, 40)!r} is not {what}") from None
-        # NaN is neither within nor beyond any bound.
-        if value != value:
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
         if abs(value) > most and abs(value) != float("inf"):
             raise argparse.ArgumentTypeError(f"{shortened(text, 40)} must be at most {most}")
         return value
@@ -32,6 +30,14 @@ def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str],
     # argparse names the type in messages by it.
     parsed.__name__ = kind.__name__
     return parsed
+
+
+def size(text: str) -> int:
+    """The type of an option for a number of bytes, such as 5GB."""
+    try:
+        return size_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_flag(parser: Any, name: str, text: str) -> None:

@@ -1,21 +1,16 @@
 """`wlb export` and `wlb import`: convert weights to and from Hugging Face folders."""
 
 import argparse
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from wlb.cli.options import add_text, add_value
+from wlb.cli.options import add_text, add_value, size
 from wlb.cli.output import needs_train_extra
-from wlb.plan import UserError
 from wlb.spec import Dtype
 
 MOST_NAMES = 5
 """Most tensors that a warning names."""
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate("KMG", 1):
-    _UNITS |= {f"{_prefix}B": 1000**_power, f"{_prefix}IB": 1024**_power}
 
 
 def add_parsers(commands: Any) -> None:
@@ -36,7 +31,7 @@ def add_parsers(commands: Any) -> None:
         "--dtype", choices=[str(d) for d in Dtype], help="dtype of the tensors (default: as saved)"
     )
     text = "size of the largest file, about equal to the memory needed"
-    add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE")
+    add_value(exporting, "--shard-size", "5GB", text, metavar="SIZE", type=size)
     text = "a tokenizer.json to use instead of the store's"
     add_text(exporting, "--tokenizer", "FILE", text)
     text = "a chat template, as wlb prepare --chat takes it, to use instead of the store's"
@@ -62,7 +57,7 @@ def run_export(options: argparse.Namespace) -> int:
         Path(options.source),
         Path(options.out),
         dtype=Dtype(options.dtype) if options.dtype else None,
-        shard_bytes=parse_bytes(options.shard_size),
+        shard_bytes=options.shard_size,
         tokenizer=Path(options.tokenizer) if options.tokenizer else None,
         chat=options.chat,
     )
@@ -101,15 +96,6 @@ def _not_finite(counts: dict[str, int]) -> str:
         f"wlb import: warning: {sum(counts.values()):,} values are NaN or infinite, in "
         f"{', '.join(shown)}{more}: losses of this model will not be numbers; download it again"
     )
-
-
-def parse_bytes(text: str) -> int:
-    """Parse a size such as 5GB, 500MiB or 1000, in bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None:
-        raise UserError(f"--shard-size {text!r}: write it as 5GB, 500MB, 2GiB or a number of bytes")
-    return int(float(match[1]) * unit)
 
 
 def _room() -> Any:

@@ -39,6 +39,9 @@ BLOCK = 1 << 20
 IDENTITY = "store"
 """Key of a state's record of which tokens it is of."""
 _COUNTS = ("epoch", "position", "batch", "surplus")
+FILLED = "filled"
+"""Key of a state's count of the tokens that fill its batches: those given, without the surplus.
+States of earlier versions have none."""
 MOST_COUNT = 2**62
 """Largest count of a state: sums of counts stay 64-bit integers."""
 
@@ -124,6 +127,10 @@ class AccountedStream(Protocol):
         """Tokens of all documents given before `state`."""
         ...
 
+    def may_have_ended(self, state: State) -> bool:
+        """Whether the data ends at `state` for some number of epochs, not only for this run's."""
+        ...
+
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
         """UserError for a piece of a document that is not the stream's, is shorter than the piece,
         has other labels, or was not given before `state`."""
@@ -205,7 +212,7 @@ class GlobalBatches(SourceBatches):
 
     def start(self) -> State:
         """The state before the first document."""
-        return {**dict.fromkeys(_COUNTS, 0), **self._identity}
+        return {**dict.fromkeys((*_COUNTS, FILLED), 0), **self._identity}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
@@ -230,10 +237,11 @@ class GlobalBatches(SourceBatches):
     def _first(self, state: State) -> int:
         """Documents of the stream given before `state`; UserError for a state of another one."""
         check_state(state, {*_COUNTS}, self._identity, what="a corpus", keys="corpus")
-        for name in _COUNTS:
-            if type(state[name]) is not int or not 0 <= state[name] <= MOST_COUNT:
+        for name in (*_COUNTS, FILLED):
+            value = state.get(name, 0)
+            if type(value) is not int or not 0 <= value <= MOST_COUNT:
                 raise UserError(
-                    f"corpus state: {name} = {state[name]!r} must be a whole number of at least 0"
+                    f"corpus state: {name} = {value!r} must be a whole number of at least 0"
                 )
         if state["position"] >= self._lengths.size:
             raise UserError(
@@ -256,7 +264,14 @@ class GlobalBatches(SourceBatches):
         whole = first - first % size
         blocks = range(whole, first, BLOCK)
         partial = sum(int(self._block(b, min(BLOCK, first - b))[1].sum()) for b in blocks)
-        return first // size * self._identity["num_tokens"] + partial
+        tokens = first // size * self._identity["num_tokens"] + partial
+        hold_surplus(state, tokens)
+        return tokens
+
+    def may_have_ended(self, state: State) -> bool:
+        """Whether the data ends at `state` for some number of epochs."""
+        first = self._first(state)
+        return first > 0 and first % self._lengths.size == 0
 
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
         """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
@@ -329,13 +344,13 @@ def check_state(state: State, counts: set[str], identity: State, *, what: str, k
             f"the state of {what} has {sorted(expected)}, this one is {type(state).__name__}; "
             f"resume with the {keys} of the checkpoint, or start a new run"
         )
-    if state.keys() | ({IDENTITY} & expected) != expected:
+    # A state of an earlier version has no identity of its stores, and not all counts.
+    if (state.keys() | ({IDENTITY} & expected)) - {FILLED} != expected:
         raise UserError(
             f"the state of {what} has {sorted(expected)}, this one {sorted(state)}; resume with "
             f"the {keys} of the checkpoint, or start a new run"
         )
     for name, value in identity.items():
-        # A state of an earlier version has no identity of its stores.
         if name == IDENTITY and name in state and state[name] != value:
             raise UserError(
                 f"the state to resume from was made with other tokens or another tokenizer than "
@@ -379,8 +394,20 @@ def batch_after(
     """
     surplus = max(0, documents.num_tokens - missing)
     after = {**read, "batch": state["batch"] + 1, "surplus": surplus}
+    if FILLED in state:
+        after[FILLED] = state[FILLED] + state["surplus"] + documents.num_tokens - surplus
     batch = GlobalBatch(index=state["batch"], documents=documents, is_last=is_last)
     return batch, {**state, **identity, **after}
+
+
+def hold_surplus(state: State, tokens: int) -> None:
+    """UserError where a state's surplus is not what its `tokens` have beyond its batches."""
+    filled = state.get(FILLED)
+    if filled is not None and filled + state["surplus"] != tokens:
+        raise UserError(
+            f"the state of the corpus has surplus = {state['surplus']}, but {tokens} tokens were "
+            f"given and {filled} of them fill its batches"
+        )
 
 
 def check_lengths(lengths: IntArray) -> None:

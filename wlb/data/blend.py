@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from wlb.data.batches import (
     BLOCK,
+    FILLED,
     IDENTITY,
     MOST_COUNT,
     BatchStream,
@@ -30,6 +31,7 @@ from wlb.data.batches import (
     checked_settings,
     hold_documents,
     hold_given,
+    hold_surplus,
     identity_of,
     stream_rows,
 )
@@ -197,7 +199,7 @@ class BlendedBatches(BatchStream):
     def start(self) -> State:
         """The state before the first document."""
         columns = {name: [0] * len(self.sources) for name in _COLUMNS}
-        return {**dict.fromkeys(_COUNTS, 0), **columns, **self._identity}
+        return {**dict.fromkeys((*_COUNTS, FILLED), 0), **columns, **self._identity}
 
     def next(self, state: State) -> tuple[GlobalBatch, State] | None:
         """The batch after `state` and the state after the batch; None after the last epoch."""
@@ -225,7 +227,8 @@ class BlendedBatches(BatchStream):
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
         if not all(isinstance(state[name], list) for name in _COLUMNS):
             raise UserError(f"the state of a blend has no lists {_COLUMNS}; it is damaged")
-        counts = [state[name] for name in _COUNTS] + [n for c in _COLUMNS for n in state[c]]
+        counts = [state.get(name, 0) for name in (*_COUNTS, FILLED)]
+        counts += [n for c in _COLUMNS for n in state[c]]
         sizes = {len(state[name]) for name in _COLUMNS}
         valid = all(type(n) is int and 0 <= n <= MOST_COUNT for n in counts)
         if sizes != {len(self.sources)} or not valid:
@@ -252,7 +255,20 @@ class BlendedBatches(BatchStream):
                     f"the first {read} documents of source {number} have {found} tokens, the "
                     f"state of the blend says {tokens[number]}"
                 )
+        hold_surplus(state, int(tokens.sum()))
         return int(tokens.sum())
+
+    def may_have_ended(self, state: State) -> bool:
+        """Whether the data ends at `state` for some number of epochs."""
+        documents, tokens = self._read(state)
+        if not documents.all():
+            return False
+        last = [int(self._block(n, d - 1, 1)[1][0]) for n, d in enumerate(documents.tolist())]
+        least = float((tokens / self._weights).min())
+        # The tag of the last document that was taken is below the end, that of the next is not.
+        latest = float(((tokens - np.array(last)) / self._weights).max())
+        epochs = int(least / self._end_of(1))
+        return any(latest < self._end_of(n) <= least for n in (epochs, epochs + 1) if n)
 
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
         """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
@@ -276,9 +292,10 @@ class BlendedBatches(BatchStream):
     @property
     def _end(self) -> float:
         """The tag at which every source has been passed `epochs` times."""
-        if not self.epochs:
-            return np.inf
-        return float((np.array(self._tokens, np.int64) * self.epochs / self._weights).max())
+        return self._end_of(self.epochs) if self.epochs else np.inf
+
+    def _end_of(self, epochs: int) -> float:
+        return float((np.array(self._tokens, np.int64) * epochs / self._weights).max())
 
     def _has_next(self, tokens_read: IntArray) -> bool:
         return bool((tokens_read / self._weights).min() < self._end)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
 from wlb.plan.read_file import Fields, malformed, read_object
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema, schema_of
 
 TokenArray = npt.NDArray[Any]
 
@@ -61,27 +62,15 @@ class StoreInfo:
         with malformed(where, remedy):
             # `preparation` holds the tokenizer_config.json of the tokenizer.
             data = read_object(path, remedy=remedy, wide=True)
+        hold_schema(data, _INFO, where, remedy=remedy)
         of = Fields(data, where, remedy=remedy)
-        about = data.get("preparation", {})
-        if not isinstance(about, dict):
-            raise of.error("preparation", "must be dict")
         tokenizer = of.text("tokenizer", "") or None
         if tokenizer and Path(tokenizer).name != tokenizer:
             raise of.error("tokenizer", "must be the name of a file beside the store")
-        size = of.whole("vocab_size", at_most=1 << 31)
         if data.get("eos_id") is not None:
-            of.whole("eos_id", at_least=0, at_most=size - 1)
-        return cls(
-            vocab_size=size,
-            num_documents=of.whole("num_documents", at_least=0),
-            num_tokens=of.whole("num_tokens", at_least=0),
-            checksum=of.text("checksum"),
-            eos_id=data.get("eos_id"),
-            tokenizer=tokenizer,
-            source=of.text("source", ""),
-            preparation=cast("dict[str, Any]", about),
-            targets=None if data.get("targets") is None else of.text("targets"),
-        )
+            of.whole("eos_id", at_least=0, at_most=data["vocab_size"] - 1)
+        values: dict[str, Any] = {**data, "tokenizer": tokenizer}
+        return cls(**values)
 
     def write(self, path: Path) -> None:
         temporary = temporary_name(path)
@@ -90,6 +79,25 @@ class StoreInfo:
             del data["targets"]
         temporary.write_text(json.dumps(data, indent=1) + "\n")
         os.replace(temporary, path)
+
+
+_PREPARATION: Schema = {
+    "arguments?": {"encoder?": dict, OTHERS: ANYTHING},
+    "tokenizer_config?": dict,
+    "chat?": {"template": str, "variables": {OTHERS: str}, "ends": {OTHERS: COUNT}},
+    "counts?": dict,
+    "skipped?": dict,
+    "examples?": dict,
+    "num_unknown?": COUNT,
+    OTHERS: ANYTHING,
+}
+_INFO: Schema = schema_of(
+    StoreInfo,
+    vocab_size=range(1, (1 << 31) + 1),
+    num_documents=COUNT,
+    num_tokens=COUNT,
+    preparation=_PREPARATION,
+)
 
 
 def store_path(prefix: str | Path, suffix: str) -> Path:

@@ -201,6 +201,11 @@ class PackedBatches(SourceBatches):
         lengths = self.source.lengths[self.packs.rows]
         return epoch * int(lengths.sum()) + int(lengths[:given].sum())
 
+    def may_have_ended(self, state: dict[str, Any]) -> bool:
+        """Whether the data ends at `state` for some number of epochs."""
+        at = self.num_batches(state)
+        return at > 0 and at % self.packs.num_steps == 0
+
     def hold_pieces(self, state: dict[str, Any], pieces: Pieces) -> None:
         """UserError for pieces that were not given, as `AccountedStream.hold_pieces`."""
         epoch, given = self._given(state)

@@ -7,7 +7,7 @@ labels does not depend on how documents were cut.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -241,6 +241,10 @@ class Pieces(_Columns):
         """Read what `file_columns` wrote; TypeError for a missing or unknown column."""
         names = {in_files: name for name, in_files in _NAMES_IN_FILES.items()}
         return cls(**{names.get(name, name): column for name, column in columns.items()})
+
+
+PIECES = {_NAMES_IN_FILES.get(f.name, f.name): [int] for f in fields(Pieces)}
+"""The schema (`wlb.plan.schema`) of pieces in files."""
 
 
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:

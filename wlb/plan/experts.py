@@ -5,6 +5,7 @@ from typing import Any
 
 from wlb.plan.errors import UserError
 from wlb.plan.plain import parsing
+from wlb.plan.schema import Schema, schema_of
 
 _DIGITS = 4
 
@@ -53,6 +54,9 @@ class ExpertLoad:
             )
         layers = tuple(round(layer) for layer in data["layers"])
         return cls(layers=layers, expert=of["expert"], rank=of["rank"], ranks=of["ranks"])
+
+
+LOAD: Schema = schema_of(ExpertLoad)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ there, or 0 for workloads, as files of all versions have it.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -13,9 +14,10 @@ import numpy as np
 from wlb.plan.arrays import IntArray
 from wlb.plan.errors import UserError
 from wlb.plan.exchange import KeyRows
-from wlb.plan.experts import ExpertLoad
+from wlb.plan.experts import LOAD, ExpertLoad
 from wlb.plan.packing import PackingPlan
-from wlb.plan.telemetry import Telemetry
+from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema, schema_of
+from wlb.plan.telemetry import TELEMETRY, Telemetry
 
 _PADDING_IN_FILES = "num_filler_tokens"
 """Name of num_padding_tokens in metrics.jsonl, which was written before the field was renamed."""
@@ -60,6 +62,22 @@ class StepCounts:
         return data
 
     @classmethod
+    @cache
+    def schema(cls) -> Schema:
+        """What any version's `to_json` wrote (`wlb.plan.schema`)."""
+        nested = {
+            "key_rows": (schema_of(KeyRows), None),
+            "sharding_counts": {OTHERS: int},
+            "telemetry": (TELEMETRY, None),
+            "experts": (LOAD, None),
+        }
+        own = {f.name for f in fields(cls)}
+        out = schema_of(cls, **{n: s for n, s in nested.items() if n in own})
+        # Keys that only the other record has, and the older name of one.
+        others = {f"{name}?": ANYTHING for name in _EMPTY if name not in own}
+        return out | others | {"origin": str, f"{_PADDING_IN_FILES}?": int}
+
+    @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Read what any version's `to_json` wrote; UserError for the other record, unknown keys."""
         if data["origin"] != cls.origin:
@@ -67,10 +85,9 @@ class StepCounts:
                 f"these are {data['origin']} metrics of step {data['step']}, not {cls.origin} "
                 f"ones; StepMetrics reads predicted metrics, MeasuredStep measured ones"
             )
+        what = f"{cls.origin} metrics of a step"
+        hold_schema(data, cls.schema(), what, remedy="correct or remove the record")
         names = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - names - set(_EMPTY) - {"origin", _PADDING_IN_FILES})
-        if unknown:
-            raise UserError(f"unknown keys {unknown} in metrics of step {data['step']}")
         values = {name: value for name, value in data.items() if name in names}
         if _PADDING_IN_FILES in data:
             values["num_padding_tokens"] = data[_PADDING_IN_FILES]

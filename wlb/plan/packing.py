@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from wlb.plan.arrays import IntArray, check_at_least, check_minimum, digest, int_array, offsets_of
-from wlb.plan.documents import Pieces
+from wlb.plan.documents import PIECES, Pieces
 from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord, parsing
 from wlb.plan.read_file import load_arrays, malformed
+from wlb.plan.schema import COUNT, Schema, schema_of
 
 
 class Layout(StrEnum):
@@ -273,3 +274,7 @@ class Carry(PlainRecord):
                 slot=arrays.pop("slot"),
                 pieces=Pieces.from_file_columns(arrays),
             )
+
+
+PACKING: Schema = schema_of(PackingPlan, pieces=PIECES, step=COUNT)
+CARRY: Schema = schema_of(Carry, pieces=PIECES, next_step=COUNT)

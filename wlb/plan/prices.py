@@ -10,6 +10,7 @@ from typing import Any
 
 from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord, parsing
+from wlb.plan.schema import COUNT, Schema, schema_of
 from wlb.plan.telemetry import TERMS
 
 UNIT = 1_000_000
@@ -94,6 +95,8 @@ class PriceSchedule(PlainRecord):
         steps = [change.step for change in self.changes]
         if steps != sorted(set(steps)):
             raise UserError(f"price changes must be in the order of their steps, got {steps}")
+        if steps and not self.base:
+            raise UserError(f"prices change at steps {steps}, but are factors of no profile")
 
     def at(self, step: int) -> PriceFactors:
         """The prices that hold for the plan of `step`."""
@@ -141,3 +144,7 @@ class PriceSchedule(PlainRecord):
 
 
 NO_CHANGES = PriceSchedule()
+
+FACTORS: Schema = schema_of(PriceFactors)
+CHANGE: Schema = {"step": COUNT, "prices": FACTORS}
+SCHEDULE: Schema = {"base": str, "changes": [CHANGE]}

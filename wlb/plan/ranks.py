@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan.arrays import FloatArray, IntArray
+from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord
+from wlb.plan.schema import COUNT, Schema, schema_of
 
 
 class Place(NamedTuple):
@@ -94,10 +96,18 @@ class RankTable(PlainRecord):
         """Read a line of metrics.jsonl; other keys are ignored."""
         values: dict[str, Any] = {n: data[n] for n in ("step", "steps_done", "num_steps")}
         values |= {name: np.array(data[name], np.int64) for name in COLUMNS}
+        if len(sizes := {values[name].size for name in COLUMNS}) > 1 or 0 in sizes:
+            raise UserError(f"columns of ranks have {sorted(sizes)} entries")
         return cls(**values, stragglers=tuple(Straggler(**s) for s in data["stragglers"]))
 
 
 COLUMNS = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
+
+
+TABLE: Schema = schema_of(
+    RankTable, stragglers=[schema_of(Straggler)], step=COUNT, steps_done=COUNT, num_steps=COUNT
+)
+PLACES: Schema = {"hosts": [str], "host": [COUNT], "node": [COUNT]}
 
 
 class TimedPass(NamedTuple):
@@ -133,5 +143,11 @@ class MeasuredTimeline(PlainRecord):
     def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":
         values: dict[str, Any] = {name: data[name] for name in ("step", "steps_done")}
         values |= {name: tuple(data[name]) for name in ("ranks", "wall_us")}
+        sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}
+        if len(sizes) > 1 or 0 in sizes:
+            raise UserError(f"a timeline has {sorted(sizes)} ranks, times and lists of passes")
         passes = [[TimedPass(PASSES[p[0]], *p[1:]) for p in ps] for ps in data["passes"]]
         return cls(**values, passes=tuple(map(tuple, passes)))
+
+
+TIMELINE: Schema = schema_of(MeasuredTimeline, passes=[[[int]]], step=COUNT, steps_done=COUNT)

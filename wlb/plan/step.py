@@ -7,9 +7,10 @@ import numpy as np
 
 from wlb.plan.arrays import IntArray, digest
 from wlb.plan.metrics import StepMetrics
-from wlb.plan.packing import Carry, MicroBatch, PackingPlan
+from wlb.plan.packing import CARRY, PACKING, Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
-from wlb.plan.prices import AS_PROFILED, NO_CHANGES, PriceFactors, PriceSchedule
+from wlb.plan.prices import AS_PROFILED, NO_CHANGES, SCHEDULE, PriceFactors, PriceSchedule
+from wlb.plan.schema import COUNT, Schema, hold_schema
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -59,6 +60,8 @@ class PlannerState(PlainRecord):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
+        what = "this is no planner state as `to_json` writes it"
+        hold_schema(data, _STATE, what, remedy="give the whole value")
         with parsing("planner state"):
             prices = data.get("prices")  # older states have none
             return cls(
@@ -72,6 +75,20 @@ class PlannerState(PlainRecord):
                 num_tokens=data["num_tokens"],
                 prices=NO_CHANGES if prices is None else PriceSchedule.from_json(prices),
             )
+
+
+_STATE: Schema = {
+    "carry": CARRY,
+    "baseline": CARRY,
+    "corpus": dict,
+    "ready": [PACKING],
+    "baseline_made": [StepMetrics.schema()],
+    "num_batches": COUNT,
+    "exhausted": bool,
+    "num_tokens": COUNT,
+    # Older states have none.
+    "prices?": (SCHEDULE, None),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ A record's size does not depend on the number of ranks.
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from wlb.plan.schema import ANYTHING, OTHERS, Schema, schema_of
+
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
 """Times that are compared with predictions. linear: everything in decoder layers except attention
 kernels, W_l of Eq. 2. Embedding, head and loss do not belong to W and are recorded apart."""
@@ -238,6 +240,20 @@ class Telemetry:
         if values.get("work") is not None:
             values["work"] = Work.from_json(values["work"])
         return cls(**values)
+
+
+_TERM = schema_of(Moments, **dict.fromkeys(("correlation?", "mape?", "ratio?"), (float, None)))
+_RATES = ("tflops?", "mfu?", "window_tflops?", "window_mfu?")
+_WORK = schema_of(Work, **dict.fromkeys(_RATES, ANYTHING))
+_DERIVED = ("imbalance?", "predicted_imbalance?", "whole_imbalance?", "overhead_s?")
+TELEMETRY: Schema = schema_of(
+    Telemetry,
+    terms={OTHERS: _TERM},
+    compute=schema_of(Spread),
+    bubble=schema_of(Spread),
+    work=(_WORK, None),
+    **dict.fromkeys(_DERIVED, ANYTHING),
+)
 
 
 def _degree(slowest: float, mean: float) -> float:

@@ -209,6 +209,11 @@ class Planner:
             row_multiple=row_multiple,
         )
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Names of the policies of the steps and of their baseline."""
+        return tuple(packer.policy for packer in (self.packer, self.baseline) if packer)
+
     def start(self) -> PlannerState:
         """The state before the first step."""
         packer = self.baseline or self.packer
@@ -223,7 +228,7 @@ class Planner:
         state that contradicts itself or the data (`wlb.planner.resume`).
         """
         if state is not None:
-            hold_state(state, self.source)
+            hold_state(state, self.source, own=self.policies)
         at = state or self.start()
         # What the state has planned comes first: its plans are those of the run that ended.
         had_ended = at.exhausted
@@ -355,7 +360,7 @@ class Planner:
     def _push(self, state: PlannerState) -> PlannerState:
         item = self.source.next(state.corpus)
         batch, corpus = item if item is not None else (None, state.corpus)
-        plans, carry = self.packer.push(batch, state.carry)
+        plans, carry = self.packer.push(batch, _taken_over(state.carry, self.packer))
         # With nothing left to flush the data ends here, and the last of these steps gets what the
         # baseline still has.
         ends = batch is None or (batch.is_last and not len(carry.pieces))
@@ -378,6 +383,16 @@ class Planner:
             num_tokens=state.num_tokens,
             prices=state.prices,
         )
+
+
+def _taken_over(carry: Carry, packer: Packer) -> Carry:
+    """What waits, for `packer`: slots and steps ahead are those of the policy that chose them."""
+    if carry.policy == packer.policy:
+        return carry
+    pieces = replace(
+        carry.pieces, arrival_step=np.minimum(carry.pieces.arrival_step, carry.next_step)
+    )
+    return replace(carry, pieces=pieces, slot=np.zeros(len(pieces), np.int64))
 
 
 def _priced(packer: Packer, cost: WorkloadModel) -> Packer:

@@ -5,36 +5,85 @@ valid JSON of the right shape. Planning would go on from it and train tokens twi
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import fields
+from enum import Enum, auto
 
 import numpy as np
 
 from wlb.data import MOST_COUNT, AccountedStream
-from wlb.plan import Carry, PackingPlan, Pieces, PlannerState, StepMetrics, UserError
-from wlb.plan.arrays import first_true
+from wlb.plan import (
+    BoolArray,
+    Carry,
+    IntArray,
+    PackingPlan,
+    Pieces,
+    PlannerState,
+    StepMetrics,
+    UserError,
+)
+from wlb.plan.arrays import distinct, first_true
 
 _MOST_SLOTS = 1024
-"""Slots of a carry beyond one for each waiting piece and batch: queues of Algorithm 1."""
+"""Slots of a carry beyond one for each waiting piece and batch, of a policy that is not wlb's."""
 
 
-def hold_state(state: PlannerState, source: object) -> None:
+class _Slots(Enum):
+    """Which slots the carry of a policy can have.
+
+    ONE: 0. HELD: 1, then 0. NUMBERED: 1, 2, ..., each with a piece, and 0 before them, in this
+    order. WINDOWS: as NUMBERED, but from 0 on. BY_LENGTH: those above 0 have longer pieces the
+    higher they are.
+    """
+
+    ONE = auto()
+    HELD = auto()
+    NUMBERED = auto()
+    WINDOWS = auto()
+    BY_LENGTH = auto()
+
+
+_SLOTS = {
+    "bounded": _Slots.ONE,
+    "examples": _Slots.ONE,
+    "saved": _Slots.ONE,
+    "original": _Slots.WINDOWS,
+    "fixed": _Slots.HELD,
+    "ilp_fixed": _Slots.HELD,
+    "capacity": _Slots.NUMBERED,
+    "ilp_var_len": _Slots.NUMBERED,
+    "var_len": _Slots.BY_LENGTH,
+}
+"""By the name of each policy of `wlb.packing`."""
+_AHEAD = ("fixed", "ilp_fixed", "capacity", "ilp_var_len")
+"""Policies that let batches wait for each other: pieces are due in a step after the next one."""
+
+
+def hold_state(state: PlannerState, source: object, *, own: Collection[str] = ()) -> None:
     """UserError for a state that contradicts itself or the data that it goes on from.
 
     Held: every token that the source gave was trained, is planned or waits, exactly once; pieces
-    are of documents that it gave; steps follow each other; all numbers are finite. source: what
-    gives a planner its global batches; one that is no `AccountedStream` is taken at its word.
+    are of documents that it gave and wait where their policy puts them; steps follow each other;
+    all numbers are finite. source: what gives a planner its global batches; one that is no
+    `AccountedStream` is taken at its word. own: policies of the planner, known besides wlb's.
     Cost: 30 ns for each document that the state's epoch has given (a hundred million: 3 s).
     """
     try:
         _hold_counts(state)
         _hold_steps(state)
-        _hold_carry(state, state.carry)
-        _hold_carry(state, state.baseline)
         waiting = Pieces.concat(state.carry.pieces, *(plan.pieces for plan in state.ready))
         _hold_once(waiting)
         _hold_once(state.baseline.pieces)
-        for pieces in (waiting, state.baseline.pieces):
-            _hold_arrival(pieces, state.carry.next_step + state.num_batches)
+        _hold_policies(state, own)
+        _hold_carry(state, state.carry)
+        _hold_carry(state, state.baseline)
+        ahead = state.num_batches if state.carry.policy not in _SLOTS.keys() - {*_AHEAD} else 0
+        _hold_arrival(waiting, state.carry.next_step + ahead)
+        _hold_arrival(state.baseline.pieces, state.carry.next_step + state.num_batches)
+        if state.exhausted and len(state.carry.pieces):
+            raise UserError(
+                f"exhausted = true, but {len(state.carry.pieces)} pieces wait for a step"
+            )
         if isinstance(source, AccountedStream):
             _hold_source(state, source, waiting)
     except UserError as error:
@@ -100,13 +149,50 @@ def _hold_steps(state: PlannerState) -> None:
         )
 
 
+def _hold_policies(state: PlannerState, own: Collection[str]) -> None:
+    """What is planned and what waits are of one policy, and one that there is."""
+    for policy in (state.carry.policy, state.baseline.policy):
+        if policy not in _SLOTS and policy not in own:
+            raise UserError(f"pieces wait for the policy {policy!r}, which is not known")
+    for plan in state.ready:
+        if plan.policy != state.carry.policy:
+            raise UserError(
+                f"step {plan.step} was planned by policy {plan.policy!r}, and pieces wait for "
+                f"{state.carry.policy!r}"
+            )
+
+
 def _hold_carry(state: PlannerState, carry: Carry) -> None:
+    slot, length = carry.slot, carry.pieces.length
     most = max(len(carry.pieces), state.num_batches) + _MOST_SLOTS
-    if (i := first_true((carry.slot < 0) | (carry.slot > most))) is not None:
+    match _SLOTS.get(carry.policy):
+        case _Slots.ONE:
+            wrong = slot != 0
+        case _Slots.HELD:
+            wrong = (slot > 1) | _steps(slot, 1)
+        case _Slots.NUMBERED | _Slots.WINDOWS as kind:
+            first = 0 if kind == _Slots.WINDOWS else 1
+            taken = distinct(slot[slot >= first])
+            wrong = (slot >= first + taken.size) | _steps(slot, -1)
+        case _Slots.BY_LENGTH:
+            order = np.lexsort((slot, length))
+            reached = np.maximum.accumulate(slot[order])
+            wrong = np.zeros(slot.size, bool)
+            wrong[order] = (slot[order] > 0) & (slot[order] < reached)
+            # Thresholds are whole numbers above 0, each larger than the one before.
+            wrong |= slot > length
+        case None:
+            wrong = slot > most
+    if (i := first_true(wrong | (slot < 0))) is not None:
         raise UserError(
-            f"{carry.pieces[i]} of policy {carry.policy!r} waits in slot {carry.slot[i]}, which no "
-            f"policy has"
+            f"{carry.pieces[i]} of policy {carry.policy!r} waits in slot {slot[i]}, where the "
+            f"policy puts no such piece"
         )
+
+
+def _steps(slot: IntArray, sign: int) -> BoolArray:
+    """Where a slot is above (sign = 1) or below (-1) the one before it, shape [n]."""
+    return np.diff(slot, prepend=slot[:1]) * sign > 0
 
 
 def _hold_once(pieces: Pieces) -> None:
@@ -132,6 +218,8 @@ def _hold_source(state: PlannerState, source: AccountedStream, waiting: Pieces) 
         )
     for pieces in (waiting, state.baseline.pieces):
         source.hold_pieces(state.corpus, pieces)
+    if state.exhausted and not source.may_have_ended(state.corpus):
+        raise UserError("exhausted = true, but the corpus has not ended there")
     tokens = source.num_tokens(state.corpus)
     if tokens != state.num_tokens + waiting.num_tokens:
         raise UserError(

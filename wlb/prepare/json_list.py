@@ -35,15 +35,16 @@ def first_bytes(file: IO[bytes], *, most: int) -> tuple[bytes, bytes]:
 def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
     """The items of the JSON list that is the whole of `file`.
 
-    ValueError where the file is no such list, or where an item has more than `most` characters.
+    ValueError where the file is no such list, or where an item or the blanks between two have more
+    than `most` characters.
     """
-    text = _Text(file)
+    text = _Text(file, most)
     if not text.take("["):
         raise ValueError("it is no JSON list")
     number = 0
     while not (number == 0 and text.take("]")):
         try:
-            item = text.item(most)
+            item = text.item()
         # The item is nested too deeply, or has a number of too many digits.
         except (RecursionError, ValueError) as error:
             raise ValueError(f"record {number} cannot be read: {error}") from None
@@ -62,8 +63,8 @@ def list_items(file: IO[bytes], *, most: int) -> Iterator[object]:
 class _Text:
     """The characters of a file from where it was read to, as many as are needed."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], most: int) -> None:
+        self._file, self._most = file, most
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._passed = 0
         self._scan = json.JSONDecoder().raw_decode
@@ -71,9 +72,15 @@ class _Text:
 
     def peek(self) -> str:
         """The next character that is no blank, "" at the end of the file."""
+        num_blanks = 0
         while True:
             found = _SPACE.match(self._text, self._at)
-            self._at = found.end() if found else self._at
+            end = found.end() if found else self._at
+            num_blanks += end - self._at
+            self._at = end
+            # A file of megabytes may unpack to any number of them.
+            if num_blanks > self._most:
+                raise ValueError(f"more than {self._most} blanks follow each other")
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
             self._read()
@@ -84,8 +91,8 @@ class _Text:
         self._at += is_next
         return is_next
 
-    def item(self, most: int) -> object:
-        """The JSON value that is next; ValueError where there is none of `most` characters."""
+    def item(self) -> object:
+        """The JSON value that is next; ValueError where there is none of the most characters."""
         self.peek()
         while True:
             try:
@@ -99,8 +106,8 @@ class _Text:
                 if self._ended or end + _CUT <= len(self._text):
                     self._at = end
                     return value
-            if len(self._text) - self._at > most:
-                raise ValueError(f"it has more than {most} characters")
+            if len(self._text) - self._at > self._most:
+                raise ValueError(f"it has more than {self._most} characters")
             self._read()
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:

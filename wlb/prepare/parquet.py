@@ -6,6 +6,7 @@ as bytes: a column may hold invalid UTF-8, which is an error of that row alone.
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 from wlb.plan import UserError
@@ -32,10 +33,36 @@ def open_parquet(path: str) -> Any:
             f"{path}: Parquet needs pyarrow, which is not installed; pip install 'wlb-llm[data]'"
         ) from None
     try:
-        return pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        file = pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False)
+        _hold_footer(file)
+        return file
     # Names of a damaged footer may be no text.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         raise UserError(f"{path} is not a Parquet file or is corrupt ({told(error)})") from None
+
+
+def _hold_footer(file: Any) -> None:
+    """ValueError for a damaged footer, by whose counts rows would be lost."""
+    names, metadata = file.schema_arrow.names, file.metadata
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    rows = [group.num_rows for group in groups]
+    sizes = [group.total_byte_size for group in groups]
+    if min(*rows, *sizes, 0, 0) < 0 or sum(rows) != metadata.num_rows:
+        raise ValueError(f"it has {metadata.num_rows} rows in groups of {sum(rows)}")
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"its columns are {names}")
+
+
+def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
+    """The names of the columns to read of an open file; UserError, without the path, where one is
+    absent or there twice."""
+    names: list[str] = file.schema_arrow.names
+    chosen = columns(names)
+    if twice := next((name for name in chosen if names.count(name) > 1), None):
+        raise UserError(
+            f"has {names.count(twice)} columns {twice!r}; rename those that are not meant"
+        )
+    return chosen
 
 
 def group_sizes(path: str) -> list[int]:
@@ -50,15 +77,18 @@ def parquet_records(
     """(row in the file, values of `columns`) of the rows of row groups; text as bytes."""
     pa = _pyarrow()
     file = open_parquet(path)
-    row = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+    begins = [0, *accumulate(file.metadata.row_group(i).num_rows for i in range(groups.stop))]
+    row = begins[groups.start]
     try:
-        names = columns(file.schema_arrow.names)
+        names = columns_of(file, columns)
         chosen: dict[str, Any] = {"row_groups": list(groups), "columns": list(names)}
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, **chosen):
             values = [_values(batch.column(batch.schema.names.index(name))) for name in names]
             for items in zip(*values, strict=True):
                 yield row, dict(zip(names, items, strict=True))
                 row += 1
+        if row != begins[groups.stop]:
+            raise ValueError(f"there should be {begins[groups.stop]} rows")
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         if isinstance(error, UserError):
             raise

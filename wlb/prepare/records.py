@@ -24,7 +24,7 @@ from typing import IO, Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import check_depth
 from wlb.prepare.json_list import first_bytes, list_items
-from wlb.prepare.parquet import Columns, group_sizes, open_parquet, parquet_records
+from wlb.prepare.parquet import Columns, columns_of, group_sizes, open_parquet, parquet_records
 from wlb.prepare.text import MOST_EXAMPLES, Skip, TextDocuments, list_folder, reason_of, size_of
 
 Record = Mapping[str, Any]
@@ -35,6 +35,8 @@ _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _MOST_FILES = 4096
 _MOST_BYTES = 1 << 28
 """Longest text or line; a compressed file of megabytes may hold gigabytes."""
+_MOST_BLANK = 1 << 20
+"""Blank lines that may follow each other; a compressed file may hold billions."""
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -396,7 +398,7 @@ def _not_utf8(error: UnicodeDecodeError) -> BadRecord:
 def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
     """(offset, line without its end) of the lines that start in [start, stop)."""
     with _unpacked(path) as file:
-        offset = start
+        offset, num_blank = start, 0
         if start:
             file.seek(start - 1)
             offset += len(file.readline()) - 1
@@ -405,6 +407,12 @@ def _lines(path: str, start: int, stop: int) -> Iterator[tuple[int, bytes]]:
                 raise UserError(
                     f"{path}: the line at byte {offset} has more than {_MOST_BYTES} bytes; "
                     f"divide it into documents"
+                )
+            num_blank = 0 if line.strip() else num_blank + 1
+            if num_blank > _MOST_BLANK:
+                raise UserError(
+                    f"{path}: more than {_MOST_BLANK} blank lines follow each other up to byte "
+                    f"{offset}; remove them"
                 )
             text = line if offset else line.removeprefix(_BOM)
             yield offset, text.removesuffix(b"\n").removesuffix(b"\r")
@@ -473,8 +481,8 @@ def check_columns(files: Sequence[InputFile], columns: Columns) -> None:
     """UserError for the first Parquet file that lacks columns that `columns` needs."""
     for file in files:
         if file.kind == FileKind.PARQUET:
-            names = open_parquet(file.path).schema_arrow.names
+            opened = open_parquet(file.path)
             try:
-                columns(names)
+                columns_of(opened, columns)
             except UserError as error:
                 raise UserError(f"{file.path} {error}") from None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from wlb.plan import UserError
+from wlb.plan.numerals import real_of
 
 
 def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
@@ -15,7 +16,7 @@ def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
     for entry in entries:
         prefix, colon, number = entry.rpartition(":")
         try:
-            weight = float(number)
+            weight = real_of(number)
         except ValueError:
             weight = math.nan
         if not (colon and prefix and 0 < weight < math.inf):

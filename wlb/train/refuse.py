@@ -75,18 +75,26 @@ def refuse_early(
         hold_weights(spec.model, resume, "--resume")
         state = resumed_state(resume, priced, device)
         _hold_resumed(state, resume, planner)
-        planner.next(state)
+        planner.next(state.reopened())
     return planner
 
 
 def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
     """UserError unless a checkpoint's planner state agrees with itself, the data and the updates
     that its weights had: at most one a step, since steps without labels update nothing."""
-    hold_state(state, planner.source)
-    if (updates := checkpoint.read_run(saved_in)["step"]) > state.next_step:
+    hold_state(state, planner.source, own=planner.policies)
+    run = checkpoint.read_run(saved_in)
+    if (updates := run["step"]) > state.next_step:
         raise UserError(
             f"{saved_in} has {updates} updates of its weights, its planner state only "
             f"{state.next_step} steps; they are not of one save, so resume from another checkpoint"
+        )
+    found = {"next_step": state.next_step, "policy": state.carry.policy}
+    # Checkpoints of earlier versions do not say it.
+    if (said := run.get("planner", found)) != found:
+        raise UserError(
+            f"{saved_in} was saved with {said} of its planner, its planner state has {found}; they "
+            f"are not of one save, so resume from another checkpoint"
         )
 
 

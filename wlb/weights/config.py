@@ -341,6 +341,8 @@ def _one_rope(
         if each.real("partial_rotary_factor", 1.0) != 1.0:
             raise each.error("partial_rotary_factor", "is not 1: wlb rotates whole heads")
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if rope.values.get("type") not in (None, kind):
+        raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
     if kind == "default":
         return theta, RopeScaling()
     if kind not in list(RopeKind):

@@ -17,6 +17,7 @@ from torch import Tensor
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.plan import UserError
 from wlb.plan.read_file import read_object
+from wlb.train.checkpoint.headers import read_header
 from wlb.weights.names import NOT_WEIGHTS, Parameter
 
 SINGLE = "model.safetensors"
@@ -145,19 +146,14 @@ def _indexed(folder: Path) -> Mapping[Path, set[str]]:
 
 def _header(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
-    with _opened(path) as file:
-        names: list[str] = list(file.keys())
-        for name in names:
-            part = file.get_slice(name)
-            dtype = str(part.get_dtype())
-            if dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
-                raise UserError(
-                    f"{path}: {name} has dtype {dtype}; wlb reads {', '.join(_DTYPES)}, not "
-                    f"quantised weights: import the original ones"
-                )
-            shape = tuple(int(n) for n in part.get_shape())
-            dtype = _DTYPES.get(dtype, torch.float32)
-            found[name] = StoredTensor(name=name, file=path, shape=shape, dtype=dtype)
+    for name, entry in read_header(path, remedy="download it again").items():
+        if entry.dtype not in _DTYPES and not name.endswith(NOT_WEIGHTS):
+            raise UserError(
+                f"{path}: {name} has dtype {entry.dtype}; wlb reads {', '.join(_DTYPES)}, not "
+                f"quantised weights: import the original ones"
+            )
+        dtype = _DTYPES.get(entry.dtype, torch.float32)
+        found[name] = StoredTensor(name=name, file=path, shape=entry.shape, dtype=dtype)
     return found
 
 

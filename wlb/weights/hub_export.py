@@ -17,7 +17,7 @@ from wlb.plan import check_at_least
 from wlb.prepare import load_tokenizer
 from wlb.prepare.encode import token_text
 from wlb.prepare.jinja_template import TEMPLATE_FILE
-from wlb.spec import Dtype
+from wlb.spec import Dtype, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import config_json, one_or_many
 from wlb.weights.folder import new_folder, refuse_existing
@@ -151,7 +151,10 @@ def _write_configs(
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
     # Training on shorter windows does not shorten the model's context.
-    window = run["spec"].get("data", {}).get("context_window", 0)
+    window = 0
+    if (data := run["spec"].get("data")) is not None:
+        trained = apply(RunSpec(), {"data": data}, source=checkpoint.RUN, is_stored=True)
+        window = trained.data.context_window
     positions = max(imported.get("max_position_embeddings", 0), window)
     config = config_json(
         saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=stops, dtype=name_of(dtype)

@@ -15,17 +15,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from wlb.plan import UserError
-from wlb.plan.read_file import WRONG_SHAPE, malformed, read_object
+from wlb.plan.read_file import WRONG_SHAPE, malformed
 from wlb.spec import ModelSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.checkpoint.reading import TensorFiles
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
 
 # The signatures of torch.distributed.checkpoint (DCP) are typed incompletely.
@@ -46,7 +44,7 @@ class SavedModel:
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
         state = {name: torch.empty(self.parameters[name].shape, dtype=dtype) for name in names}
-        reader = HuggingFaceStorageReader(str(self.folder))
+        reader = TensorFiles(str(self.folder))
         with _single_process(f"the checkpoint {self.folder} cannot be read; use another one"):
             _load({CHECKPOINT_ROOT: state}, storage_reader=reader, no_dist=True)
         return {n: value[: self.parameters[n].unpadded[0]] for n, value in state.items()}
@@ -57,15 +55,16 @@ def open_saved(folder: Path) -> SavedModel:
     file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
+    run = checkpoint.read_run(folder)
     with malformed(f"{file} does not describe its model", "use another checkpoint"):
-        # The record of an import holds a model's generation_config.json.
-        run = read_object(file, wide=True)
         spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
         spec.check()
     parameters = parameters_of(spec)
     try:
-        reader = HuggingFaceStorageReader(str(folder))
+        reader = TensorFiles(str(folder))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    except UserError:
+        raise
     except (OSError, SafetensorError, *WRONG_SHAPE) as error:
         raise UserError(
             f"{folder} is not a whole checkpoint ({error!r}); use another one"
@@ -81,6 +80,11 @@ def open_saved(folder: Path) -> SavedModel:
                 f"{file}'s model wants {list(parameter.shape)}"
             )
         dtypes[parameter.name] = found.properties.dtype
+        if found.properties.dtype != torch.float32 and not checkpoint.is_import(folder):
+            raise UserError(
+                f"the checkpoint {folder} has {parameter.name} in {found.properties.dtype}, runs "
+                f"save it in torch.float32; use another checkpoint"
+            )
     return SavedModel(folder=folder, run=run, spec=spec, parameters=parameters, dtypes=dtypes)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from wlb.data import BlendedStore, TokenStore, open_store
-from wlb.data.store import store_path
+from wlb.data.store import StoreInfo, store_path
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, ChatFormat, DocumentPolicy, load_tokenizer
 from wlb.prepare.encode import BYTES, read_vocabulary, tokenizer_config
 from wlb.prepare.jinja_template import CONFIG_FILE, TEMPLATE_FILE
 from wlb.spec import RunSpec, apply
+from wlb.spec.blend import parse_blend
 from wlb.train.stores import train_store
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -74,6 +75,9 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
         return FoundTokenizer(why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model")}
     name = train_store(apply(RunSpec(), known, source="run.json", is_stored=True))
+    for prefix in (name,) if isinstance(name, str) else (p for p, _ in parse_blend(name)):
+        # A store may be gone, but one that is there says which tokenizer it has.
+        StoreInfo.read(store_path(prefix, ".json"))
     try:
         opened = open_store(name)
     except (UserError, OSError) as error:

@@ -144,6 +144,20 @@ def test_a_checkpoint_without_versions_is_gone_on_from(
     [
         ("planner.json", "carry", "contradicts itself: the corpus gave"),
         ("run.json", "step", "has 60 updates of its weights, its planner state only 6 steps"),
+        ("planner.json", "next_step", "was saved with .*'next_step': 6.* has .*'next_step': 100"),
+        (
+            "planner.json",
+            "policy",
+            "was saved with .*'policy': 'var_len'.* has .*'policy': 'original'",
+        ),
+        ("planner.json", "exhausted", "contradicts itself: exhausted = true"),
+        ("planner.json", "surplus", "contradicts itself: the state of the corpus has surplus"),
+        ("planner.json", "arrival", "contradicts itself: .* came at a step that has not been"),
+        ("planner.json", "more", "has the key 'more', which wlb does not write there"),
+        ("run.json", "more", r"run\.json: it has the key 'more', which wlb does not write there"),
+        ("run.json", "training", r"run\.json: spec lacks the key 'training'"),
+        ("run.json", "spec", r"run\.json: spec = \[1\] must be an object"),
+        ("run.json", "experts", r"run\.json: spec\.model\.experts = \[1\] must be an object"),
     ],
 )
 def test_a_state_that_was_edited_and_signed_again_is_refused(
@@ -151,16 +165,56 @@ def test_a_state_that_was_edited_and_signed_again_is_refused(
 ) -> None:
     spec = copied(whole, tmp_path, corpus, training={"steps": 7})
     data = json.loads((at(tmp_path, 6) / name).read_text())
-    if key == "step":
-        data["step"] = 60
-    else:
-        for column in (data[key]["slot"], *data[key]["pieces"].values()):
-            column.pop()
+    EDITS[key](data)
     (at(tmp_path, 6) / name).write_text(json.dumps(data))
     (at(tmp_path, 6) / "manifest.json").unlink()
     checkpoint.write_manifest(at(tmp_path, 6))
     with pytest.raises(UserError, match=said):
         train(spec, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (b'"dtype":"F32"', b'"dtype":"I32"', r"torch\.int32, runs save it in torch\.float32"),
+        (b"DCP_SHARDING_INFO", b"DCP_SHARDING_INFX", "does not say where its tensors belong"),
+        (b"model.model.norm.weight", b"model.mod\\u0065l.norm.weight", "is not a whole"),
+    ],
+)
+def test_a_header_that_was_edited_and_signed_again_is_refused(
+    whole: Run, corpus: Path, tmp_path: Path, before: bytes, after: bytes, said: str
+) -> None:
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    shard = at(tmp_path, 6) / "shard-00001-model-00001-of-00001.safetensors"
+    data = shard.read_bytes()
+    assert before in data
+    shard.write_bytes(data.replace(before, after, 1))
+    (at(tmp_path, 6) / "manifest.json").unlink()
+    checkpoint.write_manifest(at(tmp_path, 6))
+    with pytest.raises(UserError, match=said):
+        train(spec, resume=True)
+
+
+def _without_a_piece(planner: dict[str, Any]) -> None:
+    for column in (planner["carry"]["slot"], *planner["carry"]["pieces"].values()):
+        column.pop()
+
+
+EDITS: dict[str, Any] = {
+    "carry": _without_a_piece,
+    "step": lambda run: run.update(step=60),
+    "next_step": lambda planner: planner["carry"].update(next_step=100),
+    "policy": lambda planner: planner["carry"].update(
+        policy="original", slot=[0] * len(planner["carry"]["slot"])
+    ),
+    "exhausted": lambda planner: planner.update(exhausted=True),
+    "surplus": lambda planner: planner["corpus"].update(surplus=planner["corpus"]["surplus"] + 1),
+    "arrival": lambda planner: planner["carry"]["pieces"]["arrival"].__setitem__(0, 7),
+    "more": lambda data: data.update(more=1),
+    "training": lambda run: run["spec"].pop("training"),
+    "spec": lambda run: run.update(spec=[1]),
+    "experts": lambda run: run["spec"]["model"].update(experts=[1]),
+}
 
 
 @pytest.mark.parametrize("name", ["planner.json", "shard-00001-model-00001-of-00001.safetensors"])
@@ -252,6 +306,14 @@ def test_where_a_run_goes_on(whole: Run, corpus: Path, tmp_path: Path) -> None:
         train(spec, resume="5")
     with pytest.raises(ValueError, match=r"set checkpoint\.init_from"):
         train(spec, resume=str(whole.folder / "checkpoints" / "step-00000004"))
+
+
+@pytest.mark.parametrize("asked", ["²", "١", "1_0", "9" * 5000])
+def test_a_step_to_resume_is_a_number_in_digits(tmp_path: Path, asked: str) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-²").mkdir()  # of somebody else
+    with pytest.raises(UserError, match=r"is no checkpoint of this run; .* has step-00000001\."):
+        checkpoint.resolve_resume(tmp_path, asked)
 
 
 @pytest.mark.full

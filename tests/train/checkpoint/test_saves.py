@@ -23,7 +23,7 @@ def test_a_run_without_interval_says_what_an_abort_would_lose(tmp_path: Path) ->
     spec = load("demo", ["training.steps=5000"])
     said = unsaved_remark(spec, None)
     assert lacks(said, "checkpoint.interval = 0", "Ctrl-C", "second Ctrl-C", "5,000 steps") == []
-    (tmp_path / "run.json").write_text(json.dumps({"step": 1200, "spec": {}}), "utf-8")
+    (tmp_path / "run.json").write_text(json.dumps({"step": 1200, "spec": {"model": {}}}), "utf-8")
     assert "3,800 steps after step 1,200" in unsaved_remark(spec, tmp_path)
     assert unsaved_remark(load("demo", ["checkpoint.interval=10"]), None) == ""
     assert unsaved_remark(load("demo", ["checkpoint.interval_minutes=10"]), None) == ""

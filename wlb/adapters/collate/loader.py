@@ -53,9 +53,9 @@ class PlannedRank:
 
         UserError for a state that contradicts itself or the planner's data.
         """
-        resumed = PlannerState.from_json(state).reopened()
-        hold_state(resumed, self.planner.source)
-        self._state = resumed
+        resumed = PlannerState.from_json(state)
+        hold_state(resumed, self.planner.source, own=self.planner.policies)
+        self._state = resumed.reopened()
 
 
 def micro_batches_of(plan: StepPlan, dp_rank: int) -> list[MicroBatch]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from wlb.plan import (
     AS_PROFILED,
+    TERMS,
     FloatArray,
     MeasuredStep,
     MeasuredTimeline,
@@ -28,13 +29,15 @@ from wlb.plan import (
     UserError,
     places_from_json,
 )
+from wlb.plan.prices import CHANGE, FACTORS
+from wlb.plan.ranks import PLACES, TABLE, TIMELINE
 from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
+from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
 """Kinds of lines that say what happened besides steps."""
 _REMEDY = "remove the line, which no run wrote"
-_MOST_STEPS = 10**9
 
 
 class StepRecord(NamedTuple):
@@ -128,6 +131,45 @@ class RunRecords:
         )
 
 
+_DONE = range(10**9 + 1)
+_LINES: dict[str, Schema] = {
+    "start": {
+        "steps_done?": _DONE,
+        "resumed_from?": (str, None),
+        "places?": (PLACES, None),
+        "spec?": ({OTHERS: dict}, None),
+        "device?": (str, None),
+        "train_store?": ([str], str, None),
+        OTHERS: ANYTHING,
+    },
+    "step": {
+        "step": _DONE,
+        "steps_done": _DONE,
+        "learning_rate?": (float, None),
+        "memory_bytes?": (int, None),
+        "measured": MeasuredStep.schema(),
+        "predicted": StepMetrics.schema(),
+        "plain_4d": (StepMetrics.schema(), None),
+        "prices?": FACTORS,
+        OTHERS: ANYTHING,
+    },
+    "evaluation": {"steps_done": _DONE, "heldout_loss": float, OTHERS: ANYTHING},
+    "ranks": {**TABLE, OTHERS: ANYTHING},
+    "timeline": {**TIMELINE, OTHERS: ANYTHING},
+    "prices": {
+        "step": _DONE,
+        "steps_done": _DONE,
+        "base": str,
+        "votes?": int,
+        "measured": ({**dict.fromkeys(TERMS, float), OTHERS: ANYTHING}, None),
+        "change": (CHANGE, None),
+        OTHERS: ANYTHING,
+    },
+    "wall": {"steps_done?": _DONE, "seconds": {OTHERS: float}, OTHERS: ANYTHING},
+}
+"""The schema of each kind of line that is read. Only readers of the file use other keys."""
+
+
 def read_run(folder: Path) -> RunRecords:
     """The run in `folder` (run.output_dir/run.name); UserError where there is nothing to show."""
     path = folder / "metrics.jsonl"
@@ -146,7 +188,7 @@ def read_run(folder: Path) -> RunRecords:
             starts=read.starts,
             steps=[_step(line) for line in found["step"]],
             evaluations=[_evaluation(line) for line in found["evaluation"]],
-            tables=[RankTable.from_json(line) for line in found["ranks"]],
+            tables=_tables(found["ranks"]),
             timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
             events=read.events,
             since_start=frozenset(read.since_start),
@@ -163,7 +205,7 @@ def read_run(folder: Path) -> RunRecords:
 def resumed_at(start: dict[str, Any]) -> int | None:
     """steps_done from which a start resumed; None if its line does not say."""
     if "steps_done" in start:
-        return int(start["steps_done"])
+        return start["steps_done"]
     named = re.search(r"step-(\d+)$", start.get("resumed_from") or "")
     return int(named[1]) if named else None
 
@@ -203,6 +245,8 @@ class _Reading:
     def _add(self, of: Fields) -> None:
         line = dict(of.values)
         kind = of.text("kind")  # a later version may write others than these
+        if kind in _LINES:
+            hold_schema(line, _LINES[kind], of.where, remedy=_REMEDY)
         if kind == "start":
             if self.starts and _layout(line) != _layout(self.starts[-1]):
                 # Ranks of different layouts do not fit in the same table.
@@ -212,10 +256,7 @@ class _Reading:
             self.wall = {}
             self._roll_back(resumed_at(line))
         elif kind in self.by_step:
-            done = of.whole("steps_done", at_least=0, at_most=_MOST_STEPS)
-            number = (
-                done if kind == "evaluation" else of.whole("step", at_least=0, at_most=_MOST_STEPS)
-            )
+            number = line["steps_done" if kind == "evaluation" else "step"]
             self.num_replaced += kind == "step" and number in self.by_step[kind]
             self.by_step[kind][number] = line
             if kind == "step":
@@ -223,8 +264,7 @@ class _Reading:
         elif kind in EVENT_KINDS:
             self.events.append(line)
         elif kind == "wall":
-            seconds = Fields(object_of(line["seconds"], of.where), of.where)
-            self.wall = {name: seconds.real(name) for name in seconds.values}
+            self.wall = {name: float(seconds) for name, seconds in line["seconds"].items()}
 
     def _roll_back(self, steps_done: int | None) -> None:
         if steps_done is None:
@@ -234,6 +274,13 @@ class _Reading:
             self.num_replaced += len(late) if kind == "step" else 0
             for number in late:
                 del lines[number]
+
+
+def _tables(lines: list[_Line]) -> list[RankTable]:
+    tables = [RankTable.from_json(line) for line in lines]
+    if len(sizes := {table.measured_us.size for table in tables}) > 1:
+        raise UserError(f"tables of one layout have {sorted(sizes)} ranks")
+    return tables
 
 
 def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
@@ -267,5 +314,7 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
                 f"neither {source} nor a checkpoint in {folder / 'checkpoints'} says how the run "
                 f"was configured"
             )
-        source, stored = saved[-1], read_object(saved[-1], wide=True)["spec"]
+        source, about = saved[-1], read_object(saved[-1], wide=True)
+        hold_schema(about, {"spec": dict, OTHERS: ANYTHING}, source, remedy="repair or remove it")
+        stored = about["spec"]
     return apply(RunSpec(), stored, source=str(source), is_stored=True)

@@ -13,17 +13,39 @@ import shutil
 import time
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 from wlb.plan import PlannerState, UserError
-from wlb.plan.read_file import Fields, malformed, read_json, read_object
+from wlb.plan.read_file import malformed, read_json, read_object
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"
 _TENSORS = ".safetensors"
+_STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
 """An NFS client may cache a folder's entries for this long (acdirmax)."""
+
+
+_MODEL: Schema = {"experts?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
+_IMPORTED: Schema = {
+    "from?": str,
+    "max_position_embeddings?": COUNT,
+    "bos_token_id?": (COUNT, None),
+    "eos_token_ids?": [COUNT],
+    "generation_config?": dict,
+}
+_RUN: Schema = {
+    "step": COUNT,
+    # Of an import, only the model.
+    "spec": ({"model": _MODEL, "training": dict, "data": dict, OTHERS: dict}, {"model": _MODEL}),
+    "profile?": str,
+    "written_by?": {OTHERS: (str, None)},
+    "norms?": [float],
+    "planner?": {"next_step": COUNT, "policy": str},
+    "imported?": _IMPORTED,
+}
 
 
 class DamagedCheckpoint(UserError):
@@ -49,7 +71,7 @@ def step_of(checkpoint: Path) -> int:
 
 def list_complete(directory: Path) -> list[Path]:
     """Return complete checkpoints, oldest first."""
-    return sorted(p for p in directory.glob("step-*") if p.name[5:].isdigit())
+    return sorted(p for p in directory.glob("step-*") if _STEP.fullmatch(p.name[5:]))
 
 
 def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False) -> ToResume:
@@ -74,7 +96,10 @@ def replaced_of(directory: Path, step: int) -> Path:
 def put_back(directory: Path) -> None:
     """Give checkpoints their names back whose replacement was never published."""
     for replaced in directory.glob("partial-replaced-*"):
-        final = folder_of(directory, int(replaced.name.rpartition("-")[2]))
+        number = replaced.name.rpartition("-")[2]
+        if not _STEP.fullmatch(number):
+            continue
+        final = folder_of(directory, int(number))
         # If its replacement is there, the old checkpoint may be half removed.
         if not final.exists():
             replaced.rename(final)
@@ -116,7 +141,7 @@ def _asked_for(directory: Path, asked: str) -> Path:
                 f"and run.output_dir to those of the run that should continue"
             )
         return found[-1]
-    wanted = folder_of(directory, int(asked)) if asked.isdigit() else Path(asked)
+    wanted = folder_of(directory, int(asked)) if _STEP.fullmatch(asked) else Path(asked)
     if wanted.absolute() not in [path.absolute() for path in found]:
         there = ", ".join(path.name for path in found) or "none"
         raise UserError(
@@ -156,36 +181,46 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    """Return the state from which planning continues; an exhausted data source is read again."""
+    """Return the planner's state as it was saved; `Planner.steps` continues from it."""
     path = checkpoint / PLANNER
     with malformed(path, "use another checkpoint"):
-        return PlannerState.from_json(read_object(path, remedy="use another checkpoint")).reopened()
+        return PlannerState.from_json(read_object(path, remedy="use another checkpoint"))
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
     """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
-    "written_by" (versions of wlb and torch, and wlb's commit; absent in older checkpoints), with
-    `training.skip_spikes` "norms", and for a model imported from Hugging Face "imported"."""
-    path = checkpoint / RUN
+    "written_by" (versions of wlb and torch, and wlb's commit), with `training.skip_spikes` "norms",
+    for a model imported from Hugging Face "imported", and in "planner" what planner.json must say
+    as well. Older checkpoints lack some."""
+    path, remedy = checkpoint / RUN, "use another checkpoint"
     # "imported" holds a model's generation_config.json.
-    of = Fields(read_object(path, remedy="use another checkpoint", wide=True), str(path))
-    of.whole("step", at_least=0)
-    if not isinstance(of.values.get("spec"), dict):
-        raise of.error("spec", "must be the configuration of a run; use another checkpoint")
-    return dict(of.values)
+    run = read_object(path, remedy=remedy, wide=True)
+    hold_schema(run, _RUN, path, remedy=remedy)
+    return run
+
+
+def is_import(checkpoint: Path) -> bool:
+    """Whether a checkpoint was imported, with only a model's weights, in the files' dtypes."""
+    return set(read_run(checkpoint)["spec"]) == {"model"}
+
+
+def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
+    """What run.json says of a checkpoint's planner.json: the step that comes next and the policy of
+    what waits."""
+    carry, ready = planner["carry"], planner["ready"]
+    next_step = ready[0]["step"] if ready else carry["next_step"]
+    return {"next_step": next_step, "policy": carry["policy"]}
 
 
 def saved_norms(checkpoint: Path) -> list[float]:
     """Gradient norms of the steps before a checkpoint (`training.skip_spikes`), [] without any."""
-    of = Fields(read_run(checkpoint), str(checkpoint / RUN))
-    found = of.values.get("norms", [])
-    if not isinstance(found, list) or not all(_is_norm(n) for n in cast("list[Any]", found)):
-        raise of.error("norms", "must be a list of gradient norms; use another checkpoint")
-    return [float(norm) for norm in cast("list[Any]", found)]
-
-
-def _is_norm(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    norms = [float(norm) for norm in read_run(checkpoint).get("norms", [])]
+    if wrong := [norm for norm in norms if not 0 <= norm < math.inf]:
+        raise UserError(
+            f"{checkpoint / RUN}: norms has {wrong[0]}, must be gradient norms; use another "
+            f"checkpoint"
+        )
+    return norms
 
 
 def file_digest(path: Path) -> str:

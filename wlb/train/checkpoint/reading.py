@@ -18,7 +18,9 @@ from wlb.model.llama import HEAD
 from wlb.plan import RunError, UserError
 from wlb.plan.read_file import WRONG_SHAPE, told
 from wlb.spec import ModelSpec
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.folder import DamagedCheckpoint
+from wlb.train.checkpoint.headers import held_headers
 
 _MODEL = "model."
 """Begin of the names of a model's tensors in files."""
@@ -57,7 +59,7 @@ class CheckpointReader:
     """
 
     def __init__(self, saved_in: Path) -> None:
-        self._saved_in, self._reader = saved_in, _Reader(str(saved_in))
+        self._saved_in, self._reader = saved_in, TensorFiles(str(saved_in))
 
     @property
     def names(self) -> set[str]:
@@ -65,9 +67,23 @@ class CheckpointReader:
             return set(self._reader.read_metadata().state_dict_metadata)
 
     def load(self, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        """Fill `tensors`, whole ones or DTensors, in place; a collective call."""
+        """Fill `tensors`, whole ones or DTensors, in place; a collective call. DamagedCheckpoint
+        for those of another dtype, unless they are of an import, which keeps that of its files."""
         with self._readable():
+            known = self._reader.read_metadata().state_dict_metadata
+            self._hold_dtypes({n: known[n] for n in tensors if n in known}, tensors)
             state_dict_loader.load(tensors, storage_reader=self._reader, process_group=group)
+
+    def _hold_dtypes(self, known: dict[str, Any], tensors: dict[str, Any]) -> None:
+        is_import = checkpoint.is_import(self._saved_in)
+        for name, about in known.items():
+            saved, wanted = about.properties.dtype, tensors[name].dtype
+            converts = is_import and name.startswith(_MODEL) and saved.is_floating_point
+            if saved != wanted and not converts:
+                raise DamagedCheckpoint(
+                    f"the checkpoint {self._saved_in} has {name} in {saved}, runs save it in "
+                    f"{wanted}; use another one"
+                )
 
     @contextmanager
     def _readable(self) -> Generator[None]:
@@ -76,6 +92,8 @@ class CheckpointReader:
         except CheckpointException as error:
             # It derives from BaseException, so other handlers would not see it.
             raise self._refusal(next((c for c, _ in error.failures.values()), error)) from error
+        except DamagedCheckpoint:
+            raise
         except (SafetensorError, OSError, *WRONG_SHAPE) as error:
             raise self._refusal(error) from error
 
@@ -88,12 +106,18 @@ class CheckpointReader:
         )
 
 
-class _Reader(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files only once."""
+class TensorFiles(hf_storage.HuggingFaceStorageReader):
+    """Reads the headers of all files only once, and holds them before."""
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
         if self._known is None:
+            try:
+                held_headers(Path(self.path), remedy="use another one")
+            except UserError as error:
+                raise DamagedCheckpoint(
+                    f"{self.path} is not a whole checkpoint: {error}"
+                ) from error
             self._known = super().read_metadata()
         return self._known

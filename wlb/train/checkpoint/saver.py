@@ -285,9 +285,10 @@ class CheckpointSaver:
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
         norms = {"norms": task.norms} if task.norms else {}
+        planned = checkpoint.planner_of(task.planner)
         for name, data in (
             (checkpoint.PLANNER, task.planner),
-            (checkpoint.RUN, {"step": task.step, **self._about, **norms}),
+            (checkpoint.RUN, {"step": task.step, **self._about, **norms, "planner": planned}),
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)

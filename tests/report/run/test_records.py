@@ -1,0 +1,100 @@
+"""Tests that lines of metrics.jsonl are held as a whole, with the number of the line."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.run import lines
+from wlb.cli import main
+from wlb.plan import UserError
+from wlb.report.run.records import read_run
+
+Line = dict[str, Any]
+WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
+    "a loss in words": (
+        lambda found: found[1]["measured"].update(loss="high"),
+        "line 2: measured.loss = 'high' must be a number",
+    ),
+    "a time in words": (
+        lambda found: found[1]["measured"].update(step_time_s="long"),
+        "line 2: measured.step_time_s = 'long' must be a number",
+    ),
+    "tokens in words": (
+        lambda found: found[2]["predicted"].update(num_tokens="all"),
+        "line 3: predicted.num_tokens = 'all' must be a whole number",
+    ),
+    "telemetry in a list": (
+        lambda found: found[1]["measured"].update(telemetry=[1]),
+        r"line 2: measured.telemetry = \[1\] must be an object",
+    ),
+    "a term in words": (
+        lambda found: found[1]["measured"]["telemetry"]["compute"].update(mean_s="x"),
+        "measured.telemetry.compute.mean_s = 'x' must be a number",
+    ),
+    "an unknown key of measurements": (
+        lambda found: found[1]["measured"].update(speed=1),
+        "measured has the key 'speed', which wlb does not write there",
+    ),
+    "a held-out loss in words": (
+        lambda found: found[3].update(heldout_loss="5.5"),
+        "line 4: heldout_loss = '5.5' must be a number",
+    ),
+    "a configuration in a list": (
+        lambda found: found[0].update(spec=[1]),
+        r"line 1: spec = \[1\] must be an object",
+    ),
+    "a section in a list": (
+        lambda found: found[0]["spec"].update(model=[1]),
+        r"line 1: spec\['model'\] = \[1\] must be an object",
+    ),
+    "a step to begin at in words": (
+        lambda found: found[0].update(steps_done="none"),
+        "line 1: steps_done = 'none' must be a whole number in",
+    ),
+    "times of ranks in words": (
+        lambda found: found[4]["measured_us"].__setitem__(0, "long"),
+        r"line 5: measured_us\[0\] = 'long' must be a whole number",
+    ),
+    "times of some ranks": (
+        lambda found: found[4]["measured_us"].pop(),
+        r"columns of ranks have \[15, 16\] entries",
+    ),
+    "passes of some ranks": (
+        lambda found: found[5]["passes"].pop(),
+        r"a timeline has \[3, 4\] ranks, times and lists of passes",
+    ),
+    "wall times in words": (
+        lambda found: found[6]["seconds"].update(steps="3"),
+        r"line 7: seconds\['steps'\] = '3' must be a number",
+    ),
+}
+
+
+def whole() -> list[Line]:
+    evaluation = {"kind": "evaluation", "steps_done": 2, "heldout_loss": 5.5}
+    found = [lines.start(), lines.step(1), lines.step(2), evaluation, lines.ranks(2)]
+    found += [lines.timeline(2), {"kind": "wall", "seconds": {"steps": 3.5}}]
+    return json.loads(json.dumps(found))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_line_that_no_run_wrote_is_refused_by_its_number(what: str, tmp_path: Path) -> None:
+    found = whole()
+    assert len(read_run(lines.write(tmp_path, found)).steps) == 2
+    change, said = WRONG[what]
+    change(found)
+    with pytest.raises(UserError, match=said):
+        read_run(lines.write(tmp_path, found))
+
+
+@pytest.mark.parametrize("command", [["report"], ["simulate", "--run"]])
+def test_commands_say_it_in_one_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = whole()
+    found[1]["measured"]["step_time_s"] = "long"
+    assert main([*command, str(lines.write(tmp_path / "run", found))]) == 2
+    assert "line 2: measured.step_time_s = 'long' must be a number" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Headers of safetensors files, held as a whole before a tensor is read.
+
+The library takes the last of two entries of one name, and torch reads a checkpoint's files in any
+order: one that holds rows which another one holds too, or says another dtype of as many bytes,
+would be trained without a word.
+"""
+
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.plan import UserError
+from wlb.plan.read_file import parse_json
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
+
+_ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
+_MOST_BYTES = 100_000_000
+"""Longest header that the library reads."""
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_HEADER: Schema = {
+    f"{_ABOUT}?": {OTHERS: str},
+    OTHERS: {"dtype": str, "shape": [COUNT], "data_offsets": [COUNT]},
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor as a header has it. start: of its rows in the whole tensor, in each dimension; empty
+    in files of others, whose tensors are whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...] = ()
+
+
+def read_header(path: Path, *, remedy: str, is_own: bool = False) -> dict[str, HeaderEntry]:
+    """The tensors of a safetensors file by name; UserError unless each byte is of one of them.
+
+    remedy: what to do about another file. is_own: of a checkpoint, whose headers say where the
+    tensors belong.
+    """
+    with path.open("rb") as file:
+        begin = file.read(8)
+        size = struct.unpack("<Q", begin)[0] if len(begin) == 8 else 0
+        left = path.stat().st_size - 8 - size
+        if not 2 <= size <= _MOST_BYTES or left < 0:
+            raise UserError(
+                f"{path} is not a whole safetensors file (its header has {size} bytes); {remedy}"
+            )
+        where = f"the header of {path}"
+        data = parse_json(file.read(size), where, remedy=remedy, unique=True)
+    hold_schema(data, _HEADER, where, remedy=remedy)
+    about = data.pop(_ABOUT, {})
+    at = 0
+    for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
+        bits, (begin_at, end_at) = _BITS.get(entry["dtype"]), _pair(entry, where, name, remedy)
+        # A dtype of later versions is refused by those who read it.
+        need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
+        if begin_at != at or need != (end_at - begin_at) * 8:
+            raise UserError(
+                f"{where}: {name} of dtype {entry['dtype']} and shape {entry['shape']} has bytes "
+                f"[{begin_at}, {end_at}), after a tensor that ends at {at}; {remedy}"
+            )
+        at = end_at
+    if at != left:
+        raise UserError(
+            f"{path} is not a whole safetensors file (its tensors have {at} bytes, of which {left} "
+            f"are there); {remedy}"
+        )
+    starts = _starts(about, data, where, remedy) if is_own else {}
+    return {
+        name: HeaderEntry(entry["dtype"], tuple(entry["shape"]), starts.get(name, ()))
+        for name, entry in data.items()
+    }
+
+
+def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
+    offsets: list[int] = entry["data_offsets"]
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise UserError(f"{where}: {name} has data_offsets = {offsets}; {remedy}")
+    return offsets[0], offsets[1]
+
+
+def _starts(
+    about: dict[str, str], tensors: dict[str, Any], where: str, remedy: str
+) -> dict[str, tuple[int, ...]]:
+    """Where each tensor of a checkpoint's file begins in the whole one."""
+    if _SHARDING not in about:
+        raise UserError(f"{where} does not say where its tensors belong ({_SHARDING}); {remedy}")
+    found = parse_json(about[_SHARDING], f"{_SHARDING} in {where}", remedy=remedy, unique=True)
+    each: Schema = {"saved_offsets": [COUNT], OTHERS: ANYTHING}
+    schema: Schema = dict.fromkeys(tensors, each) if tensors else {OTHERS: ANYTHING}
+    hold_schema(found, schema, f"{_SHARDING} in {where}", remedy=remedy)
+    starts = {name: tuple(found[name]["saved_offsets"]) for name in tensors}
+    for name, start in starts.items():
+        if len(start) != len(tensors[name]["shape"]):
+            raise UserError(f"{where}: {name} begins at {list(start)}; {remedy}")
+    return starts
+
+
+def held_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
+    """The whole tensors of a checkpoint by name; UserError unless its files hold each element of
+    each tensor once, in one dtype."""
+    parts: dict[str, list[HeaderEntry]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, entry in read_header(path, remedy=remedy, is_own=True).items():
+            parts.setdefault(name, []).append(entry)
+    return {name: _whole(found, f"{folder}: {name}", remedy) for name, found in parts.items()}
+
+
+def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
+    dtypes, ranks = {p.dtype for p in parts}, {len(p.shape) for p in parts}
+    if len(dtypes) > 1 or len(ranks) > 1:
+        raise UserError(f"{where} has parts of {sorted(dtypes)} and {sorted(ranks)} axes; {remedy}")
+    stops = [tuple(map(sum, zip(p.start, p.shape, strict=True))) for p in parts]
+    shape = tuple(map(max, zip(*stops, strict=True)))
+    if len(parts) > 1 or any(parts[0].start):
+        # The cells between the borders of parts, along each axis.
+        borders = [
+            np.unique([*(p.start[axis] for p in parts), *(s[axis] for s in stops), 0])
+            for axis in range(len(shape))
+        ]
+        taken = np.zeros([max(0, b.size - 1) for b in borders], np.int64)
+        for part, stop in zip(parts, stops, strict=True):
+            cells = (
+                slice(*np.searchsorted(b, (x, y)))
+                for b, x, y in zip(borders, part.start, stop, strict=True)
+            )
+            taken[tuple(cells)] += 1
+        if (taken != 1).any():
+            what = "more than once" if (taken > 1).any() else "only in parts"
+            raise UserError(f"{where} is there {what} in the files of the checkpoint; {remedy}")
+    return HeaderEntry(parts[0].dtype, shape, (0,) * len(shape))
