@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,8 @@ def _corrections() -> Iterator[int]:
 def _balances() -> Iterator[int]:
     drawn = np.concatenate(_pieces()).clip(1, 30_000)
     cost = drawn * 3e-4 + (drawn / 7.0) * drawn
-    for options in ({}, {"dynamic_cp": 4}, {"wait": "step"}, {"mini_batches": 2}):
+    several: list[dict[str, Any]] = [{}, {"dynamic_cp": 4}, {"wait": "step"}, {"mini_batches": 2}]
+    for options in several:
         made = balance_step(drawn, num_ranks=8, max_tokens=32_768, cost=cost, **options)
         for k in range(made.num_mini_batches):
             yield digest(*(samples for rank in range(8) for samples in made.of_rank(rank, k)))
@@ -65,7 +67,7 @@ def _steps() -> Iterator[int]:
     for policy in POLICIES:
         made = planner(policy=policy)
         for plan in made.steps():
-            yield digest(np.array(fingerprint(made, plan), np.uint64))
+            yield digest(*fingerprint(made, plan))
 
 
 if __name__ == "__main__":

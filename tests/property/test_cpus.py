@@ -1,5 +1,6 @@
 """Tests that hosts with other CPUs make the same plans: NumPy, BLAS and libm choose by the CPU."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from numpy._core import _multiarray_umath  # pyright: ignore[reportPrivateImportUsage]
 
 pytestmark = [pytest.mark.full, pytest.mark.process]
 
+umath: Any = importlib.import_module("numpy._core._multiarray_umath")
 ROOT = Path(__file__).resolve().parents[2]
 OTHER_CPUS = {
-    "NPY_DISABLE_CPU_FEATURES": " ".join(_multiarray_umath.__cpu_dispatch__),
+    "NPY_DISABLE_CPU_FEATURES": " ".join(umath.__cpu_dispatch__),
     "OPENBLAS_CORETYPE": "Nehalem",
     # glibc's powers and logarithms use fused multiply-adds where there are any.
     "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2,-FMA,-FMA4",
