@@ -86,3 +86,43 @@ def test_only_world_reads_the_environment() -> None:
         if _reads_environment(ast.parse(path.read_text("utf-8")))
     ]
     assert found == ["wlb/parallel/world.py"]
+
+
+PLANNING = ("packing", "sharding", "planner", "balance", "cost")
+DIFFER_BETWEEN_CPUS = {
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "power", "float_power"),
+    *("sin", "cos", "tan", "tanh", "cbrt", "hypot", "argpartition"),
+}
+
+
+def _differing(tree: ast.AST) -> list[int]:
+    """Lines whose result NumPy, libm or an unstable sort may make another one on other CPUs.
+
+    Powers of whole constants are let through: they are of whole numbers."""
+    found: list[int] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            base = node.left.value if isinstance(node.left, ast.Constant) else None
+            is_constant = base is not None and isinstance(node.right, ast.Constant)
+            if not (is_constant or isinstance(base, int)):
+                found.append(node.lineno)
+        if isinstance(node, ast.Call):
+            called = node.func
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            is_unstable = name == "argsort" and all(k.arg != "kind" for k in node.keywords)
+            if name in DIFFER_BETWEEN_CPUS or is_unstable:
+                found.append(node.lineno)
+    return found
+
+
+def test_plans_come_from_arithmetic_that_is_the_same_on_all_cpus() -> None:
+    """Sums, products, quotients and square roots are exactly rounded everywhere."""
+    assert _differing(ast.parse("a = np.log2(b)\nc = d**0.5\ne = f.argsort()")) == [1, 2, 3]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        if path.relative_to(ROOT / "wlb").parts[0] in PLANNING
+        for _ in _differing(ast.parse(path.read_text("utf-8")))
+    ]
+    # A rank's own vote, of its own measured times: which bins two factors and two constants are in.
+    assert found == ["wlb/cost/learn.py"] * 2

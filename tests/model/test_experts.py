@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu
 
+from tests.kernels.test_grouped import blackwell
+from wlb.kernels import grouped
 from wlb.model import ExpertRows, Llama, build_reference, initial_weight
+from wlb.model import experts as experts_module
 from wlb.model.experts import MixtureMlp
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
@@ -75,6 +78,12 @@ def one_by_one(
     return torch.stack(out)
 
 
+def add_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        assert parameter.grad is None
+        parameter.grad = grad
+
+
 def in_float64(mlp: MixtureMlp) -> dict[str, Tensor]:
     return {n: p.detach().double().requires_grad_() for n, p in mlp.named_parameters()}
 
@@ -109,12 +118,30 @@ def test_deferred_gradients_are_the_same(kind: str) -> None:
         mlp(some_rows(19)).square().sum().backward()
         assert len(waiting) == 2 * is_deferred
         for parameters, compute in waiting:
-            for parameter, grad in zip(parameters, compute(), strict=True):
-                assert parameter.grad is None
-                parameter.grad = grad
+            add_gradients(parameters, compute())
         found.append({n: p.grad for n, p in mlp.named_parameters() if p.grad is not None})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_experts_without_rows_learn_nothing_from_memory(
+    is_deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that leaves their weights' gradients as memory was."""
+    monkeypatch.setattr(grouped, "grouped_mm", blackwell)
+    monkeypatch.setattr(experts_module, "grouped_mm", blackwell)
+    monkeypatch.setattr(grouped, "may_leave_groups_unwritten", lambda device: True)
+    mlp, rows = mixture(), ExpertRows(num=2)
+    if is_deferred:
+        mlp.experts.defer = lambda parameters, compute: add_gradients(parameters, compute())
+    mlp(some_rows(2), rows).square().sum().backward()
+    has_none_E = rows.counts[mlp] == 0
+    assert has_none_E.sum() >= 4
+    for parameter in mlp.experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+        assert torch.equal(parameter.grad.flatten(1).abs().amax(1) == 0, has_none_E)
 
 
 @settings(deadline=None, max_examples=30)

@@ -84,7 +84,9 @@ def _check(units: Units, rules: Rules, most: int) -> None:
 def _degrees(units: Units, cap: int, level: float, most: int) -> IntArray:
     """The smallest power of two at which a unit fits in the cap and in the level."""
     need = np.maximum(units.tokens / cap, np.minimum(units.work / level, most))
-    return 2 ** np.ceil(np.log2(np.maximum(need, 1.0))).astype(np.int64)
+    # Exponents are exact, where a logarithm may differ between CPUs.
+    fraction, exponent = np.frexp(np.maximum(need, 1.0))
+    return 2 ** (exponent - (fraction == 0.5)).astype(np.int64)
 
 
 def _place(

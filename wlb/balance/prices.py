@@ -5,6 +5,8 @@ Most are workload models (`wlb.cost.ratio`). "slime" is the forward FLOPs of a d
 sample of that many tokens equals its linear layers'.
 """
 
+from math import frexp, ldexp
+
 import numpy as np
 
 from wlb.cost import Cost, model_of
@@ -72,5 +74,6 @@ def whole(costs: FloatArray) -> FloatArray:
     if total <= 0:
         return np.ones_like(costs)
     # A power of two keeps whole costs whole where there is room, and the division exact.
-    worth = 2.0 ** (np.ceil(np.log2(total)) - (WORK_BITS - 1))
+    fraction, exponent = frexp(total)
+    worth = ldexp(1.0, exponent - (fraction == 0.5) - (WORK_BITS - 1))
     return np.maximum(np.rint(costs / worth), 1.0)

@@ -208,7 +208,7 @@ def smaller_products_ns(
     width, hidden = model.hidden_size, model.experts.hidden_size
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
-    wave_ns = [2 * _TILE**2 * n * _UNITS / tflops * 1e-3 for n in inner]
+    wave_ns = [2 * _TILE * _TILE * n * _UNITS / tflops * 1e-3 for n in inner]
     forward, backward = (
         (stages - 1) * (wave / 2 + kernels * _SHORTEST_NS)
         for wave, kernels in zip(wave_ns, _KERNELS, strict=True)

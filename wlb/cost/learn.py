@@ -8,7 +8,7 @@ vote is the same integer everywhere. `next_prices` follows it by bounded steps.
 """
 
 from dataclasses import dataclass, field
-from math import log2
+from math import ldexp, log2, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +142,7 @@ def _line(base: FloatArray, measured: FloatArray) -> _Line | None:
     rest = measured - slope * base
     constant = float(np.median(rest))
     sigma = 1.4826 * float(np.median(np.abs(rest - constant)))
-    error = sigma / (float(base.std()) * base.size**0.5)
+    error = sigma / (float(base.std()) * sqrt(base.size))
     if slope <= 0 or error > MOST_ERROR * slope:
         return None
     return _Line(slope, constant, error)
@@ -188,14 +188,26 @@ def counted_votes(total: FloatArray) -> Measured | None:
     # Twice the median's bin: the mean of the two in the middle may lie between bins.
     lower = (reached > (num_votes - 1) // 2).argmax(1)
     twice = (lower + (reached > num_votes // 2).argmax(1)).tolist()
-    factors = [round(UNIT * 2.0 ** ((t - BINS + 1) / (2 * _PER_OCTAVE))) for t in twice[:4]]
-    extra = [round(2.0 ** (t / (2 * _EXTRA_PER_OCTAVE))) if t else 0 for t in twice[4:]]
+    factors = [round(UNIT * _octaves(t - BINS + 1, 2 * _PER_OCTAVE)) for t in twice[:4]]
+    extra = [round(_octaves(t, 2 * _EXTRA_PER_OCTAVE)) if t else 0 for t in twice[4:]]
     return Measured(
         num_votes=num_votes,
         linear_forward=factors[0],
         relative=(factors[1], factors[2], factors[3]),
         extra_ns=(extra[0], extra[1]),
     )
+
+
+def _octaves(steps: int, per_octave: int) -> float:
+    """2 ** (steps / per_octave), whose bits are the same on all CPUs, which those of a power need
+    not be; per_octave: a power of two."""
+    whole, rest = divmod(steps, per_octave)
+    root, out = 2.0, 1.0
+    while rest:
+        root, per_octave = sqrt(root), per_octave // 2
+        if rest >= per_octave:
+            rest, out = rest - per_octave, out * root
+    return ldexp(out, whole)
 
 
 class LoadPrices(NamedTuple):

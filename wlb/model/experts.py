@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, pad, silu
 
+from wlb.kernels.grouped import weight_gradients
 from wlb.model.expert_way import ExpertExchange, FirstPass, LocalExperts, Way, during_pass
 from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
@@ -136,10 +137,10 @@ class _GroupedSwiGlu(torch.autograd.Function):
         grad_MC, ends_E = way.back.whole()[0], way.ends_E
 
         def of_down() -> list[Tensor]:
-            return [grouped_mm(grad_MC.t(), hidden_MF, offs=ends_E)]
+            return weight_gradients([grad_MC], hidden_MF, ends_E)
 
         def of_gate_and_up() -> list[Tensor]:
-            return [grouped_mm(grad.t(), x_MC, offs=ends_E) for grad in (dgate_MF, dup_MF)]
+            return weight_gradients([dgate_MF, dup_MF], x_MC, ends_E)
 
         dweights: list[Tensor | None] = [None] * 3
         if ctx.defer is None:

@@ -8,6 +8,7 @@ global batch; documents leave within `max_delay` steps if the caps permit, else 
 """
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import ClassVar
 
 import numpy as np
@@ -86,7 +87,7 @@ class BoundedPacker(PolicyPacker):
             s_max=self.s_max,
             step_tokens=most if self.step_tokens is None else min(self.step_tokens, most),
             max_delay=self.max_delay,
-            price=usual / num**0.5 if self.delay_price is None else self.delay_price,
+            price=usual / sqrt(num) if self.delay_price is None else self.delay_price,
         )
 
     @property

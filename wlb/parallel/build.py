@@ -4,8 +4,8 @@
 3. Activation recompute of layers; it is inside FSDP's hooks, so they see one forward pass.
 4. torch.compile of each layer, which traces the recompute; of attention alone, inside of it, where
 there are experts. 5. FSDP2 over dp x cp. 6. Storage for this rank's shards, initialised from name
-and seed, so every layout starts from the same model. One whole parameter exists at a time, on the
-CPU: building takes the shards plus the largest parameter.
+and seed, so every layout starts from the same model; not where a checkpoint's weights follow. One
+whole parameter exists at a time, on the CPU: building takes the shards plus the largest parameter.
 """
 
 from functools import partial
@@ -63,8 +63,12 @@ def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
     )
 
 
-def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
-    """This rank's stages by stage index, initialised and sharded, on the mesh's device."""
+def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, Llama]:
+    """This rank's stages by stage index, initialised and sharded, on the mesh's device.
+
+    draws: False leaves weights as memory was, for a caller that loads all of them from a checkpoint
+    before anything reads them. A core draws about 1.2e8 values a second, of whole parameters.
+    """
     if not spec.model.vocab_size:
         raise UserError("model.vocab_size is 0; take the token store's before building a model")
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
@@ -89,8 +93,9 @@ def build_stages(spec: RunSpec, mesh: Mesh) -> dict[int, Llama]:
         shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
         # The storage is that of this rank's shards alone.
         stage.to_empty(device=mesh.device)
-        for name, parameter in stage.named_parameters():
-            _fill(parameter, name, spec, mesh)
+        if draws:
+            for name, parameter in stage.named_parameters():
+                _fill(parameter, name, spec, mesh)
         for buffer in stage.buffers():
             buffer.zero_()
         stages[index] = stage

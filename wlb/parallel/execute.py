@@ -40,7 +40,7 @@ class Executor:
     """One rank's stages, by index, and how to run a step on them.
 
     backend: attention kernel. Gradients accumulate in the stages' parameters; the caller owns the
-    optimiser. progress, timer: see `wlb.parallel.observe`.
+    optimiser. progress, timer: see `wlb.parallel.observe`. draws: as `build_stages` takes it.
     """
 
     def __init__(
@@ -50,10 +50,11 @@ class Executor:
         *,
         progress: Progress | None = None,
         timer: Timer | None = None,
+        draws: bool = True,
     ) -> None:
         self.spec, self.mesh = spec, mesh
         self._watchers = Watchers(progress, timer)
-        self.stages: dict[int, Llama] = build_stages(spec, mesh)
+        self.stages: dict[int, Llama] = build_stages(spec, mesh, draws=draws)
         if timer is not None:
             for stage in self.stages.values():
                 watch_ends(stage, timer)

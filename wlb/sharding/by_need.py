@@ -19,8 +19,6 @@ from wlb.sharding.nodes import split
 from wlb.sharding.spans import RankedSpans, from_spans
 
 ROUNDS = 4
-DAMPED = 0.8
-"""Power of the ratio by which a rank's share is corrected."""
 SHARES = (3 / 2, 2, 4)
 WHOLE = (1.0, 0.3)
 NODE_SHARES = (1, 3 / 2, 4)
@@ -100,8 +98,10 @@ class _Made:
     def _corrected(self, scale: FloatArray, plan: ShardingPlan) -> FloatArray:
         forward, backward = self.cost.segment_times_ns(plan.stop - plan.start, plan.stop)
         load = np.bincount(rank_of_span(plan), weights=forward + backward, minlength=self.cp)
-        factor = (load.mean() / np.maximum(load, 1.0)) ** DAMPED
-        return np.clip(scale * factor, 0.5, 2.0)
+        # The power 3/4 damps the correction. Square roots make it, because NumPy's powers differ
+        # between CPUs and all hosts must make the same plan.
+        root = np.sqrt(load.mean() / np.maximum(load, 1.0))
+        return np.clip(scale * root * np.sqrt(root), 0.5, 2.0)
 
 
 def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) -> RankedSpans:

@@ -58,7 +58,9 @@ class Trainer:
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device) if spec.telemetry.enabled else None
-        self.executor = Executor(spec, mesh, progress=self.position, timer=clock)
+        # A checkpoint has every weight, or is refused.
+        draws = job.resume is None and job.init_from is None
+        self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)

@@ -15,7 +15,8 @@ import torch
 
 from wlb.cost import ProfiledWorkload, price_base, workload_for
 from wlb.data import StoreName
-from wlb.parallel.build import fused_of, kernel_of
+from wlb.kernels.grouped import waits_for_host
+from wlb.parallel.build import compute_dtype, fused_of, kernel_of
 from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
 from wlb.parallel.host import host_group
@@ -154,10 +155,13 @@ def agree_on_kernel(
 
 
 def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
-    """Lines for the log: the attention kernel, whether kernels are fused, and why. UserError for a
-    kernel that cannot compute here."""
+    """Lines for the log: the attention kernel, whether kernels are fused, and why; and whether
+    products of experts wait. UserError for a kernel that cannot compute here."""
     where = torch.device(device)
-    return f"{kernel_of(spec, where).line}\n{probe(fused_of, spec, where).line}"
+    lines = [kernel_of(spec, where).line, probe(fused_of, spec, where).line]
+    if spec.model.experts.num:
+        lines.append(waits_for_host(where, compute_dtype(spec)))
+    return "\n".join(filter(None, lines))
 
 
 def priced_by(planner: Planner) -> str:

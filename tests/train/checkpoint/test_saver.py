@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from tests.sets import full, nightly
 from tests.train.case import Run, job_of, relaid, small_spec, train
@@ -21,8 +22,11 @@ from tests.train.checkpoint.case import SHARD, copied, spec_of
 from tests.words import lacks
 from wlb import __version__
 from wlb.cost.machine import program_version
+from wlb.model import Llama
+from wlb.parallel import build
 from wlb.parallel import world as worlds
 from wlb.parallel.mesh import build_mesh
+from wlb.parallel.tensor import local_tensor
 from wlb.parallel.world import World
 from wlb.plan import PlannerState
 from wlb.spec import RunSpec
@@ -262,6 +266,48 @@ def test_a_run_begins_with_the_weights_of_another(
     third, said = train(relaid(longer, layout), resume=True)
     assert "weights of" not in said
     assert len(third.steps) == 3
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses initial weights; storage begins as NaN, so that a weight left unread is seen."""
+
+    def refuse(name: str, *_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError(f"{name} was drawn")
+
+    make = build.Llama.to_empty
+
+    def as_nan(stage: Llama, **options: Any) -> Llama:
+        made = make(stage, **options)
+        with torch.no_grad():
+            for parameter in made.parameters():
+                local_tensor(parameter).fill_(torch.nan)
+        return made
+
+    monkeypatch.setattr(build, "initial_weight", refuse)
+    monkeypatch.setattr(build.Llama, "to_empty", as_nan)
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_resumed_run_draws_no_initial_weight_and_ends_with_the_same_bits(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    run, _ = train(copied(whole, tmp_path, corpus), resume="4")
+    assert [line["measured"]["step"] for line in run.steps][-2:] == [4, 5]
+    made, expected = (
+        load_file(each.folder / "checkpoints" / "step-00000006" / SHARD) for each in (run, whole)
+    )
+    assert made.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(made[name], expected[name])] == []
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_run_that_begins_with_weights_draws_none(
+    whole: Run, corpus: Path, tmp_path: Path
+) -> None:
+    init = {"init_from": str(whole.folder)}
+    run, _ = train(spec_of(tmp_path, corpus, checkpoint=init, training={"steps": 1}))
+    assert run.evaluations[0] == (0, whole.evaluations[-1][1])
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ run of each setting over the sample, 0.1 s for 160 steps of 240 documents.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import sqrt
 from typing import Any
 
 from wlb.cost import WorkloadModel
@@ -71,7 +72,7 @@ class TuningGrid:
                     yield from self._queues(replace(capped, policy=Policy.VAR_LEN))
                 if Policy.BOUNDED in self.policies and s_max > 1:
                     for price in self.prices:
-                        price_of_n = price * DELAY_PRICE / num_micro_batches**0.5
+                        price_of_n = price * DELAY_PRICE / sqrt(num_micro_batches)
                         yield replace(capped, policy=Policy.BOUNDED, delay_price=price_of_n)
 
     def _queues(self, section: PackingSection) -> Iterator[PackingSection]:
