@@ -10,7 +10,6 @@ from wlb.data import BlendedStore, StoreName, open_store
 from wlb.plan import UserError, digest
 from wlb.prepare import StoreReport, docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import RunSpec, check, resolve_dp
-from wlb.train.faults.stop import Signals
 
 SPLIT_SEED = 0
 """Seed of the choice of held-out documents; run.seed is not used, so that runs of several seeds
@@ -48,8 +47,8 @@ def named_stores(spec: RunSpec) -> Stores | None:
     return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
 
 
-def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
-    """The stores that a run names, or data.corpus's; StoppedEarly if a signal comes meanwhile."""
+def open_stores(spec: RunSpec, console: Console) -> Stores:
+    """The stores that a run names, or data.corpus's."""
     named = named_stores(spec)
     if named is not None:
         return named
@@ -63,8 +62,6 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
 
         def progress(done: int, total: int) -> None:
             status.update(f"token store of {spec.data.corpus}: {done / max(1, total):.0%}")
-            if signals is not None:
-                signals.check()
 
         made = prepare(
             text_documents(spec.data.corpus),

@@ -23,6 +23,7 @@ from wlb.cost import (
     scaled_profile,
 )
 from wlb.cost.machine import program_version
+from wlb.data.folder import make_folder
 from wlb.plan import AS_PROFILED, Telemetry, UserError
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
@@ -108,7 +109,7 @@ class Calibration:
             backend=cost.backend,
             collectives=collectives,
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         taken = path
         # Another run may have written this name in the meantime.
         while path.exists():
