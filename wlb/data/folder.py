@@ -1,8 +1,8 @@
 """Folders that output goes to: made where they can be, and refused with the cause where not.
 
 Other processes remove and replace folders of wlb at any time, so some steps are tried again. Every
-such loop goes over `attempts`, which ends: an error that stays is told from a race by what is in the
-way (`_obstacle`), or by its staying.
+such loop goes over `attempts`, which ends: an error that stays is told from a race by what is in
+the way (`_obstacle`), or by its staying.
 """
 
 import os

@@ -107,7 +107,8 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
     asked.console.print(_why(checked, choice, None))
-    with closing(RunLock(directory_of(checked), asked.console)) as lock:
+    directory = directory_of(checked)
+    with asked.signals.early(), closing(RunLock(directory, asked.console)) as lock:
         apart = world_size > 1 and choice.kind == "cuda"
         probe = _in_own_process if apart else probe_here
         job = _claimed_job(checked, world_size, choice, asked, lock, probe)

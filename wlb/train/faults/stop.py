@@ -50,7 +50,8 @@ class Signals:
     """Context manager of the main thread that notes SIGINT, SIGTERM and SIGUSR1.
 
     In a block of `early` they raise StoppedEarly. Otherwise the second SIGINT raises
-    KeyboardInterrupt; a third one kills the process, for code that Python cannot interrupt. SIGINT stays ignored where it was, as in a job of nohup or of a launcher.
+    KeyboardInterrupt; a third one kills the process, for code that Python cannot interrupt. SIGINT
+    stays ignored where it was, as in a job of nohup or of a launcher.
     answers: whether this process tells the user what the first SIGINT does.
     """
 
