@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cli.options import add_flag, add_text, number
-from wlb.cli.output import command_of, needs_train_extra
+from wlb.cli.output import command_of, needs_train_extra, write_text
 from wlb.cost.machine import program_version, short_name
 from wlb.data.folder import make_folder
 from wlb.plan import UserError, check_at_least
@@ -155,9 +155,9 @@ def _finish(
     files = [out, out.with_suffix(".log"), out.with_suffix(".sweep.jsonl")]
     if not options.no_page:
         files.insert(1, out.with_suffix(".html"))
-        files[1].write_text(_page(built, settings), "utf-8")
+        write_text(files[1], _page(built, settings))
     screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
-    out.with_suffix(".log").write_text(screen.export_text(), "utf-8")
+    write_text(out.with_suffix(".log"), screen.export_text())
 
 
 def visible_gpus(device: str) -> int | None:

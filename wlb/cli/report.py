@@ -49,6 +49,6 @@ def run(options: argparse.Namespace) -> int:
         text = run_page(runs[0], step=options.step, command=command)
     else:
         text = runs_page(runs, command=command)
-    out.write_text(text, "utf-8")
-    print(f"written: {out} ({len(text.encode()) / 1024:,.0f} KiB)")
+    output.write_text(out, text)
+    print(f"written: {out} ({out.stat().st_size / 1024:,.0f} KiB)")
     return 0
