@@ -13,7 +13,7 @@ from rich.table import Table
 from wlb.cli.options import add_flag, add_text, number
 from wlb.cli.output import command_of, needs_train_extra, write_text
 from wlb.cost.machine import program_version, short_name
-from wlb.data.folder import make_folder
+from wlb.data.folder import make_folder, refuse_file
 from wlb.plan import UserError, check_at_least
 from wlb.report.tables import console, new_table
 from wlb.spec import Device, load, presets
@@ -87,6 +87,7 @@ def run(options: argparse.Namespace) -> int:
 
         require_matplotlib()
     make_folder(out.parent)
+    refuse_file(out)
     screen = console(record=True)
     written = ", ".join(str(out.with_suffix(suffix)) for suffix in suffixes)
     if world is None or not world.rank:

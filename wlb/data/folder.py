@@ -5,6 +5,7 @@ such loop goes over `attempts`, which ends: an error that stays is told from a r
 the way (`_obstacle`), or by its staying.
 """
 
+import errno
 import os
 import stat
 import time
@@ -17,6 +18,8 @@ TRIES = 1000
 """Times that something is tried which another process undid meanwhile; each process that waits for
 one lock can undo it once."""
 PAUSE_S = 0.002
+_IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
+"""Errors where something is in the way, or another process removed a folder in this moment."""
 
 
 def attempts(path: Path, why: str = "") -> Iterator[int]:
@@ -42,13 +45,14 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
     UserError names the first component that leads nowhere or is no folder, and what a link points
     to. Other reasons, such as permissions, stay OSErrors of the system.
     """
-    error = FileNotFoundError()
+    error = OSError()
     for _ in range(TRIES):
         try:
             path.mkdir(mode=mode, parents=True, exist_ok=True)
             return
-        # Either something is in the way, or another process removed a folder in this moment.
-        except (FileNotFoundError, FileExistsError, NotADirectoryError) as found:
+        except OSError as found:
+            if found.errno not in _IN_THE_WAY:
+                raise
             error = found
         refuse_nowhere(path)
         time.sleep(PAUSE_S)

@@ -89,6 +89,7 @@ def train(
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
+        refuse_nowhere(Path(calibrate).parent)
     with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
         asked = _Request(resume, calibrate, console, started_s, caught)
         world = worlds.discover()

@@ -1,5 +1,6 @@
 """The token stores of a run: those it names, or one made from `data.corpus` where it is missing."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _store_prefix(spec: RunSpec) -> Path:
     """Prefix of data.corpus's store: one for each corpus, vocabulary and held-out share."""
     data = spec.data
     is_builtin = data.corpus == STDLIB
-    corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
+    corpus = data.corpus if is_builtin else os.path.realpath(data.corpus)
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
     return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
