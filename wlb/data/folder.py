@@ -22,14 +22,14 @@ _IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 """Errors where something is in the way, or another process removed a folder in this moment."""
 
 
-def attempts(path: Path, why: str = "") -> Iterator[int]:
-    """Numbers to try by, with pauses; UserError when there were `TRIES`. why: what ended the last
-    attempt, if the caller does not know better."""
+def attempts(path: Path) -> Iterator[int]:
+    """Numbers to try by, with pauses; UserError when there were `TRIES`. path: what another process
+    removed or replaced while this one made, opened or locked it."""
     for number in range(TRIES):
         yield number
         time.sleep(PAUSE_S)
     raise UserError(
-        f"{path} was removed or replaced {TRIES} times while this process made it{why}; see what "
+        f"{path} was removed or replaced {TRIES} times while this process took it; see what "
         f"removes it, or choose a folder on another file system"
     )
 
@@ -56,7 +56,7 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
             error = found
         refuse_nowhere(path)
         time.sleep(PAUSE_S)
-    missing = next(part for part in _components(path) if not part.is_dir())
+    missing = next((part for part in _components(path) if not part.is_dir()), path)
     raise UserError(
         f"{path} cannot be made: {missing.parent} takes no new folder {missing.name!r} "
         f"({error.strerror}); choose another folder"

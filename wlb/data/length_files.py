@@ -242,9 +242,10 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
 
 
 def _is_name(cell: str) -> bool:
-    """Whether a cell of the first row may be a column's name. One that begins like a number is a
-    length, if a wrong one such as 1_000, which must not be passed over."""
-    return not cell.lstrip("+-.")[:1].isdigit()
+    """Whether a cell of the first row may be a column's name. One like a number is a length, if a
+    wrong one such as 1_000 or nan, which must not be passed over."""
+    bare = cell.lstrip("+-.").lower()
+    return not bare[:1].isdigit() and bare not in ("nan", "inf", "infinity")
 
 
 def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
