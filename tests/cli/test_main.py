@@ -1,6 +1,10 @@
 """Tests all commands: warnings and user errors take one line on stderr, bugs keep a traceback."""
 
+import io
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +12,9 @@ import pytest
 
 from tests.words import lacks
 from wlb.cli import main, report
+from wlb.cli.output import never_fail_to_encode
 from wlb.plan import UserError
+from wlb.spec import load
 
 PLAN = ["plan", "--synthetic", "wlb_paper", "--steps", "2", "--json", "-"]
 
@@ -130,3 +136,60 @@ def test_a_word_with_a_zero_character_is_refused(capsys: pytest.CaptureFixture[s
     """Files' names end at one; a shell passes none, a program that calls `main` may."""
     assert main(["prepare", "x.txt", "--out", "a\0b"]) == 2
     assert capsys.readouterr().err == "wlb: 'a\\x00b' has a zero character; leave it out\n"
+
+
+ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""A locale whose names and streams are ASCII; Python would otherwise choose UTF-8 there."""
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "written"),
+    [
+        ("ascii", "ü 😀", "\\u00fc \\U0001f600"),
+        ("latin-1", "ü 日", "ü \\u65e5"),
+        ("utf-8", "日 \udcff", "日 \\udcff"),
+    ],
+)
+def test_no_stream_fails_to_encode(encoding: str, text: str, written: str) -> None:
+    out = io.BytesIO()
+    stream = io.TextIOWrapper(out, encoding)
+    never_fail_to_encode(stream)
+    stream.write(text)
+    stream.flush()
+    assert out.getvalue() == written.encode(encoding)
+    never_fail_to_encode(io.StringIO())  # encodes nothing
+
+
+@pytest.mark.full
+@pytest.mark.process
+@pytest.mark.parametrize("locale", [{**ASCII, "PYTHONIOENCODING": "ascii"}, ASCII, {}])
+def test_what_a_stream_cannot_encode_is_escaped(tmp_path: Path, locale: dict[str, str]) -> None:
+    """A path of other characters, and one that is no UTF-8, which no stream of text encodes."""
+    (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n')
+    (tmp_path / "ö").mkdir()
+    command = [sys.executable, "-m", "wlb"]
+    prepare = [*command, "prepare", "texts.jsonl", "--tokenizer", "bytes", "--out"]
+    plan = [*command, "plan", "demo_single", "--synthetic", "wlb_paper", "--steps", "2"]
+    for words in (
+        [*prepare, "ünï cödé/x"],
+        [*prepare, os.fsdecode(b"\xff\xfe/x")],
+        [*plan, "--html", "ö/p.html", "--out", "ö/p.toml", "--json", "ö/p.json"],
+    ):
+        made = subprocess.run(
+            words, cwd=tmp_path, env={**os.environ, **locale}, capture_output=True, check=False
+        )
+        assert made.returncode == 0, made.stderr
+    written = {path.name for path in (tmp_path / "ö").iterdir()}
+    assert written == {"p.html", "p.toml", "p.json"}
+    for folder in ("ünï cödé", os.fsdecode(b"\xff\xfe")):
+        assert (tmp_path / folder / "x.idx").exists()
+
+
+@pytest.mark.process
+def test_a_printed_configuration_is_read_back_from_a_stream_of_ascii(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "wlb", "init", "demo", "--set", "run.name=ünï-😀"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    printed = subprocess.run(words, env=environment, capture_output=True, check=True).stdout
+    (tmp_path / "my.toml").write_bytes(printed)
+    assert printed.isascii()
+    assert load(str(tmp_path / "my.toml")).run.name == "ünï-😀"

@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from wlb.data import length_files, lengths_of_file
+from wlb import Planner
+from wlb.data import LengthSource, length_files, lengths_of_file
+from wlb.plan import UserError
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,91 @@ def test_files_of_another_kind_are_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=message):
         lengths_of_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("1_000", "١٢", "１２", "²", "0x10", "1 000", "inf", "nan", "1e1_0", "12.5", "-5", "0"),
+        *("3.00000000000000000001", "1e999999999", "1e30", "4611686018427387905", "9" * 5000),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "{}\n3\n"),
+        ("a.csv", "{}\n3\n"),  # which is no name of a column
+        ("a.csv", "{},a\n3,b\n"),
+        ("a.tsv", "length\tid\n{}\ta\n"),
+        ("noending", "id;len\na;{}"),
+    ],
+)
+def test_a_length_in_text_is_ascii_digits_of_a_whole_number(tmp_path, name, text, word):
+    (tmp_path / name).write_text(text.format(word), "utf-8")
+    with pytest.raises(UserError):
+        lengths_of_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("word", "length"),
+    [
+        *(("+5", 5), ("007", 7), ("12.", 12), ("12.0", 12), ("1e3", 1000), ("50e-1", 5)),
+        *(("9007199254740993.0", 9007199254740993), ("4611686018427387904", 2**62)),
+    ],
+)
+def test_a_length_in_text_is_read_exactly(tmp_path, word, length):
+    (tmp_path / "a.txt").write_text(f" {word} \n3\n")
+    assert lengths_of_file(tmp_path / "a.txt").lengths.tolist() == [length, 3]
+
+
+@pytest.mark.parametrize("bad", [True, "3", None, 2.5, 2.0**53, -1, 2**62 + 1, [3]])
+def test_all_readers_hold_lengths_to_one_rule(tmp_path, monkeypatch, bad):
+    records = f'{{"length": 3}}\n{{"length": {json.dumps(bad)}}}'.encode()
+    (tmp_path / "a.json").write_text(json.dumps([3, bad]))
+    (tmp_path / "a.jsonl").write_bytes(records)
+    monkeypatch.setattr(sys, "stdin", Piped(records))
+    for source in (tmp_path / "a.json", tmp_path / "a.jsonl", "-"):
+        with pytest.raises(UserError, match=r"whole number|at least 1 token"):
+            lengths_of_file(source)
+    with pytest.raises(UserError, match=r"whole number|at least 1 token"):
+        LengthSource(name="given", lengths=[3, bad])
+    if isinstance(bad, int | float):
+        np.save(tmp_path / "a.npy", np.array([3, bad]) if bad is not True else np.array([True]))
+        with pytest.raises(UserError, match=r"whole number|at least 1 token|not bool"):
+            lengths_of_file(tmp_path / "a.npy")
+    with pytest.raises(UserError):
+        Planner.for_lengths([3, bad], context_window=16, num_micro_batches=1)
+
+
+def test_more_lengths_than_are_planned_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(length_files, "MOST_DOCUMENTS", 3)
+    many = np.full(4, 7, np.uint8)
+    np.save(tmp_path / "a.npy", many)
+    np.savez_compressed(tmp_path / "a.npz", length=many)
+    pq.write_table(pa.table({"n": many}), tmp_path / "a.parquet")
+    (tmp_path / "a.txt").write_text("7\n" * 4)
+    (tmp_path / "a.csv").write_text("n\n" + "7\n" * 3)
+    (tmp_path / "a.jsonl").write_text('{"n": 7}\n' * 4)
+    (tmp_path / "a.json").write_text("[7, 7, 7, 7, 7]")
+    unread = {"checked_lengths", "number_of", "parse_json"}
+    for name in unread:
+        monkeypatch.setattr(length_files, name, None)
+    for ending in ("npy", "npz", "parquet", "txt", "csv", "jsonl", "json"):
+        said = r"has 4 (lengths|lines|commas), must have at most 3; give a sample"
+        with pytest.raises(UserError, match=said):
+            lengths_of_file(tmp_path / f"a.{ending}")
+
+
+def test_files_larger_than_are_read_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(length_files, "MOST_BYTES", 1000)
+    (tmp_path / "a.txt").write_text("3\n" * 501)
+    monkeypatch.setattr(sys, "stdin", Piped(b"3\n" * 501))
+    for source in (tmp_path / "a.txt", "-"):
+        with pytest.raises(UserError, match="has more than 1,000 bytes; give a sample"):
+            lengths_of_file(source)
+    np.savez_compressed(tmp_path / "a.npz", length=np.full(5000, 7, np.uint8))
+    with pytest.raises(UserError, match="has 5128 bytes, must have at most 1000"):
+        lengths_of_file(tmp_path / "a.npz")
 
 
 def test_missing_file_is_named(tmp_path):

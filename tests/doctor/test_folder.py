@@ -27,4 +27,4 @@ def test_a_folder_that_cannot_be_made_fails(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused = shared_folder(patient(run__output_dir=tmp_path / "file" / "runs"))
     assert refused.verdict == Verdict.FAIL
-    assert "Not a directory" in refused.found
+    assert "file is a file, not a folder" in refused.found

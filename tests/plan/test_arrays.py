@@ -13,6 +13,12 @@ def test_digest_sees_bytes_order_and_kind() -> None:
     assert digest(a) < 2**60
 
 
+@pytest.mark.parametrize("values", [[True, 3], (3, False), [True], np.array([True])])
+def test_truth_values_are_no_numbers(values) -> None:
+    with pytest.raises(ValueError, match=r"True or False|must hold integers, got dtype bool"):
+        int_array("n", values)
+
+
 @pytest.mark.parametrize("values", [[1e300], [float(2**63)], np.array([2**63 + 5], np.uint64)])
 def test_numbers_beyond_64_bits_are_refused(values) -> None:
     with pytest.raises(ValueError, match="beyond 64-bit integers"):

@@ -6,13 +6,12 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
 from wlb.cli.options import add_flag, add_json, add_overrides, add_text, add_value
-from wlb.cli.output import command_of, needs_train_extra
+from wlb.cli.output import command_of, needs_train_extra, write_text
 from wlb.cli.sources import check_outputs
 from wlb.cli.system import with_system
 from wlb.plan import UserError
@@ -100,7 +99,7 @@ def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any])
             sys.stdout.write(text)
             sys.stdout.flush()
             return
-        Path(json_to).write_text(text, "utf-8")
+        write_text(json_to, text)
     colours = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
     table = new_table(f"wlb doctor {name}", texts=("check", "", "found"))
     for finding in findings:

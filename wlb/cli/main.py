@@ -24,6 +24,7 @@ from wlb.cli import (
     tune,
     weights,
 )
+from wlb.cli.output import never_fail_to_encode
 from wlb.plan import UserError
 from wlb.plan.errors import shortened
 from wlb.spec import RenamedKeyWarning, did_you_mean
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.
     """
+    never_fail_to_encode(sys.stdout)
     parser, commands = parser_of()
     words = sys.argv[1:] if arguments is None else arguments
     if not words:

@@ -1,6 +1,7 @@
-"""Output that commands share: JSON, names of written files, and missing packages."""
+"""Output that commands share: JSON, text for any stream, written files, missing packages."""
 
 import argparse
+import codecs
 import json
 import shlex
 from collections.abc import Generator
@@ -18,6 +19,30 @@ def command_of(options: argparse.Namespace) -> str:
     return shlex.join(["wlb", *options.words])
 
 
+def never_fail_to_encode(stream: Any) -> None:
+    """Let a stream escape characters that it cannot encode (`escaped`), such as those of a file's
+    name on a terminal of ASCII: an error would come when the work is done."""
+    if getattr(stream, "errors", None) == "strict":
+        stream.reconfigure(errors=ESCAPED)
+
+
+def escaped(error: UnicodeError) -> tuple[str, int]:
+    """A handler of encoding errors that writes what TOML and JSON read back in quoted strings."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    codes = map(ord, error.object[error.start : error.end])
+    return "".join(f"\\u{c:04x}" if c < 1 << 16 else f"\\U{c:08x}" for c in codes), error.end
+
+
+ESCAPED = "wlb.escaped"
+codecs.register_error(ESCAPED, escaped)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file. Bytes of a file's name that are no UTF-8 are escaped."""
+    Path(path).write_text(text, "utf-8", ESCAPED)
+
+
 def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
     """Write `data` to --json, if given; True if stdout has it and takes nothing else."""
     if options.json is None:
@@ -26,7 +51,7 @@ def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
     if options.json == "-":
         print(text)
         return True
-    Path(options.json).write_text(text + "\n", "utf-8")
+    write_text(options.json, text + "\n")
     return False
 
 

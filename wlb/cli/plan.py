@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from wlb import __version__
@@ -106,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
             provenance=_provenance(options, setting),
             notes=notes,
         )
-        Path(options.html).write_text(page, "utf-8")
+        output.write_text(options.html, page)
     data = {
         "command": output.command_of(options),
         "version": __version__,
@@ -169,7 +168,7 @@ def _take_away(
         return ["--out FILE writes the settings of that policy as TOML for wlb train"]
     is_constant = not masks_labels and uneven(saving.best, given.training.loss_normalizer)
     best = settings.packed_as(given, section, options, is_constant=is_constant)
-    Path(options.out).write_text(settings.as_toml(best, options, why=why), "utf-8")
+    output.write_text(options.out, settings.as_toml(best, options, why=why))
     return []
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cli.options import add_flag, add_text, number
-from wlb.cli.output import command_of, needs_train_extra
+from wlb.cli.output import command_of, needs_train_extra, write_text
 from wlb.cost.machine import program_version, short_name
+from wlb.data.folder import make_folder, refuse_file
 from wlb.plan import UserError, check_at_least
 from wlb.report.tables import console, new_table
 from wlb.spec import Device, load, presets
@@ -85,7 +86,8 @@ def run(options: argparse.Namespace) -> int:
         from wlb.report.plots import require_matplotlib
 
         require_matplotlib()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
+    refuse_file(out)
     screen = console(record=True)
     written = ", ".join(str(out.with_suffix(suffix)) for suffix in suffixes)
     if world is None or not world.rank:
@@ -154,9 +156,9 @@ def _finish(
     files = [out, out.with_suffix(".log"), out.with_suffix(".sweep.jsonl")]
     if not options.no_page:
         files.insert(1, out.with_suffix(".html"))
-        files[1].write_text(_page(built, settings), "utf-8")
+        write_text(files[1], _page(built, settings))
     screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
-    out.with_suffix(".log").write_text(screen.export_text(), "utf-8")
+    write_text(out.with_suffix(".log"), screen.export_text())
 
 
 def visible_gpus(device: str) -> int | None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from wlb.cli import output
 from wlb.cli.options import MOST_PROCESSES, add_json, add_overrides, add_text, add_value
+from wlb.cli.sources import check_outputs
 from wlb.cli.system import with_system
-from wlb.plan import UserError, check_at_least
+from wlb.plan import check_at_least
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
 from wlb.rehearse.show import as_json, show
 from wlb.rehearse.trace import write_trace
@@ -56,9 +57,7 @@ def run(options: argparse.Namespace) -> int:
     check_at_least("--steps", options.steps, 1)
     check_at_least("--jobs", options.jobs, 1)
     overrides = with_system(options.name, options.overrides, options.system)
-    for path in (options.trace, None if options.json == "-" else options.json):
-        if path and not Path(path).parent.is_dir():
-            raise UserError(f"{path}: its folder does not exist")
+    check_outputs(options.trace, options.json, needs_plots=False)
     quiet = console(stderr=True)
     with output.needs_train_extra("a rehearsal needs"):
         found = rehearse(

@@ -38,17 +38,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    sources.check_outputs(options.out, needs_plots=True)
     runs = [read_run(Path(folder)) for folder in options.folders]
     is_one = len(runs) == 1
     if options.step is not None and not is_one:
         raise UserError("--step draws a step of one run; leave it out, or give one RUN")
     out = Path(options.out or (runs[0].folder / "report.html" if is_one else SEVERAL))
-    sources.check_outputs(str(out), needs_plots=True)
+    sources.check_outputs(str(out), needs_plots=False)
     command = output.command_of(options)
     if is_one:
         text = run_page(runs[0], step=options.step, command=command)
     else:
         text = runs_page(runs, command=command)
-    out.write_text(text, "utf-8")
-    print(f"written: {out} ({len(text.encode()) / 1024:,.0f} KiB)")
+    output.write_text(out, text)
+    print(f"written: {out} ({out.stat().st_size / 1024:,.0f} KiB)")
     return 0

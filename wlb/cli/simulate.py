@@ -6,7 +6,6 @@ Only --replay and --run need torch.
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -190,7 +189,7 @@ def _write(
             provenance=[("command", output.command_of(options))],
             notes=runs[-1].simulator.cost.notes,
         )
-        Path(options.html).write_text(page, "utf-8")
+        output.write_text(options.html, page)
 
 
 def _show(

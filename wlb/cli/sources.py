@@ -22,6 +22,7 @@ from wlb.data import (
     lengths_of_file,
     open_store,
 )
+from wlb.data.folder import refuse_file
 from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
 from wlb.report import SourceFacts, facts_of, require_matplotlib
@@ -216,10 +217,8 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
                 f"NAME before the options, or use --json - to print"
             )
     for path in (*paths, settings):
-        if path in (None, "", "-"):
-            continue
-        if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: it is a folder, or its folder is missing")
+        if path not in (None, "", "-"):
+            refuse_file(Path(path))
     if needs_plots:
         require_matplotlib()
 

@@ -6,7 +6,6 @@
 import argparse
 import math
 import shlex
-from pathlib import Path
 from typing import Any
 
 from rich.progress import track
@@ -108,13 +107,13 @@ def run(options: argparse.Namespace) -> int:
     chosen = load(options.name, keys)
     toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
     if options.out:
-        Path(options.out).write_text(toml, "utf-8")
+        output.write_text(options.out, toml)
     if options.html:
         provenance = [("command", output.command_of(options)), ("wlb", __version__)]
         title = f"Packing settings for {source.name}"
         about = {"title": title, "facts": facts, "provenance": provenance, "notes": notes}
         page = tuning_page(tuning, command=command, toml=toml, **about)
-        Path(options.html).write_text(page, "utf-8")
+        output.write_text(options.html, page)
     data = {
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,

@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from wlb import __version__
@@ -254,7 +253,7 @@ def _write(
     profile: KernelProfile,
 ) -> None:
     if options.out:
-        Path(options.out).write_text(toml, "utf-8")
+        output.write_text(options.out, toml)
     if options.html:
         from wlb.report.layout.page import layout_page
 
@@ -264,7 +263,7 @@ def _write(
             ("wlb", f"{__version__}, {program_version()}"),
         ]
         page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
-        Path(options.html).write_text(page, "utf-8")
+        output.write_text(options.html, page)
 
 
 def _show(

@@ -18,7 +18,8 @@ from multiprocessing import process, util
 from pathlib import Path
 from typing import Any
 
-from wlb.data.lock import NoLocks, is_named, lock, open_folder
+from wlb.data.folder import attempts, make_and_open, open_folder
+from wlb.data.lock import NoLocks, is_named, lock
 
 _PREFIX = "wlb."
 _SHARED_MEMORY = Path("/dev/shm")
@@ -66,18 +67,15 @@ def own_name(name: str) -> Path:
 
 def made_and_held(folder: Path) -> int:
     """Make a folder and lock it for this process; closing the descriptor lets go of it."""
-    while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            descriptor = open_folder(folder)
-        except FileNotFoundError:
-            continue
+    for _ in attempts(folder):
+        descriptor = make_and_open(folder, mode=0o700)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
         # Another process may have taken it for left over before it was locked.
         if is_named(descriptor, folder):
             return descriptor
         os.close(descriptor)
+    raise AssertionError  # attempts has raised
 
 
 def sweep() -> None:

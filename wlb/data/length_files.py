@@ -8,12 +8,16 @@ or the first that has a name of `NAMES`. Errors name the line of the file, which
 import csv
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from wlb.data.lengths import LengthSource, checked_lengths
+import numpy as np
+
+from wlb.data.lengths import MOST_LENGTH, LengthSource, checked_lengths, number_of
 from wlb.plan import UserError
 from wlb.plan.read_file import WRONG_SHAPE, load_arrays, parse_json, told
 
@@ -25,33 +29,56 @@ _PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"
 _TABLES = {".csv": ",", ".tsv": "\t"}
 
 
+MOST_DOCUMENTS = 1 << 27
+"""Most lengths of a file. They take 1 GiB in memory, and a sample of them plans alike."""
+MOST_BYTES = 1 << 31
+
+
 class _Found(NamedTuple):
     """values: as read, not checked yet. where: names the place of a value by its index."""
 
     values: Any
-    where: Callable[[int], str]
+    where: Callable[[int], str] = "length {}".format
 
 
 def lengths_of_file(path: str | Path, *, source_id: int = 0) -> LengthSource:
     """The lengths in a file, or in standard input for "-".
 
-    UserError, with the line, for what is no length, and for a format that is not known.
+    UserError, with the line, for what is no length (`checked_lengths`), for a format that is not
+    known, and for more than `MOST_DOCUMENTS`.
     """
     if str(path) == STDIN:
         if sys.stdin.isatty():
             raise UserError(
                 "--lengths - reads standard input, which is this terminal; pipe lengths into it"
             )
-        name, data, suffix = "standard input", sys.stdin.buffer.read(), ""
+        name, file, suffix = "standard input", sys.stdin.buffer, ""
+        data = file.read(MOST_BYTES + 1)
     else:
         file = Path(path)
         if not file.is_file():
             raise UserError(f"no file of lengths at {file}")
-        name, data, suffix = str(file), file.read_bytes(), file.suffix.lower()
+        name, suffix = str(file), file.suffix.lower()
+        with file.open("rb") as opened:
+            data = opened.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise UserError(
+            f"{name} has more than {MOST_BYTES:,} bytes; give a sample of its lengths, which plans "
+            f"alike"
+        )
     found = _read(name, data, suffix)
     lengths = checked_lengths(name, found.values, where=found.where)
     short = name if str(path) == STDIN else Path(path).name
     return LengthSource(name=short, lengths=lengths, source_id=source_id)
+
+
+def _refuse_more(name: str, count: int, what: str = "lengths") -> None:
+    """UserError for too many lengths, before they are read one by one or copied."""
+    if count > MOST_DOCUMENTS:
+        raise UserError(
+            f"{name} has {count:,} {what}, must have at most {MOST_DOCUMENTS:,}; give a sample, "
+            f"which plans alike"
+        )
 
 
 def _read(name: str, data: bytes, suffix: str) -> _Found:
@@ -73,15 +100,19 @@ def _read(name: str, data: bytes, suffix: str) -> _Found:
 def _npy(name: str, data: bytes) -> _Found:
     remedy = "save lengths with numpy.save"
     where = f"{name} is not a .npy array of integers"
-    return _Found(load_arrays(data, where, remedy=remedy)[""], "length {}".format)
+    values = load_arrays(data, where, remedy=remedy)[""]
+    _refuse_more(name, values.size)
+    return _Found(values)
 
 
 def _npz(name: str, data: bytes) -> _Found:
-    arrays = load_arrays(data, name, remedy="save lengths with numpy.savez")
+    remedy = "save lengths with numpy.savez"
+    arrays = load_arrays(data, name, remedy=remedy, most_bytes=MOST_BYTES)
     if not data.startswith(b"PK"):  # an .npy file of another name
-        return _Found(arrays[""], "length {}".format)
+        return _npy(name, data)
     files = list(arrays)
     chosen = _column(name, files, files if len(files) == 1 else (), what="array")
+    _refuse_more(name, arrays[chosen].size)
     return _Found(arrays[chosen], f"entry {{}} of array {chosen!r}".format)
 
 
@@ -99,7 +130,10 @@ def _parquet(name: str, data: bytes) -> _Found:
         schema = file.schema_arrow
         numeric = [f.name for f in schema if arrow.types.is_integer(f.type)]
         chosen = _column(name, schema.names, numeric, what="column")
-        values = file.read(columns=[chosen]).column(0).to_pylist()
+        _refuse_more(name, file.metadata.num_rows)
+        column = file.read(columns=[chosen]).column(0)
+        is_plain = arrow.types.is_integer(column.type) and not column.null_count
+        values = column.to_numpy() if is_plain else column.to_pylist()
     except (arrow.ArrowException, *WRONG_SHAPE, OSError) as error:
         if isinstance(error, UserError):
             raise
@@ -116,19 +150,21 @@ def _text(name: str, data: bytes, suffix: str) -> _Found:
         raise _binary(name, f"byte {error.start} is no UTF-8") from None
     if "\0" in text:
         raise _binary(name, f"byte {data.index(0)} is zero")
-    begin = text.lstrip()[:1]
-    if suffix == ".json" or (begin == "[" and suffix != ".jsonl"):
+    first = next((line.strip() for line in _lines(data) if line.strip()), "")
+    if suffix == ".json" or (first[:1] == "[" and suffix != ".jsonl"):
         return _json(name, text)
-    if suffix == ".jsonl" or begin == "{":
-        return _jsonl(name, text)
-    first = next((line for line in text.splitlines() if line.strip()), "")
+    del text  # lines are read from `data`, one by one
+    _refuse_more(name, data.count(b"\n"), "lines")
+    if suffix == ".jsonl" or first[:1] == "{":
+        return _collected(name, _jsonl(name, data))
     separator = _TABLES.get(suffix) or next((c for c in "\t,;" if c in first), None)
     if separator is not None:
-        return _csv(name, text, separator)
-    lines = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if suffix in _TABLES:
-        lines = lines[1:] if lines and isinstance(_number(lines[0][1]), str) else lines
-    return _lines([i for i, _ in lines], [_number(word) for _, word in lines])
+        return _collected(name, _csv(name, data, separator))
+    return _collected(name, _words(data, has_head=suffix in _TABLES))
+
+
+def _lines(data: bytes, newline: str | None = None) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", newline=newline)
 
 
 def _binary(name: str, why: str) -> UserError:
@@ -138,26 +174,40 @@ def _binary(name: str, why: str) -> UserError:
     )
 
 
-def _lines(numbers: Sequence[int], values: list[Any]) -> _Found:
-    def where(i: int) -> str:
-        return f"line {numbers[i]}: length"
+def _collected(name: str, values: Iterable[tuple[int, Any]]) -> _Found:
+    """The lengths of a text, checked one by one: as objects they would take 20 times the memory.
 
-    return _Found(values, where)
+    values: (line, length) each.
+    """
+    out = array("q")
+    for line, value in values:
+        if type(value) is not int or not 1 <= value <= MOST_LENGTH:
+            (value,) = checked_lengths(name, [value], where=f"line {line}: length".format)
+        out.append(value)
+    return _Found(np.frombuffer(out, np.int64) if out else [])
+
+
+def _words(data: bytes, *, has_head: bool) -> Iterator[tuple[int, Any]]:
+    """One word a line. has_head: the first line may be a name."""
+    for i, line in enumerate(_lines(data), 1):
+        if word := line.strip():
+            if not (has_head and _is_name(word)):
+                yield i, number_of(word)
+            has_head = False
 
 
 def _json(name: str, text: str) -> _Found:
+    _refuse_more(name, text.count(","), "commas")
     values = parse_json(text, name, remedy="it must hold a list of lengths", wide=True)
     if not isinstance(values, list):
         raise UserError(f"{name} holds a {type(values).__name__}; it must hold a list of lengths")
-    return _Found(cast("list[Any]", values), "length {}".format)
+    return _Found(cast("list[Any]", values))
 
 
-def _jsonl(name: str, text: str) -> _Found:
-    numbers: list[int] = []
-    values: list[Any] = []
+def _jsonl(name: str, data: bytes) -> Iterator[tuple[int, Any]]:
     chosen = ""
     # Only a newline ends a record: str.splitlines would also split inside of strings.
-    for i, line in enumerate(text.split("\n"), 1):
+    for i, line in enumerate(_lines(data, "\n"), 1):
         if not line.strip():
             continue
         remedy = "correct or leave out the line"
@@ -170,32 +220,45 @@ def _jsonl(name: str, text: str) -> _Found:
             if chosen not in record:
                 raise UserError(f"{name}: line {i} has no key {chosen!r}, as the first record has")
             value = record[chosen]
-        numbers.append(i)
-        values.append(value)
-    return _lines(numbers, values)
+        yield i, value
 
 
-def _csv(name: str, text: str, separator: str) -> _Found:
-    reader = csv.reader(io.StringIO(text), delimiter=separator)
+def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
+    rows = _rows(name, data, separator)
+    if (first := next(rows, None)) is None:
+        return
+    head = first[1]
+    has_head = all(map(_is_name, head))
+    second = next(rows, None) if has_head else first
+    names = head if has_head else [str(i) for i in range(1, len(head) + 1)]
+    sample = second[1] if second else []
+    numeric = [n for n, c in zip(names, sample, strict=False) if isinstance(number_of(c), int)]
+    numeric = names if len(names) == 1 else numeric
+    at = names.index(_column(name, names, numeric, what="column"))
+    for line, row in chain([second] if second else [], rows):
+        if len(row) <= at:
+            raise UserError(f"{name}: line {line} has {len(row)} of {len(names)} columns")
+        yield line, number_of(row[at])
+
+
+def _is_name(cell: str) -> bool:
+    """Whether a cell of the first row may be a column's name. One like a number is a length, if a
+    wrong one such as 1_000 or nan, which must not be passed over."""
+    bare = cell.lstrip("+-.").lower()
+    return not bare[:1].isdigit() and bare not in ("nan", "inf", "infinity")
+
+
+def _rows(name: str, data: bytes, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """The rows that are not blank, each with the line that it ends on."""
+    reader = csv.reader(_lines(data, ""), delimiter=separator)
     try:
-        rows = [(reader.line_num, [c.strip() for c in row]) for row in reader if any(row)]
+        for row in reader:
+            if any(row):
+                yield reader.line_num, [cell.strip() for cell in row]
     except csv.Error as error:
         raise UserError(
             f"{name}: line {reader.line_num} is no row of a table ({error}); correct it"
         ) from None
-    if not rows:
-        return _lines([], [])
-    head = rows[0][1]
-    has_head = all(isinstance(_number(cell), str) for cell in head)
-    body = rows[1:] if has_head else rows
-    names = head if has_head else [str(i) for i in range(1, len(head) + 1)]
-    sample = body[0][1] if body else []
-    numeric = [n for n, c in zip(names, sample, strict=False) if isinstance(_number(c), int)]
-    at = names.index(_column(name, names, numeric, what="column"))
-    for line, row in body:
-        if len(row) <= at:
-            raise UserError(f"{name}: line {line} has {len(row)} of {len(names)} columns")
-    return _lines([line for line, _ in body], [_number(row[at]) for _, row in body])
 
 
 def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str) -> str:
@@ -215,12 +278,3 @@ def _column(name: str, columns: list[str], numeric: Iterable[str], *, what: str)
         f"{'none' if not numeric else ' and '.join(numeric)} may be lengths in tokens; call the "
         f"{what} of lengths {NAMES[0]!r}"
     )
-
-
-def _number(word: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word

@@ -10,8 +10,10 @@ Cost: 8 bytes a document; some 30 ns to draw one.
 
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -146,37 +148,80 @@ def lengths_of_family(
 def checked_lengths(
     name: str, values: IntLike | list[Any], *, where: Callable[[int], str] = "length {}".format
 ) -> IntArray:
-    """A read-only int64 copy; UserError for the first entry that is no length. where: names the
-    place of an entry by its index."""
-    array = values
-    if isinstance(array, np.ndarray) and (array.ndim != 1 or array.dtype.kind not in "iuf"):
+    """A read-only int64 copy of lengths, whoever gives them; UserError for the first entry that is
+    none.
+
+    A length is a whole number of tokens in [1, MOST_LENGTH]: an integer, or a float without a
+    fraction that is below `EXACT_FLOATS`. True, None and text are none; files of text have numbers
+    as `number_of` reads them.
+
+    Args:
+        name: Of the source, for messages.
+        values: The lengths, shape [n].
+        where: Names the place of an entry by its index.
+    """
+    array = values if isinstance(values, np.ndarray) else np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise UserError(
             f"{name}: lengths are one axis of integers, not {array.dtype} of shape {array.shape}"
         )
-    if not isinstance(array, np.ndarray) or array.dtype.kind == "f":
-        entries = array.tolist() if isinstance(array, np.ndarray) else array
-        if not all(type(v) is int and -(2**63) <= v < 2**63 for v in entries):
-            entries = [_whole(name, where(i), v) for i, v in enumerate(entries)]
-        array = np.array(entries, np.int64)
+    if not isinstance(values, np.ndarray):
+        whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
+        array = np.array(whole, np.int64)
+    elif array.dtype.kind == "f":
+        is_whole = (array == np.round(array)) & (np.abs(array) < EXACT_FLOATS)
+        if (i := first_true(~is_whole)) is not None:
+            raise _no_length(name, where(i), array[i].item())
     if not array.size:
         raise UserError(f"{name} has no lengths; the corpus has no document")
-    if (i := first_true((array < 1) | (array > 2**62))) is not None:
+    if (i := first_true((array < 1) | (array > MOST_LENGTH))) is not None:
         raise UserError(
-            f"{name}: {where(i)} is {array[i]}; a length is at least 1 token, so leave empty "
-            f"documents out"
+            f"{name}: {where(i)} is {array[i]}; a length is at least 1 token and at most "
+            f"{MOST_LENGTH}, so leave empty documents out"
         )
     out = array.astype(np.int64)
     out.flags.writeable = False
     return out
 
 
-def _whole(name: str, where: str, value: Any) -> int:
-    """`value` as an int64; 12.0 is one, 12.5, NaN, true and "12" are not."""
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(number, SupportsIndex) and not isinstance(number, bool):
-        number = operator.index(number)
-        if abs(number) < 2**63:
+def number_of(word: str) -> int | float | str:
+    """The number that a word of a text file is, exactly, or the word if it is none.
+
+    A number has ASCII digits alone, with a sign, a point or an exponent where it needs one (12,
+    12.0, 2e1): no underscores, no digits of other scripts, no separators of thousands.
+    """
+    if len(word) < _FEW and word.isascii() and word.isdecimal():
+        return int(word)
+    found = _NUMBER.fullmatch(word)
+    if found is None or len(word) > _MANY or len(found["exponent"] or "") > _FEW:
+        return word
+    exact = Decimal(word)
+    if exact.adjusted() < _MANY and exact == exact.to_integral_value():
+        return int(exact)
+    # A fraction that no float has must not vanish.
+    rounded = float(word)
+    return word if rounded.is_integer() or math.isinf(rounded) else rounded
+
+
+MOST_LENGTH = 1 << 62
+EXACT_FLOATS = 2.0**53
+"""From here on a float may stand for another whole number than its writer meant."""
+_FEW, _MANY = 18, 60
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
+
+
+def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
+    """`value` as an int64; UserError for what is no whole number."""
+    if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
+        return int(value)
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        number = operator.index(value)
+        if abs(number) < 1 << 63:
             return number
-    raise UserError(
+    raise _no_length(name, where(at), value)
+
+
+def _no_length(name: str, where: str, value: Any) -> UserError:
+    return UserError(
         f"{name}: {where} is {value!r}, not a whole number; give tokens of each document"
     )

@@ -37,25 +37,6 @@ def lock(descriptor: int, *, waits: bool = False) -> bool:
     return True
 
 
-def open_folder(path: Path) -> int:
-    """A descriptor of the folder that `path` leads to, through links as well."""
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def make_folder(path: Path) -> int:
-    """Make the folder if it is absent and open it; tries again while its owner removes it."""
-    while True:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            return open_folder(path)
-        except FileNotFoundError:
-            continue
-        except FileExistsError:
-            # Either a folder was there and is gone by now, so try again, or a file is there.
-            if os.path.lexists(path):
-                raise
-
-
 def open_lock_file(path: Path, folder: int) -> int:
     """A descriptor of the lock file `path`, made if it is absent. folder: a descriptor of its
     folder. UserError for a link or anything else but a file of its own: to write there would change

@@ -22,6 +22,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from wlb.data.folder import make_folder
 from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
@@ -145,7 +146,7 @@ class TokenStoreWriter:
         self._hash = hashlib.blake2b(digest_size=32)
         self._done = False
         bin_path = store_path(prefix, ".bin")
-        bin_path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(bin_path.parent)
         self._temporary = temporary_name(bin_path)
         self._file = open(self._temporary, "wb", buffering=1 << 20)  # noqa: SIM115
 

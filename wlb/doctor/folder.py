@@ -4,6 +4,7 @@ import tempfile
 from pathlib import Path
 
 from wlb.data import TokenStore, open_store
+from wlb.data.folder import make_folder
 from wlb.doctor.facts import Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped
 from wlb.plan import UserError
@@ -23,7 +24,7 @@ def shared_folder(patient: Patient) -> Finding:
         if patient.world.world_size > 1:
             within_s = QUICK_WITHIN_S if patient.is_quick else SEEN_WITHIN_S
             refuse_unshared(folder, patient.world, within_s=within_s)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_TRIED_BYTES))
     except (UserError, OSError) as error:

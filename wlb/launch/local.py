@@ -412,7 +412,10 @@ def _run_task(job: _RankJob) -> Any:
     import torch
 
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        # A character that the stream cannot encode must not end a rank.
+        stream.reconfigure(  # pyright: ignore[reportAttributeAccessIssue]
+            line_buffering=True, errors="backslashreplace"
+        )
     torch.set_num_threads(int(job.environment["OMP_NUM_THREADS"]))
     fn, args = pickle.loads(job.task)
     if job.start_group:

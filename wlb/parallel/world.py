@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from wlb.parallel.gloo import use_one_worker
 from wlb.parallel.host import allow_open_files, destroy_gloo_groups, new_host_group
+from wlb.parallel.waits import ended_by_signals
 from wlb.plan import UserError
 from wlb.spec.run import Device
 
@@ -282,7 +283,7 @@ def init(world: World, device: torch.device, *, timeout_s: float) -> None:
         set_cuda_defaults()
     select_device(device)
     timeout = timedelta(seconds=timeout_s)
-    with _free_port(world):
+    with _free_port(world), ended_by_signals():
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             rank=world.rank,

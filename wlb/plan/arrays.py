@@ -40,6 +40,9 @@ def int_array(name: str, values: IntLike) -> IntArray:
             f"{name} is a {type(values).__name__}, which has no length or order of its own; give a "
             f"list, such as list({name})"
         )
+    # Beside integers NumPy makes True a 1.
+    if isinstance(values, list | tuple) and bool in set(map(type, cast("list[Any]", values))):
+        raise UserError(f"{name} holds True or False; give whole numbers")
     if array.ndim != 1:
         raise UserError(f"{name} must have one axis, got shape {array.shape}")
     if array.size == 0:

@@ -228,11 +228,12 @@ def _parts(value: Any) -> Any:
 
 
 def load_arrays(
-    source: str | Path | bytes, where: object, *, remedy: str
+    source: str | Path | bytes, where: object, *, remedy: str, most_bytes: int = MOST_ARRAY_BYTES
 ) -> dict[str, npt.NDArray[Any]]:
     """The arrays of an .npz file by name, or that of an .npy file as `""`; nothing is unpickled.
 
-    UserError for what is neither, and for an array that claims more than its file holds.
+    UserError for what is neither, for an array that claims more than its file holds, and for one
+    that is unpacked to more than `most_bytes`.
     """
     with malformed(where, remedy):
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
@@ -243,10 +244,10 @@ def load_arrays(
             if twice := next((n for i, n in enumerate(names) if n in names[:i]), None):
                 raise UserError(f"{where} has two arrays {twice!r}; {remedy}")
             for item in file.infolist():
-                if item.file_size > MOST_ARRAY_BYTES:
+                if item.file_size > most_bytes:
                     raise UserError(
                         f"{where}: array {item.filename!r} has {item.file_size} bytes, must have "
-                        f"at most {MOST_ARRAY_BYTES}; {remedy}"
+                        f"at most {most_bytes}; {remedy}"
                     )
             items = zip(names, file.infolist(), strict=True)
             return {n: _array(_unpacked(file, i), n, where, remedy) for n, i in items}

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from wlb.data import LengthSource, Source
 from wlb.packing import BoundedPacker, Packer, PackerOptions, VarLenPacker
 from wlb.plan import IntLike, int_array
@@ -11,7 +13,10 @@ def source_of(lengths: IntLike | Source) -> Source:
     """A source as it is, or one that knows lengths alone."""
     if isinstance(lengths, Source):
         return lengths
-    return LengthSource(name="given", lengths=int_array("lengths", lengths))
+    array = int_array("lengths", lengths)
+    # What was given says more than the integers: a float may have been rounded.
+    given: Any = lengths if isinstance(lengths, list | tuple | np.ndarray) else array
+    return LengthSource(name="given", lengths=given)
 
 
 def packer_of(

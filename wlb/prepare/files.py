@@ -8,14 +8,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from wlb.data.lock import NoLocks, is_named, lock, make_folder, open_lock_file
+from wlb.data.folder import attempts, make_and_open, make_folder
+from wlb.data.lock import NoLocks, is_named, lock, open_lock_file
 from wlb.data.store import temporary_name
 from wlb.prepare.request import StoreReport
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes a UTF-8 file that is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = temporary_name(path)
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -29,11 +30,12 @@ def write_text(path: Path, text: str) -> None:
 def locked(path: Path) -> Generator[None]:
     """Waits for a lock file and holds it; says so where the file system has no locks."""
     with ExitStack() as opened:
-        folder = make_folder(path.parent)
+        folder = make_and_open(path.parent)
         opened.callback(os.close, folder)
-        while True:
+        for _ in attempts(path):
+            tried = opened.enter_context(ExitStack())
             file = open_lock_file(path, folder)
-            opened.callback(os.close, file)
+            tried.callback(os.close, file)
             try:
                 lock(file, waits=True)
             except NoLocks as error:
@@ -44,6 +46,7 @@ def locked(path: Path) -> Generator[None]:
             # The file may have been removed before it was locked.
             if is_named(file, path, folder):
                 break
+            tried.close()
         # Closing the file releases the lock, also when the process dies.
         yield
 
@@ -52,14 +55,16 @@ def locked(path: Path) -> Generator[None]:
 def locked_folder(path: Path) -> Generator[None]:
     """Makes a folder and holds its lock; starts over if the folder was replaced while it waited."""
     with ExitStack() as opened:
-        while True:
-            folder = make_folder(path)
-            opened.callback(os.close, folder)
+        for _ in attempts(path):
+            tried = opened.enter_context(ExitStack())
+            folder = make_and_open(path)
+            tried.callback(os.close, folder)
             # NFS locks files, not folders; `locked` says where there are no locks at all.
             with suppress(NoLocks):
                 lock(folder, waits=True)
             if is_named(folder, path):
                 break
+            tried.close()
         yield
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from wlb.data.folder import refuse_nowhere
 from wlb.data.store import TokenStore, store_path
 from wlb.plan import UserError
 from wlb.prepare.encode import BPE, EncoderChoice, TextChoice
@@ -78,6 +79,7 @@ def prepare_store(
     arguments unless overwrite is set; RuntimeError if a worker process dies (run it again).
     """
     began = time.perf_counter()
+    refuse_nowhere(Path(options.out).parent)
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
         if folder.resolve() in Path(options.out).resolve().parents:
             raise UserError(

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from wlb.data.folder import make_folder
 from wlb.plan import UserError
 from wlb.plan.plain import flat
 from wlb.plan.read_file import parse_json
@@ -67,7 +68,7 @@ class RecordFile:
         if path.is_file() and path.stat().st_size:
             self._read(header)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             path.write_text(json.dumps({"header": header}, sort_keys=True) + "\n", "utf-8")
         self._file = path.open("a", encoding="utf-8", buffering=1)
 

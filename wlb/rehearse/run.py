@@ -114,7 +114,7 @@ def rehearse_each(
 def _found(request: Request) -> Rehearsed | UserError:
     refused = request.folder / REFUSED
     if refused.exists():
-        return UserError(refused.read_text())
+        return UserError(refused.read_text("utf-8"))
     ranks: tuple[RankResult, ...] = tuple(
         pickle.loads(_path(request, rank).read_bytes()) for rank in request.ranks
     )

@@ -15,6 +15,7 @@ import tempfile
 from importlib import metadata, util
 from pathlib import Path
 
+from wlb.data.folder import make_folder
 from wlb.plan import UserError
 
 SOURCE = Path(__file__).with_name("shim.cpp")
@@ -51,7 +52,7 @@ def _compile(library: Path, torch: Path) -> None:
             f"a rehearsal compiles a file of C++, but none of {', '.join(_COMPILERS)} is on PATH; "
             f"install one (Debian: apt install g++)"
         )
-    library.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(library.parent)
     # Renamed when complete, because other rehearsals may build at the same time.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         try:
             rehearse_ranks(request)
         except UserError as error:
-            (request.folder / REFUSED).write_text(str(error))
+            (request.folder / REFUSED).write_text(str(error), "utf-8", "backslashreplace")
     return 0
 
 

@@ -206,6 +206,7 @@ class Trainer:
     def _agree_on_first_plans(self) -> None:
         """Compare the first two steps' plans and the evaluation's; `_compute` does later ones."""
         run = self.context
+        self.stop_request.steps_begin()
         held = self.evaluator.plans if self.evaluator is not None else []
         run.stop = self.reducer.reduce(
             [*run.feed.peek(1), *run.feed.peek(2), *held], stop=self.stop_request.signalled

@@ -7,7 +7,7 @@ computes.
 
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
+from wlb.data.folder import refuse_nowhere
 from wlb.data.leftovers import temporary_folder
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
@@ -23,6 +24,7 @@ from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import build_mesh, limit_collectives
+from wlb.parallel.waits import ended_by_signals
 from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
@@ -87,6 +89,7 @@ def train(
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
+        refuse_nowhere(Path(calibrate).parent)
     with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
         asked = _Request(resume, calibrate, console, started_s, caught)
         world = worlds.discover()
@@ -105,7 +108,8 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
     asked.console.print(_why(checked, choice, None))
-    with closing(RunLock(directory_of(checked), asked.console)) as lock:
+    directory = directory_of(checked)
+    with asked.signals.early(), closing(RunLock(directory, asked.console)) as lock:
         apart = world_size > 1 and choice.kind == "cuda"
         probe = _in_own_process if apart else probe_here
         job = _claimed_job(checked, world_size, choice, asked, lock, probe)
@@ -134,23 +138,22 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
     )
     checked = resolve_dp(spec, world.world_size)
     device = worlds.rank_device(world, choice.kind)
-    # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
-    with worlds.in_group(world, device, timeout_s=spec.training.timeout_s):
-        # Rank 0 may tokenise a corpus for hours while the others wait for its answer.
-        limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
-        with closing(RunLock(directory_of(checked), asked.console)) as lock:
+    with ExitStack() as waiting:
+        waiting.enter_context(ended_by_signals(was_asked=asked.signals.came))
+        # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
+        with (
+            worlds.in_group(world, device, timeout_s=spec.training.timeout_s),
+            closing(RunLock(directory_of(checked), asked.console)) as lock,
+        ):
+            # Rank 0 may tokenise a corpus for hours while the others wait for its answer.
+            limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
             answer: list[Job | str | None] = [None]
             if world.rank == 0:
+                waiting.close()
                 asked.console.print(_why(checked, choice, world))
-                try:
-                    num = world.world_size
-                    answer = [_claimed_job(checked, num, choice, asked, lock, probe_here)]
-                # A refusal is sent as the answer, because the other ranks wait for one.
-                except (UserError, OSError) as error:
-                    answer = [str(error)]
-                except StoppedEarly:
-                    asked.console.print(_STOPPED)
+                answer = [_answer(checked, world, choice, asked, lock)]
             dist.broadcast_object_list(answer, src=0, group=host_group())
+            waiting.close()
             job = answer[0]
             if isinstance(job, Job):
                 limit_collectives(spec.training.timeout_s)
@@ -158,6 +161,20 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
                 run_rank(world, job, device, request)
     if isinstance(job, str):
         raise UserError(job)
+
+
+def _answer(
+    spec: RunSpec, world: World, choice: DeviceChoice, asked: _Request, lock: RunLock
+) -> Job | str | None:
+    """What rank 0 tells the others, which wait for it: the job, a refusal, or None for a signal."""
+    try:
+        with asked.signals.early():
+            return _claimed_job(spec, world.world_size, choice, asked, lock, probe_here)
+    except (UserError, OSError) as error:
+        return str(error)
+    except StoppedEarly:
+        asked.console.print(_STOPPED)
+        return None
 
 
 def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
@@ -197,8 +214,10 @@ def _claimed_job(
     lock: RunLock,
     probe: Probe,
 ) -> Job:
-    """The job, with its stores made and its folder claimed. StoppedEarly if a signal came."""
-    stores = open_stores(spec, asked.console, asked.signals)
+    """The job, with its stores made and its folder claimed."""
+    # A corpus may take hours to tokenise, for nothing where the run's folder cannot be.
+    refuse_nowhere(lock.directory)
+    stores = open_stores(spec, asked.console)
     asked.console.print(f"corpus: {stores.note}")
     if lock.directory.exists():
         # The folder is locked first, because another process might still write the checkpoints that
@@ -206,7 +225,6 @@ def _claimed_job(
         with claiming(spec):
             lock.take()
     job = _job(spec, stores, world_size, choice, asked, probe)
-    asked.signals.check()
     claim_directory(job, asked.console, lock)
     if spec.data.verify == VerifyData.START:
         _verify(job, asked)

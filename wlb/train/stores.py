@@ -1,5 +1,6 @@
 """The token stores of a run: those it names, or one made from `data.corpus` where it is missing."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from wlb.data import BlendedStore, StoreName, open_store
 from wlb.plan import UserError, digest
 from wlb.prepare import StoreReport, docstring_prefix, prepare, prepare_docstrings, text_documents
 from wlb.spec import RunSpec, check, resolve_dp
-from wlb.train.faults.stop import Signals
 
 SPLIT_SEED = 0
 """Seed of the choice of held-out documents; run.seed is not used, so that runs of several seeds
@@ -48,8 +48,8 @@ def named_stores(spec: RunSpec) -> Stores | None:
     return Stores(train=name, heldout=spec.data.heldout_store, vocab_size=vocab, note=note)
 
 
-def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None) -> Stores:
-    """The stores that a run names, or data.corpus's; StoppedEarly if a signal comes meanwhile."""
+def open_stores(spec: RunSpec, console: Console) -> Stores:
+    """The stores that a run names, or data.corpus's."""
     named = named_stores(spec)
     if named is not None:
         return named
@@ -63,8 +63,6 @@ def open_stores(spec: RunSpec, console: Console, signals: Signals | None = None)
 
         def progress(done: int, total: int) -> None:
             status.update(f"token store of {spec.data.corpus}: {done / max(1, total):.0%}")
-            if signals is not None:
-                signals.check()
 
         made = prepare(
             text_documents(spec.data.corpus),
@@ -113,7 +111,7 @@ def _store_prefix(spec: RunSpec) -> Path:
     """Prefix of data.corpus's store: one for each corpus, vocabulary and held-out share."""
     data = spec.data
     is_builtin = data.corpus == STDLIB
-    corpus = data.corpus if is_builtin else str(Path(data.corpus).resolve())
+    corpus = data.corpus if is_builtin else os.path.realpath(data.corpus)
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
     return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"

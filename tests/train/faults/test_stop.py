@@ -8,16 +8,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.sets import nightly
 from tests.train.case import Run, relaid, small_spec, train, write_corpus
 from wlb.spec import RunSpec, to_toml
 from wlb.spec.run import RunSection
 from wlb.train import start
-from wlb.train.faults import stop
+from wlb.train.faults import lock, stop
 from wlb.train.faults.stop import Signals, Stop, StoppedEarly, StopRequest
 from wlb.train.stores import Stores
 
@@ -262,6 +264,60 @@ def test_ranks_save_after_a_terminals_ctrl_c_until_a_second_one_aborts_them(tmp_
         assert not alive(int((tmp_path / f"pid-{rank}").read_text()))
 
 
+def test_an_early_signal_ends_what_waits_and_later_ones_are_noted(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Signals(answers=True) as signals:
+        request = StopRequest(RunSection(), rank=0, signals=signals)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            # While it waits for a lock, makes a store for hours, or is in an endless loop.
+            with pytest.raises(StoppedEarly), signals.early():
+                signal.raise_signal(number)
+        assert capfd.readouterr().err == ""  # nothing would be saved
+        with pytest.raises(StoppedEarly), signals.early():
+            pytest.fail("the signal came before")
+        signals.came = False
+        with signals.early():
+            request.steps_begin()
+            signal.raise_signal(signal.SIGTERM)
+        assert request.now() == Stop.SIGNAL
+
+
+def test_a_launching_process_ends_at_once_until_its_ranks_begin(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with Signals() as signals:
+        signals.pass_on(told)
+        with pytest.raises(StoppedEarly), signals.early():
+            signal.raise_signal(signal.SIGTERM)
+        assert not told.exists()
+        signals.came = False
+        with signals.early():
+            StopRequest(RunSection(), rank=1, told=told).steps_begin()
+            assert not list(tmp_path.iterdir())
+            StopRequest(RunSection(), rank=0, told=told).steps_begin()
+            signal.raise_signal(signal.SIGUSR1)
+        assert told.exists()
+
+
+@pytest.mark.process
+def test_a_signal_ends_a_run_that_waits_for_the_folder_of_another(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small_spec(tmp_path, corpus)
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(lock.time, "sleep", wait)
+    monkeypatch.setattr(lock, "lock", lambda descriptor: False)
+    out = StringIO()
+    start.train(spec, resume=None, console=Console(file=out))
+    assert waited
+    assert "stopped by a signal before training began" in out.getvalue()
+
+
 @pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("layout", ["dp2-tp2", *nightly("one")])
@@ -281,8 +337,8 @@ def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
         said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert not has_steps(folder, 1)
-    assert "stopped after step 0" in said
-    assert "SIGTERM" in said
+    # Ranks that have begun meanwhile agree on the end of the run; others are ended at once.
+    assert "stopped after step 0 by a signal" in said or "stopped by a signal before" in said
     assert "Summary" not in said
 
 

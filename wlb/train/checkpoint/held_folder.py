@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from wlb.data.lock import open_folder
+from wlb.data.folder import open_folder
 from wlb.plan import RunError
 
 _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from wlb.data.folder import attempts, make_folder
 from wlb.data.lock import NoLocks, is_named, lock
 from wlb.parallel.collectives import agree
 from wlb.parallel.host import host_group
@@ -44,7 +45,7 @@ def _remove_if_left(path: Path) -> None:
 
 def _made_and_held(path: Path) -> int:
     """Make a token and lock it for this process; closing the descriptor lets go of it."""
-    while True:
+    for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
@@ -52,6 +53,7 @@ def _made_and_held(path: Path) -> int:
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)
+    raise AssertionError  # attempts has raised
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
@@ -64,7 +66,7 @@ def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WIT
     held = -1
     try:
         if world.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_folder(directory)
             remove_left_tokens(directory)
             held = _made_and_held(path)
         end = time.monotonic() + within_s

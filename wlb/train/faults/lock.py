@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from wlb.data.lock import NoLocks, is_named, lock, make_folder, open_lock_file
+from wlb.data.folder import make_and_open
+from wlb.data.lock import NoLocks, is_named, lock, open_lock_file
 from wlb.plan import UserError
 
 NAME = ".lock"
@@ -90,7 +91,7 @@ class RunLock:
     def _attempt(self) -> bool:
         with contextlib.ExitStack() as opened:
             try:
-                folder = make_folder(self.directory)
+                folder = make_and_open(self.directory)
                 opened.callback(os.close, folder)
                 file = open_lock_file(self.path, folder)
                 opened.callback(os.close, file)

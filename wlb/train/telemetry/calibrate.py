@@ -5,6 +5,7 @@ A run's own plans keep their prices: the profile is written when training has en
 name, and only runs that name it (`cost.profile`) use it.
 """
 
+import os
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -23,6 +24,7 @@ from wlb.cost import (
     scaled_profile,
 )
 from wlb.cost.machine import program_version
+from wlb.data.folder import make_folder
 from wlb.plan import AS_PROFILED, Telemetry, UserError
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
@@ -52,7 +54,8 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
             f"--calibrate: {path.stem!r} is the name of a shipped profile, so logs could not tell "
             f"them apart; give another name"
         )
-    if path.exists():
+    # A link that leads nowhere is in the way as well.
+    if os.path.lexists(path):
         raise UserError(
             f"--calibrate: {path} exists, and profiles are never overwritten; give another name"
         )
@@ -108,7 +111,7 @@ class Calibration:
             backend=cost.backend,
             collectives=collectives,
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         taken = path
         # Another run may have written this name in the meantime.
         while path.exists():
