@@ -46,10 +46,10 @@ def merely_slow() -> dict[int, list[RankMessage]]:
 def test_the_proof_says_which_transfer_waits_for_which() -> None:
     (problem,) = prove(merely_slow(), world_size=3).problems
     assert problem == (
-        "1 transfers of pp (0, 1, 2) could be held up by others that their rank posted before them "
-        "in the same communicator: rank 1 posts its recv with rank 2 (step 0, wlb/recv.py:1), "
-        "which its peer may not have posted yet, and behind it its send with rank 0 (step 0, "
-        "wlb/send.py:1); give each pair of ranks a communicator"
+        "in pp (0, 1, 2) transfers could be held up by others that their rank posted before them "
+        "(1 of them): rank 1 posts its recv with rank 2 (step 0, wlb/recv.py:1), which its peer "
+        "may not have posted yet, and behind it its send with rank 0 (step 0, wlb/send.py:1); give "
+        "each pair of ranks a communicator"
     )
 
 
@@ -86,6 +86,67 @@ def test_a_transfer_that_the_receiver_needs_first_anyway_holds_up_nothing() -> N
         2: [transfer("send", 1, "b"), wait(0)],
     }
     assert held_up(found) == []
+
+
+def test_a_batch_waits_for_what_stands_before_it() -> None:
+    """The early send is in one batch with a receive of rank 2, and behind another one."""
+    found = {
+        0: [transfer("recv", 1, "early"), wait(0)],
+        1: [
+            transfer("recv", 2, "late"),
+            transfer("recv", 2, "later")._replace(batch=3),
+            transfer("send", 0, "early")._replace(batch=3),
+            *(wait(i) for i in (2, 0, 1)),
+        ],
+        2: [transfer("send", 1, "late"), transfer("send", 1, "later"), wait(0), wait(1)],
+    }
+    (one,) = held_up(found)
+    assert (one.first.what, one.second.what) == ("late", "early")
+
+
+def test_a_collective_that_may_be_asynchronous_excuses_nobody() -> None:
+    """Ranks 0 and 2 both begin a collective, which need not have ended when rank 0 waits."""
+    found = merely_slow()
+    begun = RankMessage(Communicator("fsdp", (0, 2)), "collective", "gather", "x", "a.py:1", 0)
+    found[2].append(begun)
+    found[0] = [begun, transfer("recv", 1, "early"), wait(1)]
+    assert len(held_up(found)) == 1
+
+
+def test_a_sender_that_waits_for_its_send_is_looked_at_too() -> None:
+    """Nobody waits to receive, but rank 1 waits for its send and then sends rank 2 something."""
+    found = {
+        0: [transfer("recv", 1, "early")],
+        1: [transfer("recv", 2, "late"), transfer("send", 0, "early"), wait(1), wait(0)],
+        2: [transfer("send", 1, "late"), wait(0)],
+    }
+    assert len(held_up(found)) == 1
+
+
+def test_transfers_that_nobody_waits_for_are_left_out() -> None:
+    found = {rank: [m for m in p if m.kind != "wait"] for rank, p in merely_slow().items()}
+    assert held_up(found) == []
+
+
+def test_ranks_that_take_different_links_do_not_pair_up() -> None:
+    """Two ranks have two links; rank 0 sends over one, and rank 1 receives over the other."""
+    even, odd = (Communicator(kind, (0, 1)) for kind in ("pp_even", "pp_odd"))
+    found = {0: [transfer("send", 1, "rows", even)], 1: [transfer("recv", 0, "rows", odd)]}
+    problems = prove(found, world_size=2).problems
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "transfer 0 from rank 0 to rank 1 in pp_even (0, 1) does not pair up",
+        "transfer 0 from rank 0 to rank 1 in pp_odd (0, 1) does not pair up",
+    ]
+
+
+def test_two_links_between_two_ranks_are_apart() -> None:
+    """Each rank posts them in its own order."""
+    even, odd = (Communicator(kind, (0, 1)) for kind in ("pp_even", "pp_odd"))
+    found = {
+        0: [transfer("send", 1, "a", even), transfer("send", 1, "b", odd), wait(0), wait(1)],
+        1: [transfer("recv", 0, "b", odd), wait(0), transfer("recv", 0, "a", even), wait(2)],
+    }
+    assert prove(found, world_size=2).problems == []
 
 
 def test_transfers_with_ranks_that_were_not_rehearsed_are_left_out() -> None:

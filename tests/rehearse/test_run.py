@@ -110,7 +110,10 @@ PLANTED = {
     "no_event_of_the_checkpoint": ("before its copy", "0"),
     "memory_that_was_not_planned": ("runs out of", "0"),
     "one_rank_drops_a_collective": ("differs", "0,1,2,3"),
-    "one_rank_swaps_two_transfers": ("from rank 0 to rank 4 does not pair up", "0,4"),
+    "one_rank_swaps_two_transfers": (
+        "from rank 0 to rank 4 in pp_even (0, 4) does not pair up",
+        "0,4",
+    ),
     ONE_COMMUNICATOR: ("could be held up", "0,4,8,12"),
 }
 """What is said of each fault, and the ranks that it takes."""

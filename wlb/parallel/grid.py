@@ -27,9 +27,9 @@ def kind_of_link(link: int, pp: int) -> str:
 def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
     """All ranks, divided by the links of each kind; empty without a pipeline.
 
-    Two ranks that a link of the kind joins are together, every other rank is alone. Ranks that are
-    alone belong to a group of their own, because torch counts a rank's groups to name the next one,
-    and members must agree on a name.
+    Every rank is in exactly one group of each kind: with the neighbour to which a link of the kind
+    leads, or alone. torch derives a group's name from how many groups its rank has made, and both
+    members must arrive at the same name.
     """
     pp = parallel.pp
     if pp == 1:

@@ -157,6 +157,7 @@ class VarLenStage(PipelineStage):
 
 def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
     """The same transfers in the communicator of a link. All ops of a stage's list have one peer."""
+    assert link.size() == 2, "with more ranks, transfers could hold up each other"
     return [dist.P2POp(op.op, op.tensor, op.peer, link) for op in ops]
 
 

@@ -56,8 +56,8 @@ def _say_held_up(programs: Programs, proof: Proof) -> None:
     for where, cases in list(found.items())[:_MOST]:
         first = cases[0]
         proof.problems.append(
-            f"{len(cases)} transfers of {_named(where)} could be held up by others that their rank "
-            f"posted before them in the same communicator: rank {first.rank} posts its "
+            f"in {_named(where)} transfers could be held up by others that their rank posted "
+            f"before them ({len(cases)} of them): rank {first.rank} posts its "
             f"{_transfer_text(first.first)}, which its peer may not have posted yet, and behind it "
             f"its {_transfer_text(first.second)}; give each pair of ranks a communicator"
         )
@@ -124,14 +124,16 @@ def _differing(
 
 
 def _match_transfers(programs: Programs, proof: Proof) -> None:
-    sent: dict[tuple[int, int], list[RankMessage]] = defaultdict(list)
-    received: dict[tuple[int, int], list[RankMessage]] = defaultdict(list)
+    # By sender, receiver and communicator.
+    sent: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
+    received: dict[tuple[int, int, Communicator], list[RankMessage]] = defaultdict(list)
     for rank, program in programs.items():
         for message in program:
-            if message.kind == "send" and message.op in programs:
-                sent[rank, message.op].append(message)
-            if message.kind == "recv" and message.op in programs:
-                received[message.op, rank].append(message)
+            where = message.communicator
+            if message.kind == "send" and message.op in programs and where is not None:
+                sent[rank, message.op, where].append(message)
+            if message.kind == "recv" and message.op in programs and where is not None:
+                received[message.op, rank, where].append(message)
     for pair in sorted(set(sent) | set(received)):
         sends, receives = sent[pair], received[pair]
         proof.num_transfers += len(sends)
@@ -141,8 +143,8 @@ def _match_transfers(programs: Programs, proof: Proof) -> None:
             if one is None or other is None or one.what != other.what:
                 if len(proof.problems) < _MOST:
                     proof.problems.append(
-                        f"transfer {i} from rank {pair[0]} to rank {pair[1]} does not pair up: "
-                        f"sent is {_text(one)}, received {_text(other)}"
+                        f"transfer {i} from rank {pair[0]} to rank {pair[1]} in {_named(pair[2])} "
+                        f"does not pair up: sent is {_text(one)}, received {_text(other)}"
                     )
                 break
 

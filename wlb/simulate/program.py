@@ -5,12 +5,13 @@ schedule does is described in wlb/simulate/README.md. Programs of interleaved sc
 torch's lowered ones, action for action (tests/simulate/test_program.py).
 
 NCCL runs the operations of a communicator one after the other, in the order in which a rank posted
-them. A receive whose sender is not ready therefore holds up what the rank posted behind it. The
-graph has an edge between two transfers of a rank that share a communicator (`Wires`).
+them. A receive whose sender has not sent yet holds up everything that its rank posted later in that
+communicator. The graph therefore has an edge between two transfers of a rank that share one;
+`Wires` says which do.
 
-Collectives need no such edges. All members of a communicator take part in each of its collectives
-and post them in one order, so a rank that keeps the others waiting in one of them is late for the
-next one as well, with or without the order of the stream.
+Collectives of TP, CP and EP need no such edges: all members post them in one order from one stream,
+so none is ready at all members before the one in front of it. FSDP's gathers and reductions have
+edges (`channel` below).
 """
 
 from collections import deque
