@@ -85,6 +85,10 @@ def one_rank_swaps_two_transfers() -> None:
     VarLenStage.get_fwd_send_ops = sends
 
 
+def nothing() -> None:
+    """The code is right."""
+
+
 def one_communicator_for_the_pipeline() -> None:
     from wlb.parallel import mesh
 

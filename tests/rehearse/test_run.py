@@ -118,14 +118,16 @@ PLANTED = {
 }
 """What is said of each fault, and the ranks that it takes."""
 HOST_WAIT = "host_wait_in_every_norm"
+NOTHING = "nothing"
 
 
 @pytest.fixture(scope="module")
 def planted() -> dict[str, Rehearsed]:
     ranks = {name: ranks for name, (_, ranks) in PLANTED.items()} | {HOST_WAIT: "0"}
+    ranks[NOTHING] = ranks[ONE_COMMUNICATOR]
     specs = []
     for name in ranks:
-        more = FOUR_STAGES if name == ONE_COMMUNICATOR else ()
+        more = FOUR_STAGES if name in (ONE_COMMUNICATOR, NOTHING) else ()
         specs.append(small_job("checkpoint.interval=1", f"run.name={name}", *more))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "WORKER", ("tests.rehearse.planted",))
@@ -143,6 +145,14 @@ def test_a_planted_fault_is_found(fault: str, planted: dict[str, Rehearsed]) -> 
     lines = [line for line in verdict(found) if line.startswith("FAULT") and said in line]
     assert lines, verdict(found)
     assert all(re.search(r"step \d", line) and re.search(r"\w+\.py:\d", line) for line in lines)
+
+
+@pytest.mark.full
+def test_with_links_no_transfer_is_held_up(planted: dict[str, Rehearsed]) -> None:
+    """The ranks of the planted fault, without it."""
+    found = planted[NOTHING]
+    assert found.passed, verdict(found)
+    assert found.proof.num_transfers == planted[ONE_COMMUNICATOR].proof.num_transfers > 100
 
 
 @pytest.mark.full
