@@ -64,4 +64,6 @@ def show(options: argparse.Namespace) -> int:
         f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
         f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
     )
+    if made.remark:
+        screen.print(made.remark)
     return 0
