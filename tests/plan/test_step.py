@@ -50,14 +50,6 @@ def test_a_state_with_learned_prices_is_refused_by_the_step_and_with_what_works(
         PlannerState.from_json(data)
 
 
-@pytest.mark.parametrize("prices", [1, {"changes": []}, {"base": "", "changes": [1]}])
-def test_prices_that_no_version_wrote_are_refused(prices: Any) -> None:
-    made = planner()
-    data = written(next(made.steps()).state) | {"prices": prices}
-    with pytest.raises(UserError, match=r"no planner state as `to_json` writes it: prices"):
-        PlannerState.from_json(data)
-
-
 def test_a_step_plan_with_prices_as_profiled_is_read() -> None:
     made = planner()
     plan = next(made.steps())

@@ -136,12 +136,10 @@ def test_steps_that_were_planned_with_learned_prices_are_left_out_and_said(
         line["prices"] = {"attention_forward": 1_300_000}
     folder = copied(run, tmp_path)
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    made = simulate_recorded(folder, skip=2)
-    assert [m.step for m in made.measured] == [2, 3]
-    assert (
-        made.simulated_s.tolist() == simulate_recorded(run.folder, skip=2).simulated_s[:2].tolist()
-    )
-    said = "steps from 5 on were planned with prices that the run had learned"
+    made, whole = (simulate_recorded(at, skip=2) for at in (folder, run.folder))
+    assert [m.step for m in made.measured] == [2, 3, 4]
+    assert made.simulated_s.tolist() == whole.simulated_s[:3].tolist()
+    said = "steps from 6 on were planned with prices that the run had learned"
     assert main(["simulate", "--run", str(folder)]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match=rf"metrics\.jsonl: {said}"):
