@@ -142,6 +142,8 @@ def test_steps_that_were_planned_with_learned_prices_are_left_out_and_said(
     said = "steps from 6 on were planned with prices that the run had learned"
     assert main(["simulate", "--run", str(folder)]) == 0
     assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["simulate", "--run", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remark"].startswith(said)
     with pytest.raises(ValueError, match=rf"metrics\.jsonl: {said}"):
         simulate_recorded(folder, skip=5)
     records = read_run(folder)

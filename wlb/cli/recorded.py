@@ -47,6 +47,7 @@ def show(options: argparse.Namespace) -> int:
         "simulated_s": made.simulated_s.tolist(),
         "ratio": made.ratio,
         "mape": made.mape,
+        **({"remark": made.remark} if made.remark else {}),
     }
     if output.write_json(options, data):
         return 0
