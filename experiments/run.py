@@ -100,7 +100,6 @@ REGISTRY = (
     Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
     Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
-    Experiment("online_prices", "online_prices", "", 8, "prices learned while training", "--quick"),
     Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
     Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),

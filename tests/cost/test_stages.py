@@ -10,11 +10,11 @@ from wlb.cost import (
     StageLayers,
     attention_latency,
     end_times_ns,
-    linear_prices,
     load_profile,
     stage_times,
     without_collectives,
 )
+from wlb.cost.stages import linear_prices
 from wlb.plan import PipelinePlan
 from wlb.planner import Planner
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, RunSpec

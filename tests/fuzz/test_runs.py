@@ -58,7 +58,7 @@ def _used(folder: Path) -> Any:
     tables = [table.stragglers for table in run.tables]
     timelines = [timeline.ranks for timeline in run.timelines]
     tables.append([step.measured.experts and step.measured.experts.mean_rank for step in run.steps])
-    found = (run.steps_done, run.telemetry, run.places, run.restarts, run.prices, run.wall)
+    found = (run.steps_done, run.telemetry, run.places, run.restarts, run.learned_from, run.wall)
     return (*found, tables, timelines)
 
 

@@ -117,7 +117,8 @@ def _middle() -> tuple[dict[str, Any], Planner]:
     return json.loads(text), made
 
 
-CHANGE = {"step": 1, "prices": {"linear_forward": 10**6}}
+# Earlier versions, which learned prices, wrote this where there were none.
+NO_PRICES: dict[str, Any] = {"base": "", "changes": []}
 CONTRADICTIONS: dict[str, Any] = {
     "a piece is dropped": lambda s: _pop(s["carry"], 0),
     "a piece is there twice": lambda s: _repeat(s["carry"], 0),
@@ -156,10 +157,8 @@ CONTRADICTIONS: dict[str, Any] = {
     "prices in a list": lambda s: s.update(prices=[]),
     "changes of prices in an object": lambda s: s.update(prices={"base": "", "changes": {}}),
     "prices of a number": lambda s: s.update(prices={"base": 5, "changes": []}),
-    "prices of nothing": lambda s: s.update(prices={"base": "", "changes": [CHANGE]}),
-    "a price that is a truth": lambda s: s.update(prices=_prices(linear_forward=True)),
-    "an unknown term of prices": lambda s: s.update(prices=_prices(more=1)),
-    "an unknown key of prices": lambda s: s["prices"].update(more=1),
+    "a change of prices that is a number": lambda s: s.update(prices=NO_PRICES | {"changes": [1]}),
+    "an unknown key of prices": lambda s: s.update(prices=NO_PRICES | {"more": 1}),
     "an unknown key": lambda s: s.update(more=1),
     "an unknown key of what waits": lambda s: s["carry"].update(more=1),
     "an unknown column": lambda s: s["carry"]["pieces"].update(more=[]),
@@ -167,10 +166,6 @@ CONTRADICTIONS: dict[str, Any] = {
     "a slot that is a truth": lambda s: s["carry"]["slot"].__setitem__(0, True),
     "a plan that holds NaN": lambda s: s["ready"][0].__setitem__("num_held_tokens", float("nan")),
 }
-
-
-def _prices(**factors: Any) -> dict[str, Any]:
-    return {"base": "profile", "changes": [{"step": 1, "prices": factors}]}
 
 
 def _rename(state: dict[str, Any], policy: str) -> None:
@@ -248,7 +243,7 @@ def test_a_blend_whose_counts_disagree_is_refused() -> None:
 def test_a_state_without_what_later_versions_keep_goes_on() -> None:
     """Corpora of earlier versions do not say how many tokens fill their batches."""
     data, made = _middle()
-    del data["corpus"]["filled"], data["prices"]
+    del data["corpus"]["filled"]
     plans = list(made.steps(PlannerState.from_json(data)))
     assert "filled" not in plans[-1].state.corpus
     assert plans[-1].state.num_tokens == made.source.num_tokens(plans[-1].state.corpus)

@@ -10,7 +10,6 @@ import numpy as np
 from tests.planner.test_compose import fingerprint, planner
 from tests.sharding.test_by_need import h100
 from wlb.balance import balance_step
-from wlb.cost.learn import BINS, SUBJECTS, counted_votes
 from wlb.data import lengths_of_family
 from wlb.plan import IntArray, digest
 from wlb.sharding import NAMES, shard
@@ -54,15 +53,6 @@ def _balances() -> Iterator[int]:
             yield digest(*(samples for rank in range(8) for samples in made.of_rank(rank, k)))
 
 
-def _votes() -> Iterator[int]:
-    for place in range(0, BINS - 1, 3):
-        ballots = np.zeros((len(SUBJECTS), BINS))
-        ballots[:, place] = ballots[:, place + 1] = 1
-        found = counted_votes(ballots)
-        assert found is not None
-        yield digest(np.array([found.linear_forward, *found.relative, *found.extra_ns]))
-
-
 def _steps() -> Iterator[int]:
     for policy in POLICIES:
         made = planner(policy=policy)
@@ -71,5 +61,5 @@ def _steps() -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    kinds = (_shardings, _corrections, _balances, _votes, _steps)
+    kinds = (_shardings, _corrections, _balances, _steps)
     sys.stdout.write(json.dumps({kind.__name__: list(kind()) for kind in kinds}))

@@ -193,7 +193,6 @@ OPTIONS = [
     (*RELAYED, "parallel.cp=8", "parallel.pp=1", "pp.virtual_stages=1"),
     ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
     ("kernels.deterministic=true", "kernels.fused=off"),
-    ("cost.online=true", "cost.online_interval=1", "telemetry.warmup_steps=0"),
     ("packing.policy=var_len", "sharding.strategy=per_document"),
 ]
 

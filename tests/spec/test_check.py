@@ -45,20 +45,6 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "fsdp.shard_size = 4 does not divide the dp 3 x cp 2 = 6 ranks that share parameters; "
             "use one of [1, 2, 3, 6], or 0 for all of them",
         ),
-        # Prices learned online.
-        ({"cost__online_interval": 0}, "cost.online_interval = 0 must be at least 1"),
-        ({"cost__online_threshold": 0.0}, "cost.online_threshold = 0.0 must be above 0"),
-        ({"cost__online_max_change": -0.5}, "cost.online_max_change = -0.5 must be above 0"),
-        (
-            {"cost__online": True, "telemetry__enabled": False},
-            "cost.online = true learns prices from measured times, but telemetry.enabled = false; "
-            "set telemetry.enabled = true, or cost.online = false",
-        ),
-        (
-            {"cost__online": True, "packing__packs": "packs.npz"},
-            "cost.online = true plans later steps with other prices, but packing.packs = packs.npz "
-            "is packed already; leave packing.packs empty, or set cost.online = false",
-        ),
         # The model.
         ({"model__hidden_size": 0}, "model.hidden_size = 0 must be at least 1"),
         ({"model__num_layers": 0}, "model.num_layers = 0 must be at least 1"),

@@ -53,7 +53,6 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["parallel.ep=4", "cost.expert_load=4"], ""),
         (["parallel.ep=2", "cost.expert_load=2.5"], "expert_load = 2.5 with parallel.ep = 2 and"),
         (["model.experts.num=0", "cost.expert_load=2"], "expert_load = 2.0 with parallel.ep = 1"),
-        (["cost.online=true"], ""),
         (
             ["model.experts.shared=1", "parallel.tp=3", *HEADS],
             "experts.shared x hidden_size = 32 is not a multiple of parallel.tp = 3",

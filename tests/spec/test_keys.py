@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
-from wlb.spec.keys import RENAMED, Bounds, RenamedKeyWarning, nest
+from wlb.spec.keys import REMOVED, RENAMED, Bounds, RenamedKeyWarning, nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
@@ -27,10 +27,6 @@ KEYS = [
     "cluster.peak_tflops",
     "cluster.tp_overlap",
     "cost.expert_load",
-    "cost.online",
-    "cost.online_interval",
-    "cost.online_max_change",
-    "cost.online_threshold",
     "cost.profile",
     "cp.gradient_dtype",
     "cp.keep_gathered_kv",
@@ -333,6 +329,14 @@ def test_a_renamed_key_works_with_a_warning(old: str, new: str) -> None:
 def test_a_stored_spec_with_an_old_name_is_read_without_a_warning(old: str, new: str) -> None:
     spec = apply(RunSpec(), nest(old, 6), source="run.json", is_stored=True)
     assert spec == apply(RunSpec(), nest(new, 6), source="run.toml")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_key_is_refused_by_name_and_left_out_of_stored_specs(name: str) -> None:
+    assert name not in KEYS
+    with pytest.raises(ValueError, match=f"run.toml: {name} was removed, because .*; remove the k"):
+        apply(RunSpec(), nest(name, 1), source="run.toml")
+    assert apply(RunSpec(), nest(name, 1), source="run.json", is_stored=True) == RunSpec()
 
 
 def test_a_key_given_by_both_names_is_refused() -> None:

@@ -124,3 +124,29 @@ def test_a_step_of_a_run_is_simulated_for_its_page_from_its_lines_alone(run: Run
     changed = records.at(3)._replace(measured=replace(records.at(3).measured, num_tokens=1))
     with pytest.raises(ValueError, match=r"step 2 is planned with num_tokens = \d+, but 1 is in"):
         simulate_step(records, changed)
+
+
+def test_steps_that_were_planned_with_learned_prices_are_left_out_and_said(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As versions with `cost.online` wrote them."""
+    lines = [dict(line) for line in run.lines]
+    steps = [line for line in lines if line["kind"] == "step"]
+    for line in steps[5:]:
+        line["prices"] = {"attention_forward": 1_300_000}
+    folder = copied(run, tmp_path)
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    made, whole = (simulate_recorded(at, skip=2) for at in (folder, run.folder))
+    assert [m.step for m in made.measured] == [2, 3, 4]
+    assert made.simulated_s.tolist() == whole.simulated_s[:3].tolist()
+    said = "steps from 6 on were planned with prices that the run had learned"
+    assert main(["simulate", "--run", str(folder)]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["simulate", "--run", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["remark"].startswith(said)
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl: {said}"):
+        simulate_recorded(folder, skip=5)
+    records = read_run(folder)
+    assert simulate_step(records, records.at(5)).step_time_s.size == 1
+    with pytest.raises(ValueError, match=said):
+        simulate_step(records, records.at(6))

@@ -47,6 +47,7 @@ def show(options: argparse.Namespace) -> int:
         "simulated_s": made.simulated_s.tolist(),
         "ratio": made.ratio,
         "mape": made.mape,
+        **({"remark": made.remark} if made.remark else {}),
     }
     if output.write_json(options, data):
         return 0
@@ -64,4 +65,6 @@ def show(options: argparse.Namespace) -> int:
         f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
         f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
     )
+    if made.remark:
+        screen.print(made.remark)
     return 0

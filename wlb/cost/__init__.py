@@ -29,12 +29,6 @@ from wlb.cost.latency import exchange_ns as exchange_ns
 from wlb.cost.latency import ideal_kernels_ns as ideal_kernels_ns
 from wlb.cost.latency import kernels_ns as kernels_ns
 from wlb.cost.latency import without_collectives as without_collectives
-from wlb.cost.learn import Measured as Measured
-from wlb.cost.learn import RankCells as RankCells
-from wlb.cost.learn import RankVote as RankVote
-from wlb.cost.learn import ballot as ballot
-from wlb.cost.learn import counted_votes as counted_votes
-from wlb.cost.learn import next_prices as next_prices
 from wlb.cost.linear import rows_ns as rows_ns
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
@@ -69,13 +63,10 @@ from wlb.cost.ratio import FlopsWorkload as FlopsWorkload
 from wlb.cost.ratio import Prices as Prices
 from wlb.cost.ratio import model_of as model_of
 from wlb.cost.ratio import workload_model as workload_model
-from wlb.cost.reprice import price_base as price_base
-from wlb.cost.reprice import repriced as repriced
 from wlb.cost.stages import StageLayers as StageLayers
 from wlb.cost.stages import StageTimes as StageTimes
 from wlb.cost.stages import end_times_ns as end_times_ns
 from wlb.cost.stages import experts_ns_per_token as experts_ns_per_token
-from wlb.cost.stages import linear_prices as linear_prices
 from wlb.cost.stages import stage_times as stage_times
 from wlb.cost.surface import Curve as Curve
 from wlb.cost.surface import Surface as Surface

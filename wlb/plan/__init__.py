@@ -50,11 +50,6 @@ from wlb.plan.packing import Layout as Layout
 from wlb.plan.packing import MicroBatch as MicroBatch
 from wlb.plan.packing import PackingPlan as PackingPlan
 from wlb.plan.packing import segment_lengths as segment_lengths
-from wlb.plan.prices import AS_PROFILED as AS_PROFILED
-from wlb.plan.prices import NO_CHANGES as NO_CHANGES
-from wlb.plan.prices import PriceChange as PriceChange
-from wlb.plan.prices import PriceFactors as PriceFactors
-from wlb.plan.prices import PriceSchedule as PriceSchedule
 from wlb.plan.ranks import MeasuredTimeline as MeasuredTimeline
 from wlb.plan.ranks import Place as Place
 from wlb.plan.ranks import RankTable as RankTable

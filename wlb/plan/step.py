@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from wlb.plan.arrays import IntArray, digest
+from wlb.plan.errors import UserError
 from wlb.plan.metrics import StepMetrics
 from wlb.plan.packing import CARRY, PACKING, Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
-from wlb.plan.prices import AS_PROFILED, NO_CHANGES, SCHEDULE, PriceFactors, PriceSchedule
 from wlb.plan.schema import COUNT, Schema, hold_schema
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
@@ -21,8 +21,7 @@ class PlannerState(PlainRecord):
     carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
     baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
     the source's own state; num_batches: global batches it has given. exhausted: it had ended and
-    nothing is left to flush. num_tokens: document tokens of all steps so far. prices: in force and
-    to come, of a run that learns them (`cost.online`).
+    nothing is left to flush. num_tokens: document tokens of all steps so far.
     """
 
     carry: Carry
@@ -33,7 +32,6 @@ class PlannerState(PlainRecord):
     num_batches: int = 0
     exhausted: bool = False
     num_tokens: int = 0
-    prices: PriceSchedule = NO_CHANGES
 
     def __eq__(self, other: object) -> bool:
         """Whether a planner goes on alike from both; a state equals what its JSON reads as."""
@@ -53,17 +51,13 @@ class PlannerState(PlainRecord):
         """Return the state to resume from; ended data is asked again: epochs may be more now."""
         return replace(self, exhausted=False)
 
-    def with_prices(self, prices: PriceSchedule) -> "PlannerState":
-        """Return the state with what its coming steps need of a schedule."""
-        return replace(self, prices=prices.from_step(self.next_step))
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
         what = "this is no planner state as `to_json` writes it"
         hold_schema(data, _STATE, what, remedy="give the whole value")
+        _refuse_learned(data)
         with parsing("planner state"):
-            prices = data.get("prices")  # older states have none
             return cls(
                 carry=Carry.from_json(data["carry"]),
                 baseline=Carry.from_json(data["baseline"]),
@@ -73,7 +67,6 @@ class PlannerState(PlainRecord):
                 num_batches=data["num_batches"],
                 exhausted=data["exhausted"],
                 num_tokens=data["num_tokens"],
-                prices=NO_CHANGES if prices is None else PriceSchedule.from_json(prices),
             )
 
 
@@ -86,9 +79,24 @@ _STATE: Schema = {
     "num_batches": COUNT,
     "exhausted": bool,
     "num_tokens": COUNT,
-    # Older states have none.
-    "prices?": (SCHEDULE, None),
+    # Of versions that learned prices while they trained.
+    "prices?": ({"base": str, "changes": [{"step": COUNT, "prices": dict}]}, None),
 }
+
+
+def _refuse_learned(data: dict[str, Any]) -> None:
+    """UserError for a state of an earlier version whose run had learned prices (`cost.online`):
+    its coming steps were to be planned with them, and would be planned otherwise now."""
+    prices = data.get("prices")
+    if prices is None or not prices["changes"]:
+        return
+    step = prices["changes"][0]["step"]
+    raise UserError(
+        f"this planner state has prices for steps from {step + 1} on that its run learned from its "
+        f"own times, over those of {prices['base']!r}, and cost.online, which learned them, was "
+        f"removed; go on with a checkpoint saved before prices changed, with the version of wlb "
+        f"that wrote this one, or in a new run with its weights (checkpoint.init_from)"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +124,7 @@ class StepPlan:
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
     rank's rows are a multiple of it. predicted: metrics of the step. baseline: metrics of Plain-4D
     on the same stream, where it is asked for: its steps for the global batches since our last step
-    (usually one), as one. progress: once this step has been executed. prices: those that hold for
-    this step.
+    (usually one), as one. progress: once this step has been executed.
     """
 
     packing: PackingPlan
@@ -127,7 +134,6 @@ class StepPlan:
     predicted: StepMetrics
     baseline: StepMetrics | None
     progress: PlanProgress
-    prices: PriceFactors = AS_PROFILED
 
     @property
     def state(self) -> PlannerState:
@@ -157,10 +163,7 @@ class StepPlan:
 
     def digest(self) -> int:
         """60 bits that tell two plans apart, equal on every host for equal plans."""
-        prices = () if self.prices == AS_PROFILED else self.prices.integers
-        return digest(
-            self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple, *prices
-        )
+        return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `json.dumps`; `from_json` reads them again."""
@@ -172,14 +175,13 @@ class StepPlan:
             "predicted": self.predicted.to_json(),
             "baseline": plain(self.baseline),
             "state": self.state.to_json(),
-            "prices": self.prices.to_json(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepPlan":
         """Read what `to_json` wrote; UserError if it is not a step plan."""
         with parsing("step plan"):
-            baseline, prices = data["baseline"], data.get("prices")  # older plans have no prices
+            baseline = data["baseline"]
             return cls(
                 packing=PackingPlan.from_json(data["packing"]),
                 pipelines=np.array(data["pipelines"], np.int64),
@@ -188,7 +190,6 @@ class StepPlan:
                 predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
-                prices=AS_PROFILED if prices is None else PriceFactors.from_json(prices),
             )
 
 

@@ -6,22 +6,14 @@ another process, and again from the state that a checkpoint stored. `shard(plan,
 spans of one pipeline, lazily. A plan's labels are counted when `next` returns it (`counted`).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost import (
-    LLAMA2_7B,
-    Cost,
-    ProfiledWorkload,
-    WorkloadModel,
-    repriced,
-    workload_for,
-    workload_model,
-)
+from wlb.cost import LLAMA2_7B, Cost, ProfiledWorkload, WorkloadModel, workload_for, workload_model
 from wlb.data import GlobalBatches, Source, StoreName, TokenStore, open_batches
 from wlb.packing import (
     OriginalPacker,
@@ -35,7 +27,6 @@ from wlb.packing import (
     packer_for,
 )
 from wlb.plan import (
-    AS_PROFILED,
     Carry,
     GlobalBatch,
     IntArray,
@@ -46,7 +37,6 @@ from wlb.plan import (
     PipelinePlan,
     PlannerState,
     PlanProgress,
-    PriceFactors,
     StepMetrics,
     StepPlan,
     UserError,
@@ -90,9 +80,7 @@ class Planner:
     over by equal chunks. exchange: `sharding.exchange`. dp: pipelines that the micro-batches are
     dealt to. meets: neighbouring ones of them whose ranks meet in layers with experts. cp: ranks
     that a micro-batch is sharded over. row_multiple: a rank's rows are a multiple of it. baseline:
-    a second packer on the same stream, which only predicts, or None. reprice: the workload at other
-    prices, which planners of runs have; a step is planned and sharded at the prices that its state
-    names.
+    a second packer on the same stream, which only predicts, or None.
     """
 
     source: BatchSource
@@ -106,10 +94,6 @@ class Planner:
     meets: int = 1
     cp: int = 1
     row_multiple: int = 1
-    reprice: Callable[[PriceFactors], WorkloadModel] | None = None
-    _repriced: "dict[PriceFactors, Planner]" = field(
-        default_factory=dict["PriceFactors", "Planner"], init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         hold_whole(self, dp=1, cp=1, row_multiple=1)
@@ -124,14 +108,7 @@ class Planner:
             )
 
     @classmethod
-    def from_spec(
-        cls,
-        spec: RunSpec,
-        source: BatchSource,
-        cost: WorkloadModel,
-        *,
-        reprice: Callable[[PriceFactors], WorkloadModel] | None = None,
-    ) -> "Planner":
+    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> "Planner":
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
             source=source,
@@ -145,7 +122,6 @@ class Planner:
             meets=spec.parallel.meeting_pipelines,
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
-            reprice=reprice,
         )
 
     @classmethod
@@ -242,37 +218,8 @@ class Planner:
             else:
                 return
 
-    def at(self, prices: PriceFactors) -> "Planner":
-        """This planner at other prices; UserError if it has none but its own."""
-        if prices == AS_PROFILED:
-            return self
-        if prices not in self._repriced:
-            if self.reprice is None:
-                raise UserError(
-                    f"the planner's state has prices that a run learned ({prices.relative}), but "
-                    f"this planner's are fixed, as those of packing.packs are; plan without "
-                    f"packs, or from state.with_prices(NO_CHANGES)"
-                )
-            cost = self.reprice(prices)
-            made = replace(
-                self,
-                packer=_priced(self.packer, cost),
-                baseline=None if self.baseline is None else _priced(self.baseline, cost),
-                cost=cost,
-            )
-            # Keep two: the planner at the prices in force, and the one at the prices that follow.
-            for old in list(self._repriced)[:-1]:
-                del self._repriced[old]
-            self._repriced[prices] = made
-        return self._repriced[prices]
-
     def next(self, state: PlannerState) -> StepPlan | None:
         """The plan of step `state.next_step`; None after the last one."""
-        prices = state.prices.at(state.next_step)
-        plan = self.at(prices)._next(state)
-        return None if plan is None else replace(plan, prices=prices)
-
-    def _next(self, state: PlannerState) -> StepPlan | None:
         state = self._split_again(state)
         while not state.ready and not state.exhausted:
             state = self._push(state)
@@ -288,7 +235,6 @@ class Planner:
             baseline_made=rest,
             num_tokens=state.num_tokens + plan.num_tokens,
         )
-        after = after.with_prices(state.prices)
         return StepPlan(
             packing=plan,
             pipelines=self._dealt(plan),
@@ -324,7 +270,6 @@ class Planner:
 
     def shard(self, plan: StepPlan, pipeline: int) -> PipelinePlan:
         """The spans of one pipeline's micro-batches."""
-        cost = self.at(plan.prices).cost
         how: dict[str, Any] = {
             "strategy": self.strategy,
             "remainder": self.remainder,
@@ -336,7 +281,9 @@ class Planner:
             step=plan.step,
             pipeline=pipeline,
             micro_batches=micro_batches,
-            shardings=tuple(shard(m.lengths, cp=self.cp, cost=cost, **how) for m in micro_batches),
+            shardings=tuple(
+                shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
+            ),
             local_tokens=plan.local_tokens(pipeline),
             step_rows=int(plan.packing.rows.sum()),
         )
@@ -381,7 +328,6 @@ class Planner:
             num_batches=state.num_batches + (batch is not None),
             exhausted=ends,
             num_tokens=state.num_tokens,
-            prices=state.prices,
         )
 
 
@@ -393,12 +339,6 @@ def _taken_over(carry: Carry, packer: Packer) -> Carry:
         carry.pieces, arrival_step=np.minimum(carry.pieces.arrival_step, carry.next_step)
     )
     return replace(carry, pieces=pieces, slot=np.zeros(len(pieces), np.int64))
-
-
-def _priced(packer: Packer, cost: WorkloadModel) -> Packer:
-    """The packer with another workload. What it carries between steps has no prices."""
-    changed: Any = packer  # every packer is a dataclass
-    return replace(changed, options=replace(changed.options, cost=cost))
 
 
 def counted(plan: PackingPlan, source: object) -> PackingPlan:
@@ -438,12 +378,7 @@ def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
     source = open_batches(
         store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
     )
-    reprice = partial(_at_prices, cost, device)
-    return Planner.from_spec(spec, source, cost, reprice=reprice)
-
-
-def _at_prices(cost: ProfiledWorkload, device: str, prices: PriceFactors) -> WorkloadModel:
-    return repriced(cost, prices, device=device)
+    return Planner.from_spec(spec, source, cost)
 
 
 def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:

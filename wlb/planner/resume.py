@@ -101,7 +101,6 @@ def _hold_counts(state: PlannerState) -> None:
         "baseline.next_step": state.baseline.next_step,
     }
     counts |= {f"ready[{i}].step": plan.step for i, plan in enumerate(state.ready)}
-    counts |= {f"changes[{i}].step": c.step for i, c in enumerate(state.prices.changes)}
     for name, value in counts.items():
         if type(value) is not int or not 0 <= value <= MOST_COUNT:
             raise UserError(f"{name} = {value!r} is no count")

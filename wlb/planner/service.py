@@ -33,7 +33,7 @@ from multiprocessing.connection import (
 from typing import Any
 
 from wlb.data.leftovers import made_and_held, sweep
-from wlb.plan import NO_CHANGES, PipelinePlan, PlannerState, PriceSchedule, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
 from wlb.planner.signs import Address, PlannerLost, PlanningError, SignsOfLife
 
@@ -191,21 +191,6 @@ class PlanClient:
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
-    def announce(self, prices: PriceSchedule) -> None:
-        """Have the last change of `prices` planned with, from its step on. Does not wait.
-
-        Every client of the process announces the same, before it asks for a step that the change
-        holds for: connections are read in any order, but each in its own.
-        """
-        if self._received and self._received[-1][0].step >= prices.last_step:
-            raise ValueError(f"prices for step {prices.last_step} come after its plan was received")
-        try:
-            self._connection.send(prices)
-        except ConnectionError:
-            raise PlannerLost(_DIED) from None
-        except BlockingIOError:
-            raise self._signs.lost() from None
-
     def close(self) -> None:
         self._connection.close()
 
@@ -237,16 +222,13 @@ class PlanServer:
     """Answers clients; plans one more step whenever nobody asks.
 
     plans: steps that some client does not have yet, from step index `dropped` on. The last one is
-    None at the end of data, or the text of an error; steps planned before it still run. before: the
-    state that they were planned from.
+    None at the end of data, or the text of an error; steps planned before it still run.
     """
 
     def __init__(self, job: PlanningJob, listener: Listener) -> None:
         self.job = job
         self.planner: Planner | None = None
         self.state: PlannerState | None = job.state
-        self.before: PlannerState | None = job.state
-        self.prices = NO_CHANGES if job.state is None else job.state.prices
         self.plans: list[StepPlan | str | None] = []
         self.dropped = 0
         self.shards: dict[tuple[int, int], PipelinePlan] = {}
@@ -273,10 +255,7 @@ class PlanServer:
 
     def _answer(self, connection: "Connection[Any, Any]") -> None:
         try:
-            asked = connection.recv()
-            if isinstance(asked, PriceSchedule):
-                self._change_prices(asked)
-                return
+            connection.recv()  # It asks for its next step.
             index = self.cursor[connection]
             while self.dropped + len(self.plans) <= index and not self._has_ended():
                 self._plan_one()
@@ -296,7 +275,7 @@ class PlanServer:
         try:
             if self.planner is None:
                 self.planner = self.job.make(*self.job.args)
-            state = self.state or self.planner.start().with_prices(self.prices)
+            state = self.state or self.planner.start()
             plan = self.planner.next(state)
             if plan is not None:
                 self.state = plan.state
@@ -305,27 +284,6 @@ class PlanServer:
             self.plans.append(plan)
         except Exception:
             self.plans.append(traceback.format_exc())
-
-    def _change_prices(self, prices: PriceSchedule) -> None:
-        """Drop plans of steps that a change holds for; they are planned again when asked for."""
-        if prices == self.prices:  # another rank said so already
-            return
-        self.prices = prices
-        kept = [p for p in self.plans if isinstance(p, StepPlan) and p.step < prices.last_step]
-        state = kept[-1].state if kept else self.before
-        made = self.dropped + len(kept)
-        if self._has_ended() and self.state and self.state.next_step < prices.last_step:
-            return  # what ended before the change stays ended
-        if max(self.cursor.values(), default=0) > made:
-            self.plans = [*kept, f"a rank has a plan of step {prices.last_step} at other prices"]
-            return
-        self._keep(kept)
-        self.state = None if state is None else state.with_prices(prices)
-
-    def _keep(self, kept: list[StepPlan]) -> None:
-        steps = {plan.step for plan in kept}
-        self.plans = list(kept)
-        self.shards = {k: v for k, v in self.shards.items() if k[0] in steps}
 
     def _has_ended(self) -> bool:
         return bool(self.plans) and not isinstance(self.plans[-1], StepPlan)
@@ -336,7 +294,6 @@ class PlanServer:
             plan = self.plans.pop(0)
             self.dropped += 1
             assert isinstance(plan, StepPlan)
-            self.before = plan.state
             self.shards = {k: v for k, v in self.shards.items() if k[0] != plan.step}
 
 

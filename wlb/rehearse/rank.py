@@ -18,7 +18,7 @@ from wlb.cost import gpu_budget, load_profile, workload_for
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates
-from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.rehearse import cuda, experts
 from wlb.rehearse.allocator import reserved
 from wlb.rehearse.gpu import GPU, Communicator
@@ -51,9 +51,6 @@ class PlannedFeed:
     def peek(self, steps_ahead: int) -> list[Item]:
         at = self._at + steps_ahead
         return self._items[at : at + 1]
-
-    def announce(self, prices: PriceSchedule) -> None:
-        """Planned steps keep their prices."""
 
     def close(self) -> None:
         """Nothing is open."""

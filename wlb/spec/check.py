@@ -33,7 +33,6 @@ def check(spec: RunSpec) -> RunSpec:
     _check_experts(spec)
     _check_overlap(spec)
     _check_sharding(spec)
-    _check_online(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
     check_declared(spec, entries=True)
@@ -277,22 +276,6 @@ def _check_expert_stages(spec: RunSpec, held: int) -> None:
         raise UserError(
             f"ep.stages = {stages} does not divide the {held} experts of a rank "
             f"(model.experts.num / parallel.ep); use one of {good}"
-        )
-
-
-def _check_online(spec: RunSpec) -> None:
-    if not spec.cost.online:
-        return
-    if not spec.telemetry.enabled:
-        raise UserError(
-            "cost.online = true learns prices from measured times, but telemetry.enabled = false; "
-            "set telemetry.enabled = true, or cost.online = false"
-        )
-    if spec.packing.packs:
-        raise UserError(
-            f"cost.online = true plans later steps with other prices, but packing.packs = "
-            f"{spec.packing.packs} is packed already; leave packing.packs empty, or set "
-            f"cost.online = false"
         )
 
 

@@ -21,6 +21,13 @@ T = TypeVar("T")
 
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
 """Old names of keys, which still work with a RenamedKeyWarning."""
+_LEARNED = "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
+REMOVED = dict.fromkeys(
+    ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
+    _LEARNED,
+)
+"""Keys that there were, and why there are no more. They are refused where a user sets them, and
+left out where wlb wrote them."""
 
 
 class RenamedKeyWarning(FutureWarning):
@@ -139,7 +146,8 @@ def apply(
     """Return `spec` with nested `values` set; UserError naming `source`, the key and the remedy.
 
     is_stored: wlb wrote the values (checkpoint, metrics.jsonl), so old names of keys are no reason
-    for a warning. whole: type of the outermost section, in which a misplaced key is looked for.
+    for a warning, and removed keys none for a refusal. whole: type of the outermost section, in
+    which a misplaced key is looked for.
     """
     section = cast("type[Any]", type(spec))
     whole = whole or section
@@ -154,6 +162,12 @@ def apply(
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
+        if dotted in REMOVED:
+            if is_stored:
+                continue
+            raise UserError(
+                f"{source}: {dotted} was removed, because {REMOVED[dotted]}; remove the key"
+            )
         if name not in hints:
             raise UserError(
                 f"{source}: unknown key {dotted!r}{_nearest(dotted, hints, prefix, whole)}"

@@ -298,38 +298,11 @@ class PlannerSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSection:
     profile: str = key("auto", "kernel profile: a name, a JSON file, or auto = by device")
-    online: bool = key(
-        False,
-        "learn prices while training: refit the profile's times of attention and linear layers to "
-        "the passes that ranks measure, and plan later steps with them; needs telemetry",
-    )
-    online_interval: int = key(
-        5,
-        "online: measured steps between decisions on prices, after the warm-up",
-        unit="steps",
-        at_least=1,
-        at_most=10**9,
-    )
-    online_threshold: float = key(
-        0.03,
-        "online: prices stay as they are unless one of them, relative to linear layers forward, is "
-        "wrong by more than this fraction",
-        above=0,
-        at_most=1000,
-    )
-    online_max_change: float = key(
-        0.5,
-        "online: largest change of a relative price at a time; 0.5 = to at most 1.5 times and at "
-        "least 1 / 1.5 of what it was",
-        above=0,
-        at_most=1000,
-    )
     expert_load: float = key(
         1.0,
         "rows of the EP rank that a micro-batch's layer waits for over the mean rank's, with which "
         "experts' work is priced and their memory estimated; 1 = even; a run's own is in its "
-        "summary (load of ranks) and in metrics.jsonl (experts.rank); online measures it for "
-        "prices, while memory estimates, S_max and T keep this value; no load is in the factors of "
+        "summary (load of ranks) and in metrics.jsonl (experts.rank); no load is in the factors of "
         "--calibrate",
         at_least=1,
         at_most=4096,

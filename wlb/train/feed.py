@@ -9,7 +9,7 @@ from wlb.data import StoreName
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
-from wlb.plan import PipelinePlan, PlannerState, PriceSchedule, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner
 from wlb.planner.service import PlanClient, PlannerProcess
 from wlb.planner.signs import Address
@@ -64,11 +64,6 @@ class PlanFeed:
         item = self._client.peek(steps_ahead)
         self.waited_ns += time.perf_counter_ns() - begin
         return [] if item is None else [item]
-
-    def announce(self, prices: PriceSchedule) -> None:
-        """Have the last change of `prices` planned with; every rank announces it before it looks at
-        a step that it holds for. Waits for nothing."""
-        self._client.announce(prices)
 
     def close(self) -> None:
         self._client.close()

@@ -14,16 +14,7 @@ import numpy as np
 
 from wlb.launch.position import Position
 from wlb.parallel.mesh import Mesh
-from wlb.plan import (
-    NO_CHANGES,
-    FloatArray,
-    PipelinePlan,
-    PlannerState,
-    PlanProgress,
-    PriceSchedule,
-    StepPlan,
-    Telemetry,
-)
+from wlb.plan import PipelinePlan, PlannerState, PlanProgress, StepPlan, Telemetry
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train.faults.spikes import GradientNorms
@@ -51,8 +42,8 @@ class RunContext:
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
-    that hooks took in `record` and telemetry has not counted yet. prices: in force and to come, the
-    same on all ranks. norms: of the last steps' gradients. wall: where this rank's time goes.
+    that hooks took in `record` and telemetry has not counted yet. norms: of the last steps'
+    gradients. wall: where this rank's time goes.
     """
 
     job: Job
@@ -67,7 +58,6 @@ class RunContext:
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0
-    prices: PriceSchedule = NO_CHANGES
     norms: GradientNorms = field(init=False)
     wall: WallTimes = field(init=False)
 
@@ -77,7 +67,7 @@ class RunContext:
 
     def go_on(self, saved_in: Path, steps_done: int, state: PlannerState) -> None:
         """Take over what a loaded checkpoint says of the run (`LoadedRun`)."""
-        self.steps_done, self.prices = steps_done, state.prices
+        self.steps_done = steps_done
         self.progress = self.saved = PlanProgress.of(state)
         self.norms = GradientNorms.of(self.spec, saved_in)
 
@@ -102,8 +92,7 @@ class ExecutedStep:
     """A step that was executed and counts. loss: mean over valid labels, in nats. updated: False
     where the step had no label, or was skipped as not finite. began_s: by time.perf_counter.
     waited_ns: for plans, before it began. telemetry: set by `MeasureSteps` where a record is due;
-    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up. votes: sum of
-    all ranks' ballots (`wlb.cost.ballot`), None where none are due."""
+    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
 
     plan: StepPlan
     pipeline: PipelinePlan
@@ -114,7 +103,6 @@ class ExecutedStep:
     waited_ns: int
     telemetry: Telemetry | None = None
     own_ns: np.ndarray | None = None
-    votes: FloatArray | None = None
 
 
 class RefusedStep(NamedTuple):

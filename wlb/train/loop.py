@@ -19,6 +19,7 @@ from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.plan.tally import Tally
 from wlb.sharding import STRATEGIES
 from wlb.spec import OnNonfinite
+from wlb.train.checkpoint.folder import planner_state
 from wlb.train.checkpoint.saver import CheckpointSaver, load_sound, load_weights
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import Evaluator
@@ -30,7 +31,7 @@ from wlb.train.job import Job
 from wlb.train.optimizer import Optimizers
 from wlb.train.prefetch import InputPrefetcher
 from wlb.train.reduce import StepReducer, StepSums
-from wlb.train.refuse import agree_on_kernel, resumed_state
+from wlb.train.refuse import agree_on_kernel
 from wlb.train.telemetry.clock import StepClock
 from wlb.train.telemetry.ranks import gather_places
 from wlb.train.telemetry.report import RunReport
@@ -244,8 +245,7 @@ class Trainer:
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        state = resumed_state(saved_in, self.priced, self.mesh.device.type)
-        return LoadedRun(saved_in, steps_done, state)
+        return LoadedRun(saved_in, steps_done, planner_state(saved_in))
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)

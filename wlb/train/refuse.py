@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wlb.cost import ProfiledWorkload, price_base, workload_for
+from wlb.cost import ProfiledWorkload, workload_for
 from wlb.data import StoreName
 from wlb.kernels.grouped import waits_for_host
 from wlb.parallel.build import compute_dtype, fused_of, kernel_of
@@ -74,7 +74,7 @@ def refuse_early(
         hold_weights(spec.model, init_from, "checkpoint.init_from")
     if resume is not None:
         hold_weights(spec.model, resume, "--resume")
-        state = resumed_state(resume, priced, device)
+        state = checkpoint.planner_state(resume)
         _hold_resumed(state, resume, planner)
         planner.next(state.reopened())
     return planner
@@ -97,29 +97,6 @@ def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None
             f"{saved_in} was saved with {said} of its planner, its planner state has {found}; they "
             f"are not of one save, so resume from another checkpoint"
         )
-
-
-def resumed_state(saved_in: Path, priced: RunSpec, device: str) -> PlannerState:
-    """A checkpoint's planner state. Learned prices stay, also pending ones, unless they are factors
-    of another profile or kernel than this run's (`prices_kept` says so)."""
-    state = checkpoint.planner_state(saved_in)
-    if not state.prices.changes:
-        return state
-    return state.with_prices(state.prices.of_base(price_base(workload_for(priced, device))))
-
-
-def prices_kept(saved_in: Path, planner: Planner) -> str:
-    """A line for the log on what becomes of a checkpoint's learned prices, "" if it has none."""
-    known, base = checkpoint.planner_state(saved_in).prices, price_base(priced_workload(planner))
-    if not known.changes:
-        return ""
-    if known.base != base:
-        return (
-            f"prices that {saved_in.name} learned are factors of {known.base}; this run is priced "
-            f"by {base} and starts without them"
-        )
-    factors = ", ".join(f"{n.replace('_', ' ')} {f:.3f}" for n, f in known.latest.relative.items())
-    return f"prices go on as learned by {saved_in.name}, relative to linear forward: {factors}"
 
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:

@@ -49,7 +49,6 @@ from wlb.train.refuse import (
     model_change,
     priced_by,
     priced_workload,
-    prices_kept,
     probe_here,
     refuse_early,
 )
@@ -285,7 +284,7 @@ def _job(
         model_change(filled.model, begun) if begun else "",
         unsaved_remark(filled, saved),
         peak_missed(filled),
-        *((prices_kept(saved, planner), _rate_change(filled, saved)) if saved else ()),
+        _rate_change(filled, saved) if saved else "",
     ):
         if line:
             console.print(line)

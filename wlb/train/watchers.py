@@ -13,7 +13,6 @@ from wlb.train.telemetry.ending import ShowSummary, TellStop
 from wlb.train.telemetry.graphs import CountGraphs
 from wlb.train.telemetry.ledger import Ledger, RecordLedger
 from wlb.train.telemetry.measure import MeasureSteps
-from wlb.train.telemetry.prices import LearnPrices
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.snapshots import SnapshotMemory
 from wlb.train.telemetry.steps import RecordSteps
@@ -39,10 +38,6 @@ def hooks_of(
         # `wlb.train.start` refuses --calibrate without telemetry.
         assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
-    learn = None
-    if spec.cost.online:
-        assert measure is not None  # cost.online without telemetry was refused
-        learn = LearnPrices(priced, measure.meter.base)
     interval = spec.training.gc_interval
     traces = spec.telemetry.trace_steps and mesh.rank in spec.telemetry.trace_ranks
     snapshots = spec.telemetry.snapshot_steps or spec.telemetry.snapshot_oom
@@ -51,7 +46,6 @@ def hooks_of(
         # This hook is first, because the others record its measurements.
         measure,
         RecordSteps(),
-        learn,
         # Communicators are connected before hooks that communicate when they begin.
         ConnectRanks(),
         CompileAttention(),

@@ -15,7 +15,7 @@ from wlb.cost import KernelProfile
 from wlb.parallel.world import choose_device
 from wlb.plan import FloatArray, MeasuredStep, UserError
 from wlb.report.run.records import read_run
-from wlb.report.run.simulated import simulate_again
+from wlb.report.run.simulated import learned_remark, simulate_again
 from wlb.simulate import Simulation
 from wlb.spec import RunSpec
 from wlb.train.refuse import with_backend
@@ -25,12 +25,13 @@ from wlb.train.stores import open_stores, ready
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
     """Measured and simulated steps of a run. simulations: of consecutive steps. left_out: number of
-    steps before them."""
+    steps before them. remark: on steps after them, "" if there are none."""
 
     spec: RunSpec
     left_out: int
     measured: tuple[MeasuredStep, ...]
     simulations: tuple[Simulation, ...]
+    remark: str = ""
 
     @property
     def profile(self) -> KernelProfile:
@@ -77,13 +78,23 @@ def simulate_recorded(
     metrics = [measured for measured in since_start if measured.num_targets][left_out:]
     if not metrics:
         raise UserError(f"{written} has no step after the first {left_out}")
+    remark, first = "", records.learned_from
+    if first is not None:
+        remark = learned_remark(first)
+        metrics = [measured for measured in metrics if measured.step < first.step]
+    if not metrics:
+        raise UserError(f"{written}: {remark}")
     stores = open_stores(spec, console or Console(quiet=True))
     device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
     trained = {m.step: m for m in metrics}
     simulations = simulate_again(
-        spec, stores.train, device, trained, profile=profile, written=written, prices=records.prices
+        spec, stores.train, device, trained, profile=profile, written=written
     )
     return RecordedRun(
-        spec=spec, left_out=left_out, measured=tuple(metrics), simulations=tuple(simulations)
+        spec=spec,
+        left_out=left_out,
+        measured=tuple(metrics),
+        simulations=tuple(simulations),
+        remark=remark,
     )

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.report.run import lines
+from tests.report.run.test_page import text_of
 from wlb.cli import main
 from wlb.plan import UserError
+from wlb.report import run_page
 from wlb.report.run.records import read_run
 
 Line = dict[str, Any]
@@ -98,3 +100,24 @@ def test_commands_say_it_in_one_line(
     found[1]["measured"]["step_time_s"] = "long"
     assert main([*command, str(lines.write(tmp_path / "run", found))]) == 2
     assert "line 2: measured.step_time_s = 'long' must be a number" in capsys.readouterr().err
+
+
+def test_a_run_that_had_learned_prices_is_read_and_its_page_says_so(tmp_path: Path) -> None:
+    """As versions with `cost.online` wrote it: lines of decisions, and prices of steps."""
+    prices = {"attention_forward": 1_500_000, "linear_forward": 1_000_000, "expert_load": 0}
+    change = {"step": 9, "prices": prices}
+    decision = {"kind": "prices", "step": 3, "steps_done": 4, "base": "h100 sdpa", "votes": 8}
+    decision |= {"measured": {"attention_forward": 1.5}, "change": change}
+    found = [lines.start(), *map(lines.step, range(1, 5)), decision]
+    found += [lines.step(done) for done in range(5, 10)]
+    found += [lines.step(done) | {"prices": prices} for done in range(10, 13)]
+    records = read_run(lines.write(tmp_path, found))
+    assert [step.has_learned_prices for step in records.steps] == [False] * 9 + [True] * 3
+    first = records.learned_from
+    assert first is not None
+    assert first.steps_done == 10
+    told = "From step 10 on the run planned and predicted with prices that it had learned"
+    assert told in text_of(run_page(records))
+    plain = read_run(lines.write(tmp_path / "plain", lines.whole_run()))
+    assert plain.learned_from is None
+    assert "prices that it had learned" not in text_of(run_page(plain))

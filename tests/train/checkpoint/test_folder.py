@@ -139,6 +139,30 @@ def test_a_checkpoint_without_versions_is_gone_on_from(
     assert "written_by" in checkpoint.read_run(at(tmp_path, 7))
 
 
+@pytest.mark.parametrize("changes", [[], [{"step": 8, "prices": {}}]])
+def test_a_checkpoint_with_prices_is_gone_on_from_unless_they_were_learned(
+    whole: Run, corpus: Path, tmp_path: Path, changes: list[dict[str, Any]]
+) -> None:
+    """As versions with `cost.online` wrote it."""
+    spec = copied(whole, tmp_path, corpus, training={"steps": 7})
+    folder = at(tmp_path, 6)
+    about = checkpoint.read_run(folder)
+    about["spec"]["cost"] |= {"online": bool(changes), "online_interval": 5}
+    checkpoint.write_json(folder / "run.json", about)
+    planner = json.loads((folder / "planner.json").read_text())
+    planner["prices"] = {"base": "cpu sdpa" if changes else "", "changes": changes}
+    checkpoint.write_json(folder / "planner.json", planner)
+    (folder / "manifest.json").unlink()
+    checkpoint.write_manifest(folder)
+    if not changes:
+        run, _ = train(spec, resume=True)
+        assert len(run.steps) == 7
+        return
+    said = r"planner\.json: .* prices for steps from 9 on that its run learned"
+    with pytest.raises(UserError, match=said):
+        train(spec, resume=True)
+
+
 @pytest.mark.parametrize(
     ("name", "key", "said"),
     [

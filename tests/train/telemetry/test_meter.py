@@ -19,13 +19,21 @@ from tests.planner.test_compose import planner
 from tests.sets import full
 from tests.train.case import Run, small_spec, train, write_corpus, write_store
 from tests.train.slow import calibrated
-from wlb.cost import Scales, end_times_ns, load_profile, workload_for
+from wlb.cost import (
+    Scales,
+    StageLayers,
+    end_times_ns,
+    load_profile,
+    stage_times,
+    without_collectives,
+    workload_for,
+)
 from wlb.launch.local import run_local
-from wlb.parallel.mesh import build_mesh
+from wlb.parallel.mesh import Coordinates, build_mesh
 from wlb.parallel.world import World
 from wlb.plan import TERMS, MeasuredStep, Moments, PipelinePlan, StepPlan, Telemetry
 from wlb.planner import open_planner
-from wlb.spec import ModelSpec, ParallelSpec, RunSpec, check
+from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, RunSpec, check
 from wlb.train import start
 from wlb.train.stores import open_stores, ready
 from wlb.train.telemetry.calibrate import Calibration, profile_path
@@ -77,8 +85,7 @@ def measured_of(world: World, times_of_batches: list[list[int]], repeat: int) ->
     for _ in range(repeat):
         meter.add(first_step(mesh.at.dp), times)
     assert meter.num_steps == repeat
-    record, votes = meter.reduce()
-    assert votes is None
+    record = meter.reduce()
     assert meter.num_steps == 0
     return record
 
@@ -133,7 +140,7 @@ def recomputed(world: World) -> Telemetry:
     if world.rank == 0:
         parts[backward, Part.RECOMPUTE] = ms(7)
     meter.add(first_step(mesh.at.dp), StepTimes(parts, wall_ns=ms(9)))
-    return meter.reduce()[0]
+    return meter.reduce()
 
 
 @pytest.mark.full
@@ -393,3 +400,62 @@ def test_what_drifted_is_said_and_the_profile_says_where_it_comes_from(tmp_path:
         path, cost=cost, run=path, collectives=True, console=Console(file=none, width=200)
     )
     assert none.getvalue().startswith("no profile was written: nothing to calibrate with")
+
+
+class RankPlace:
+    """A rank's place, without processes."""
+
+    def __init__(self, device: str, cp: int, pp: int = 0) -> None:
+        self.at = Coordinates(tp=0, cp=cp, pp=pp, dp=0)
+        self.device, self.fsdp_size = torch.device(device), 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_calibrated_profile_has_no_load_of_experts(device: str) -> None:
+    """Predicted terms are those of the rows that experts computed, whatever cost.expert_load is."""
+    moe = ExpertsSpec(num=4, per_token=2, hidden_size=2**24)
+    spec = RunSpec(model=replace(MODEL, experts=moe), parallel=ParallelSpec(cp=2, ep=2))
+    spec = replace(spec, data=replace(spec.data, context_window=64, num_windows=4))
+    plan = first_step(0)
+    mesh: Any = RankPlace(device, 0)
+    lengths = np.array([sharding.num_tokens for sharding in plan.shardings])
+    cells = [Cell(Pass(end), 0, i) for end in ("forward", "backward") for i in range(lengths.size)]
+    times = StepTimes({(cell, Part.LAYERS): ms(1) for cell in cells}, wall_ns=1)
+    found: list[dict[str, float]] = []
+    for load in (1.0, 1.3, 1.6):
+        spec = replace(spec, cost=replace(spec.cost, expert_load=load))
+        measured = TelemetryMeter(spec, mesh)
+        measured.add(plan, times, experts=1.6 * lengths)
+        found.append({name: measured._moments[name].predicted_s for name in TERMS[2:]})
+    assert found[0] == pytest.approx(found[2], rel=1e-3)
+    assert found[1] == pytest.approx(found[2], rel=1e-3)
+    measured = TelemetryMeter(spec, mesh)
+    measured.add(plan, times, experts=1.0 * lengths)
+    assert measured._moments["linear_forward"].predicted_s < 0.95 * found[2]["linear_forward"]
+
+
+def test_stages_without_experts_are_priced_as_such() -> None:
+    """Stage 0 has MLPs alone and stage 1 experts; a rank of either measures the same ratios."""
+    true = dict(zip(TERMS, (3.0, 2.5, 1.0, 1.2), strict=True))
+    moe = ExpertsSpec(num=4, per_token=1, hidden_size=2**14, dense_layers=(0, 1))
+    spec = RunSpec(model=replace(MODEL, experts=moe), parallel=ParallelSpec(cp=2, pp=2, ep=2))
+    spec = replace(spec, data=replace(spec.data, context_window=64, num_windows=4))
+    once = without_collectives(workload_for(spec, "cpu"))
+    plan = first_step(0)
+    lengths = np.array([sharding.num_tokens for sharding in plan.shardings])
+    for pp, (kind, load) in enumerate(((spec.model.dense, 1.0), (spec.model, 1.5))):
+        model = replace(kind, experts=replace(kind.experts, dense_layers=()))
+        of_kind = replace(once, model=model, expert_load=load)
+        base = stage_times(plan, of_kind, StageLayers(layers=2))
+        parts: dict[tuple[Cell, Part], int] = {}
+        for i in range(lengths.size):
+            for end in ("forward", "backward"):
+                cell, factor = Cell(Pass(end), pp, i), true[f"linear_{end}"]
+                attention = getattr(base, f"attention_{end}_ns")[i, 0] * true[f"attention_{end}"]
+                parts[cell, Part.ATTENTION] = round(attention)
+                parts[cell, Part.LAYERS] = round(getattr(base, f"linear_{end}_ns")[i] * factor)
+        mesh: Any = RankPlace("cpu", 0, pp)
+        measured = TelemetryMeter(spec, mesh)
+        measured.add(plan, StepTimes(parts, wall_ns=1), experts=1.5 * lengths)
+        found = {name: moments.ratio for name, moments in measured._moments.items()}
+        assert found == pytest.approx(true, rel=0.02)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import AS_PROFILED, TERMS, UserError, late_remark
+from wlb.plan import TERMS, UserError, late_remark
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
 from wlb.report.render import render
@@ -30,7 +30,6 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         "delays": plots.delay_figure(records),
         **({"experts": plots.expert_figure(records)} if totals.experts.steps else {}),
         **({"ratio": plots.ratio_figure(records)} if totals.telemetry.terms else {}),
-        **({"prices": plots.price_figure(records)} if _has_prices(records) else {}),
     }
     return render(
         "run",
@@ -52,11 +51,6 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
             comments=("The configuration of the run; most keys at their defaults are left out.",),
         ),
     )
-
-
-def _has_prices(records: RunRecords) -> bool:
-    held = any(step.prices != AS_PROFILED for step in records.steps)
-    return held or bool(records.decisions)
 
 
 def tally_of(records: RunRecords) -> Tally:

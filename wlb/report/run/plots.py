@@ -94,29 +94,6 @@ def ratio_figure(records: RunRecords) -> Any:
     return figure
 
 
-def price_figure(records: RunRecords) -> Any:
-    """Learned prices over the profile's, relative to linear layers forward: those that steps were
-    planned with as lines, and what ranks measured at each decision as points."""
-    figure, (axes,) = new_figure(height=3.4)
-    asked = [line for line in records.decisions if line["measured"]]
-    decided = np.array([line["steps_done"] for line in asked], np.float64)
-    for k, name in enumerate(term for term in TERMS if term != "linear_forward"):
-        held = records.column(lambda s, name=name: s.prices.relative[name])
-        style: dict[str, Any] = {"color": RUNS[k + 1], "label": name.replace("_", " ")}
-        every = stride(held.size, MOST_POINTS)
-        axes.step(
-            records.steps_done[::every], held[::every], where="post", ls=DASHES[k], lw=1.6, **style
-        )
-        measured = np.array([line["measured"][name] for line in asked], np.float64)
-        every = stride(measured.size, MOST_POINTS)
-        axes.plot(decided[::every], measured[::every], "o", color=RUNS[k + 1], ms=3.5, alpha=0.6)
-    axes.axhline(1.0, color="grey", lw=0.8)
-    axes.set(ylabel="price / profile's price", xlabel="step")
-    axes.set_ylim(bottom=0)
-    _finish(figure, [axes], records)
-    return figure
-
-
 def balance_figure(records: RunRecords) -> Any:
     """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
     figure, (axes,) = new_figure(height=3.8)

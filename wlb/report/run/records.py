@@ -14,22 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wlb.plan import (
-    AS_PROFILED,
-    TERMS,
     FloatArray,
     MeasuredStep,
     MeasuredTimeline,
     Place,
-    PriceChange,
-    PriceFactors,
-    PriceSchedule,
     RankTable,
     StepMetrics,
     Telemetry,
     UserError,
     places_from_json,
 )
-from wlb.plan.prices import CHANGE, FACTORS
 from wlb.plan.ranks import PLACES, TABLE, TIMELINE
 from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
 from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema
@@ -41,15 +35,16 @@ _REMEDY = "remove the line, which no run wrote"
 
 
 class StepRecord(NamedTuple):
-    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off. prices:
-    that it was planned with."""
+    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off.
+    has_learned_prices: whether it was planned with prices that the run had learned, as earlier
+    versions could (`cost.online`)."""
 
     step: int
     steps_done: int
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None
-    prices: PriceFactors = AS_PROFILED
+    has_learned_prices: bool = False
 
 
 @dataclass(kw_only=True)
@@ -57,10 +52,10 @@ class RunRecords:
     """All lists are in the order of steps.
 
     starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
-    events: lines of `EVENT_KINDS`. decisions: lines on prices (`cost.online`). since_start: numbers
-    of the steps since the last start. num_replaced: steps that were trained again. num_unreadable:
-    lines that are not JSON, such as the last one of a run that was killed. wall: seconds by
-    phase of the last start, empty before it ended.
+    events: lines of `EVENT_KINDS`. since_start: numbers of the steps since the last start.
+    num_replaced: steps that were trained again. num_unreadable: lines that are not JSON, such as
+    the last one of a run that was killed. wall: seconds by phase of the last start, empty before it
+    ended.
     """
 
     folder: Path
@@ -72,17 +67,15 @@ class RunRecords:
     timelines: list[MeasuredTimeline]
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     since_start: frozenset[int] = frozenset()
-    decisions: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     num_replaced: int = 0
     num_unreadable: int = 0
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def prices(self) -> PriceSchedule:
-        """All changes of prices that the run decided on."""
-        made = [line for line in self.decisions if line["change"]]
-        changes = (PriceChange.from_json(line["change"]) for line in made)
-        return PriceSchedule.of(changes, base=made[-1]["base"] if made else "")
+    def learned_from(self) -> StepRecord | None:
+        """The first step whose plan depends on prices that the run had learned. Neither it nor
+        later steps can be planned again."""
+        return next((step for step in self.steps if step.has_learned_prices), None)
 
     @property
     def num_restarts(self) -> int:
@@ -150,21 +143,12 @@ _LINES: dict[str, Schema] = {
         "measured": MeasuredStep.schema(),
         "predicted": StepMetrics.schema(),
         "plain_4d": (StepMetrics.schema(), None),
-        "prices?": FACTORS,
+        "prices?": dict,
         OTHERS: ANYTHING,
     },
     "evaluation": {"steps_done": _DONE, "heldout_loss": float, OTHERS: ANYTHING},
     "ranks": {**TABLE, OTHERS: ANYTHING},
     "timeline": {**TIMELINE, OTHERS: ANYTHING},
-    "prices": {
-        "step": _DONE,
-        "steps_done": _DONE,
-        "base": str,
-        "votes?": int,
-        "measured": ({**dict.fromkeys(TERMS, float), OTHERS: ANYTHING}, None),
-        "change": (CHANGE, None),
-        OTHERS: ANYTHING,
-    },
     "wall": {"steps_done?": _DONE, "seconds": {OTHERS: float}, OTHERS: ANYTHING},
 }
 """The schema of each kind of line that is read. Only readers of the file use other keys."""
@@ -192,13 +176,12 @@ def read_run(folder: Path) -> RunRecords:
             timelines=[MeasuredTimeline.from_json(line) for line in found["timeline"]],
             events=read.events,
             since_start=frozenset(read.since_start),
-            decisions=found["prices"],
             num_replaced=read.num_replaced,
             num_unreadable=read.num_unreadable,
             wall=read.wall,
         )
         # What they are made of comes from the file as well.
-        _ = made.places, made.prices, made.restarts
+        _ = made.places, made.restarts
     return made
 
 
@@ -211,7 +194,7 @@ def resumed_at(start: dict[str, Any]) -> int | None:
 
 
 _Line = dict[str, Any]
-_BY_STEP = ("step", "evaluation", "ranks", "timeline", "prices")
+_BY_STEP = ("step", "evaluation", "ranks", "timeline")
 
 
 @dataclass
@@ -221,9 +204,7 @@ class _Reading:
 
     starts: list[_Line] = field(default_factory=list[_Line])
     by_step: dict[str, dict[int, _Line]] = field(
-        default_factory=lambda: {
-            kind: {} for kind in ("step", "evaluation", "ranks", "timeline", "prices")
-        }
+        default_factory=lambda: {kind: {} for kind in _BY_STEP}
     )
     since_start: set[int] = field(default_factory=set[int])
     events: list[_Line] = field(default_factory=list[_Line])
@@ -300,7 +281,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
         measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
-        prices=PriceFactors.from_json(line["prices"]) if "prices" in line else AS_PROFILED,
+        has_learned_prices="prices" in line,
     )
 
 

@@ -6,12 +6,12 @@ profile. A plan that is not the one that was trained is refused.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
-from wlb.cost import repriced, workload_for
+from wlb.cost import workload_for
 from wlb.data import StoreName
-from wlb.plan import AS_PROFILED, NO_CHANGES, PriceSchedule, StepCounts, UserError
+from wlb.plan import StepCounts, UserError
 from wlb.planner import Planner, open_planner
 from wlb.report.run.records import RunRecords, StepRecord
 from wlb.simulate import ShardedStep, Simulation, Simulator, sharded_steps
@@ -26,9 +26,10 @@ def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
     if not name or not device:
         raise UserError("the run's metrics do not say which store and device it had")
     store: StoreName = name if isinstance(name, str) else tuple(str(part) for part in name)
-    made = simulate_again(
-        records.spec, store, device, {record.step: record.measured}, prices=records.prices
-    )
+    first = records.learned_from
+    if first is not None and record.step >= first.step:
+        raise UserError(learned_remark(first))
+    made = simulate_again(records.spec, store, device, {record.step: record.measured})
     if not made:
         raise UserError(f"the run's data ends before step {record.steps_done}")
     return made[0]
@@ -42,39 +43,34 @@ def simulate_again(
     *,
     profile: str = "",
     written: str = "metrics.jsonl",
-    prices: PriceSchedule = NO_CHANGES,
 ) -> list[Simulation]:
     """Simulations of the steps that were trained, by their numbers, from plans that are made again.
 
-    profile: kernel profile that prices them, "" for the run's own. prices: those that the run
-    learned; with a profile of its own the simulation keeps that one's. UserError naming `written`
-    for a plan that is not the one that was trained.
+    profile: kernel profile that prices them, "" for the run's own. UserError naming `written` for
+    a plan that is not the one that was trained.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     planner = open_planner(spec, store, device)
     if profile:
         spec = replace(spec, cost=replace(spec.cost, profile=profile))
     simulator = Simulator(spec=spec, cost=workload_for(spec, device))
-    steps = _planned_again(planner, trained, dp=spec.parallel.dp, written=written, prices=prices)
-    made: list[Simulation] = []
-    for learned, group in groupby(steps, lambda step: step.plan.prices):
-        if not profile and learned != AS_PROFILED:
-            cost = repriced(workload_for(spec, device), learned, device=device)
-            simulator = Simulator(spec=spec, cost=cost)
-        made += [simulator.run(simulator.price(chunk)) for chunk in chunked(group)]
-    return made
+    steps = _planned_again(planner, trained, dp=spec.parallel.dp, written=written)
+    return [simulator.run(simulator.price(chunk)) for chunk in chunked(steps)]
+
+
+def learned_remark(first: StepRecord) -> str:
+    """Says that steps from `first` on (`RunRecords.learned_from`) cannot be planned again."""
+    return (
+        f"steps from {first.steps_done} on were planned with prices that the run had learned "
+        f"(cost.online, which was removed), so this version of wlb cannot plan them again; the "
+        f"version that trained them can"
+    )
 
 
 def _planned_again(
-    planner: Planner,
-    trained: Mapping[int, StepCounts],
-    *,
-    dp: int,
-    written: str,
-    prices: PriceSchedule,
+    planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str
 ) -> Iterator[ShardedStep]:
-    start = planner.start().with_prices(prices)
-    until = islice(planner.steps(start), max(trained) + 1)  # steps count from 0
+    until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):
         planned = step.plan.predicted

@@ -115,9 +115,6 @@ class SaveCheckpoints(Hook):
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
             self._tallies[run.steps_done] = deepcopy(run.tally)
         state = run.progress.state
-        if state is not None:
-            # The plan may have been made before a change of prices was known.
-            state = state.with_prices(run.prices)
         run.saved = run.progress
         self._saved_s = self._clock()
         norms = run.norms.to_json()

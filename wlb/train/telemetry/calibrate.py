@@ -25,7 +25,7 @@ from wlb.cost import (
 )
 from wlb.cost.machine import program_version
 from wlb.data.folder import make_folder
-from wlb.plan import AS_PROFILED, Telemetry, UserError
+from wlb.plan import Telemetry, UserError
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
@@ -71,10 +71,6 @@ class Calibration:
 
     def add(self, record: Telemetry) -> None:
         self._records.append(record)
-
-    def clear(self) -> None:
-        """Forget all records: they compare with prices that are no longer in force."""
-        self._records.clear()
 
     def finish(
         self,
@@ -124,25 +120,14 @@ class Calibration:
 
 
 class WriteProfile(Hook):
-    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end.
-
-    With cost.online it refits the prices last in force, from records made since they took effect.
-    """
+    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end."""
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
         self.calibration, self.path, self.meter = calibration, path, meter
-        self._prices = AS_PROFILED
-        self._is_mixed = False
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        if step.plan.prices != self._prices:
-            self.calibration.clear()
-            # A record of several steps may have begun before the change.
-            self._prices, self._is_mixed = step.plan.prices, run.spec.telemetry.interval > 1
-        if self._is_mixed and step.telemetry is not None:
-            self._is_mixed = False
         # own_ns is None in the warm-up.
-        elif step.own_ns is not None and step.telemetry is not None:
+        if step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
     def finished(self, run: RunContext) -> None:

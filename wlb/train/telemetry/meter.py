@@ -18,7 +18,6 @@ from wlb.cost import (
     StageTimes,
     end_times_ns,
     experts_ns_per_token,
-    repriced,
     stage_times,
     without_collectives,
     workload_for,
@@ -26,16 +25,7 @@ from wlb.cost import (
 from wlb.parallel.host import all_reduce_hosts
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Cell, Part, Pass
-from wlb.plan import (
-    AS_PROFILED,
-    TERMS,
-    FloatArray,
-    Moments,
-    PipelinePlan,
-    PriceFactors,
-    Spread,
-    Telemetry,
-)
+from wlb.plan import TERMS, FloatArray, Moments, PipelinePlan, Spread, Telemetry
 from wlb.spec import RunSpec
 from wlb.train.telemetry.clock import StepTimes
 
@@ -64,8 +54,9 @@ class TelemetryMeter:
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
-        self.base = self.cost = workload_for(spec, mesh.device.type)
-        self.price(AS_PROFILED)
+        self.cost = workload_for(spec, mesh.device.type)
+        self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
+        self._experts_ns = experts_ns_per_token(self._priced)
         # `StragglerWatch` compares ranks by the terms that hold no wait for other ranks.
         is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
         self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
@@ -77,13 +68,6 @@ class TelemetryMeter:
         self._latencies_ns: list[np.ndarray] = []
         self._sums = dict.fromkeys(_SUMMED, 0)
         self._own_measured_ns = self._own_predicted_ns = 0
-
-    def price(self, prices: PriceFactors) -> None:
-        """Predict at these prices from now on; `cost` has them."""
-        self.prices = prices
-        self.cost = repriced(self.base, prices, device=self.mesh.device.type)
-        self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
-        self._experts_ns = experts_ns_per_token(self._priced)
 
     @property
     def times_hold_collectives(self) -> bool:
@@ -109,7 +93,8 @@ class TelemetryMeter:
         exposed: Exposed | None = None,
         experts: FloatArray | None = None,
     ) -> None:
-        """A step that this rank executed. experts: `expert_tokens`."""
+        """A step that this rank executed. experts: tokens of each micro-batch whose experts'
+        products are in its times (`wlb.train.telemetry.measure.expert_tokens`)."""
         predicted = {
             layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
         }
@@ -176,13 +161,10 @@ class TelemetryMeter:
             if not (has_fsdp and name.endswith(tuple(filter(None, left_out)))):
                 self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
-    def reduce(self, votes: FloatArray | None = None) -> tuple[Telemetry, FloatArray | None]:
-        """The record of all ranks' steps since the last record, and the sum of all ranks' `votes`,
-        which all ranks give or none does. A collective call."""
+    def reduce(self) -> Telemetry:
+        """The record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
-        own = np.array([*sums, *self._sums.values()], np.float64)
-        num, flat = own.size, np.zeros(0) if votes is None else votes.ravel()
-        total = torch.from_numpy(np.concatenate([own, flat]))
+        total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
         # Each code holds a time and a rank, so that one maximum gives the largest time, and of the
         # ranks that have it the lowest.
         world, rank = self.mesh.world_size, self.mesh.rank
@@ -190,9 +172,9 @@ class TelemetryMeter:
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
         all_reduce_hosts(total)
         all_reduce_hosts(peaks, "max")
-        record = self._record(total[:num].tolist(), peaks)
+        record = self._record(total.tolist(), peaks)
         self._clear()
-        return record, None if votes is None else total[num:].numpy().reshape(votes.shape)
+        return record
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
         steps = self.num_steps

@@ -5,11 +5,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from wlb.plan import AS_PROFILED, MeasuredStep, StepPlan
+from wlb.plan import MeasuredStep
 from wlb.spec import OnNonfinite
 from wlb.train.hooks import ExecutedStep, Hook, RefusedStep, RunContext
 from wlb.train.optimizer import learning_rate
@@ -50,7 +49,6 @@ class RecordSteps(Hook):
             measured=measured.to_json(),
             predicted=predicted.to_json(),
             plain_4d=None if plan.baseline is None else plan.baseline.to_json(),
-            **_prices(plan),
         )
         run.report.display.step(run.steps_done, measured, predicted, plan.baseline, figures)
 
@@ -83,8 +81,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     # Linux counts in KiB, macOS in bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _prices(plan: StepPlan) -> dict[str, Any]:
-    """The prices that the step was planned with, where they are not the profile's own."""
-    return {} if plan.prices == AS_PROFILED else {"prices": plan.prices.to_json()}
