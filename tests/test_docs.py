@@ -19,9 +19,6 @@ from wlb.spec import RunSpec, list_keys, presets
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-MOST_WORDS = 1_300
-MOST_LINES_OF_A_ROOM = 60
-MOST_LINES_OF_A_MODULE = 8
 TOUR = 12
 KEYS = {key.name for key in list_keys(RunSpec)}
 
@@ -64,10 +61,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in _anchors(target), f"{target.name} has no heading {anchor!r}"
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text("utf-8").split()) <= MOST_WORDS
-
-
 def test_the_readme_says_what_was_proven_and_how() -> None:
     rows = [line for line in README.read_text("utf-8").splitlines() if line.startswith("|")]
     (at,) = [i for i, row in enumerate(rows) if row.startswith("| proven by ")]
@@ -78,24 +71,9 @@ def test_the_readme_says_what_was_proven_and_how() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_each_room_has_a_short_readme(room: Path) -> None:
-    page = room / "README.md"
-    assert page.exists()
-    assert len(page.read_text("utf-8").splitlines()) <= MOST_LINES_OF_A_ROOM
+def test_each_room_has_a_page(room: Path) -> None:
+    assert (room / "README.md").exists()
     assert f"({room.name}/README.md)" in (ROOT / "wlb" / "README.md").read_text("utf-8")
-
-
-@pytest.mark.parametrize("room", ["wlb", "experiments", "kernels_profile", "tests"])
-def test_module_docstrings_are_short(room: str) -> None:
-    modules = _tracked(f"{room}/*.py")
-    assert modules
-    lines = {
-        str(path.relative_to(ROOT)): len((docstring or "").splitlines())
-        for path in modules
-        for docstring in [ast.get_docstring(ast.parse(path.read_text("utf-8")))]
-    }
-    too_long = {name: num for name, num in lines.items() if num > MOST_LINES_OF_A_MODULE}
-    assert not too_long
 
 
 def _commands(page: Path) -> list[str]:
