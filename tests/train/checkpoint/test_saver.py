@@ -383,5 +383,5 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_rank_starts(
     with pytest.raises(ValueError, match="runs is a file, not a folder; move it away"):
         train(spec)
     full = replace(spec, run=replace(spec.run, output_dir="/dev/full"))
-    with pytest.raises(ValueError, match=r"run.output_dir = /dev/full: nothing can be written to"):
+    with pytest.raises(ValueError, match="/dev/full is a file, not a folder; move it away"):
         train(full)
