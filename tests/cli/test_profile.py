@@ -190,6 +190,7 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
         (["--backend", "cutlass"], "--backend 'cutlass' is not one of flash_attention_3, "),
         (["--backend", "torch_varlen"], "kernels.attention = torch_varlen can't compute"),
         (["--heads", "8"], "--heads '8' is no head layout; give query heads"),
+        (["--heads", "٨x64"], "--heads '٨x64' is no head layout; give query heads"),
         (["--heads", "8:3x64"], "--heads '8:3x64' is no head layout"),
         (["--preset", "nothing"], "nothing"),
         (["--out", "mine.txt"], "must be a .json file"),

@@ -78,7 +78,9 @@ def test_a_file_may_be_new_or_replaced_or_linked_to_a_folder_that_is_there(tmp_p
     for name in ("new", "there", "linked"):
         refuse_file(Path(name))
     Path("lost").symlink_to("nowhere/x")
+    Path("circle").symlink_to("circle")
     for name, cause in (
+        ("circle", "circle is a link to circle, which leads nowhere"),
         ("lost", r"its folder is missing, from \S*nowhere on; make it"),
         ("a/b/x", r"its folder is missing, from \S*/a on; make it"),
         (".", "it is a folder; give the name of a file"),

@@ -11,6 +11,7 @@ import pytest
 
 from wlb import Planner
 from wlb.data import LengthSource, length_files, lengths_of_file
+from wlb.data.length_files import NAMES
 from wlb.plan import UserError
 
 
@@ -42,7 +43,7 @@ def test_reads_text_and_json(tmp_path, name, text):
     assert not source.lengths.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", ["u1", "i4", ">i8", "f4"])
+@pytest.mark.parametrize("dtype", ["u1", "i4", ">i8", "f2", "f4"])
 def test_reads_npy(tmp_path, dtype):
     np.save(tmp_path / "a.npy", np.array([3, 1, 20], dtype))
     assert lengths_of_file(tmp_path / "a.npy").lengths.tolist() == [3, 1, 20]
@@ -139,6 +140,15 @@ def test_a_length_in_text_is_ascii_digits_of_a_whole_number(tmp_path, name, text
     (tmp_path / name).write_text(text.format(word), "utf-8")
     with pytest.raises(UserError):
         lengths_of_file(tmp_path / name)
+
+
+@pytest.mark.parametrize("head", ["length,2nd", "2nd place,length", "1_000,num_tokens", "x,y2"])
+def test_names_of_columns_may_begin_with_digits_beside_that_of_lengths(tmp_path, head):
+    at = next((i for i, name in enumerate(head.split(",")) if name in NAMES), 1)
+    row = ["a", "a"]
+    row[at] = "12"
+    (tmp_path / "a.csv").write_text(f"{head}\n{','.join(row)}\n")
+    assert lengths_of_file(tmp_path / "a.csv").lengths.tolist() == [12]
 
 
 @pytest.mark.parametrize(

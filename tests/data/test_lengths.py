@@ -11,6 +11,13 @@ def test_source_checks_its_lengths():
         LengthSource(name="mine", lengths=np.array([1, 0]))
 
 
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64])
+def test_a_list_may_hold_whole_floats_of_any_type(kind):
+    assert LengthSource(name="mine", lengths=[kind(12), 3]).lengths.tolist() == [12, 3]
+    with pytest.raises(ValueError, match=r"mine: length 0 is .*2.5.*, not a whole number"):
+        LengthSource(name="mine", lengths=[kind(2.5)])
+
+
 @pytest.mark.parametrize("window", [4096, 131072])
 def test_paper_family_has_its_shares_of_tokens(window):
     source = lengths_of_family("wlb_paper", window=window, num_documents=400_000, seed=1)

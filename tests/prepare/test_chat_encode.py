@@ -23,6 +23,7 @@ from wlb.prepare import (
     StoreReport,
     TooLong,
     Turns,
+    chat_encode,
     load_template,
     load_tokenizer,
     prepare_store,
@@ -479,3 +480,15 @@ def test_a_developer_is_the_system_to_templates_that_have_none(tmp_path: Path) -
             assert documents(prepared(tmp_path, as_system, template=name).prefix)[0][0] == tokens
     turns = [{"from": "developer", "value": "x"}, {"from": "human", "value": "y"}]
     assert conversation_of({"conversations": turns}).has_developer
+
+
+def test_a_store_of_a_version_that_read_fewer_marks_is_not_used_again(tmp_path, monkeypatch):
+    """Its labels may be those of messages that are marked as not trained."""
+    path, options = jsonl(tmp_path, ask("a", "b")), {"tokenizer": tokenizer_file(tmp_path)}
+    monkeypatch.setattr(chat_encode, "_VERSION", 1)
+    prepared(tmp_path, path, **options)
+    assert prepared(tmp_path, path, **options).reused
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="is there already and was made of other inputs or"):
+        prepared(tmp_path, path, overwrite=False, **options)
+    assert not prepared(tmp_path, path, **options).reused

@@ -143,6 +143,7 @@ def test_marks_that_cannot_be_obeyed_are_refused_by_name(record, message) -> Non
 
 def test_other_keys_are_found_and_not_those_that_are_read_or_say_nothing() -> None:
     answer = {"id": 7, "refusal": None, "annotations": [], "glossary": "x", "thinking": "hm"}
+    answer |= {"train_detail": []}
     call = {"function": {"name": "f", "arguments": {}}}
     record = {
         "messages": [

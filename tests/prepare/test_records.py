@@ -302,12 +302,14 @@ def test_text_files_are_grouped(tmp_path):
         (["a.txt", "*.txt"], r"a\.txt is in the inputs twice"),
         (["b.zst"], r"b\.zst: \.zst is not read; unpack it, or use \.gz, \.bz2, \.xz"),
         (["c.parquet.gz"], "a Parquet file is compressed inside; unpack it"),
+        (["circle"], "the input .*circle cannot be read: Too many levels of symbolic links"),
     ],
 )
 def test_refuses(tmp_path, names, message):
     for name in ("a.txt", "b.zst", "c.parquet.gz"):
         (tmp_path / name).write_text("x")
     (tmp_path / "d.txt.old").symlink_to("gone")
+    (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match=message):
         list_inputs([str(tmp_path / name) for name in names])

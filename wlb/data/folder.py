@@ -86,7 +86,7 @@ def refuse_file(path: Path) -> None:
     folder = path.absolute().parent
     if folder.is_dir() and path.is_symlink() and not path.exists():
         folder = folder.joinpath(os.readlink(path)).parent
-    reason = _obstacle(folder)
+    reason = _obstacle(folder) or _circle(path)
     if path.is_dir():
         reason = "it is a folder; give the name of a file"
     elif not reason and not folder.is_dir():
@@ -94,6 +94,19 @@ def refuse_file(path: Path) -> None:
         reason = f"its folder is missing, from {missing} on; make it"
     if reason:
         raise UserError(f"{path} cannot be written: {reason}, or choose another place")
+
+
+def _circle(path: Path) -> str:
+    """What is wrong with a file's link that leads back to itself, "" for any other path."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            return (
+                f"{path} is a link to {os.readlink(path)}, which leads nowhere "
+                f"({error.strerror}); remove it"
+            )
+    return ""
 
 
 def _components(path: Path) -> tuple[Path, ...]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -169,6 +169,8 @@ def checked_lengths(
         whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
         array = np.array(whole, np.int64)
     elif array.dtype.kind == "f":
+        # Floats of 16 bits cannot be compared with the limits.
+        array = array.astype(np.promote_types(array.dtype, np.float64))
         is_whole = (array == np.round(array)) & (np.abs(array) < EXACT_FLOATS)
         if (i := first_true(~is_whole)) is not None:
             raise _no_length(name, where(i), array[i].item())
@@ -212,8 +214,10 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))
 
 def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
     """`value` as an int64; UserError for what is no whole number."""
-    if type(value) is float and value.is_integer() and abs(value) < EXACT_FLOATS:
-        return int(value)
+    if isinstance(value, float | np.floating):
+        exact = float(cast("float", value))
+        if exact.is_integer() and abs(exact) < EXACT_FLOATS:
+            return int(exact)
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         number = operator.index(value)
         if abs(number) < 1 << 63:

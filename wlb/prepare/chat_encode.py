@@ -31,6 +31,9 @@ from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 from wlb.prepare.tool_calls import calls_text
 
+_VERSION = 2
+"""Of what is made of a conversation: stores and parts of another version are not used again. The
+first did not read the marks of other trainers (`wlb.prepare.marks`)."""
 UNREAD = "unread:"
 """In front of a key's name in `Encoded.counts`."""
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))
@@ -73,9 +76,10 @@ class ChatChoice(EncoderChoice):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Template files count by checksum, so that an edited template is another argument."""
+        """Template files count by checksum, so that an edited template is another argument, and
+        what is made of a conversation counts by its version."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given = {"chat": given.pop("template"), **given}
+        given = {"chat": given.pop("template"), "version": _VERSION, **given}
         if self.template not in BUILT_IN:
             for file in set(template_files(self.template)):
                 if file.is_file():

@@ -48,7 +48,7 @@ _SYSTEM = "You answer questions about Python's standard library from its documen
 _SYSTEM_SHARE = 4
 """One in this many conversations has the system message."""
 
-_FORMAT = 3
+_FORMAT = 4
 _LEAST_VOCAB = 258
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

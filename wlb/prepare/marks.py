@@ -140,7 +140,10 @@ def unread_keys(
     and whose name speaks of training.
     """
     for key, value in data.items():
+        # An empty list of spans, such as a table's column has, says nothing.
         if value is None or key in read or (key in MESSAGE_MARKS and not is_part):
+            continue
+        if value in ("", [], {}):
             continue
         if is_part and key in MESSAGE_MARKS:
             if value not in (0, 1) or value != MESSAGE_MARKS[key].trained:
@@ -153,7 +156,7 @@ def unread_keys(
                 f"{name} has {key} = {_short(value)}, a key that wlb does not know and that may "
                 f"say what is trained; mark whole messages with train = false, or remove the key"
             )
-        elif value not in ("", [], {}):
+        else:
             yield shortened(key, 60)
 
 

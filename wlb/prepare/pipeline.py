@@ -6,6 +6,7 @@ on training records, into `<out>.parts` (`tokenizer.py`). 3. Encode every shard 
 Cost: memory of one document a process; on disk the tokens twice until parts are removed.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -81,7 +82,7 @@ def prepare_store(
     began = time.perf_counter()
     refuse_nowhere(Path(options.out).parent)
     for folder in filter(Path.is_dir, map(Path, options.inputs)):
-        if folder.resolve() in Path(options.out).resolve().parents:
+        if folder.resolve() in Path(os.path.realpath(options.out)).parents:
             raise UserError(
                 f"--out {options.out} lies in the input folder {folder}: the store would be read "
                 f"as input the next time; write it elsewhere"

@@ -11,6 +11,7 @@ import glob
 import gzip
 import json
 import lzma
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -158,7 +159,8 @@ def list_inputs(
     for text in inputs:
         new: list[InputFile] = []
         for path, name in _expand(text, skipped, examples):
-            resolved = str(path.resolve())
+            # Path.resolve raises a RuntimeError for a link that leads back to itself.
+            resolved = os.path.realpath(path)
             if resolved in found:
                 raise UserError(
                     f"{path} is in the inputs twice; to repeat data give its store a larger weight "
@@ -188,7 +190,7 @@ def _files_of_store(out: str) -> frozenset[str]:
     """Files that an earlier call may have written and that a pattern may find."""
     parts = (".bin", ".idx", ".json", ".targets")
     ends = [*parts, *(f"-heldout{part}" for part in parts), "-tokenizer.json"]
-    return frozenset(str(Path(f"{out}{end}").resolve()) for end in ends)
+    return frozenset(os.path.realpath(f"{out}{end}") for end in ends)
 
 
 def _refuse_mixed(text: str, files: Sequence[InputFile]) -> None:

@@ -132,7 +132,7 @@ def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
 
 
 def _shape(text: str) -> Shape:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?x(\d+)", text)
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?x([0-9]+)", text)
     numbers = [int(n or match[1]) for n in match.groups()] if match else [0]
     if match is None or min(numbers) < 1 or numbers[0] % numbers[1]:
         raise UserError(

@@ -72,6 +72,26 @@ WRONG: dict[str, tuple[Callable[[list[Line]], Any], str]] = {
         lambda found: found[6]["seconds"].update(steps="3"),
         r"line 7: seconds\['steps'\] = '3' must be a number",
     ),
+    "a save's time in words": (
+        lambda found: found[7].update(write_s="long"),
+        "line 8: write_s = 'long' must be a number",
+    ),
+    "a save without its error": (
+        lambda found: found[7].pop("error"),
+        "line 8: it lacks the key 'error'",
+    ),
+    "a refused step without what was found": (
+        lambda found: found[8].pop("found"),
+        "line 9: it lacks the key 'found'",
+    ),
+    "a spike at no step": (
+        lambda found: found[9].update(steps_done=None),
+        "line 10: steps_done = None must be a whole number",
+    ),
+    "a stop that a list asked for": (
+        lambda found: found[10].update(asked_by=[]),
+        r"line 11: asked_by = \[\] must be text",
+    ),
 }
 
 
@@ -79,6 +99,14 @@ def whole() -> list[Line]:
     evaluation = {"kind": "evaluation", "steps_done": 2, "heldout_loss": 5.5}
     found = [lines.start(), lines.step(1), lines.step(2), evaluation, lines.ranks(2)]
     found += [lines.timeline(2), {"kind": "wall", "seconds": {"steps": 3.5}}]
+    saved = {"step": 2, "stall_s": 0.1, "write_s": 1.5, "num_bytes": 9, "error": ""}
+    refused = {"steps_done": 2, "found": "loss nan", "action": "skip"}
+    found += [
+        {"kind": "checkpoint", **saved},
+        {"kind": "nonfinite", "step": 2, **refused},
+        {"kind": "spike", **refused},
+        {"kind": "stop", "steps_done": 2, "asked_by": "a signal"},
+    ]
     return json.loads(json.dumps(found))
 
 

@@ -26,7 +26,7 @@ from wlb.plan import (
 )
 from wlb.plan.ranks import PLACES, TABLE, TIMELINE
 from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
-from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
@@ -150,6 +150,24 @@ _LINES: dict[str, Schema] = {
     "ranks": {**TABLE, OTHERS: ANYTHING},
     "timeline": {**TIMELINE, OTHERS: ANYTHING},
     "wall": {"steps_done?": _DONE, "seconds": {OTHERS: float}, OTHERS: ANYTHING},
+    "checkpoint": {
+        "step": _DONE,
+        "stall_s": float,
+        "write_s": float,
+        "num_bytes": COUNT,
+        "error": str,
+        OTHERS: ANYTHING,
+    },
+    # A step that was refused has no number of its own in files of the first version.
+    "nonfinite": {
+        "step": _DONE,
+        "steps_done?": _DONE,
+        "found": str,
+        "action": str,
+        OTHERS: ANYTHING,
+    },
+    "spike": {"steps_done": _DONE, "found": str, OTHERS: ANYTHING},
+    "stop": {"steps_done": _DONE, "asked_by": str, OTHERS: ANYTHING},
 }
 """The schema of each kind of line that is read. Only readers of the file use other keys."""
 
