@@ -134,6 +134,9 @@ def test_marks_are_obeyed(record, expected) -> None:
             "the record has train = False; leave out the record",
         ),
         ({"prompt": "a", "completion": "one", "loss": 0}, "the record has loss = 0; leave out the"),
+        ({**talk({}), "Train_On_Input": True}, "the record has Train_On_Input = True; wlb trains"),
+        (talk({"ignore": True}), "message 1 has ignore = True, a key that wlb does not know"),
+        (talk({"isLearned": 0}), "message 1 has isLearned = 0, a key that wlb does not know"),
     ],
 )
 def test_marks_that_cannot_be_obeyed_are_refused_by_name(record, message) -> None:
@@ -143,7 +146,7 @@ def test_marks_that_cannot_be_obeyed_are_refused_by_name(record, message) -> Non
 
 def test_other_keys_are_found_and_not_those_that_are_read_or_say_nothing() -> None:
     answer = {"id": 7, "refusal": None, "annotations": [], "glossary": "x", "thinking": "hm"}
-    answer |= {"train_detail": []}
+    answer |= {"train_detail": [], "learning_goal": "to read"}
     call = {"function": {"name": "f", "arguments": {}}}
     record = {
         "messages": [
@@ -154,7 +157,7 @@ def test_other_keys_are_found_and_not_those_that_are_read_or_say_nothing() -> No
         ]
     }
     unread = [message.unread for message in conversation_of(record).messages]
-    assert unread == [("name",), (), ("label",), ("id", "glossary", "cache")]
+    assert unread == [("name",), (), ("label",), ("id", "glossary", "learning_goal", "cache")]
     turn = {"from": "gpt", "value": "b", "content": "c", "role": None}
     made = conversation_of({"conversations": [{"from": "human", "value": "a"}, turn]})
     assert made.messages[1].unread == ("content",)
@@ -164,7 +167,8 @@ def test_other_keys_are_found_and_not_those_that_are_read_or_say_nothing() -> No
 
 def test_a_record_of_text_has_no_marks() -> None:
     encoder = TextChoice().open("", byte_vocabulary())
-    (made,) = encoder.encode({"text": "ab", "loss": 2.25, "train_on_input": False, "mask": None})
+    kept = {"loss": 2.25, "train_on_input": False, "mask": None, "weight": "5 kg"}
+    (made,) = encoder.encode({"text": "ab", **kept})
     assert made.tokens.tolist() == [97, 98, 257]
     with pytest.raises(BadRecord, match=r"the record has loss_mask = \[0, 1\]") as refused:
         encoder.encode({"text": "ab", "loss_mask": [0, 1]})

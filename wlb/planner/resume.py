@@ -152,7 +152,10 @@ def _hold_policies(state: PlannerState, own: Collection[str]) -> None:
     """What is planned and what waits are of one policy, and one that there is."""
     for policy in (state.carry.policy, state.baseline.policy):
         if policy not in _SLOTS and policy not in own:
-            raise UserError(f"pieces wait for the policy {policy!r}, which is not known")
+            raise UserError(
+                f"pieces wait for the policy {policy!r}, which is not known; go on with the packer "
+                f"that made the state, or start a new run"
+            )
     for plan in state.ready:
         if plan.policy != state.carry.policy:
             raise UserError(

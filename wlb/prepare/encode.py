@@ -145,7 +145,10 @@ class TextChoice(EncoderChoice):
                 f"with --text-key"
             )
         # The marks are read to be refused where they say that not all of a text is trained.
-        return (self.text_key, *(n for n in names if n in RECORD_MARKS and n != self.text_key))
+        return (
+            self.text_key,
+            *(n for n in names if n.lower() in RECORD_MARKS and n != self.text_key),
+        )
 
     def texts(self, record: Record) -> Sequence[str]:
         return (text_of(record, self.text_key),)

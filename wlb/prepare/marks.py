@@ -40,6 +40,8 @@ MESSAGE_MARKS = {
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _OF_TRAINING = ("train", "untrain", "mask", "unmask", "loss", "weight")
 """Beginnings of words of a key's name, as in train_detail (axolotl's spans of characters)."""
+_OF_LEARNING = ("ignore", "learn", "supervis")
+"""The same, where the value is not a text: `learning_goal` may well be one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +95,18 @@ RECORD_MARKS = {
 
 
 def check_record(record: Mapping[str, Any], *, besides: str = "") -> None:
-    """UserError for a record marked otherwise than wlb trains it. besides: the key of its text."""
-    for key, mark in RECORD_MARKS.items():
-        if (value := record.get(key)) is None or key == besides:
+    """UserError for a record marked otherwise than wlb trains it.
+
+    Args:
+        record: Upper and lower case of its keys are the same.
+        besides: The key of the text, in a record of plain text. Texts and objects under other keys
+            say nothing there: a table of goods may have the column "weight" with "5 kg".
+    """
+    for key, value in record.items():
+        mark = RECORD_MARKS.get(key.lower())
+        if mark is None or value is None or key == besides:
+            continue
+        if besides and isinstance(value, str | Mapping):
             continue
         number = value if isinstance(value, int | float) else None
         is_harmless = number != 0 if mark.harmless is None else number in mark.harmless
@@ -151,13 +162,18 @@ def unread_keys(
                     f"{name} has {key} = {_short(value)}; wlb trains a message as a whole: mark "
                     f"the message, or split it"
                 )
-        elif any(word.lower().startswith(_OF_TRAINING) for word in _WORD.findall(key)):
+        elif _speaks_of_training(key, value):
             raise UserError(
                 f"{name} has {key} = {_short(value)}, a key that wlb does not know and that may "
                 f"say what is trained; mark whole messages with train = false, or remove the key"
             )
         else:
             yield shortened(key, 60)
+
+
+def _speaks_of_training(key: str, value: object) -> bool:
+    beginnings = _OF_TRAINING if isinstance(value, str) else (*_OF_TRAINING, *_OF_LEARNING)
+    return any(word.lower().startswith(beginnings) for word in _WORD.findall(key))
 
 
 def _short(value: object) -> str:
