@@ -245,7 +245,8 @@ class Trainer:
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        return LoadedRun(saved_in, steps_done, planner_state(saved_in))
+        # Data that had ended is read again, because the run may have more epochs now.
+        return LoadedRun(saved_in, steps_done, planner_state(saved_in).reopened())
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)

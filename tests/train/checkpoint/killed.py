@@ -27,7 +27,8 @@ from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.saver import CheckpointSaver, load
 from wlb.train.optimizer import Optimizers
 
-STATE: Any = SimpleNamespace(to_json=dict)
+NOTHING_WAITS = {"carry": {"next_step": 0, "policy": "bounded"}, "ready": []}
+STATE: Any = SimpleNamespace(to_json=lambda: NOTHING_WAITS)
 
 
 def spec_of(folder: Path) -> RunSpec:
