@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -258,3 +260,16 @@ def test_a_profile_with_wrong_content_is_refused_by_name(tmp_path, change, messa
 def first_table(data, **values):
     first, *others = data["attention"]
     return {**data, "attention": [{**first, **values}, *others]}
+
+
+@pytest.mark.parametrize("place", ["", "gemm", "attention.0"])
+def test_a_key_that_no_profile_has_is_refused(place: str, tmp_path: Path) -> None:
+    data = profile_to_json(load_profile("h100"))
+    inner: Any = data
+    for part in filter(None, place.split(".")):
+        inner = inner[int(part) if part.isdecimal() else part]
+    inner["speed"] = 1.0
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=r"has the key '(\w+(\[0\])?\.)?speed', which no profile"):
+        load_profile(str(path))

@@ -115,7 +115,11 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
 
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
-    """The profile in `data`; raises UserError for another schema version."""
+    """The profile in `data`.
+
+    Raises:
+        UserError: For another schema version, and for a key that no profile has.
+    """
     if not isinstance(data, dict):
         raise UserError(f"a profile is a JSON object, this is a {type(data).__name__}")
     version = data.get("schema_version")
@@ -130,7 +134,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
             raise UserError(f"{name} = {data[name]!r} must be text; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     gemm = data["gemm"]
-    return KernelProfile(
+    made = KernelProfile(
         **values,
         provenance=_provenance(data),
         attention=tuple(_attention(t) for t in data["attention"]),
@@ -142,6 +146,25 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         head=HeadCost(**_with_provenance(data["head"])),
         collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
     )
+    if unread := _unread_key(data, profile_to_json(made)):
+        raise UserError(f"has the key {unread!r}, which no profile has; remove it")
+    return made
+
+
+def _unread_key(data: Any, written: Any, at: str = "") -> str:
+    """The first key of `data` that `written`, which was made of it, does not have; else ""."""
+    if isinstance(data, dict) and isinstance(written, dict):
+        for key, inner in cast("dict[str, Any]", data).items():
+            name = f"{at}.{key}" if at else key
+            if key not in written:
+                return name
+            if found := _unread_key(inner, written[key], name):
+                return found
+    if isinstance(data, list) and isinstance(written, list):
+        pairs = zip(cast("list[Any]", data), cast("list[Any]", written), strict=False)
+        found = (_unread_key(one, other, f"{at}[{i}]") for i, (one, other) in enumerate(pairs))
+        return next(filter(None, found), "")
+    return ""
 
 
 def profile_to_json(profile: KernelProfile) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from wlb.data.targets import spans_of
 from wlb.data.verify import check_store
 from wlb.plan import BoolArray, UserError
 from wlb.plan.read_file import malformed, read_object
+from wlb.plan.schema import COUNT, OTHERS, Schema, hold_schema
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
 from wlb.prepare.records import AnyShard, BadRecord, OnError, RecordPosition, read_shard
@@ -68,6 +69,17 @@ class PartJob:
 
 
 _Nearest = tuple[float, int, int]
+_SUMMARY: Schema = {
+    "shard": COUNT,
+    "size": COUNT,
+    "num_documents": [COUNT],
+    "num_tokens": [COUNT],
+    "num_unknown": COUNT,
+    "counts": {OTHERS: COUNT},
+    "skipped": {OTHERS: COUNT},
+    "examples": {OTHERS: [str]},
+    "nearest": [([float], None)],
+}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,8 +103,10 @@ class PartSummary:
 
     @classmethod
     def read(cls, path: Path) -> "PartSummary":
-        with malformed(path, "prepare again with --overwrite"):
+        remedy = "prepare again with --overwrite"
+        with malformed(path, remedy):
             data = read_object(path)
+            hold_schema(data, _SUMMARY, path, remedy=remedy)
             return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def write(self, path: Path) -> None:

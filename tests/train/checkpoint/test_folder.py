@@ -90,6 +90,10 @@ def with_a_word_for_a_size(found: dict[str, Any]) -> dict[str, Any]:
     return {"files": found["files"] | {"run.json": found["files"]["run.json"] | {"bytes": "9"}}}
 
 
+def with_another_key(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "keep": True}
+
+
 def a_list(found: dict[str, Any]) -> list[Any]:
     return [found]
 
@@ -102,6 +106,7 @@ def a_list(found: dict[str, Any]) -> list[Any]:
         (with_another_size, "is corrupt: its entries are not those that were saved"),
         (with_a_path, 'has an entry that is not "NAME"'),
         (with_a_word_for_a_size, 'has an entry that is not "NAME"'),
+        (with_another_key, 'has an entry that is not "NAME"'),
         (a_list, "cannot be read"),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, store: str) -> None:
     verify.StoreCheck(stores, record).run()
     for text in ("[]", "{", '{"train": {}}', '{"train": {"tokens": 1, "stamps": {}}}'):
         record.write_text(text)
-        with pytest.raises(UserError, match="is no record of token stores"):
+        with pytest.raises(UserError, match=r"stores\.json.*and they are read anew"):
             verify.StoreCheck(stores, record)
 
 

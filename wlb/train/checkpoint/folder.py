@@ -259,7 +259,8 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     try:
         found = read_json(path)
         files: dict[str, dict[str, Any]] = found["files"]
-        is_sound = all(_is_entry(name, about) for name, about in files.items())
+        is_sound = found.keys() <= {"files", "sha256"}
+        is_sound &= all(_is_entry(name, about) for name, about in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _refuse(path, f"cannot be read ({error})")
     if not is_sound:
@@ -274,7 +275,12 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 def _is_entry(name: str, about: dict[str, Any]) -> bool:
     is_size = type(about["bytes"]) is int and about["bytes"] >= 0
-    return is_size and Path(name).name == name and bool(_SHA256.fullmatch(about["sha256"]))
+    return (
+        is_size
+        and about.keys() == {"bytes", "sha256"}
+        and Path(name).name == name
+        and bool(_SHA256.fullmatch(about["sha256"]))
+    )
 
 
 def check_files(checkpoint: Path) -> None:

@@ -15,12 +15,14 @@ from rich.filesize import decimal
 
 from wlb.data import StoreName, TokenStore, check_store, stamps_of
 from wlb.plan import UserError
-from wlb.plan.read_file import malformed, read_object
+from wlb.plan.read_file import read_object
+from wlb.plan.schema import OTHERS, Schema, hold_schema
 from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 RECORD = "stores.json"
+_SUMS: Schema = {"tokens": str, "targets": (str, None), "stamps": {OTHERS: [int]}}
 _WAITED_BYTES = 1 << 30
 """What a run that ends still waits to be read; about a second."""
 
@@ -159,10 +161,7 @@ def _read(record: Path) -> dict[str, Any]:
     """What an earlier part of the run found, nothing if there was none."""
     if not record.exists():
         return {}
-    where = f"{record} is no record of token stores"
-    with malformed(where, "remove it, and they are read anew"):
-        known = read_object(record)
-        for sums in known.values():
-            if not isinstance(sums["tokens"], str) or ".bin" not in sums["stamps"]:
-                raise UserError(f"no sums: {sums}")
-        return known
+    where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"
+    known = read_object(record, remedy=remedy)
+    hold_schema(known, {OTHERS: _SUMS}, where, remedy=remedy)
+    return known
