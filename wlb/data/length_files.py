@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from wlb.data.lengths import MOST_LENGTH, LengthSource, checked_lengths, number_of
+from wlb.data.lengths import MOST_LENGTH, LengthSource, checked_lengths
 from wlb.plan import UserError
+from wlb.plan.numerals import number_of
 from wlb.plan.read_file import WRONG_SHAPE, load_arrays, parse_json, told
 
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "tokens", "seq_len", "len")

@@ -10,10 +10,8 @@ Cost: 8 bytes a document; some 30 ns to draw one.
 
 import math
 import operator
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -153,7 +151,7 @@ def checked_lengths(
 
     A length is a whole number of tokens in [1, MOST_LENGTH]: an integer, or a float without a
     fraction that is below `EXACT_FLOATS`. True, None and text are none; files of text have numbers
-    as `number_of` reads them.
+    as `wlb.plan.numerals.number_of` reads them.
 
     Args:
         name: Of the source, for messages.
@@ -186,30 +184,9 @@ def checked_lengths(
     return out
 
 
-def number_of(word: str) -> int | float | str:
-    """The number that a word of a text file is, exactly, or the word if it is none.
-
-    A number has ASCII digits alone, with a sign, a point or an exponent where it needs one (12,
-    12.0, 2e1): no underscores, no digits of other scripts, no separators of thousands.
-    """
-    if len(word) < _FEW and word.isascii() and word.isdecimal():
-        return int(word)
-    found = _NUMBER.fullmatch(word)
-    if found is None or len(word) > _MANY or len(found["exponent"] or "") > _FEW:
-        return word
-    exact = Decimal(word)
-    if exact.adjusted() < _MANY and exact == exact.to_integral_value():
-        return int(exact)
-    # A fraction that no float has must not vanish.
-    rounded = float(word)
-    return word if rounded.is_integer() or math.isinf(rounded) else rounded
-
-
 MOST_LENGTH = 1 << 62
 EXACT_FLOATS = 2.0**53
 """From here on a float may stand for another whole number than its writer meant."""
-_FEW, _MANY = 18, 60
-_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
 
 
 def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:

@@ -6,9 +6,15 @@ scripts, and `str.isdigit` even raised ones, which `int` refuses.
 
 import math
 import re
+from decimal import Decimal
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
+_NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
+_FEW = 18
+"""A word of fewer digits is a number of 64 bits; a longer exponent is no number of anything."""
+_MANY = 60
+"""Longest word that `number_of` takes for a number."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
 """More are no number of anything, and Python refuses to convert thousands."""
@@ -35,6 +41,25 @@ def real_of(text: str) -> float:
     if math.isinf(value) and "inf" not in text.lower():
         raise ValueError(f"{text[:40]!r} is not a number below 1e309")
     return value
+
+
+def number_of(word: str) -> int | float | str:
+    """The number that a word of a text file is, exactly, or the word if it is none.
+
+    A number has ASCII digits alone, with a sign, a point or an exponent where it needs one (12,
+    12.0, 2e1): no underscores, no digits of other scripts, no separators of thousands.
+    """
+    if len(word) < _FEW and word.isascii() and word.isdecimal():
+        return int(word)
+    found = _NUMBER.fullmatch(word)
+    if found is None or len(word) > _MANY or len(found["exponent"] or "") > _FEW:
+        return word
+    exact = Decimal(word)
+    if exact.adjusted() < _MANY and exact == exact.to_integral_value():
+        return int(exact)
+    # A fraction that no float has must not vanish.
+    rounded = float(word)
+    return word if rounded.is_integer() or math.isinf(rounded) else rounded
 
 
 def size_of(text: str) -> int:
