@@ -20,7 +20,7 @@ from wlb.prepare.chat import probe_of
 from wlb.prepare.chat_template import BUILT_IN, Turns
 from wlb.prepare.conversation import Role, conversation_of
 from wlb.prepare.encode import load_tokenizer, read_vocabulary, text_of, tokenizer_config
-from wlb.prepare.jinja_template import JinjaTemplate, load_template
+from wlb.prepare.chat_template import ChatTemplate, load_template
 from wlb.prepare.manifest import manifest_of, open_manifest
 from wlb.prepare.parts import PartSummary
 from wlb.prepare.records import BadRecord, list_inputs, list_shards, read_shard
@@ -150,7 +150,7 @@ def test_a_line_of_gigabytes_of_blanks_is_refused(
 @given(st.data())
 def test_a_misshapen_conversation_is_rendered_or_refused(data: st.DataObject) -> None:
     text = data.draw(misshapen(RECORDS[1]))
-    template = JinjaTemplate(BUILT_IN["chatml"].source, name="chatml", variables={})
+    template = ChatTemplate(BUILT_IN["chatml"].source, name="chatml", variables={})
 
     def render() -> str:
         record = object_of(parse_json(text, "record", wide=True), "record")
@@ -164,7 +164,7 @@ def test_a_misshapen_conversation_is_rendered_or_refused(data: st.DataObject) ->
 def test_any_template_renders_or_is_refused(pieces: list[str]) -> None:
     def render() -> str:
         variables = {"bos_token": "<s>"}
-        template = JinjaTemplate("".join(pieces), name="made", variables=variables)
+        template = ChatTemplate("".join(pieces), name="made", variables=variables)
         return template.render(PROBE, Turns.ALL).text
 
     outcome(render)
@@ -214,7 +214,7 @@ def test_templates_that_held_a_preparation_for_ever_are_refused(
     good = BUILT_IN["chatml"].source
 
     def render() -> str:
-        return JinjaTemplate(source + good, name="bad", variables={}).render(PROBE, Turns.ALL).text
+        return ChatTemplate(source + good, name="bad", variables={}).render(PROBE, Turns.ALL).text
 
     assert isinstance(outcome(render), Refused)
 

@@ -15,7 +15,7 @@ from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens, load_templ
 from wlb.prepare.chat import fit
 from wlb.prepare.chat_template import BUILT_IN
 from wlb.prepare.conversation import Conversation, Message, Role
-from wlb.prepare.jinja_template import JinjaTemplate
+from wlb.prepare.chat_template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}"
@@ -52,8 +52,8 @@ def talk(*messages: tuple[str, str]) -> Conversation:
     return Conversation(messages=tuple(Message(role=Role(r), content=c) for r, c in messages))
 
 
-def jinja(source: str, **variables: str) -> JinjaTemplate:
-    return JinjaTemplate(source, name="test", variables=variables)
+def jinja(source: str, **variables: str) -> ChatTemplate:
+    return ChatTemplate(source, name="test", variables=variables)
 
 
 around = st.text(st.sampled_from("[]<>/0 9\U000f5eec|:"), max_size=4)

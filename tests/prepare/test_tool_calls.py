@@ -10,7 +10,7 @@ from wlb.prepare import ChatEncoder, Turns
 from wlb.prepare.chat import ChatTokens, InjectedToken
 from wlb.prepare.chat_template import BUILT_IN
 from wlb.prepare.conversation import Role, conversation_of
-from wlb.prepare.jinja_template import JinjaTemplate
+from wlb.prepare.chat_template import ChatTemplate
 
 TOKENIZER = byte_tokenizer(CHATML_TOKENS, ordinary=("<call>", "</call>"))
 TOOLS_FIRST = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -52,7 +52,7 @@ def asked(*calls: Any, content: str | None = None, **more: Any) -> dict[str, Any
 
 
 def encoded(source: str, record: object, *, turns: Turns = Turns.ALL) -> ChatTokens:
-    template = JinjaTemplate(source, name="test", variables={})
+    template = ChatTemplate(source, name="test", variables={})
     return ChatEncoder(TOKENIZER, template, turns=turns).encode(conversation_of(record))
 
 
@@ -173,7 +173,7 @@ def test_an_empty_reply_is_not_trained() -> None:
     record = {"messages": [{"role": role, "content": text} for role, text in talk]}
     made = conversation_of(record)
     assert made.num_empty_replies == 1
-    for template in (BUILT_IN["chatml"], JinjaTemplate(CALLS, name="x", variables={})):
+    for template in (BUILT_IN["chatml"], ChatTemplate(CALLS, name="x", variables={})):
         tokens = ChatEncoder(TOKENIZER, template).encode(made)
         assert trained(TOKENIZER, tokens) == [["c", "<|im_end|>"]]
     # A message that calls a tool says something.
@@ -218,7 +218,7 @@ def test_what_would_be_lost_is_refused(source: str, record: object, message: str
     ],
 )  # fmt: skip
 def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
-    encoder = ChatEncoder(TOKENIZER, JinjaTemplate(source, name="test", variables={}))
+    encoder = ChatEncoder(TOKENIZER, ChatTemplate(source, name="test", variables={}))
     asks = asked(call(city="A"))
     plain = conversation_of({"prompt": "x", "completion": "y"})
     assert encoder.end_of(plain) == (TOKENIZER.token_to_id(answer), answer)
@@ -226,7 +226,7 @@ def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
     called = conversation_of({**asks, "messages": asks["messages"][:2]})
     assert encoder.end_of(called)[1] == calls
     endless = BLOCKS.replace("<|im_end|>{% endg", "{% endg").replace("{{ '\\n' }}", "<|im_end|>")
-    template = JinjaTemplate(endless, name="test", variables={})
+    template = ChatTemplate(endless, name="test", variables={})
     with pytest.raises(ValueError, match="trains no special token after what an assistant says"):
         ChatEncoder(TOKENIZER, template).end_of(plain)
 
