@@ -11,9 +11,9 @@ from tests.prepare.test_tool_calls import call
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, ChatEncoder, PrepareOptions, Turns, prepare_store
 from wlb.prepare.chat import ChatTokens
-from wlb.prepare.chat_template import BUILT_IN
-from wlb.prepare.conversation import conversation_of
 from wlb.prepare.chat_template import ChatTemplate
+from wlb.prepare.conversation import conversation_of
+from wlb.prepare.load_template import BUILT_IN
 
 TOKENIZER = byte_tokenizer(CHATML_TOKENS, ordinary=("<think>", "</think>"))
 QWEN = """{%- set ns = namespace(asked=0) %}
@@ -143,7 +143,9 @@ def test_a_template_that_never_writes_reasoning() -> None:
         encoded(DROPS, keyed)
     with pytest.raises(UserError, match=r"reasoning of message 1.*; write it as <think>\.\.\.</th"):
         encoded(KEEPS, keyed)
-    with pytest.raises(UserError, match="chat template chatml has no form for reasoning"):
+    with pytest.raises(
+        UserError, match="chatml leaves out the reasoning of message 1, which would be lost"
+    ):
         ChatEncoder(TOKENIZER, BUILT_IN["chatml"]).encode(conversation_of(keyed))
 
 

@@ -13,9 +13,9 @@ from tests.prepare.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens, load_template
 from wlb.prepare.chat import fit
-from wlb.prepare.chat_template import BUILT_IN
-from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.chat_template import ChatTemplate
+from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.load_template import BUILT_IN
 
 CHATML = (
     "{% for message in messages %}"
@@ -80,18 +80,18 @@ def test_what_a_template_writes_beside_contents_is_kept(
     assert found.text == "".join(expected)
 
 
-@pytest.mark.parametrize("mark", ["\U000f5eed", "\U000f5eee", "\U000f5eef"])
+@pytest.mark.parametrize("mark", ["\U00100000", "\U0010fffc", "\U0010fffd"])
 def test_marks_of_contents_are_refused_where_they_are_not_wlbs(mark: str) -> None:
     with pytest.raises(ValueError, match="which marks contents here"):
         jinja(CHATML).render(talk(("user", mark), ("assistant", "a")), Turns.ALL)
     with pytest.raises(ValueError, match="which marks contents here"):
-        jinja(CHATML + mark)
+        jinja(CHATML + mark).check()
 
 
-@pytest.mark.parametrize("number", ["f5eee", "f5eef"])
+@pytest.mark.parametrize("number", ["fffc", "fffd"])
 def test_marks_of_blocks_that_a_template_makes_itself_are_refused(number: str) -> None:
-    hidden = CHATML + f"{{{{ '\\U000{number}' }}}}"
-    with pytest.raises(ValueError, match=r"the chat template (ends|leaves) a generation block"):
+    hidden = CHATML + f"{{{{ '\\U0010{number}' }}}}"
+    with pytest.raises(ValueError, match=r"it (ends|leaves) a generation block"):
         jinja(hidden).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)
 
 

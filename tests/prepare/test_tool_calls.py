@@ -8,9 +8,9 @@ import pytest
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, shown, trained
 from wlb.prepare import ChatEncoder, Turns
 from wlb.prepare.chat import ChatTokens, InjectedToken
-from wlb.prepare.chat_template import BUILT_IN
-from wlb.prepare.conversation import Role, conversation_of
 from wlb.prepare.chat_template import ChatTemplate
+from wlb.prepare.conversation import Role, conversation_of
+from wlb.prepare.load_template import BUILT_IN
 
 TOKENIZER = byte_tokenizer(CHATML_TOKENS, ordinary=("<call>", "</call>"))
 TOOLS_FIRST = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -190,11 +190,6 @@ def test_an_empty_reply_is_not_trained() -> None:
             "leaves out tool calls of message 1, which would be lost",
         ),
         (
-            CALLS.replace("<|im_start|>assistant", "<|im_start|>model"),
-            {**asked(call(city="A")), "tools": None},
-            "writes message 1, which only calls tools, otherwise than after its generation prompt",
-        ),
-        (
             CALLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
             {**asked(call(city="A"), content="Well"), "tools": None},
             r"writes the contents of messages \[0, 2, 3\] of 4",
@@ -238,27 +233,33 @@ def test_templates_that_take_contents_as_parts() -> None:
     assert encoded(source, record).tokens.tolist() == encoded(CALLS, record).tokens.tolist()
 
 
-def test_calls_before_the_content_need_blocks() -> None:
-    """What an assistant says would begin with calls, which were taken for the template's header."""
+def test_calls_before_the_content_are_trained() -> None:
+    """The header ends where that of an answer without calls does."""
     call_first = "<call>{{ c.function | tojson }}</call>{% endfor %}"
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls %}"
         f"{call_first}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
     )
     record = {**asked(call(city="A"), content="Well"), "tools": None}
-    with pytest.raises(ValueError, match="writes tool calls of message 1 before its content"):
-        encoded(source, record)
     blocks = BLOCKS.replace("{{ m.content }}{% for c in m", "{% for c in m", 1).replace(
         "</call>{% endfor %}", "</call>{% endfor %}{{ m.content }}", 1
     )
-    made = trained(TOKENIZER, encoded(blocks, record))
-    assert [len(span) for span in made] == [5, 2]
-    assert made[0][3:] == ["Well", "<|im_end|>"]
+    for template in (source, blocks):
+        made = trained(TOKENIZER, encoded(template, record))
+        assert [len(span) for span in made] == [5, 2]
+        assert made[0][0] == "<call>"
+        assert made[0][3:] == ["Well", "<|im_end|>"]
+
+
+def test_a_call_begins_where_the_header_does_not_end_as_the_prompt() -> None:
+    source = CALLS.replace("<|im_start|>assistant", "<|im_start|>model")
+    made = encoded(source, {**asked(call(city="A")), "tools": None})
+    assert trained(TOKENIZER, made)[0][0] == "<call>"
 
 
 def test_built_in_templates_have_no_form_for_calls() -> None:
     encoder = ChatEncoder(TOKENIZER, BUILT_IN["chatml"])
-    with pytest.raises(ValueError, match="chatml has no form for tools and tool calls; use"):
+    with pytest.raises(ValueError, match="chatml does not write tools, which would be lost; use"):
         encoder.encode(conversation_of(asked(call(city="A"))))
 
 

@@ -7,7 +7,6 @@ from wlb.prepare.chat_encode import ChatChoice as ChatChoice
 from wlb.prepare.chat_encode import ChatFormat as ChatFormat
 from wlb.prepare.chat_template import ChatTemplate as ChatTemplate
 from wlb.prepare.chat_template import Turns as Turns
-from wlb.prepare.chat_template import load_template as load_template
 from wlb.prepare.docstrings import docstring_prefix as docstring_prefix
 from wlb.prepare.docstrings import prepare_docstrings as prepare_docstrings
 from wlb.prepare.docstrings import write_docstring_conversations as write_docstring_conversations
@@ -16,6 +15,7 @@ from wlb.prepare.encode import Encoded as Encoded
 from wlb.prepare.encode import EncoderChoice as EncoderChoice
 from wlb.prepare.encode import RecordEncoder as RecordEncoder
 from wlb.prepare.encode import load_tokenizer as load_tokenizer
+from wlb.prepare.load_template import load_template as load_template
 from wlb.prepare.pipeline import prepare_store as prepare_store
 from wlb.prepare.records import BadRecord as BadRecord
 from wlb.prepare.records import OnError as OnError

@@ -7,7 +7,7 @@ token would cross a cut, the result equals encoding the rendered text at once.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -114,9 +114,8 @@ class ChatEncoder:
         rendered = self.template.render(conversation, self.turns)
         spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
         places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
-        cuts = sorted(
-            {0, len(rendered.text), *places, *(place for span in spans for place in span)}
-        )
+        edges = [place for span in spans for place in span]
+        cuts = sorted({0, len(rendered.text), *places, *edges})
         ids = [self._ids_of(rendered, a, b) for a, b in pairwise(cuts)]
         starts = dict(zip(cuts, offsets_of(np.array([len(i) for i in ids])).tolist(), strict=True))
         is_trained = np.zeros(starts[cuts[-1]], bool)
@@ -138,6 +137,7 @@ class ChatEncoder:
         """
         rendered = self.template.render(conversation, self.turns)
         for reply in reversed(rendered.replies):
+            self._stop(rendered.text, reply)
             if (match := self._ending(rendered.text, reply)) is not None:
                 name = self._name(match)
                 return self._ids_by_name[name], name
@@ -177,25 +177,10 @@ class ChatEncoder:
         """The special token of a match, which may have white space around it."""
         return match[0] if match[0] in self._ids_by_name else match[0].strip()
 
-    def _template_text(
-        self, rendered: Rendered, start: int, stop: int
-    ) -> Iterator[tuple[int, int]]:
-        """The spans of [start, stop) that the template wrote itself."""
-        for a, b in rendered.contents:
-            if b <= start:
-                continue
-            if a >= stop:
-                break
-            if start < a:
-                yield start, a
-            start = b
-        if start < stop:
-            yield start, stop
-
     def _ids_of(self, rendered: Rendered, start: int, stop: int) -> list[int]:
         """The tokens of [start, stop): special ones in the template's own text only."""
         text, at, ids = rendered.text, start, list[int]()
-        for a, b in self._template_text(rendered, start, stop):
+        for a, b in rendered.template_spans(start, stop):
             for match in self._pattern.finditer(text, a, b):
                 ids += self._ids(text[at : match.start()]) if at < match.start() else []
                 ids.append(self._ids_by_name[self._name(match)])
@@ -230,7 +215,7 @@ class ChatEncoder:
                 if roles == _PROBES[0]:
                     raise
                 continue
-            for a, b in self._template_text(rendered, 0, len(rendered.text)):
+            for a, b in rendered.template_spans(0, len(rendered.text)):
                 matches = self._pattern.finditer(rendered.text, a, b)
                 used |= {self._name(match).strip() for match in matches}
         data: dict[str, Any] = json.loads(tokenizer.to_str())

@@ -14,7 +14,7 @@ from typing import Any
 from wlb.plan import UserError
 
 MOST_CPU_S = 3
-"""Most seconds of CPU time of a rendering; a conversation of 10,000 messages takes less than one."""
+"""Most seconds of CPU time of a rendering; 10,000 messages take less than one."""
 MOST_BYTES = 1 << 31
 """Most address space of the process."""
 _FILE = Path(__file__).with_name("render_process.py")
