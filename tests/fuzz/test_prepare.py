@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.fuzz.harness import Refused, damaged, fuzzed, misshapen, outcome
 from tests.prepare.chat_case import byte_tokenizer
 from wlb.plan.read_file import object_of, parse_json
-from wlb.prepare import jinja_limits, records
+from wlb.prepare import records, renderer
 from wlb.prepare.chat import probe_of
 from wlb.prepare.chat_template import ChatTemplate, Turns
 from wlb.prepare.conversation import Role, conversation_of
@@ -208,15 +208,17 @@ def test_a_damaged_template_renders_or_is_refused(folder: Path, data: st.DataObj
 def test_templates_that_held_a_preparation_for_ever_are_refused(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The limits themselves take a second of rendering to reach.
-    for name, most in (("MOST_STEPS", 20_000), ("MOST_CHARACTERS", 1 << 21)):
-        monkeypatch.setattr(jinja_limits, name, most)
+    # The limits themselves take longer to reach.
+    renderer.renderer().close()
+    for name, most in (("MOST_CPU_S", 1), ("MOST_BYTES", 1 << 29)):
+        monkeypatch.setattr(renderer, name, most)
     good = BUILT_IN["chatml"].source
 
     def render() -> str:
         return ChatTemplate(source + good, name="bad", variables={}).render(PROBE, Turns.ALL).text
 
     assert isinstance(outcome(render), Refused)
+    renderer.renderer().close()
 
 
 @fuzzed(0.5)

@@ -74,7 +74,7 @@ class TemplateRenderer:
 
 def _why(status: int) -> str:
     if status == -signal.SIGXCPU:
-        return f"takes more than {MOST_CPU_S} s"
+        return f"takes more than {MOST_CPU_S} s of CPU time"
     return f"ended the process that renders it (status {status})"
 
 
