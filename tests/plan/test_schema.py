@@ -34,5 +34,5 @@ def test_an_array_of_numpy_2_5_is_an_alias_of_its_own(monkeypatch: pytest.Monkey
     "value", [{"lengths": [1, "2"]}, {"lengths": 1}, {}, {"lengths": [], "x": 1}]
 )
 def test_what_does_not_fit_is_named(value: object) -> None:
-    with pytest.raises(UserError, match="file.json: .*; make it again"):
+    with pytest.raises(UserError, match=r"file.json: .*; make it again"):
         hold_schema(value, schema_of(Written), "file.json", remedy="make it again")

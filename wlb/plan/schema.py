@@ -56,7 +56,7 @@ def _of_type(hint: Any) -> Schema:
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return tuple(None if one is types.NoneType else _of_type(one) for one in inside)
-    # Before numpy 2.5 NDArray[int64] is a generic ndarray; since then it is a type alias of its own.
+    # NDArray[int64] is a generic ndarray before numpy 2.5, and since then an alias of its own.
     if origin in (np.ndarray, npt.NDArray):
         return [int]
     if origin is tuple:
