@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="short forms of all parts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_hour"), help="folder of results")
-    names = ", ".join(part.name for part in PARTS)
+    names = ", ".join((*(part.name for part in PARTS), "steps"))
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of {names}")
     options = parser.parse_args()
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0

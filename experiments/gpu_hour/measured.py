@@ -1,11 +1,12 @@
 """Parts of the hour that measure: the kernel profile, Figure 15, step times, memory, systems."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems, trainings
+from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems
 from experiments.gpu_hour.setting import Answer, Setting, Verdict, python
 from wlb.validation.recorded import simulate_recorded
 
@@ -68,47 +69,36 @@ def _has_gpu_profile(setting: Setting) -> bool:
     return setting.device == "cuda" and setting.profile.exists()
 
 
-def steps(setting: Setting) -> Answer:
-    """Step times and memory of training runs beside what is predicted for their own steps."""
+def steps(setting: Setting, run: TrainingRun) -> Answer:
+    """A training run's step times and memory beside what is predicted for its own steps."""
     answer = Answer()
-    for run in trainings(setting):
-        folder = setting.of("steps")
-        toml = run.write(setting, folder=folder)
-        if python("-m", "wlb", "train", str(toml), check=False).returncode:
-            answer.claim(f"{run.name} trains", "ends well", "failed, see its log", Verdict.FAILED)
-            continue
-        found = answer.figures[run.name] = compared(setting, run)
-        for name in found["profiles"]:
-            answer.within(
-                f"{run.name}: time of a step, priced by {name}",
-                found["profiles"][name]["simulated_s"],
-                found["measured_s"],
-                share=STEP_ERROR,
-                unit="s",
-            )
-        if setting.device == "cuda":
-            claim = f"{run.name}: peak memory, estimated"
-            estimate, peak = found["estimated_gib"], found["peak_gib"]
-            answer.within(claim, estimate, peak, share=MEMORY_ERROR, unit="GiB")
+    folder = setting.of(f"steps_{run.name}")
+    python("-m", "wlb", "train", str(run.write(setting, folder=folder)))
+    found = compared(setting, folder / "runs" / run.name)
+    answer.figures = found
+    for name, priced in found["profiles"].items():
+        claim = f"{run.name}: time of a step, priced by {name}"
+        answer.within(claim, priced["simulated_s"], found["measured_s"], share=STEP_ERROR, unit="s")
+    if setting.device == "cuda":
+        claim = f"{run.name}: peak memory, estimated"
+        estimate, peak = found["estimated_gib"], found["peak_gib"]
+        answer.within(claim, estimate, peak, share=MEMORY_ERROR, unit="GiB")
     return answer
 
 
-def compared(setting: Setting, run: TrainingRun) -> dict[str, Any]:
+def compared(setting: Setting, folder: Path) -> dict[str, Any]:
     """A run's steps after warm-up: measured, and simulated by the shipped profile and by ours."""
-    folder = setting.of("steps") / "runs" / run.name
     profiles = {"": "the shipped profile"}
     if setting.profile.exists():
         profiles[str(setting.profile)] = "the measured profile"
     out: dict[str, Any] = {"profiles": {}}
     for path, name in profiles.items():
         recorded = simulate_recorded(folder, profile=path)
-        parts: dict[str, float] = {}
         out["profiles"][name] = {
             "simulated_s": float(recorded.simulated_s.mean()),
             "simulated_steps_s": recorded.simulated_s.tolist(),
             "mape": recorded.mape,
             "correlation": recorded.correlation,
-            **parts,
         }
         out["measured_s"] = float(recorded.measured_s.mean())
         out["measured_steps_s"] = recorded.measured_s.tolist()
@@ -152,7 +142,7 @@ def balance(setting: Setting) -> Answer:
     return answer
 
 
-def tokens_per_s(metrics: Any) -> float:
+def tokens_per_s(metrics: Path) -> float:
     records = [x for x in map(json.loads, metrics.read_text("utf-8").splitlines())]
     steps = [x["measured"] for x in records if x["kind"] == "step"][WARM_UP_STEPS:]
     seconds = np.array([x["step_time_s"] for x in steps])

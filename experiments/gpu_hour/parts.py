@@ -1,9 +1,11 @@
-"""The parts of the hour, the most valuable first."""
+"""The parts of the hour, in the order in which the most valuable comes first."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from experiments.gpu_hour import checks, measured
+from experiments.gpu_hour.runs import trainings
 from experiments.gpu_hour.setting import Answer, Setting
 
 
@@ -48,13 +50,6 @@ PARTS = (
         quick_limit_s=300,
     ),
     Part(
-        name="steps",
-        title="step times and memory of training runs beside what was predicted",
-        answer=measured.steps,
-        limit_s=900,
-        quick_limit_s=420,
-    ),
-    Part(
         name="sharding",
         title="attention under each CP sharding (Figure 15)",
         answer=measured.sharding,
@@ -79,10 +74,31 @@ PARTS = (
 )
 
 
+def all_parts(setting: Setting) -> list[Part]:
+    """The parts in order, with one for each training run, that this number of GPUs can run."""
+    trained = [
+        Part(
+            name=f"steps_{run.name}",
+            title=f"step time and memory of {run.name} beside what was predicted",
+            answer=partial(measured.steps, run=run),
+            limit_s=300,
+            quick_limit_s=150,
+        )
+        for run in trainings(setting)
+    ]
+    where = [part.name for part in PARTS].index("sharding")
+    parts = [*PARTS[:where], *trained, *PARTS[where:]]
+    return [p for p in parts if setting.device == "cpu" or setting.gpus >= p.least_gpus]
+
+
 def parts_for(setting: Setting, names: list[str]) -> list[Part]:
-    """Parts that this number of GPUs can run, all or those of `names`. A CPU runs all."""
-    known = {part.name for part in PARTS}
+    """All parts, or those of `names`; "steps" is every training run."""
+    parts = all_parts(setting)
+    known = {part.name for part in parts} | {"steps"}
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"no part {unknown[0]!r}; parts are {', '.join(sorted(known))}")
-    fits = [p for p in PARTS if setting.device == "cpu" or setting.gpus >= p.least_gpus]
-    return [part for part in fits if not names or part.name in names]
+        raise ValueError(f"no part {unknown[0]!r} here; parts are {', '.join(sorted(known))}")
+    return [
+        part
+        for part in parts
+        if not names or part.name in names or ("steps" in names and part.name.startswith("steps_"))
+    ]

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.gpu_hour.parts import PARTS
+from experiments.gpu_hour.parts import all_parts
 from experiments.gpu_hour.runs import document_window, documents
 from experiments.gpu_hour.setting import Setting
 from wlb.prepare.synthetic import prepare_synthetic
@@ -37,7 +37,7 @@ def main() -> None:
     given = json.loads(text)
     setting = Setting(**{**given, "folder": Path(given["folder"])})
     make_documents(setting)
-    part = next(part for part in PARTS if part.name == name)
+    part = next(part for part in all_parts(setting) if part.name == name)
     answer = part.answer(setting)
     path = setting.of(name) / "answer.json"
     path.write_text(json.dumps(asdict(answer)), "utf-8")
