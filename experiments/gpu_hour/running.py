@@ -112,6 +112,7 @@ def run_part(setting: Setting, part: Part, *, limit_s: float) -> Ended:
         (folder / "ended.json").write_text(json.dumps(asdict(made)), "utf-8")
         return made
 
+    (folder / "log.txt").touch()
     ended(State.STARTED)
     given = json.dumps({**asdict(setting), "folder": str(setting.folder)})
     command = [sys.executable, "-m", "experiments.gpu_hour.worker", part.name, given]
