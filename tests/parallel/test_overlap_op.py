@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.parallel.test_context import EXCHANGES
 from wlb.parallel import context_op, overlap_op
 from wlb.parallel.context import ContextAttention, HeadShape
 from wlb.parallel.rows import attention_rows
@@ -16,7 +15,7 @@ from wlb.sharding import per_document
 D = 8
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_compiled_code_knows_the_shapes_of_results_and_gradients(
     wire: torch.dtype, exchange: KeyExchange

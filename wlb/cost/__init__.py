@@ -75,7 +75,6 @@ from wlb.cost.surface import limit_growth as limit_growth
 from wlb.cost.workload import HiddenExchange as HiddenExchange
 from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
 from wlb.cost.workload import SlidingLayers as SlidingLayers
-from wlb.cost.workload import StagesByPrice as StagesByPrice
 from wlb.cost.workload import Transfers as Transfers
 from wlb.cost.workload import WorkloadModel as WorkloadModel
 from wlb.cost.workload import rows_of_layer as rows_of_layer

@@ -17,7 +17,7 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
 from wlb.parallel import collectives
 from wlb.parallel.grid import LINKS
-from wlb.parallel.mesh import NEAR, used_groups
+from wlb.parallel.mesh import used_groups
 from wlb.parallel.warm import checked_all_to_all, checked_collectives
 from wlb.spec import ExchangeChoice
 
@@ -67,8 +67,7 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
     found = [measure_group(axis, group, patient) for axis, group in used]
     exchange, cp = patient.spec.sharding.exchange, patient.mesh.parallel.cp
     if exchange != ExchangeChoice.GATHER and cp > 1:
-        of_keys = [("cp", patient.mesh.group("cp")), (NEAR, patient.mesh.near)]
-        found += [measure_rows(axis, group, patient) for axis, group in of_keys if group]
+        found.append(measure_rows("cp", patient.mesh.group("cp"), patient))
     return found
 
 
