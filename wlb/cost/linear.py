@@ -152,7 +152,7 @@ class LinearCost:
         """Notes, for a log, about matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
-        models = [model for _, model in self.model.layer_parts]
+        models = [kind.model for kind in self.model.layer_kinds]
         weights = [a * b / self.parallel.tp for m in models for a, b in layer_matrices(m)]
         return tuple(
             f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
@@ -215,7 +215,7 @@ class LinearCost:
     def _routed_work(self) -> RoutedWork:
         """What hides experts' rows while they travel, of one token in one layer with experts, on
         the rank with most rows."""
-        (_, model), is_full = self.model.layer_parts[0], self.recompute == Recompute.FULL
+        model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
         forward, backward, again = (ns * (1 - shared) * self.expert_load for ns in products)
@@ -274,7 +274,7 @@ class LinearCost:
         all-to-alls that nothing hides, and what smaller products take longer in stages."""
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
-        rows, columns = layer_matrices(self.model.layer_parts[0][1])[4]
+        rows, columns = layer_matrices(self.model.layer_kinds[0].model)[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
             self.model,
@@ -385,7 +385,7 @@ class LinearCost:
 
     def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
         """Work of the mean layer, from that of layers with experts and of those with an MLP."""
-        works = [(share, work_of(model)) for share, model in self.model.layer_parts]
+        works = [(kind.share, work_of(kind.model)) for kind in self.model.layer_kinds]
         forward, backward, again = (sum(s * w[i] for s, w in works) for i in range(3))
         return forward, backward, again
 
@@ -407,7 +407,7 @@ class LinearCost:
 
     def _routed_ns(self) -> Work:
         """What experts compute of one token in the mean layer, if all ranks have equal rows."""
-        experts, (_, model) = self.model.experts, self.model.layer_parts[0]
+        experts, model = self.model.experts, self.model.layer_kinds[0].model
         routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
         forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, again * routed
