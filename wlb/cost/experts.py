@@ -7,7 +7,8 @@ Waits replay the order of all-to-alls and products in `wlb.parallel.expert_excha
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
+from wlb.cost.all_to_all import link_bandwidths
+from wlb.cost.profile import DTYPE_BYTES, KernelProfile
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec
 
 
@@ -119,15 +120,13 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Bandwidth term of one all-to-all of a token's copies to their experts, in one layer: those
-    that stay in the node at an all-gather's bandwidth, the others over the rank's own link. model:
-    all of whose layers have experts."""
+    """Bandwidth term of one all-to-all (`wlb.cost.all_to_all`) of a token's copies to their
+    experts, in one layer. model: all of whose layers have experts."""
     near = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
-    inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
-    link = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1).bytes_per_s
-    seconds = (near - 1) / inside + (parallel.ep - near) / link
+    inside, between = link_bandwidths(profile)
+    seconds = (near - 1) / inside + (parallel.ep - near) / between
     return rows * row_bytes * seconds * 1e9
 
 
