@@ -309,14 +309,14 @@ def test_compiled_code_knows_what_gradients_travel_in(
         offsets = torch.empty(3, dtype=torch.int32)
         where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
         arriving, slots, own_slot = context_op.gather_kv(
-            k, k, [inverse], sent, returned, splits, None, 2, "0", "0", wire, fused
+            k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
         )
         out, lse, again = context_op.context_attend(q, k, k, arriving, slots, *where, False, fused)
         _, travelling = context_op.context_attend_backward(
             out, q, k, k, None, out, lse, *where, wire, fused
         )
         received = context_op.receive_kv_gradient([travelling], own_slot, returned, k.dtype, fused)
-        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, None, 2, "0", "0")
+        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, 2, "0")
     num = 8 if sent else 6
     (gathered,), (slot,), (again,), (second,) = arriving, slots, again, second
     assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
