@@ -22,10 +22,14 @@ T = TypeVar("T")
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
 """Old names of keys, which still work with a RenamedKeyWarning."""
 _LEARNED = "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
-REMOVED = dict.fromkeys(
-    ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
-    _LEARNED,
-)
+REMOVED = {
+    **dict.fromkeys(
+        ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
+        _LEARNED,
+    ),
+    "training.heartbeat_s": "ranks no longer watch each other: a rank that stops or hangs ends the "
+    "run after training.timeout_s",
+}
 """Keys that there were, and why there are no more. They are refused where a user sets them, and
 left out where wlb wrote them."""
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wlb.launch.reporter import Reporter
 
 from tests.sets import full, nightly
 from tests.train.case import job_of, relaid, small_spec, train, write_corpus
 from wlb.launch import watch
 from wlb.launch.local import RankFailure, run_local
-from wlb.launch.reporter import Reporter
 from wlb.parallel.execute import Executor
 from wlb.parallel.world import World
 from wlb.spec import RunSpec, to_toml

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from wlb.train.faults.watched import rank_log
 
 from wlb.launch.failure import FailureReport
 from wlb.train.faults import watched
-from wlb.train.faults.watched import rank_log
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(
