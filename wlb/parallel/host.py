@@ -105,8 +105,9 @@ def host_cost(world_size: int) -> HostCost:
 
     Two Gloo groups (hosts, checkpoints) each connect a rank with those 2^k before and after it: the
     ring, Gloo's barrier and broadcast, and the trees above; by two sockets for a moment where both
-    sides connect at the same time. Rank 0 gathers checkpoints' plans from everybody in both groups (torch.distributed.checkpoint saves on one and
-    loads on the other), hosts the store, and gets timelines.
+    sides connect at the same time. Rank 0 gathers checkpoints' plans from everybody in both groups
+    (torch.distributed.checkpoint saves on one and loads on the other), hosts the store, and gets
+    timelines.
     """
     n = world_size
     peers = {(sign * 2**k) % n for k in range((n - 1).bit_length()) for sign in (1, -1)} - {0}

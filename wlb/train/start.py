@@ -245,9 +245,8 @@ def _tell_failure(directory: Path, console: Console) -> None:
     """Say what ended the run's last start, if it failed; the lock says that it is over."""
     if (report := compose_report(directory)) is not None:
         keep_report(directory, report)
-        console.print(
-            f"the last start of this run failed: {report.text}", markup=False, soft_wrap=True
-        )
+        text = f"the last start of this run failed: {report.text}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _verify(job: Job, asked: _Request) -> None:
