@@ -317,8 +317,6 @@ def test_ranks_get_the_defaults_of_cuda_that_local_ranks_get(
         monkeypatch.delenv(name, raising=False)
     _, names = asked_of_srun(tmp_path)
     assert {name: names.get(name) for name in CUDA_DEFAULTS} == CUDA_DEFAULTS
-    assert names["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert names["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/runs/mine/logs/nccl-rank-"
     assert "GLOO_SOCKET_IFNAME" not in names
     assert "NCCL_SOCKET_IFNAME" not in names
 

@@ -1,4 +1,4 @@
-"""`wlb report`: write a page about finished or current runs, or say what ended one; needs no torch."""
+"""`wlb report`: write a page about runs, or say what ended one; needs no torch."""
 
 import argparse
 from pathlib import Path

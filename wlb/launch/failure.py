@@ -84,7 +84,7 @@ def new_records(directory: Path, started_s: float) -> Path:
 
 def newest_records(directory: Path) -> Path:
     """The folder of records of the last start; one that does not exist if there was none."""
-    return max(_starts(directory), default=directory / _RECORDS)
+    return [directory / _RECORDS, *_starts(directory)][-1]
 
 
 def began_s(records: Path) -> float:
@@ -93,7 +93,7 @@ def began_s(records: Path) -> float:
 
 
 def _starts(directory: Path) -> list[Path]:
-    return sorted((directory / _RECORDS).glob(f"{_START}*"))
+    return sorted((directory / _RECORDS).glob(f"{_START}*"), key=began_s)
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
@@ -168,9 +168,8 @@ def read_stack(folder: Path, rank: int, *, without: str = "") -> str:
 
 def main_stack(text: str) -> list[str]:
     """Frames of the main thread, most recent call first, in what `read_stack` returns."""
-    lines = text.strip().split("\n\n")[-1].splitlines()
-    begins = [i for i, line in enumerate(lines) if line.endswith("(most recent call first):")]
-    return lines[begins[-1] + 1 :] if begins else []
+    *_, thread = ["", *text.split("(most recent call first):\n")[1:]]
+    return thread.partition("\n\n")[0].splitlines()
 
 
 def fatal_error(text: str) -> str:
