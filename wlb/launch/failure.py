@@ -87,6 +87,13 @@ def newest_records(directory: Path) -> Path:
     return [directory / _RECORDS, *_starts(directory)][-1]
 
 
+def forget_records(records: Path) -> None:
+    """Empty the folder of records of a start that was ended on purpose."""
+    for path in records.iterdir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def began_s(records: Path) -> float:
     """Unix time of the start that a folder of records is of."""
     return float(records.name.removeprefix(_START))

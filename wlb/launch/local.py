@@ -33,6 +33,7 @@ from wlb.launch.failure import (
     DUMP_SIGNAL,
     FailureKind,
     RankError,
+    forget_records,
     new_records,
     read_stack,
     stack_path,
@@ -142,8 +143,13 @@ def run_local(
         try:
             ranks.start(preload)
             return ranks.collect(timeout_s)
-        except BaseException:
+        except RankFailure:
             ranks.kill()
+            raise
+        except BaseException:
+            # A signal ended this process, as somebody asked: no failure of a rank is to be told.
+            ranks.kill()
+            forget_records(records)
             raise
         finally:
             ranks.join()

@@ -1,7 +1,7 @@
 """Position of each rank in its work, in a memory-mapped file of the run's folder, one file a node.
 
-A rank writes its own slot of the file, without a lock, each time it begins something else (about
-1 us). The kernel keeps what was written when the process is killed, so that whoever ends the run
+A rank writes its own slot of the file, without a lock, each time it begins something else, which takes
+a few microseconds. The kernel keeps what was written when the process is killed, so that whoever ends the run
 reads where each rank was. Over a network file system the last half minute of a node that is lost
 may be missing.
 """

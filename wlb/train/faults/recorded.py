@@ -57,6 +57,10 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
             if error is raised:
                 raise
             raise error from raised
+        except BaseException:
+            # A signal ended this rank, as somebody asked.
+            position.end()
+            raise
         position.end()
 
 
