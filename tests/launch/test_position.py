@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from wlb.launch.position import Place, Position, read_positions
+from wlb.launch.position import Position, SlotOwner, read_positions
 
 
-def place(rank: int, *, words: str = "here") -> Place:
+def owner(rank: int, *, words: str = "here") -> SlotOwner:
     """Returns that of a rank of two nodes with two ranks each."""
-    return Place(
+    return SlotOwner(
         rank=rank,
         world_size=4,
         local_rank=rank % 2,
@@ -21,7 +21,7 @@ def place(rank: int, *, words: str = "here") -> Place:
 
 
 def test_a_reader_finds_each_rank_where_it_is(tmp_path: Path) -> None:
-    positions = [Position.opened(tmp_path, place(rank)) for rank in (0, 1, 3)]
+    positions = [Position.opened(tmp_path, owner(rank)) for rank in (0, 1, 3)]
     positions[1].enter("computing", step=12)
     positions[1].chunk("backward", 0, 3)
     positions[2].enter("saving a checkpoint", step=12)
@@ -38,7 +38,7 @@ def test_a_reader_finds_each_rank_where_it_is(tmp_path: Path) -> None:
 
 
 def test_texts_that_are_too_long_are_cut(tmp_path: Path) -> None:
-    position = Position.opened(tmp_path, place(0, words="é" * 500))
+    position = Position.opened(tmp_path, owner(0, words="é" * 500))
     position.enter("x" * 500)
     position.chunk("y" * 500, 1, 2)
     seen = read_positions(tmp_path)[0]
@@ -49,7 +49,7 @@ def test_texts_that_are_too_long_are_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 100, 300, 511, 512, 700])
 def test_no_byte_of_a_torn_file_harms_its_reader(tmp_path: Path, cut: int) -> None:
     for rank in (0, 1):
-        Position.opened(tmp_path, place(rank)).enter("computing", step=7)
+        Position.opened(tmp_path, owner(rank)).enter("computing", step=7)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
@@ -62,7 +62,7 @@ def test_no_byte_of_a_torn_file_harms_its_reader(tmp_path: Path, cut: int) -> No
 
 
 def test_a_file_of_another_version_is_not_read(tmp_path: Path) -> None:
-    Position.opened(tmp_path, place(0))
+    Position.opened(tmp_path, owner(0))
     (path,) = tmp_path.iterdir()
     path.write_bytes(b"\x00" * 4 + path.read_bytes()[4:])
     assert read_positions(tmp_path) == {}

@@ -7,7 +7,7 @@ import pytest
 
 from wlb.launch import position as positions
 from wlb.launch.failure import FailureKind, RankError, new_records, stack_path, write_failure
-from wlb.launch.position import Place, Position
+from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import FailureReport, compose_report, keep_report
 
 SIZE, EACH = 4, 2
@@ -28,7 +28,7 @@ class Left:
     def at(self, rank: int, *, size: int = SIZE, each: int = EACH, ended: bool = False) -> None:
         with self.patch.context() as patched:
             patched.setattr(positions.socket, "gethostname", lambda: f"n{rank // each}")
-            place = Place(
+            place = SlotOwner(
                 rank=rank,
                 world_size=size,
                 local_rank=rank % each,

@@ -1,9 +1,9 @@
 """Position of each rank in its work, in a memory-mapped file of the run's folder, one file a node.
 
-A rank writes its own slot of the file, without a lock, each time it begins something else, which takes
-a few microseconds. The kernel keeps what was written when the process is killed, so that whoever ends the run
-reads where each rank was. Over a network file system the last half minute of a node that is lost
-may be missing.
+A rank writes its own slot of the file, without a lock, each time it begins something else; that
+takes a few microseconds. The kernel keeps what was written when the process is killed, so that
+whoever ends the run reads where each rank was. Over a network file system, the last half minute of
+a node that is lost may be missing.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _REREADS = 5
 _NAME = "positions-"
 
 
-class Place(NamedTuple):
+class SlotOwner(NamedTuple):
     """Who writes a slot."""
 
     rank: int
@@ -87,7 +87,7 @@ class Position:
         """Number of changes, which grows while the rank works."""
 
     @classmethod
-    def opened(cls, folder: Path, place: Place) -> "Position":
+    def opened(cls, folder: Path, owner: SlotOwner) -> "Position":
         """This rank's slot in its node's file, which is made if it is absent.
 
         Raises:
@@ -95,17 +95,17 @@ class Position:
         """
         host = socket.gethostname()
         name = re.sub("[^A-Za-z0-9.-]", "_", host)
-        file = os.open(folder / f"{_NAME}{place.node_rank}-{name}", os.O_RDWR | os.O_CREAT, 0o644)
+        file = os.open(folder / f"{_NAME}{owner.node_rank}-{name}", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            num_bytes = place.local_world_size * _SLOT_BYTES
+            num_bytes = owner.local_world_size * _SLOT_BYTES
             # A mapped page without room on the disk would kill the process when it is written.
             os.posix_fallocate(file, 0, num_bytes)
             mapped = mmap.mmap(file, num_bytes)
         finally:
             os.close(file)
-        offset = place.local_rank * _SLOT_BYTES
-        who = (place.rank, place.world_size, os.getpid(), process_start(os.getpid()))
-        _WHO.pack_into(mapped, offset, _FORMAT, *who, host.encode(), place.words.encode())
+        offset = owner.local_rank * _SLOT_BYTES
+        who = (owner.rank, owner.world_size, os.getpid(), process_start(os.getpid()))
+        _WHO.pack_into(mapped, offset, _FORMAT, *who, host.encode(), owner.words.encode())
         position = cls(mapped, offset)
         position._write()
         return position

@@ -146,7 +146,9 @@ def compose_report(
     """
     records = newest_records(directory)
     ranks = _read_ranks(records, known, is_over=is_over, world_size=world_size)
-    size = max([world_size, *(seen.at.world_size for seen in ranks if seen.at)], default=0)
+    # Ranks that failed before they said where they were do not say how many there are.
+    told = [seen.at.world_size if seen.at else seen.rank + 1 for seen in ranks]
+    size = max([world_size, *told])
     if not any(seen.failure or seen.is_wordless for seen in ranks):
         return None
     first, what = _cause(ranks)

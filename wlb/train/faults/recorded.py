@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wlb.launch.failure import RankError, stack_path, stacks_to, write_failure
-from wlb.launch.position import Place, Position
+from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import LOGS
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import Origin, World
@@ -35,7 +35,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         f"{socket.gethostname()}, {mesh.device}"
     )
     records.mkdir(parents=True, exist_ok=True)
-    position = Position.opened(records, _place(world, words))
+    position = Position.opened(records, _owner(world, words))
     is_alone, is_given = world.world_size == 1, world.origin in (Origin.TORCHRUN, Origin.SLURM)
     with contextlib.ExitStack() as opened:
         if not is_alone:
@@ -64,8 +64,8 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         position.end()
 
 
-def _place(world: World, words: str) -> Place:
-    return Place(
+def _owner(world: World, words: str) -> SlotOwner:
+    return SlotOwner(
         rank=world.rank,
         world_size=world.world_size,
         local_rank=world.local_rank,
