@@ -13,7 +13,7 @@ def test_a_run_that_failed_is_explained_without_its_metrics(
 ) -> None:
     assert main(["report", "--failure", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}: no rank of its last start failed\n"
-    write_failure(new_records(tmp_path, 1.0), RankError.of(ValueError("wrong"), 3))
+    write_failure(new_records(tmp_path, 1.0), RankError.of(ValueError("wrong"), 3, 4))
     assert main(["report", "--failure", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(
         f"{tmp_path}: rank 3 of 4 failed: ValueError: wrong\n"

@@ -44,6 +44,7 @@ class Left:
     def failed(self, rank: int, error: str, time_s: float) -> None:
         failure = RankError(
             rank=rank,
+            world_size=SIZE,
             kind=FailureKind.RAISED,
             error=error,
             time_s=time_s,
@@ -212,16 +213,16 @@ def written(left: Left, failure: RankError, *, torn: Sequence[str] = ()) -> None
 def test_a_long_error_is_told_by_its_beginning(left: Left) -> None:
     left.at(0, size=1)
     error = RuntimeError("the compiler said " + "x" * 70_000)
-    write_failure(left.records, RankError.of(error, 0, position="step 5"))
+    write_failure(left.records, RankError.of(error, 0, 1, position="step 5"))
     report = left.report()
     assert report.text.startswith("rank 0 of 1 failed: RuntimeError: the compiler said xxx")
     assert len(report.text) < 15_000
 
 
 def test_the_first_failure_of_a_rank_stays_and_one_that_is_torn_is_left_out(left: Left) -> None:
-    first = RankError.of(ValueError("wrong"), 0)
+    first = RankError.of(ValueError("wrong"), 0, 1)
     written(left, first, torn=["failure-1.json"])
-    written(left, RankError.of(OSError("then this"), 0))
+    written(left, RankError.of(OSError("then this"), 0, 1))
     assert left.report().error == "ValueError: wrong"
     assert sorted(path.name for path in left.records.iterdir()) == [
         "failure-0.json",
@@ -233,9 +234,9 @@ def test_a_full_disk_keeps_no_report_and_ends_nothing(left: Left) -> None:
     """The launcher knows failures that could not be written."""
     (left.directory / "failure.txt").mkdir()
     left.records.rmdir()
-    failure = RankError.of(ValueError("wrong"), 1)
+    failure = RankError.of(ValueError("wrong"), 1, 2)
     write_failure(left.records, failure)
-    report = compose_report(left.directory, world_size=2, known=[failure])
+    report = compose_report(left.directory, known=[failure])
     assert report is not None
     assert report.text.startswith("rank 1 of 2 failed: ValueError: wrong")
     keep_report(left.directory, report)

@@ -44,6 +44,7 @@ class RankError:
     """Failure of one rank."""
 
     rank: int
+    world_size: int  # ranks of the run
     kind: FailureKind
     error: str  # one line: "KeyError: 'x'", "died from SIGKILL (exit code -9)"
     time_s: float  # Unix time
@@ -51,7 +52,9 @@ class RankError:
     position: str = ""  # of the rank, in words
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, *, position: str = "") -> "RankError":
+    def of(
+        cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
+    ) -> "RankError":
         """Of an exception that the rank raised. Its cause is named where torch wraps it."""
         line, trace = in_words(error)
         # torch's schedules wrap exceptions of a stage.
@@ -60,6 +63,7 @@ class RankError:
             line = in_words(error)[0]
         return cls(
             rank=rank,
+            world_size=world_size,
             kind=FailureKind.RAISED,
             error=_short(line),
             time_s=time.time(),

@@ -290,7 +290,12 @@ class _LocalRanks:
         error = f"died with exit code {code}"
         if code is not None and code < 0:
             error = f"died from {signal.Signals(-code).name} (exit code {code})"
-        return RankError(rank=rank, kind=FailureKind.DIED, error=error, time_s=time.time())
+        return self._failure(rank, FailureKind.DIED, error)
+
+    def _failure(self, rank: int, kind: FailureKind, error: str) -> RankError:
+        return RankError(
+            rank=rank, world_size=len(self.jobs), kind=kind, error=error, time_s=time.time()
+        )
 
     def _failed(self, failures: list[RankError]) -> RankFailure:
         """End all ranks, and report what their files and `failures` say."""
@@ -317,9 +322,7 @@ class _LocalRanks:
                 f"gave no sign of life for {_STACK_WAIT_S:g} s (process state {state}"
                 f"{reason.get(state, '')})"
             )
-            silent.append(
-                RankError(rank=rank, kind=FailureKind.SILENT, error=error, time_s=time.time())
-            )
+            silent.append(self._failure(rank, FailureKind.SILENT, error))
         return silent
 
     def _dump_stacks(self) -> list[int]:
@@ -385,7 +388,7 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            failure = RankError.of(error, job.world.rank)
+            failure = RankError.of(error, job.world.rank, job.world.world_size)
             write_failure(job.records, failure)
             sender.send_bytes(pickle.dumps(failure))
             sys.stdout.flush()

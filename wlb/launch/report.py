@@ -75,6 +75,7 @@ class RankState:
     """What is known of a rank."""
 
     rank: int
+    world_size: int
     at: SeenPosition | None  # None for a rank that says nothing about its work
     failure: RankError | None
     life: _Life
@@ -131,24 +132,21 @@ def is_abort(error: str) -> bool:
 
 
 def compose_report(
-    directory: Path, *, is_over: bool = True, world_size: int = 0, known: Iterable[RankError] = ()
+    directory: Path, *, is_over: bool = True, known: Iterable[RankError] = ()
 ) -> FailureReport | None:
     """Report what ended the last start of a run.
 
     Args:
         directory: The run's folder.
         is_over: Nothing of the run works any more. Otherwise processes of other machines may.
-        world_size: Ranks of the run, for ranks that began nothing yet; 0 = as they say.
         known: Failures that may not be in the folder, because its disk is full.
 
     Returns:
         None if all ranks have done their work, or work.
     """
     records = newest_records(directory)
-    ranks = _read_ranks(records, known, is_over=is_over, world_size=world_size)
-    # Ranks that failed before they said where they were do not say how many there are.
-    told = [seen.at.world_size if seen.at else seen.rank + 1 for seen in ranks]
-    size = max([world_size, *told])
+    ranks = _read_ranks(records, known, is_over=is_over)
+    size = max((seen.world_size for seen in ranks), default=0)
     if not any(seen.failure or seen.is_wordless for seen in ranks):
         return None
     first, what = _cause(ranks)
@@ -166,7 +164,8 @@ def compose_report(
     rest = [s for s in ranks if s.rank not in named and (s.at or s.failure)]
     rest.sort(key=_failed_first)
     lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
-    if world_size == 0 and (never := sorted(set(range(size)) - {seen.rank for seen in ranks})):
+    told = {seen.rank for seen in ranks if seen.at}
+    if told and (never := sorted(set(range(size)) - {seen.rank for seen in ranks})):
         lines.append(f"no position ever of rank {_listed(never)}")
     lines += _flight(directory, records)
     return FailureReport(rank=cause.rank, error=error, text="\n".join(lines))
@@ -183,29 +182,34 @@ def keep_report(directory: Path, report: FailureReport) -> None:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
 
-def _read_ranks(
-    folder: Path, known: Iterable[RankError], *, is_over: bool, world_size: int
-) -> list[RankState]:
+def _read_ranks(folder: Path, known: Iterable[RankError], *, is_over: bool) -> list[RankState]:
     """What is known of the ranks that left anything."""
     positions = read_positions(folder)
     failures = {failure.rank: failure for failure in known} | read_failures(folder)
+    sizes = [found.world_size for found in (*positions.values(), *failures.values())]
+    size = max(sizes, default=0)
     ranks: list[RankState] = []
-    for rank in sorted(positions.keys() | failures.keys() | set(range(world_size))):
+    for rank in range(size):
         at, stacks = positions.get(rank), read_stack(folder, rank)
         if not (at or stacks or rank in failures):
             continue
-        failure = failures.get(rank) or _fatal(folder, rank, stacks)
+        failure = failures.get(rank) or _fatal(folder, rank, size, stacks)
         life = _life(at, is_over=is_over) if at else _Life.GONE
-        ranks.append(RankState(rank=rank, at=at, failure=failure, life=life, stacks=stacks))
+        state = RankState(
+            rank=rank, world_size=size, at=at, failure=failure, life=life, stacks=stacks
+        )
+        ranks.append(state)
     return ranks
 
 
-def _fatal(folder: Path, rank: int, stacks: str) -> RankError | None:
+def _fatal(folder: Path, rank: int, size: int, stacks: str) -> RankError | None:
     """The failure of a process that a fatal signal ended, such as SIGABRT by NCCL's watchdog."""
     if not (signal := fatal_error(stacks)):
         return None
     time_s = stack_path(folder, rank).stat().st_mtime
-    return RankError(rank=rank, kind=FailureKind.DIED, error=f"died: {signal}", time_s=time_s)
+    return RankError(
+        rank=rank, world_size=size, kind=FailureKind.DIED, error=f"died: {signal}", time_s=time_s
+    )
 
 
 def _life(at: SeenPosition, *, is_over: bool) -> _Life:

@@ -49,7 +49,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         except Exception as raised:
             error = full_disk(raised) or raised
             where = position.now().describe()
-            failure = RankError.of(error, world.rank, position=where)
+            failure = RankError.of(error, world.rank, world.world_size, position=where)
             write_failure(records, failure)
             if is_given and not is_alone:
                 _leave(failure, world)
