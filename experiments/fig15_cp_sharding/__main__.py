@@ -8,12 +8,14 @@ collectives is `torchrun -m experiments.fig15_cp_sharding.ranks`.
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,7 +90,7 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
     is the best of all five. With measured times hindsight also profits from noise.
     """
     pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
-    cost = layer_cost(window=window, cp=options.cp) if case is None else case.cost()
+    cost = case.cost() if case else layer_cost(window=window, cp=options.cp)
     measure = predicted(cost) if case is None else measured(case, options.rounds)
     times: dict[str, list[np.ndarray]] = {name: [] for name in STRATEGIES}
     expected: dict[str, list[float]] = {name: [] for name in STRATEGIES}
@@ -166,6 +168,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--profile", default="h100", help="kernel profile that predicts and chooses on CUDA"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the times as JSON to this file, and no page"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="time 8 micro-batches and write nothing"
     )
     options = parser.parse_args()
@@ -188,13 +196,17 @@ def main() -> None:
             if device.type == "cpu":
                 torch.set_num_threads(1)
             scale = options.scale or (CPU_SCALE if device.type == "cpu" else Fraction(1))
-            case = Case(window=window, cp=options.cp, device=device, scale=scale)
+            case = Case(
+                window=window, cp=options.cp, device=device, scale=scale, profile=options.profile
+            )
         title, note = heading(case, options.rounds)
         found = windows[str(window)] = run_window(case, window, options)
         console.print(console_table(title, window, found))
         console.print(note_of(found))
     console.print(mean_line(windows))
-    if options.quick:
+    if options.out:
+        options.out.write_text(json.dumps({"title": title, "note": note, "windows": windows}))
+    if options.quick or options.out:
         return
     write(
         "predicted" if device is None else device.type,
