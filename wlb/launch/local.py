@@ -63,6 +63,8 @@ PRELOAD = (
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0
+_STATES = {"T": "its process is stopped", "D": "it waits for a disk or a file server"}
+"""States of a process, as Linux tells them, in which it does not answer a signal."""
 _PEER_WAIT_S = 0.2
 _CAUSE_WAIT_S = 2.0
 """Time that a rank has to fail by itself after others failed as its peers do."""
@@ -303,27 +305,19 @@ class _LocalRanks:
         self.kill()
         for failure in failures:
             write_failure(self.records, failure)
-        size = len(self.jobs)
         directory = self.records.parents[1]
-        report = compose_report(directory, world_size=size, known=failures)
+        report = compose_report(directory, known=failures)
         assert report is not None
         keep_report(directory, report)
         return RankFailure(report.text, rank=report.rank, error=report.error)
 
     def _silent(self) -> list[RankError]:
         """Let the ranks that work write their stacks; failures of those that do not answer."""
-        silent: list[RankError] = []
-        for rank in self._dump_stacks():
-            state = "?"
-            with contextlib.suppress(OSError):
-                state = process_status(_pid(self.processes[rank]))[0]
-            reason = {"T": ": it is stopped", "D": ": it waits for a disk or a file server"}
-            error = (
-                f"gave no sign of life for {_STACK_WAIT_S:g} s (process state {state}"
-                f"{reason.get(state, '')})"
-            )
-            silent.append(self._failure(rank, FailureKind.SILENT, error))
-        return silent
+        return [
+            self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({_STATES[state]})")
+            for rank in self._dump_stacks()
+            if (state := self._state(rank)) in _STATES
+        ]
 
     def _dump_stacks(self) -> list[int]:
         """Ask the ranks that work for their stacks; returns those that do not answer."""
@@ -331,14 +325,25 @@ class _LocalRanks:
         for rank in before:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
-        end = time.monotonic() + _STACK_WAIT_S
-        left = sorted(before)
-        while left and time.monotonic() < end:
+        begin, left = time.monotonic(), sorted(before)
+        while left and time.monotonic() < begin + _JOIN_S:
             time.sleep(0.02)
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
+            # A machine with much to do may be slow, but a process that is stopped never answers.
+            if time.monotonic() > begin + _STACK_WAIT_S and all(
+                self._state(rank) in {*_STATES, ""} for rank in left
+            ):
+                break
         # The last stack may still be being written.
         time.sleep(0.05)
         return left
+
+    def _state(self, rank: int) -> str:
+        """State of a rank's process as Linux tells it, one letter; "" if it is gone."""
+        try:
+            return process_status(_pid(self.processes[rank]))[0].strip("ZX")
+        except OSError:
+            return ""
 
     def _stack_bytes(self, rank: int) -> int:
         path = stack_path(self.records, rank)
