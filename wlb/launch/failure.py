@@ -93,7 +93,7 @@ def newest_records(directory: Path) -> Path:
 
 def forget_records(records: Path) -> None:
     """Empty the folder of records of a start that was ended on purpose."""
-    for path in records.iterdir():
+    for path in records.glob("*"):
         with contextlib.suppress(OSError):
             path.unlink()
 

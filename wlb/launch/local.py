@@ -326,7 +326,8 @@ class _LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
         begin, left = time.monotonic(), sorted(before)
-        while left and time.monotonic() < begin + _JOIN_S:
+        # The run's folder may have been moved away, and with it the stacks.
+        while left and self.records.exists() and time.monotonic() < begin + _JOIN_S:
             time.sleep(0.02)
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
             # A machine with much to do may be slow, but a process that is stopped never answers.
