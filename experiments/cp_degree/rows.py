@@ -107,7 +107,7 @@ class RankPrices:
             # Waits only add to work, so no plan from here on can be the fastest.
             if least[i] > best[0]:
                 break
-            plan = replace(plans[i], exchange=KeyExchange.NEEDED, stages=0)
+            plan = replace(plans[i], exchange=KeyExchange.NEEDED)
             times = [float(self.times_ns(plan, s).max(axis=1).sum()) for s in STAGES]
             best = min(best, (min(times), plan), key=lambda one: one[0])
         return best

@@ -39,12 +39,9 @@ CHOICES = (*((name, "gather") for name in STRATEGIES), ("hybrid", "needed"), ("b
 COUNTED = ("received", "sent", "mean", "over bound")
 TIMED = ((1, 4), (1, 8), (1, 16), (2, 8), (4, 8), (8, 4), (8, 16), (8, 32), (8, 64))
 """TP and CP degrees of the table of times: a node; several ranks a node; TP fills each node."""
-CHOSEN = "1 to 4"
-"""Stages of each micro-batch by price (`sharding.stages`)."""
 WAYS = (
     *(("per_sequence", "gather", 0), ("per_document", "gather", 0), ("balanced", "gather", 0)),
     *(("balanced", "needed", 0), *(("balanced", "auto", stages) for stages in (0, 1, 2, 3, 4))),
-    ("balanced", "auto", CHOSEN),
 )
 """Strategy, exchange, and in how many stages it hides behind attention (`cp.overlap`,
 `cp.stages`); 0: not at all."""
@@ -161,9 +158,7 @@ def times(*, count: int, seed: int) -> Table:
         layout = ParallelSpec(tp=tp, cp=cp, pp=1, dp=1)
         for strategy, exchange, stages in WAYS:
             base = layer_cost(window=WINDOW, cp=cp)
-            is_chosen = stages == CHOSEN
-            most = 4 if is_chosen else int(stages)
-            hides = {"overlaps": most > 0, "stages": max(1, most), "stages_by_price": is_chosen}
+            hides = {"overlaps": stages > 0, "stages": max(1, stages)}
             cost = replace(base, parallel=layout, **hides)
             how = {"cp": cp, "strategy": strategy, "cost": cost, "exchange": exchange}
             plans = [shard(pieces, **how) for pieces in lengths]
@@ -173,11 +168,10 @@ def times(*, count: int, seed: int) -> Table:
             row = [tp, cp, strategy, exchange, stages, kernels / ideal]
             whole = sum(slowest_ns(plan, cost) for plan in plans)
             by_need = sum(plan.exchange != KeyExchange.GATHER for plan in plans) / len(plans)
-            relayed = sum(plan.exchange == KeyExchange.RELAYED for plan in plans) / len(plans)
             moved = by_need * t.received / t.gathered + 1 - by_need
-            rows.append([*row, whole / ideal, moved, t.received / t.least, relayed])
+            rows.append([*row, whole / ideal, moved, t.received / t.least])
     columns = ("TP", "CP", "strategy", "exchange", "stages")
-    ratios = ("attention", "with waits", "rows", "over bound", "relayed")
+    ratios = ("attention", "with waits", "rows", "over bound")
     return Table(
         name="times",
         title="Slowest rank's attention and waits for keys, over ideal attention",
@@ -185,10 +179,9 @@ def times(*, count: int, seed: int) -> Table:
         rows=rows,
         formats=dict.fromkeys(ratios, ".3f"),
         note="One layer of the 7B model, both passes, fitted stream, packed by `bounded`, profile "
-        "`h100` (nodes of 8, 45 GB/s a rank between nodes). `stages`: of `cp.overlap`, 0 without; "
-        "1 to 4: of each micro-batch by price. "
+        "`h100` (nodes of 8, 45 GB/s a rank between nodes). `stages`: of `cp.overlap`, 0 without. "
         "`rows`: received over an all-gather's; `over bound`: by need, over what these spans have "
-        "to receive; `relayed`: share of micro-batches whose rows cross nodes once a node.",
+        "to receive.",
         most_rows=100,
     )
 

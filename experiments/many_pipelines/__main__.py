@@ -18,10 +18,10 @@ from typing import Any
 from experiments import constants
 from experiments.evaluation import (
     AGAIN,
+    BY_NEED,
     EARLIER_GIB,
     GIB,
     MEMORY_GIB,
-    WAYS_BY_NEED,
     Case,
     arguments,
     batches_of,
@@ -67,7 +67,7 @@ class Layout:
 
     def cases(self, name: str, *, steps: int, seed: int) -> list[Case]:
         """Returns a system's alternatives here."""
-        ways = WAYS_BY_NEED if name == NEED else ((),)
+        ways = (BY_NEED,) if name == NEED else ((),)
         known = "wlb" if name == NEED else name
         out: list[Case] = []
         for way in ways:

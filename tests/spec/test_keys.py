@@ -143,7 +143,6 @@ KEYS = [
     "run.stop_file",
     "sharding.exchange",
     "sharding.remainder",
-    "sharding.stages",
     "sharding.strategy",
     "telemetry.drift_threshold",
     "telemetry.enabled",

@@ -11,7 +11,7 @@ from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_declared
 from wlb.spec.packing import Policy
 from wlb.spec.run import RunSpec, Schedule
-from wlb.spec.sharding import ExchangeChoice, Remainder, StageChoice, Strategy
+from wlb.spec.sharding import Remainder, Strategy
 from wlb.spec.training import DecayShape, RateSchedule
 
 _MOST_RANKS = 2**20
@@ -285,22 +285,6 @@ def _check_overlap(spec: RunSpec) -> None:
         raise UserError(
             f"cp.stages = {spec.cp.stages} with cp.overlap = false: nothing would run while "
             f"a stage travels; set cp.overlap = true or cp.stages = 1"
-        )
-    if spec.sharding.stages == StageChoice.AUTO:
-        if spec.cp.stages == 1:
-            raise UserError(
-                "sharding.stages = auto with cp.stages = 1 leaves no choice; set cp.stages to the "
-                "most stages of a micro-batch, such as 4, or sharding.stages = fixed"
-            )
-        if spec.training.compile:
-            raise UserError(
-                "sharding.stages = auto with training.compile = true: each number of stages would "
-                "be a graph of its own, of which torch keeps few; set sharding.stages = fixed"
-            )
-    if spec.sharding.exchange == ExchangeChoice.RELAYED and not spec.cp.overlap:
-        raise UserError(
-            "sharding.exchange = relayed with cp.overlap = false: rows are passed on while own "
-            "keys are attended to; set cp.overlap = true, or sharding.exchange = needed"
         )
 
 

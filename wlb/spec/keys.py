@@ -22,11 +22,12 @@ T = TypeVar("T")
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
 """Old names of keys, which still work with a RenamedKeyWarning."""
 _LEARNED = "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
-REMOVED = {
-    **dict.fromkeys(
-        ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
-        _LEARNED,
-    ),
+REMOVED = dict.fromkeys(
+    ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
+    _LEARNED,
+) | {
+    "sharding.stages": "one number of stages for all micro-batches is at most 2.5% of a CP layer's "
+    "time slower than one chosen for each; cp.stages sets it",
     "training.heartbeat_s": "ranks no longer watch each other: a rank that stops or hangs ends the "
     "run after training.timeout_s",
 }

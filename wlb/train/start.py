@@ -395,11 +395,7 @@ def run_rank(world: World, job: Job, device: torch.device, request: StopRequest)
             within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
         )
     mesh = build_mesh(
-        spec.parallel,
-        device,
-        shard_size=spec.fsdp.shard_size,
-        passes_on=spec.passes_rows_on,
-        experts=bool(spec.model.experts.num),
+        spec.parallel, device, shard_size=spec.fsdp.shard_size, experts=bool(spec.model.experts.num)
     )
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
