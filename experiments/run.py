@@ -101,7 +101,6 @@ REGISTRY = (
     Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
     Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
     Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
-    Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
     Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
     Experiment("step_balance", "step_balance", "", 10, "one step, beside other frameworks", "--quick"),  # noqa: E501
     Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),

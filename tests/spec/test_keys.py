@@ -172,7 +172,6 @@ KEYS = [
     "training.decay_steps",
     "training.dtype",
     "training.gc_interval",
-    "training.heartbeat_s",
     "training.learning_rate",
     "training.loss_chunk",
     "training.loss_normalizer",

@@ -6,7 +6,7 @@ Every message holds the offending value and a remedy.
 from dataclasses import replace
 from pathlib import Path
 
-from wlb.plan import UserError, check_at_least
+from wlb.plan import UserError
 from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_declared
 from wlb.spec.packing import Policy
@@ -102,10 +102,6 @@ def _check_ranges(spec: RunSpec) -> None:
             f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
             f"set; use data.blend alone, and add data.store to it if it should be mixed in"
         )
-    heartbeat_s = spec.training.heartbeat_s
-    if heartbeat_s:
-        remedy = " second, or 0 for ranks that do not watch each other"
-        check_at_least("training.heartbeat_s", heartbeat_s, 1, remedy)
 
 
 def _check_spikes(spec: RunSpec) -> None:
