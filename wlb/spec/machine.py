@@ -56,30 +56,6 @@ class ClusterSection:
         above=0,
         at_most=1e6,
     )
-    context_gib: float = key(
-        1.0,
-        "GPU memory that the CUDA context, loaded kernels and cuBLAS hold; set aside from plans, "
-        "also in a run",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
-    communicator_gib: float = key(
-        0.5625,
-        "GPU memory that NCCL holds for each communicator of a rank, set aside from plans, also in "
-        "a run; by default two connections (ring; tree or NVLink SHARP) of 24 channels of 12 MiB: "
-        "4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
-    allocator_gaps: float = key(
-        0.06,
-        "share of the memory left for tensors that stays unused between them, in torch's caching "
-        "allocator with expandable segments; set aside from plans, also in a run",
-        at_least=0,
-        below=1,
-    )
     peak_tflops: float = key(
         989.0,
         "dense peak of a device in training.dtype, for MFU",

@@ -255,12 +255,6 @@ class DataSection:
     long_documents: LongDocuments = key(
         LongDocuments.SPLIT, "what is done with documents longer than the context window"
     )
-    prefetch: int = key(
-        1,
-        "steps whose inputs a thread loads ahead; 0 = load them when they are needed",
-        at_least=0,
-        at_most=1000,
-    )
     epochs: int = key(
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
@@ -284,13 +278,6 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    ahead: int = key(
-        3,
-        "steps planned ahead of the requested one; at least 2",
-        unit="steps",
-        at_least=2,
-        at_most=1000,
-    )
     baseline: bool = key(True, "also predict Plain-4D on the same documents")
 
 

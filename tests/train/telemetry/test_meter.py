@@ -36,7 +36,7 @@ from wlb.planner import open_planner
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, RunSpec, check
 from wlb.train import start
 from wlb.train.stores import open_stores, ready
-from wlb.train.telemetry.calibrate import Calibration, profile_path
+from wlb.train.telemetry.calibrate import DRIFT_THRESHOLD, Calibration, profile_path
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
 from wlb.train.telemetry.meter import TelemetryMeter
 
@@ -321,7 +321,7 @@ def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(tmp_path: Pat
     spec = heavy_spec(tmp_path)
     before = calibrated(spec, name="before")
     next_spec = replace(spec, cost=replace(spec.cost, profile=str(before)))
-    threshold = spec.telemetry.drift_threshold
+    threshold = DRIFT_THRESHOLD
     assert drifted(calibrated(next_spec, name="control"), threshold) == ()
     after = calibrated(next_spec, name="after", factor=1.3)
     assert drifted(after, threshold) == ("attention_forward",)

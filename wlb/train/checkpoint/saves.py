@@ -17,6 +17,10 @@ from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.wall import Phase
 
+MOST_FAILED = 3
+"""Saves in a row that may fail before the run ends, because it trains unsaved. More of them outlast
+a longer disturbance of the disk, and lose more steps where it stays."""
+
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
@@ -34,7 +38,7 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 class SaveCheckpoints(Hook):
     """Saves every checkpoint.interval updates, checkpoint.interval_minutes after the save before,
-    and at the end; all ranks save together. It ends the run after checkpoint.max_failed saves in a
+    and at the end; all ranks save together. It ends the run after MOST_FAILED saves in a
     row that failed."""
 
     phase = Phase.CHECKPOINTS
@@ -87,10 +91,10 @@ class SaveCheckpoints(Hook):
         # States are compared instead of steps_done, because a step without a label changes only the
         # state.
         is_new = run.progress is not None and run.progress is not run.saved
-        if is_new and (is_last or not self._failed_too_often(run)):
+        if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
             # If its failure would end the run, training does not go on before it is known.
-            if is_last or (self._failed_in_a_row and self._failed_too_often(run, more=1)):
+            if is_last or (self._failed_in_a_row and self._failed_too_often(more=1)):
                 saved += self.saver.wait()
             self._count(run, saved)
             ended += saved
@@ -101,12 +105,11 @@ class SaveCheckpoints(Hook):
                 f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
                 f"make room or correct run.output_dir, and go on with --resume"
             )
-        if not is_last and self._failed_too_often(run):
+        if not is_last and self._failed_too_often():
             raise CheckpointError(
-                f"checkpoint.max_failed = {run.spec.checkpoint.max_failed} saves in a row could "
-                f"not be written, the last one after step {ended[-1].step}: {ended[-1].error}. "
-                f"Those before them in {run.job.checkpoints} are intact; make room or correct "
-                f"run.output_dir, and go on with --resume"
+                f"{MOST_FAILED} saves in a row could not be written, the last one after step "
+                f"{ended[-1].step}: {ended[-1].error}. Those before them in {run.job.checkpoints} "
+                f"are intact; make room or correct run.output_dir, and go on with --resume"
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
@@ -127,10 +130,9 @@ class SaveCheckpoints(Hook):
             if saved.error:
                 run.saved = None
 
-    def _failed_too_often(self, run: RunContext, *, more: int = 0) -> bool:
+    def _failed_too_often(self, *, more: int = 0) -> bool:
         """Whether the run ends, if `more` saves fail as well."""
-        most = run.spec.checkpoint.max_failed
-        return bool(most) and self._failed_in_a_row + more >= most
+        return self._failed_in_a_row + more >= MOST_FAILED
 
     def _tell(self, run: RunContext, ended: list[Saved]) -> None:
         """Count and report saves that ended; `poll` and `wait` may return the same one twice."""
