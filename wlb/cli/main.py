@@ -30,7 +30,8 @@ from wlb.plan.errors import shortened
 from wlb.spec import RemovedKeyWarning, RenamedKeyWarning, did_you_mean
 
 _EPILOG = """\
-wlb COMMAND --help describes a command; wlb train --help lists all keys of the configuration.
+wlb COMMAND --help describes a command; wlb train --help lists the common keys of the
+configuration, wlb train --help-all all of them.
 Commands that need no torch: completion, init, pack, plan, prepare, report, simulate, tune, and
 wlb train --dry-run.
 

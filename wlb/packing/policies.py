@@ -44,7 +44,6 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
         num_windows=spec.num_windows,
         context_window=spec.data.context_window,
         cost=cost,
-        long_documents=str(spec.data.long_documents),
         seed=spec.run.seed,
         layout=spec.packing.layout,
     )

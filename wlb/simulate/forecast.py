@@ -95,7 +95,7 @@ def batches_to_compare(spec: RunSpec) -> int:
 def _simulable(spec: RunSpec) -> RunSpec:
     """The spec as the simulator takes it: with parameters that are gathered once a step, the only
     way that it models."""
-    fsdp = FsdpSection(prefetch=spec.fsdp.prefetch, shard_size=spec.fsdp.shard_size)
+    fsdp = FsdpSection(shard_size=spec.fsdp.shard_size)
     return replace(spec, fsdp=fsdp)
 
 

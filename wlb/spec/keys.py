@@ -47,6 +47,9 @@ REMOVED: dict[str, RemovedKey] = {
         "refuses it",
         True,
     ),
+    "checkpoint.interval_minutes": RemovedKey(
+        "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
+    ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
     "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "cost/budget.py"),
     "cluster.communicator_gib": _constant(0.5625, "COMMUNICATOR_GIB", "cost/budget.py"),
@@ -55,7 +58,13 @@ REMOVED: dict[str, RemovedKey] = {
     "cost.online_interval": _LEARNED,
     "cost.online_max_change": _LEARNED,
     "cost.online_threshold": _LEARNED,
+    "data.long_documents": RemovedKey(
+        "documents longer than the context window are always split; PackerOptions of wlb.packing "
+        "can refuse them",
+        "split",
+    ),
     "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
+    "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
     "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
     "packing.grouping": RemovedKey(
         "micro-batches of like load always share a step, which balances better", "by_load"
@@ -67,6 +76,11 @@ REMOVED: dict[str, RemovedKey] = {
         "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
+    "run.over_memory": RemovedKey(
+        "a run whose memory estimate exceeds the device is always refused; a larger run.memory_gib "
+        "starts it anyway",
+        "refuse",
+    ),
     "sharding.stages": RemovedKey(
         "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
         "than one chosen for each; cp.stages sets it"
@@ -74,6 +88,10 @@ REMOVED: dict[str, RemovedKey] = {
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
     "telemetry.interval": RemovedKey("every step is recorded", 1),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
+    "telemetry.snapshot_oom": RemovedKey(
+        "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
+        False,
+    ),
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
@@ -175,7 +193,7 @@ def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> 
 
 @dataclass(frozen=True, slots=True)
 class KeyHelp:
-    """One line of `wlb train --help`."""
+    """One key of `wlb train --help` and `--help-all`."""
 
     name: str
     type: str

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from wlb.spec.keys import key
 
+LAYERS_AHEAD = 1
+"""Layers whose parameters FSDP gathers before they are needed. More of them hide longer gathers,
+and with fsdp.reshard_after_forward hold more layers at once. `wlb.parallel` executes it, and
+`wlb.cost` counts its memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSection:
@@ -21,13 +26,6 @@ class FsdpSection:
         False,
         "free the gathered parameters of a layer after every pass and gather them again: less "
         "memory, two gathers per micro-batch instead of one per step",
-    )
-    prefetch: int = key(
-        1,
-        "layers whose parameters are gathered ahead of the current one; 0 = torch's default order",
-        unit="layers",
-        at_least=0,
-        at_most=10_000,
     )
 
 

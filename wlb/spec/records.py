@@ -36,14 +36,6 @@ class CheckpointSection:
     interval: int = key(
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
-    interval_minutes: float = key(
-        0.0,
-        "minutes after a checkpoint at which another one is saved, with the next step, beside "
-        "those of interval; rank 0's clock counts; 0 = off",
-        unit="min",
-        at_least=0,
-        at_most=1e6,
-    )
     keep: int = key(
         2,
         "number of checkpoints that are kept; older ones are removed once a new one is complete, "
@@ -113,12 +105,10 @@ class TelemetrySection:
     snapshot_steps: tuple[int, ...] = key(
         (),
         "steps, as the run's table counts them, after which every rank writes a snapshot of its "
-        "GPU's memory to memory/ in the run's folder; on CUDA only",
+        "GPU's memory to memory/ in the run's folder; with any, also where an allocation on a GPU "
+        "fails; on CUDA only",
         at_least=1,
         at_most=10**9,
-    )
-    snapshot_oom: bool = key(
-        False, "write such a snapshot where an allocation on a GPU fails; on CUDA only"
     )
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"

@@ -40,22 +40,10 @@ class VerifyData(StrEnum):
     OFF = "off"
 
 
-class LongDocuments(StrEnum):
-    SPLIT = "split"
-    REFUSE = "refuse"
-
-
 class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class OverMemory(StrEnum):
-    """Reaction to a memory estimate above the device memory."""
-
-    REFUSE = "refuse"
-    WARN = "warn"
 
 
 class AttentionBackend(StrEnum):
@@ -100,11 +88,6 @@ class RunSection:
         unit="GiB",
         at_least=0,
         at_most=1e6,
-    )
-    over_memory: OverMemory = key(
-        OverMemory.REFUSE,
-        "whether a run whose memory estimate exceeds what plans may use of the device (its memory "
-        "less what [cluster] sets aside) is refused or only warned about",
     )
 
 
@@ -252,9 +235,6 @@ class DataSection:
         at_least=0,
         at_most=2**17,
     )
-    long_documents: LongDocuments = key(
-        LongDocuments.SPLIT, "what is done with documents longer than the context window"
-    )
     epochs: int = key(
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
@@ -318,7 +298,7 @@ class KernelSection:
 class RunSpec:
     """Configuration of a run, one field per TOML section; `wlb.spec.load` reads and checks it.
 
-    `wlb train --help` prints all keys with units and defaults.
+    `wlb train --help-all` prints all keys with units and defaults.
     """
 
     run: RunSection = field(default_factory=RunSection)

@@ -174,7 +174,6 @@ class Trainer:
             expert_load=load,
             done=pipeline,
             stop=self.stop_request.now(),
-            save_due=self.saves.is_overdue(self.spec),
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:

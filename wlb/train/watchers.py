@@ -39,7 +39,6 @@ def hooks_of(
         assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
     traces = spec.telemetry.trace_steps and mesh.rank == TRACED_RANK
-    snapshots = spec.telemetry.snapshot_steps or spec.telemetry.snapshot_oom
     verifies = spec.data.verify == VerifyData.BACKGROUND and mesh.rank == 0
     hooks = (
         # This hook is first, because the others record its measurements.
@@ -62,7 +61,7 @@ def hooks_of(
         calibration,
         # After the hooks whose work between steps is not to be in a trace.
         TraceSteps(job.directory, mesh.rank) if traces else None,
-        SnapshotMemory(job.directory, mesh.rank) if snapshots else None,
+        SnapshotMemory(job.directory, mesh.rank) if spec.telemetry.snapshot_steps else None,
         # Garbage is collected last, when the other hooks have dropped their objects of the step.
         CollectGarbage(),
     )

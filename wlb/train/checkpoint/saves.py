@@ -2,7 +2,6 @@
 rollback."""
 
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +24,7 @@ a longer disturbance of the disk, and lose more steps where it stays."""
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
     it goes on from."""
-    if spec.checkpoint.interval or spec.checkpoint.interval_minutes:
+    if spec.checkpoint.interval:
         return ""
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
     after = f" after step {begin:,}" if begin else ""
@@ -37,32 +36,23 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 
 class SaveCheckpoints(Hook):
-    """Saves every checkpoint.interval updates, checkpoint.interval_minutes after the save before,
-    and at the end; all ranks save together. It ends the run after MOST_FAILED saves in a
-    row that failed."""
+    """Saves every checkpoint.interval updates and at the end; all ranks save together. It ends the
+    run after MOST_FAILED saves in a row that failed."""
 
     phase = Phase.CHECKPOINTS
 
-    def __init__(self, saver: CheckpointSaver, clock: Callable[[], float] = time.monotonic) -> None:
-        self.saver, self._clock = saver, clock
-        self._saved_s = clock()
+    def __init__(self, saver: CheckpointSaver) -> None:
+        self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
         self._tallies: dict[int, Tally] = {}
         """The tally as of each checkpoint that a rollback may lead to, by executed steps."""
 
-    def is_overdue(self, spec: RunSpec) -> bool:
-        """Whether this rank's clock says that a save is due. Rank 0's counts, and reaches the
-        others with a step's sums."""
-        minutes = spec.checkpoint.interval_minutes
-        return bool(minutes) and self._clock() - self._saved_s >= 60 * minutes
-
     def begin(self, run: RunContext) -> None:
-        self._saved_s = self._clock()
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        if step.updated and (run.is_due(run.spec.checkpoint.interval) or step.sums.save_due):
+        if step.updated and run.is_due(run.spec.checkpoint.interval):
             self._save(run)
         self._tell(run, self.saver.poll())
 
@@ -119,7 +109,6 @@ class SaveCheckpoints(Hook):
             self._tallies[run.steps_done] = deepcopy(run.tally)
         state = run.progress.state
         run.saved = run.progress
-        self._saved_s = self._clock()
         norms = run.norms.to_json()
         return self.saver.save(run.steps_done, state, began_s=began_s, norms=norms)
 
