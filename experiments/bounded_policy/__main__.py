@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from experiments.results import commit
-from experiments.streams import COST, RATIO, WINDOW, batches_of, title_of
+from experiments.harness.pages import commit
+from experiments.harness.streams import COST, RATIO, WINDOW, batches_of, title_of
 from wlb.packing import BoundedPacker, PackerOptions, PackingSummary, measure
 from wlb.packing.bounded import DELAY_PRICE
 from wlb.packing.study.tune import Tuning, TuningGrid, finish, tune_points

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.results import How, Table, show, write_results
+from experiments.harness.pages import How, Table, show, write_results
 from wlb.adapters.collate import PaddingFreeCollator, flatten_buffer
 from wlb.plan import IntArray
 

@@ -16,9 +16,9 @@ from experiments.cp_degree.megatron import DevSchedulers, Failed, hybrid_schedul
 from experiments.cp_degree.methods import BASELINE, FIXED, Method, Outcome, methods, outcome
 from experiments.cp_degree.prices import TP_OVERLAP, Exchange, Prices
 from experiments.cp_degree.steps import S_MAX, Layout, steps_of
-from experiments.results import How, Table, priced_with, show, write_results
-from experiments.step_balance.sources import Missing, Sources
-from experiments.streams import title_of
+from experiments.harness.pages import How, Table, priced_with, show, write_results
+from experiments.beyond.step_balance.sources import Missing, Sources
+from experiments.harness.streams import title_of
 from wlb.cost import load_profile
 
 FOLDER = Path(__file__).parent

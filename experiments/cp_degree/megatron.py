@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.cp_degree.groups import Schedule, sub_groups
-from experiments.step_balance.sources import Missing, Sources
+from experiments.beyond.step_balance.sources import Missing, Sources
 from wlb.plan import IntArray
 
 PACKAGE = "pip install megatron-core"

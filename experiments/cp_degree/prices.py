@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from experiments.fig15_cp_sharding.case import MODEL
+from experiments.paper.fig15.case import MODEL
 from wlb.cost import (
     KernelProfile,
     ProfiledWorkload,
@@ -25,7 +25,7 @@ from wlb.sharding import shard
 from wlb.spec import ExchangeChoice, ParallelSpec
 
 TP_OVERLAP = 0.85
-"""Share of TP collectives behind matrix products, as in `experiments.constants`."""
+"""Share of TP collectives behind matrix products, as in `experiments.harness.constants`."""
 ROW_STEP = 128
 """Throughput of matrix products is looked up at multiples of this many rows."""
 

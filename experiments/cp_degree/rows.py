@@ -17,8 +17,8 @@ import numpy as np
 
 from experiments.cp_degree.prices import Prices
 from experiments.cp_degree.steps import S_MAX, Layout, steps_of
-from experiments.results import How, Table, priced_with, show, write_results
-from experiments.streams import title_of
+from experiments.harness.pages import How, Table, priced_with, show, write_results
+from experiments.harness.streams import title_of
 from wlb.cost import ProfiledWorkload, kernels_ns, load_profile
 from wlb.cost.exposed import attention_in_stages_ns, keys_in_stages
 from wlb.plan import (

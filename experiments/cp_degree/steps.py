@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.cp_degree.groups import Call, Schedule, SubGroup
 from experiments.cp_degree.prices import Prices
-from experiments.streams import WINDOW, batches_of
+from experiments.harness.streams import WINDOW, batches_of
 from wlb import balance_step
 from wlb.packing import BoundedPacker, PackerOptions
 from wlb.plan import FloatArray, IntArray, offsets_of

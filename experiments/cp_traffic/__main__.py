@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.fig15_cp_sharding.case import PACKERS, layer_cost, micro_batches
-from experiments.results import How, Table, priced_with, show, write_results
-from experiments.streams import WINDOW, title_of
+from experiments.paper.fig15.case import PACKERS, layer_cost, micro_batches
+from experiments.harness.pages import How, Table, priced_with, show, write_results
+from experiments.harness.streams import WINDOW, title_of
 from wlb.cost import WorkloadModel, exchange_ns, ideal_kernels_ns, load_profile, waits_ns
 from wlb.plan import (
     IntArray,

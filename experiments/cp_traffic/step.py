@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from experiments.results import How, Table, show, this_machine, write_results
-from experiments.streams import RATIO
+from experiments.harness.pages import How, Table, show, this_machine, write_results
+from experiments.harness.streams import RATIO
 from wlb.cost import FlopsWorkload
 from wlb.data import lengths_of_family
 from wlb.launch.local import run_local

@@ -13,9 +13,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments import constants
-from experiments.evaluation import arguments, batches_of, steps_of
-from experiments.results import How, Table, show, write_results
+from experiments.harness import constants
+from experiments.harness.evaluation import arguments, batches_of, steps_of
+from experiments.harness.pages import How, Table, show, write_results
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.simulate import sharded_steps, simulate_run
 from wlb.simulate.run import planner_of

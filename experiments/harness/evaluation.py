@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.configurations import configuration
+from experiments.harness import constants
+from experiments.harness.configurations import configuration
 from wlb.cost import planned_gib, workload_of
 from wlb.data import GlobalBatches, LengthFamily, LengthSource
 from wlb.plan import GlobalBatch

@@ -4,7 +4,7 @@
 
 - `--quick` only prints, because committed results come from whole runs.
 - Paths given on the command line appear by file name only.
-- Pictures come from `experiments.drawing.new_figure`, which is as wide as a README.
+- Pictures come from `experiments.harness.drawing.new_figure`, which is as wide as a README.
 """
 
 import csv
@@ -33,7 +33,7 @@ def this_machine() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS_ONLY = ":(exclude,glob)experiments/**/results/**"
 
 

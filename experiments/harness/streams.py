@@ -1,7 +1,7 @@
 """Provides the length sources that experiments share: fitted families, standard library, files.
 
 Two families are fitted to the paper. "evaluation" gives the documents of the simulated 7B-128K
-runs, drawn from the family of `experiments/constants.py`; experiments that take it make their cost
+runs, drawn from the family of `experiments/harness/constants.py`; experiments that take it make their cost
 from the same constants. "wlb_paper" is the library's default family. `COST` goes with it: a fixed
 ratio of attention to linear work (W_a / W_l = 1.67 at a window of 128K for the 7B model), so that
 imbalance is that of forward latency, as in Section 7.4.
@@ -10,8 +10,8 @@ imbalance is that of forward latency, as in Section 7.4.
 from itertools import islice
 from pathlib import Path
 
-from experiments import constants, evaluation
-from experiments.configurations import configuration
+from experiments.harness import constants, evaluation
+from experiments.harness.configurations import configuration
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, TokenStore, lengths_of_family, lengths_of_file
 from wlb.plan import GlobalBatch

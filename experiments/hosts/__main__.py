@@ -1,6 +1,6 @@
 """Compares three libraries' own batches with ours and writes the results page.
 
-`python -m experiments.adapters` needs the extras [hf,torchtitan,megatron] and takes some 12 minutes
+`python -m experiments.hosts` needs the extras [hf,torchtitan,megatron] and takes some 12 minutes
 on two cores. With --quick it runs one seed and writes nothing.
 """
 
@@ -8,9 +8,9 @@ import argparse
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from experiments.adapters import hugging_face, megatron, torchtitan
-from experiments.adapters.common import ACCUMULATION, NUM_RANKS, WINDOW, Row, print_rows
-from experiments.results import How, Table, write_results
+from experiments.hosts import hugging_face, megatron, torchtitan
+from experiments.hosts.common import ACCUMULATION, NUM_RANKS, WINDOW, Row, print_rows
+from experiments.harness.pages import How, Table, write_results
 
 SEEDS = 3
 

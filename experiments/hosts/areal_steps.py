@@ -5,7 +5,7 @@ from argparse import Namespace
 import numpy as np
 import torch.distributed as dist
 
-from experiments.adapters.common import TinyTrainer, in_two_processes
+from experiments.hosts.common import TinyTrainer, in_two_processes
 
 
 def train(rank: int) -> None:

@@ -1,6 +1,6 @@
 """Compares the batches of transformers' Trainer and TRL's SFTTrainer with ours.
 
-`python -m experiments.adapters.hugging_face` needs the extra [hf]. Offline, on CPU, it trains a
+`python -m experiments.hosts.hugging_face` needs the extra [hf]. Offline, on CPU, it trains a
 tiny LLaMA for an epoch on two processes (Gloo) in each way, and prints how evenly the ranks worked.
 """
 
@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from experiments.adapters.common import (
+from experiments.hosts.common import (
     ACCUMULATION,
     COST,
     LEARNING_RATE,
@@ -43,7 +43,7 @@ from experiments.adapters.common import (
     shifted,
     stores,
 )
-from experiments.results import ROOT
+from experiments.harness.pages import ROOT
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedCollator, balanced
 from wlb.parallel import world as worlds
@@ -77,7 +77,7 @@ class Recorder:
 
 
 def model(seed: int) -> LlamaForCausalLM:
-    """Returns a model as small as the one that `experiments.adapters.common` trains."""
+    """Returns a model as small as the one that `experiments.hosts.common` trains."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -176,7 +176,7 @@ def run(way: str, seed: int) -> tuple[list[list[list[Document]]], float]:
     with tempfile.TemporaryDirectory() as out:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={NUM_RANKS}", "-m", "experiments.adapters.hugging_face",
+            f"--nproc-per-node={NUM_RANKS}", "-m", "experiments.hosts.hugging_face",
             "--worker", way, "--out", out, "--seed", str(seed),
         ]  # fmt: skip
         env = os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_OFFLINE": "1"}

@@ -1,6 +1,6 @@
 """Compares Megatron-Core's scheduler of packed samples with ours.
 
-`python -m experiments.adapters.megatron` needs the extra [megatron]. It runs offline, on CPU, in
+`python -m experiments.hosts.megatron` needs the extra [megatron]. It runs offline, on CPU, in
 one process, because schedulers decide without asking the ranks. Both schedulers get the same steps;
 `PackedSteps` may delay documents.
 """
@@ -17,7 +17,7 @@ warnings.simplefilter("ignore", UserWarning)
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from experiments.adapters.common import (
+from experiments.hosts.common import (
     ACCUMULATION,
     COST,
     NUM_RANKS,

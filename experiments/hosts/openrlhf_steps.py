@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.adapters.common import TinyTrainer, in_two_processes
+from experiments.hosts.common import TinyTrainer, in_two_processes
 
 
 def train(rank: int) -> None:

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import numpy as np
 
-from experiments.adapters.common import TinyTrainer, in_two_processes
+from experiments.hosts.common import TinyTrainer, in_two_processes
 
 
 def train(rank: int) -> None:

@@ -1,6 +1,6 @@
 """Compares the batches of torchtitan's text loader with ours.
 
-`python -m experiments.adapters.torchtitan` needs the extra [torchtitan]. It runs offline, on CPU,
+`python -m experiments.hosts.torchtitan` needs the extra [torchtitan]. It runs offline, on CPU,
 in one process: the dataloaders of both ranks are built one after the other, as torchtitan's trainer
 builds its own.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
-from experiments.adapters.common import (
+from experiments.hosts.common import (
     ACCUMULATION,
     COST,
     NUM_RANKS,

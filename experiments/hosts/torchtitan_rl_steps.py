@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.adapters.common import in_two_processes, torchtitan_rl_without_vllm
+from experiments.hosts.common import in_two_processes, torchtitan_rl_without_vllm
 
 
 def train(rank: int) -> None:

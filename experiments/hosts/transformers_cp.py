@@ -1,6 +1,6 @@
 """Times context parallelism of packed documents in transformers, and counts what leaks.
 
-`python -m experiments.adapters.transformers_cp [--quick]` needs the extra [hf] and runs two Gloo
+`python -m experiments.hosts.transformers_cp [--quick]` needs the extra [hf] and runs two Gloo
 processes of one thread. One tiny LLaMA trains the same documents in each way; a step's time is the
 slowest rank's processor time, as two busy processes may share a core. accelerate's own context
 parallelism (TRL's too) is tried first: torch's ring has no CPU kernel, so its ways are computed by

@@ -3,7 +3,7 @@
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments.adapters.common import in_two_processes, tiny_llama, words_tokenizer
+from experiments.hosts.common import in_two_processes, tiny_llama, words_tokenizer
 
 
 def train(rank: int) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from experiments.adapters.common import in_two_processes, tiny_llama, words_tokenizer
+from experiments.hosts.common import in_two_processes, tiny_llama, words_tokenizer
 
 
 def train(rank: int) -> None:

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from experiments.adapters.common import in_two_processes
+from experiments.hosts.common import in_two_processes
 
 SAMPLES, CAP = 24, 256
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.results import How, Table, show, write_results
+from experiments.harness.pages import How, Table, show, write_results
 from wlb.data import TokenStoreWriter
 from wlb.planner import open_planner
 from wlb.spec import RunSpec, apply, check, to_toml

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments import constants
-from experiments.evaluation import (
+from experiments.harness import constants
+from experiments.harness.evaluation import (
     AGAIN,
     EARLIER_GIB,
     GIB,
@@ -30,7 +30,7 @@ from experiments.evaluation import (
     system,
 )
 from experiments.many_pipelines.losses import Losses, losses
-from experiments.results import How, Table, commit_of, read_table, show, write_results
+from experiments.harness.pages import How, Table, commit_of, read_table, show, write_results
 from wlb.cost import workload_of
 from wlb.plan import GlobalBatch
 from wlb.planner import Planner
@@ -255,7 +255,7 @@ def steps_table(few: dict[tuple[str, int, bool], PipelinesOutcome]) -> Table:
 TEXT = """Whole runs, every document trained, what is held back too. Speed-ups are over Plain-4D.
 
 - **of bound**: time of the same steps with every micro-batch and CP rank at its step's mean, over
-  the simulated time (`StepPrices.balanced`). This is the bound of `experiments.beyond`. Attention
+  the simulated time (`StepPrices.balanced`). This is the bound of `experiments.beyond.parts`. Attention
   has the price of the spans that sharding made; what cutting documents for CP ranks costs is the
   matter of `experiments.sharding_balance`.
 - **of equal steps**: a stricter yardstick, in which the whole run's work is divided equally over

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.drawing import COLOURS, LINES, new_figure
-from experiments.results import How, Picture, Table, show, write_results
+from experiments.harness.drawing import COLOURS, LINES, new_figure
+from experiments.harness.pages import How, Picture, Table, show, write_results
 from wlb.cost.flops import FloatArray
 
 EVERY_S = 5.0

@@ -20,8 +20,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.results import commit
-from experiments.streams import COST, RATIO, WINDOW, batches_of
+from experiments.harness.pages import commit
+from experiments.harness.streams import COST, RATIO, WINDOW, batches_of
 from wlb.packing import (
     BinMethod,
     BoundedPacker,

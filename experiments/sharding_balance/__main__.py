@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from experiments.fig15_cp_sharding.case import (
+from experiments.paper.fig15.case import (
     PACKERS,
     STATIC,
     STRATEGIES,
     layer_cost,
     micro_batches,
 )
-from experiments.results import commit
+from experiments.harness.pages import commit
 from wlb.cost import ProfiledWorkload, attention_latency, ideal_kernels_ns
 from wlb.plan import IntArray
 from wlb.sharding import adaptive, balanced, hybrid, per_document, per_sequence, shard

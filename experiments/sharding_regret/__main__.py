@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from scipy.optimize import nnls
 
-from experiments.fig15_cp_sharding.case import STATIC, micro_batches
-from experiments.fig15_cp_sharding.rank_times import Layout, slowest_ns, times_ns
-from experiments.results import commit
+from experiments.paper.fig15.case import STATIC, micro_batches
+from experiments.paper.fig15.rank_times import Layout, slowest_ns, times_ns
+from experiments.harness.pages import commit
 from wlb.cost import (
     FlopsWorkload,
     ProfiledWorkload,

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from experiments.cp_degree.prices import Prices
-from experiments.fig15_cp_sharding.case import micro_batches
-from experiments.results import How, Table, priced_with, show, write_results
+from experiments.paper.fig15.case import micro_batches
+from experiments.harness.pages import How, Table, priced_with, show, write_results
 from experiments.sharding_solver.case import PER_SHARE, Case
 from experiments.sharding_solver.program import Solution, solve
-from experiments.streams import WINDOW
+from experiments.harness.streams import WINDOW
 from wlb.cost import load_profile
 from wlb.plan import IntArray
 from wlb.sharding import shard

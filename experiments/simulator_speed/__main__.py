@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import configuration
-from experiments.results import How, Table, show, this_machine, write_results
-from experiments.streams import batches_of
+from experiments.harness.configurations import configuration
+from experiments.harness.pages import How, Table, show, this_machine, write_results
+from experiments.harness.streams import batches_of
 from wlb.cost import ProfiledWorkload, workload_for
 from wlb.simulate import (
     ShardedStep,

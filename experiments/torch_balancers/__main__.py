@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from experiments.fig15_cp_sharding.case import PACKERS, STRATEGIES, layer_cost, micro_batches
-from experiments.results import commit
-from experiments.streams import WINDOW
+from experiments.paper.fig15.case import PACKERS, STRATEGIES, layer_cost, micro_batches
+from experiments.harness.pages import commit
+from experiments.harness.streams import WINDOW
 from experiments.torch_balancers import balancers
 from experiments.torch_balancers.balancers import BLOCK, Shuffled, plan_of
 from wlb.cost import ProfiledWorkload, attention_latency, causal_pairs

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.drawing import new_figure
-from experiments.evaluation import arguments, batches_of, steps_of
-from experiments.results import How, Picture, Table, show, write_results
+from experiments.harness.drawing import new_figure
+from experiments.harness.evaluation import arguments, batches_of, steps_of
+from experiments.harness.pages import How, Picture, Table, show, write_results
 from wlb.cost import load_profile, planned_gib, workload_for
 from wlb.data import FAMILIES
 from wlb.packing import with_s_max

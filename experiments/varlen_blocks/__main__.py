@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.configurations import configuration, title
-from experiments.results import How, Table, priced_with, show, write_results
+from experiments.harness.configurations import configuration, title
+from experiments.harness.pages import How, Table, priced_with, show, write_results
 from wlb.cost import load_profile, workload_for
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
 from wlb.data import GlobalBatches, lengths_of_family

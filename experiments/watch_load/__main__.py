@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.results import How, Table, show, this_machine, write_results
+from experiments.harness.pages import How, Table, show, this_machine, write_results
 from wlb.launch import aggregator
 from wlb.launch.layout import Attendance, Leader, WatchLayout
 from wlb.launch.node import Uplink

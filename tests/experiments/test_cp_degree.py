@@ -16,7 +16,7 @@ from experiments.cp_degree.prices import Exchange, Prices, ring_waits_ns
 from experiments.cp_degree.rows import RankPrices, filled, grouped
 from experiments.cp_degree.steps import Layout, Step, fixed, mixed
 from experiments.cp_traffic.__main__ import slowest_ns
-from experiments.step_balance.sources import Missing, Sources
+from experiments.beyond.step_balance.sources import Missing, Sources
 from wlb.plan import UserError
 from wlb.sharding import per_document, shard
 

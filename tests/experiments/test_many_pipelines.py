@@ -7,8 +7,8 @@ import csv
 
 import pytest
 
-from experiments import constants
-from experiments.evaluation import STEPS, batches_of, simulate, spec_of
+from experiments.harness import constants
+from experiments.harness.evaluation import STEPS, batches_of, simulate, spec_of
 from experiments.many_pipelines.__main__ import RESULTS, TARGET, fastest, layouts
 from experiments.many_pipelines.losses import losses
 from tests.sets import full

@@ -1,6 +1,6 @@
 """Draws README's picture: one step of 7B-128K as a usual loader packs it and as wlb packs it.
 
-`python -m experiments.overview [--seed 0] [--steps 640]` simulates the preset's run over documents
+`python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the preset's run over documents
 of the fitted length family under Plain-4D and under wlb, and draws the timeline of one step of
 each: what every pipeline stage does, and when it waits. The step is one whose times, and what is
 saved, are nearest to the runs' means and whose work is equal. A second picture shows why: the
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.drawing import new_figure
-from experiments.evaluation import EARLIER_GIB, Case, batches_of, spec_of
-from experiments.results import How, Picture, Table, show, write_results
+from experiments.harness import constants
+from experiments.harness.drawing import new_figure
+from experiments.harness.evaluation import EARLIER_GIB, Case, batches_of, spec_of
+from experiments.harness.pages import How, Picture, Table, show, write_results
 from wlb.cost import ProfiledWorkload, attention_latency, workload_of
 from wlb.plan import FloatArray, GlobalBatch, IntArray, MicroBatch, imbalance
 from wlb.simulate import (

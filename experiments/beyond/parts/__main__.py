@@ -1,6 +1,6 @@
 """Simulates more than the paper: each part of ours alone and together, schedules, tails.
 
-`python -m experiments.beyond [--steps 160] [--seed 1] [--take] [--quick]` has two parts:
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` has two parts:
 
 1. `parts`: Table 1's configurations with each part of ours, alone and together.
 2. `tail`: 7B-128K with longer and shorter tails of the length distribution.
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.configurations import TABLE_1, configuration, title
-from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import (
+from experiments.harness import constants
+from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.drawing import COLOURS, HATCHES, new_figure
+from experiments.harness.evaluation import (
     AGAIN,
     EARLIER_GIB,
     GIB,
@@ -32,7 +32,7 @@ from experiments.evaluation import (
     steps_of,
     system,
 )
-from experiments.results import (
+from experiments.harness.pages import (
     Against,
     How,
     Picture,
@@ -235,7 +235,7 @@ def text_of(table: Table) -> str:
         f"`pp.weight_delay = 2`, all chunks) is {plain:.2f} times as fast as without, so that "
         f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need "
         f"({need['mean']:.2f} without the schedule) stand in a row of their own and in no other; "
-        f"Plain-4D gains from them too (`experiments/fig12/results`).\n\n"
+        f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
         f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, as a run did when this was "
         f"simulated, and MLPs are recomputed where a larger S_max or T is worth it "
         f"(`training.recompute = selective`, tried for each). Many pipelines and GPUs: "

@@ -1,6 +1,6 @@
 """Rehearses the presets: one rank of each pipeline position under each system, and all ranks.
 
-`python -m experiments.rehearsals` writes two tables, as `experiments/rehearsals/results` explains,
+`python -m experiments.beyond.rehearsals` writes two tables, as `experiments/beyond/rehearsals/results` explains,
 and ends with status 1 if a rehearsal found a fault. Finished rehearsals are kept in `--folder`, so
 that the same command goes on after an interruption, until the code changes.
 """
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import results
-from experiments.results import How, Table, write_results
+from experiments.harness import pages
+from experiments.harness.pages import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget
 from wlb.plan import UserError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import constants
-from experiments.configurations import configuration
-from experiments.streams import WINDOW, source_of
+from experiments.harness import constants
+from experiments.harness.configurations import configuration
+from experiments.harness.streams import WINDOW, source_of
 from wlb.cost import load_profile, workload_of
 from wlb.cost.flops import FloatArray
 from wlb.data import GlobalBatches, LengthSource

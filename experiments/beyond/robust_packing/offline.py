@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.robust_packing.cases import CAPS, COST, loads
-from experiments.streams import WINDOW
+from experiments.beyond.robust_packing.cases import CAPS, COST, loads
+from experiments.harness.streams import WINDOW
 from wlb.cost.flops import FloatArray
 from wlb.packing import Packer
 from wlb.packing.ilp.solvers import Solver, SolverLimits, modeller, run

@@ -1,6 +1,6 @@
 """Compares balance within one training step and writes the results page.
 
-`python -m experiments.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source trees of
+`python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source trees of
 the other frameworks are in the first folder, or the packages are installed; what is missing is
 named, with how to get it. Files of real lengths in the second add rows. Takes some 10 minutes; with
 --quick it runs small cells only, and writes nothing.
@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.results import How, Table, show, this_machine, write_results
-from experiments.step_balance import dynamic
-from experiments.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
-from experiments.step_balance.families import FAMILIES, draw, files
-from experiments.step_balance.peers import MAKERS, found_peers
-from experiments.step_balance.sources import Sources
-from experiments.step_balance.tables import FREE, aims, rows_of, speed, summary
+from experiments.harness.pages import How, Table, show, this_machine, write_results
+from experiments.beyond.step_balance import dynamic
+from experiments.beyond.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
+from experiments.beyond.step_balance.families import FAMILIES, draw, files
+from experiments.beyond.step_balance.peers import MAKERS, found_peers
+from experiments.beyond.step_balance.sources import Sources
+from experiments.beyond.step_balance.tables import FREE, aims, rows_of, speed, summary
 from wlb.plan import IntArray
 
 SEED = 0
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="run small cells and write nothing")
     options = parser.parse_args()
     if ONE_THREAD not in os.environ:  # NumPy's OpenBLAS has read it by now, so begin again
-        command = [sys.executable, "-m", "experiments.step_balance", *sys.argv[1:]]
+        command = [sys.executable, "-m", "experiments.beyond.step_balance", *sys.argv[1:]]
         os.execve(sys.executable, command, os.environ | {ONE_THREAD: "1"})
     peers, missing = found_peers(Sources(options.peers))
     for name, how in missing.items():

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from experiments.step_balance.peers import Division, Peer
+from experiments.beyond.step_balance.peers import Division, Peer
 from wlb import StepBalance, balance_step
 from wlb.plan import FloatArray, IntArray
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from experiments.step_balance.sources import Missing, NoLogger, Nothing, Sources
+from experiments.beyond.step_balance.sources import Missing, NoLogger, Nothing, Sources
 
 Division = list[list[list[int]]]
 Divide = Callable[[list[int], int, int], Division]

@@ -1,6 +1,6 @@
 """Simulates settings from which the defaults of the system `wlb` are chosen, end to end.
 
-`python -m experiments.system_defaults [--steps 160] [--seed 1] [--quick]` trains the configurations
+`python -m experiments.beyond.system_defaults [--steps 160] [--seed 1] [--quick]` trains the configurations
 of Table 1 with Algorithm 1 (S_max 2, `balanced` sharding) and with `bounded` over ranges of
 attention's price, prices being right, and puts the speed-up over Algorithm 1 beside the share of
 perfect balance and the delay.
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments import constants
-from experiments.configurations import TABLE_1, title
-from experiments.evaluation import Case, Outcome, arguments, outcomes, steps_of
-from experiments.results import How, Table, show, write_results
+from experiments.harness import constants
+from experiments.harness.configurations import TABLE_1, title
+from experiments.harness.evaluation import Case, Outcome, arguments, outcomes, steps_of
+from experiments.harness.pages import How, Table, show, write_results
 
 SHARED = ("packing.s_max=2.0", "packing.memory_gib=76", "sharding.strategy=balanced")
 BOUNDED = (*SHARED, "packing.policy=bounded", "packing.step_tokens=1.5")

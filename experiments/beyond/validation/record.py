@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from experiments.results import commit
+from experiments.harness.pages import commit
 from wlb.cost.machine import cpu_name
 
 RESULTS = Path(__file__).parent / "results"

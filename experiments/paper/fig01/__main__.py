@@ -1,6 +1,6 @@
 """Simulates Figure 1 (a): computing time of each GPU in a 405B job on 8,192 GPUs.
 
-`python -m experiments.fig01 [--steps 32] [--seed 1] [--quick]` simulates the job (preset
+`python -m experiments.paper.fig01 [--steps 32] [--seed 1] [--quick]` simulates the job (preset
 `405b_128k`, TP 8, CP 16, PP 16, DP 4) under Plain-4D, WLB-LLM and ours. It compares the slowest GPU
 with the others in one step, as a trace would show it, in every step, and with all steps added up;
 for kernels of all kinds, and for attention alone, which is what Section 3.1 adds up in the same
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.drawing import COLOURS, LINES, new_figure
-from experiments.large_job import (
+from experiments.harness import constants
+from experiments.harness.drawing import COLOURS, LINES, new_figure
+from experiments.paper.fig01.large_job import (
     PAPER,
     STEPS,
     FloatArray,
@@ -27,7 +27,7 @@ from experiments.large_job import (
     spec_of,
     traced_step,
 )
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import memory_estimate
 from wlb.simulate import Simulation
 from wlb.spec import Recompute
@@ -146,7 +146,7 @@ def text(found: dict[str, Simulation], steps: int, gib: float) -> str:
         f"64 windows of 128K tokens a step, interleaved 1F1B, MLPs recomputed in backward (the "
         f"fullest GPU of all three systems has {gib:.0f} GiB; without, Plain-4D would need "
         f"{unfit:.0f}). {steps} steps with the lengths and kernel times of "
-        f"`experiments/constants.py`. "
+        f"`experiments/harness/constants.py`. "
         f"Under Plain-4D a pipeline trains its own loader's windows in their order; for the others "
         f"the planner deals micro-batches by predicted work. The step shown is the one in the "
         f"middle when a system's steps are put in the order of their ratio for all kernels.\n\n"

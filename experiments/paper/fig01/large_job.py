@@ -1,6 +1,6 @@
 """Simulates the paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window.
 
-The job is preset `405b_128k` with the constants of `experiments/constants.py`. Under Plain-4D each
+The job is preset `405b_128k` with the constants of `experiments/harness/constants.py`. Under Plain-4D each
 pipeline trains the windows that its own loader made, in their order; the other systems deal
 micro-batches to pipelines by predicted work.
 """
@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from experiments import constants
-from experiments.evaluation import EARLIER_GIB, batches_of
+from experiments.harness import constants
+from experiments.harness.evaluation import EARLIER_GIB, batches_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.planner import Planner
 from wlb.simulate import ShardedStep, Simulation, Simulator, planner_of, sharded_steps

@@ -1,6 +1,6 @@
 """Draws Figure 2, 4-D parallelism, from a real plan and the executor's layout of ranks.
 
-`python -m experiments.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of the
+`python -m experiments.paper.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of the
 fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws the contents of each
 rank: pipelines (DP) take micro-batches, pipeline ranks (PP) stages of layers, context-parallel
 ranks (CP) spans of each document, tensor-parallel ranks (TP) heads and columns. Ranks are numbered
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import configuration
-from experiments.drawing import new_figure
-from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
+from experiments.harness.configurations import configuration
+from experiments.harness.drawing import new_figure
+from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import ProfiledWorkload, workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.parallel.mesh import rank_grid
@@ -255,7 +255,7 @@ def main() -> None:
             )
         ],
     )
-    print("written to experiments/fig02/results")
+    print("written to experiments/paper/fig02/results")
 
 
 if __name__ == "__main__":

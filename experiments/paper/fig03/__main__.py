@@ -1,6 +1,6 @@
 """Draws Figure 3: how long documents are, and which of them the tokens are in.
 
-`python -m experiments.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, whose
+`python -m experiments.paper.fig03 [--lengths FILE ...]` takes the fitted family `wlb_paper`, whose
 constants were chosen so that other numbers of the paper come out, the Python standard library (its
 store is made the first time, in a minute) and files of lengths. It draws how many documents have
 which length, and the share of all tokens in documents up to a length; longer documents are cut at
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.drawing import COLOURS, LINES, new_figure, tokens_axis
-from experiments.results import Against, How, Picture, Table, show, write_results
-from experiments.streams import WINDOW, source_of, title_of
+from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
+from experiments.harness.streams import WINDOW, source_of, title_of
 from wlb.plan import IntArray
 
 HALF = WINDOW // 2

@@ -1,6 +1,6 @@
 """Simulates Figure 4 (a): attention of each GPU in a 405B job, by PP worker and in a CP group.
 
-`python -m experiments.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1 on
+`python -m experiments.paper.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1 on
 8,192 GPUs under Plain-4D. It shows the attention time of one step on every GPU, (1) grouped by DP
 and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
 """
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.drawing import COLOURS, new_figure
-from experiments.large_job import STEPS, FloatArray, simulate, slowest, traced_step
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.harness import constants
+from experiments.harness.drawing import COLOURS, new_figure
+from experiments.paper.fig01.large_job import STEPS, FloatArray, simulate, slowest, traced_step
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.report.simulation.plots import heat_map_figure
 from wlb.simulate import Simulation
 

@@ -1,6 +1,6 @@
 """Simulates Figure 5: how one slow micro-batch holds up a pipeline under several schedules.
 
-`python -m experiments.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual stages
+`python -m experiments.paper.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual stages
 and positions of the slow micro-batch with the same schedule of equal micro-batches. Orders and
 waits are those of real schedules; times are set by hand: forward takes 10 ms and backward 20 ms per
 micro-batch on a rank, divided among its virtual stages; zero-bubble halves backward into inputs and
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from experiments.configurations import configuration
-from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.harness.configurations import configuration
+from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import Scope, workload_for
 from wlb.report.timeline import add_timeline_legend, draw_timeline, row_inches
 from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
@@ -359,7 +359,7 @@ def main() -> None:
             ),
         ],
     )
-    print("written to experiments/fig05/results")
+    print("written to experiments/paper/fig05/results")
 
 
 if __name__ == "__main__":

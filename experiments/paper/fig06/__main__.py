@@ -1,6 +1,6 @@
 """Makes Figure 6: attention balance and loss by packing window.
 
-`python -m experiments.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the 550M
+`python -m experiments.paper.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the 550M
 model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1 to 16
 global batches, greedily. Imbalance is Section 3.3's Max_Attn / Avg_Attn of a step's micro-batches,
 where attention is the sum of squared document lengths (Eq. 1's objective); beside it stands the
@@ -13,11 +13,11 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import constants, evaluation
-from experiments.configurations import configuration
-from experiments.drawing import COLOURS, LINES, new_figure
-from experiments.fig06.loss import Loss, read_losses
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.harness import constants, evaluation
+from experiments.harness.configurations import configuration
+from experiments.harness.drawing import COLOURS, LINES, new_figure
+from experiments.paper.fig06.loss import Loss, read_losses
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_of
 from wlb.packing import (
     BoundedPacker,
@@ -169,7 +169,7 @@ def loss_text(losses: list[Loss]) -> str:
         )
     found = ", ".join(f"{x.name} {_with_interval(x)} ({x.verdict})" for x in losses)
     return (
-        f"**The loss half** is the convergence study's (`experiments/convergence`): a much smaller "
+        f"**The loss half** is the convergence study's (`experiments/paper/fig16`): a much smaller "
         f"model, held-out loss over that of the loader's order: {found}. The paper has +1.6% at W "
         f"= 8 for its 550M model."
     )
@@ -182,7 +182,7 @@ def text(results: list[Result], steps: int, losses: list[Loss]) -> str:
     return (
         f"{steps} global batches of 4 windows of 128K tokens, the 550M model's configuration "
         f"(the paper trains its 550M model for this figure and does not say with which window; "
-        f"lengths, kernel times, S_max and queues are those of `experiments/constants.py`). "
+        f"lengths, kernel times, S_max and queues are those of `experiments/harness/constants.py`). "
         f"{loss_text(losses)}\n\n"
         f"**What it shows.** One global batch leaves attention at {one.attention:.2f} times the "
         f"mean, hardly below the loader's {results[0].attention:.2f}; sixteen bring it to "

@@ -1,7 +1,7 @@
 """Reads Figure 6's losses from the convergence study's results.
 
 The study trains fixed-length packing over 1 and 8 global batches, Algorithm 1 and `bounded` beside
-the loader's own order (`experiments/convergence`); nothing is trained here. Its model is another,
+the loader's own order (`experiments/paper/fig16`); nothing is trained here. Its model is another,
 much smaller one than the model whose balance Figure 6 shows.
 """
 
@@ -9,9 +9,9 @@ import csv
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.convergence.arms import BASELINE, arm_of
+from experiments.paper.fig16.arms import BASELINE, arm_of
 
-RESULTS = Path(__file__).parents[1] / "convergence" / "results" / "quality.csv"
+RESULTS = Path(__file__).parents[1] / "fig16" / "results" / "quality.csv"
 ARMS = {"fixed-1": 1, "fixed-8": 8, "var_len": None, "bounded": None}
 """Each arm of the study has this packing window."""
 

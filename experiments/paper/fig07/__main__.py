@@ -1,6 +1,6 @@
 """Predicts Figure 7: how long a document's operations take, by its length.
 
-`python -m experiments.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
+`python -m experiments.paper.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
 pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise, and
 total linear, their sum without attention, and where attention crosses it, also for Table 1's other
 configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure; here
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import TABLE_1, configuration, title
-from experiments.drawing import COLOURS, LINES, new_figure, tokens_axis, tokens_text
-from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
-from experiments.table2_imbalance.__main__ import ratio as fitted_ratio
+from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis, tokens_text
+from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
+from experiments.paper.table2.__main__ import ratio as fitted_ratio
 from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
 from wlb.plan import IntArray
 
@@ -214,7 +214,7 @@ def main() -> None:
         tables=made,
         figures=figures,
     )
-    print("written to experiments/fig07/results")
+    print("written to experiments/paper/fig07/results")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draws Figure 8 from real packing runs: how outlier documents wait and leave.
 
-`python -m experiments.fig08_outlier_delay [--seed 0] [--steps 8]` shows a few consecutive steps of
+`python -m experiments.paper.fig08 [--seed 0] [--steps 8]` shows a few consecutive steps of
 the fitted stream (4 micro-batches of 128K), once under Algorithm 1 with two queues and once under
 `bounded`, which has no queues and decides by predicted load. Both get the same documents.
 `first_window` chooses the steps, `main` says what the pictures show. Needs matplotlib.
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.results import commit
-from experiments.streams import COST, RATIO, WINDOW, batches_of
+from experiments.harness.pages import commit
+from experiments.harness.streams import COST, RATIO, WINDOW, batches_of
 from wlb.packing import (
     BoundedPacker,
     OriginalPacker,
@@ -26,7 +26,7 @@ from wlb.packing import (
 from wlb.plan import BoolArray, Carry, GlobalBatch, PackingPlan, Pieces, imbalance
 
 try:
-    from experiments.fig08_outlier_delay.draw import Block, Column, draw
+    from experiments.paper.fig08.draw import Block, Column, draw
 except ModuleNotFoundError as error:
     raise SystemExit(f"this needs matplotlib: pip install -e '.[plot]' ({error})") from error
 
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8, choices=range(2, 9))
     options = parser.parse_args()
-    command = f"python -m experiments.fig08_outlier_delay --seed {options.seed}"
+    command = f"python -m experiments.paper.fig08 --seed {options.seed}"
     command += f" --steps {options.steps}"
     batches = batches_of(
         "wlb_paper", num_micro_batches=N, num_batches=NUM_BATCHES, seed=options.seed
@@ -317,7 +317,7 @@ def main() -> None:
     (RESULTS / "README.md").write_text(page(command, options.seed, shown))
     for name, columns in shown.items():
         print(name, *table(columns), sep="\n")
-    print("written to experiments/fig08_outlier_delay/results")
+    print("written to experiments/paper/fig08/results")
 
 
 if __name__ == "__main__":

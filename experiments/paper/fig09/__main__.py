@@ -1,6 +1,6 @@
 """Draws Figure 9: which tokens of a micro-batch each rank computes under each sharding strategy.
 
-    python -m experiments.fig09_sharding [--lengths 9001,2503,...] [--cp 4]
+    python -m experiments.paper.fig09 [--lengths 9001,2503,...] [--cp 4]
 
 The micro-batch packs a long and several short documents, none a multiple of 2 * CP tokens. For each
 rank the tokens, segments and query-key pairs are printed, and the predicted time of its attention
@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.fig15_cp_sharding.case import layer_cost
-from experiments.results import commit
+from experiments.paper.fig15.case import layer_cost
+from experiments.harness.pages import commit
 from wlb.cost import ProfiledWorkload, attention_latency
 from wlb.plan import IntArray, ShardingPlan
 from wlb.sharding import shard
@@ -114,7 +114,7 @@ def markdown(columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
 def draw(path: Path, plans: dict[str, ShardingPlan], cost: ProfiledWorkload) -> bool:
     """Draws the picture; returns False without matplotlib."""
     try:
-        from experiments.fig09_sharding.draw import draw as draw_plans
+        from experiments.paper.fig09.draw import draw as draw_plans
     except ImportError:
         return False
     imbalance = {label: attention_latency(plan, cost).imbalance for label, plan in plans.items()}
@@ -149,7 +149,7 @@ def main() -> None:
     console.print(table_of("Slowest rank", SUMMARY, sums))
     RESULTS.mkdir(exist_ok=True)
     has_plot = draw(RESULTS / "sharding.png", plans, cost)
-    command = shlex.join(["python", "-m", "experiments.fig09_sharding", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "experiments.paper.fig09", *sys.argv[1:]])
     lines = [
         "# Figure 9: sharding one micro-batch",
         "",
@@ -165,7 +165,7 @@ def main() -> None:
         *markdown(COLUMNS, ranks),
     ]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
-    console.print("written to experiments/fig09_sharding/results")
+    console.print("written to experiments/paper/fig09/results")
 
 
 if __name__ == "__main__":

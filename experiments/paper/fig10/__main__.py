@@ -1,6 +1,6 @@
 """Predicts Figure 10: how an attention kernel handles few query rows and many keys.
 
-`python -m experiments.fig10 [--profile h100 ...] [--backend NAME]` reads a kernel profile's
+`python -m experiments.paper.fig10 [--profile h100 ...] [--backend NAME]` reads a kernel profile's
 attention table. The left plot shows the forward time of a segment of 16 to 256 query rows at the
 end of 1K to 64K keys, the right one TFLOP/s of the pairs that the mask leaves (not of the tiles
 that are computed). Both are of one layer of LLaMA2-7B, all 32 heads, and one segment of a call that
@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import configuration
-from experiments.drawing import COLOURS, LINES, MARKERS, new_figure, tokens_axis, tokens_text
-from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
+from experiments.harness.configurations import configuration
+from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure, tokens_axis, tokens_text
+from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import AttentionTable, KernelProfile, attention_forward_flops, load_profile
 from wlb.plan import IntArray
 
@@ -175,7 +175,7 @@ def main() -> None:
         tables=made,
         figures=figures,
     )
-    print("written to experiments/fig10/results")
+    print("written to experiments/paper/fig10/results")
 
 
 if __name__ == "__main__":

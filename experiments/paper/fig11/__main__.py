@@ -1,6 +1,6 @@
 """Predicts Figure 11: how the sharding of a micro-batch is chosen, on real micro-batches.
 
-`python -m experiments.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the global
+`python -m experiments.paper.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the global
 batches of the fitted family and takes two of their micro-batches: where choosing gains most over
 per-sequence sharding, and where it gains most over per-document sharding. For each it draws what
 Section 5.3 does: the spans of both strategies on the gathered keys (1), their segments (2), the
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import configuration, title
-from experiments.drawing import new_figure, tokens_axis
-from experiments.results import Against, How, Picture, Table, priced_with, show, write_results
+from experiments.harness.configurations import configuration, title
+from experiments.harness.drawing import new_figure, tokens_axis
+from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import AttentionLatency, ProfiledWorkload, attention_latency, workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import IntArray, ShardingPlan, offsets_of
@@ -294,7 +294,7 @@ def main() -> None:
             for c in shown
         ],
     )
-    print("written to experiments/fig11/results")
+    print("written to experiments/paper/fig11/results")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
-`python -m experiments.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates the
+`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates the
 three systems on the same documents and puts the averages beside the paper's; ours (`wlb`), Plain-4D
 with windows cut anywhere, both with keys by need, and the bound of perfect balance are shown too.
 With `--runs` it prints measured speed-ups of real runs instead, from the folders of `wlb train`.
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import constants
-from experiments.configurations import TABLE_1, title
-from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.evaluation import (
+from experiments.harness import constants
+from experiments.harness.configurations import TABLE_1, title
+from experiments.harness.drawing import COLOURS, HATCHES, new_figure
+from experiments.harness.evaluation import (
     EARLIER_GIB,
     NAMES,
     SYSTEMS,
@@ -29,8 +29,8 @@ from experiments.evaluation import (
     room_of,
     steps_of,
 )
-from experiments.measured import measured_table
-from experiments.results import Against, How, Picture, Table, commit_of, show, write_results
+from experiments.paper.fig12.measured import measured_table
+from experiments.harness.pages import Against, How, Picture, Table, commit_of, show, write_results
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = {
@@ -258,7 +258,7 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
         f"attention's share of the work falls with a model's width, and 550M models are nearly "
         f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
         f"which flatters it where DP is above 1 (550M-64K). The constants are those of "
-        f"`experiments/constants.py`, fitted to these averages and to Table 2 together; they "
+        f"`experiments/harness/constants.py`, fitted to these averages and to Table 2 together; they "
         f"show that the numbers fit each other, not what a machine would do."
     )
 

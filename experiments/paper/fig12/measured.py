@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.results import Table
+from experiments.harness.pages import Table
 
 WARMUP_STEPS = 3
 """This many first steps of a run are left out."""

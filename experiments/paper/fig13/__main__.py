@@ -1,6 +1,6 @@
 """Simulates Figure 13: contribution of each of WLB-LLM's parts on the 7B model, 128K window.
 
-`python -m experiments.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by one
+`python -m experiments.paper.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by one
 and together: per-document sharding, adaptive sharding, variable-length packing with delayed
 outliers, and adaptive sharding with that packing. Ours, which the paper does not have, follow:
 `bounded` packing, `balanced` sharding, both, and with keys exchanged by need and overlapped.
@@ -9,10 +9,10 @@ outliers, and adaptive sharding with that packing. Ours, which the paper does no
 from pathlib import Path
 from typing import Any
 
-from experiments import constants
-from experiments.evaluation import BY_NEED, Case, arguments, outcomes, steps_of
-from experiments.results import Against, How, Picture, Table, show, write_results
-from experiments.waterfall import WaterfallRow, waterfall_figure
+from experiments.harness import constants
+from experiments.harness.evaluation import BY_NEED, Case, arguments, outcomes, steps_of
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
+from experiments.paper.fig13.waterfall import WaterfallRow, waterfall_figure
 
 CONFIG = "7b_128k"
 PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")

@@ -1,6 +1,6 @@
 """Simulates Figure 14: speed-up over Plain-4D on the 7B model as the context window grows.
 
-`python -m experiments.fig14 [--steps 160] [--seed 1] [--take] [--quick]` takes windows of 32K to
+`python -m experiments.paper.fig14 [--steps 160] [--seed 1] [--take] [--quick]` takes windows of 32K to
 160K tokens, the layout of 7B-128K throughout, and lengths scaled with the window. `--take` writes
 the page again from its table.
 """
@@ -8,9 +8,9 @@ the page again from its table.
 from pathlib import Path
 from typing import Any
 
-from experiments import constants
-from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
-from experiments.evaluation import (
+from experiments.harness import constants
+from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
+from experiments.harness.evaluation import (
     AGAIN,
     EARLIER_GIB,
     NAMES,
@@ -20,7 +20,7 @@ from experiments.evaluation import (
     outcomes,
     steps_of,
 )
-from experiments.results import (
+from experiments.harness.pages import (
     Against,
     How,
     Picture,

@@ -1,9 +1,9 @@
 """Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
 
-`python -m experiments.fig15_cp_sharding [--device none|cuda|cpu]`; `device_of` describes the
+`python -m experiments.paper.fig15 [--device none|cuda|cpu]`; `device_of` describes the
 devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
 128K and the micro-batches of Plain-4D's loader on the fitted stream. The whole operation with
-collectives is `torchrun -m experiments.fig15_cp_sharding.ranks`.
+collectives is `torchrun -m experiments.paper.fig15.ranks`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from experiments.fig15_cp_sharding.case import (
+from experiments.paper.fig15.case import (
     STATIC,
     STRATEGIES,
     distinct,
@@ -28,9 +28,9 @@ from experiments.fig15_cp_sharding.case import (
     micro_batches,
     plans_of,
 )
-from experiments.fig15_cp_sharding.layer import CPU_SCALE, Case, describe, scale_of
-from experiments.fig15_cp_sharding.rank_times import slowest_ns, times_ns
-from experiments.fig15_cp_sharding.report import (
+from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
+from experiments.paper.fig15.rank_times import slowest_ns, times_ns
+from experiments.paper.fig15.report import (
     ALL,
     OPTIMAL,
     RESULTS,
@@ -39,8 +39,8 @@ from experiments.fig15_cp_sharding.report import (
     note_of,
     write,
 )
-from experiments.results import commit
-from experiments.streams import WINDOW
+from experiments.harness.pages import commit
+from experiments.harness.streams import WINDOW
 from wlb.cost import ProfiledWorkload, attention_latency
 from wlb.plan import IntArray, ShardingPlan
 
@@ -201,7 +201,7 @@ def main() -> None:
         {
             "title": title,
             "note": note,
-            "command": shlex.join(["python", "-m", "experiments.fig15_cp_sharding", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "experiments.paper.fig15", *sys.argv[1:]]),
             "commit": commit(),
             "date": datetime.date.today().isoformat(),
             "cp": options.cp,

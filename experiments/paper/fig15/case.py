@@ -8,7 +8,7 @@ at a shorter window.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from experiments.streams import COST, WINDOW, batches_of
+from experiments.harness.streams import COST, WINDOW, batches_of
 from wlb.cost import ProfiledWorkload, WorkloadModel, load_profile
 from wlb.packing import BoundedPacker, OriginalPacker, Packer, PackerOptions, WindowCut
 from wlb.plan import IntArray, IntLike, ShardingPlan

@@ -1,6 +1,6 @@
 """Runs Figure 15's whole CP operation with real collectives, all ranks as one CP group.
 
-`torchrun --nproc-per-node 4 -m experiments.fig15_cp_sharding.ranks [--check]` uses NCCL with bf16
+`torchrun --nproc-per-node 4 -m experiments.paper.fig15.ranks [--check]` uses NCCL with bf16
 and whole windows if every rank has a GPU, else Gloo with float32 and lengths scaled by 1/16.
 --check compares output and gradients of q, k, v of every strategy with one process and exits with 1
 if one differs by more than the tolerance. Without it forward and backward are timed after a
@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from experiments.fig15_cp_sharding.case import STRATEGIES, distinct, micro_batches, plans_of
-from experiments.fig15_cp_sharding.layer import CPU_SCALE, Case, describe, scale_of
-from experiments.fig15_cp_sharding.whole_op import TOLERANCE, benchmark, check
-from experiments.streams import WINDOW
+from experiments.paper.fig15.case import STRATEGIES, distinct, micro_batches, plans_of
+from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
+from experiments.paper.fig15.whole_op import TOLERANCE, benchmark, check
+from experiments.harness.streams import WINDOW
 from wlb.parallel import world as worlds
 from wlb.plan import ShardingPlan
 from wlb.spec import Device

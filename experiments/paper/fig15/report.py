@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from experiments.fig15_cp_sharding.case import STATIC, STRATEGIES
+from experiments.paper.fig15.case import STATIC, STRATEGIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,7 +177,7 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
     lines += [
         "",
         "The whole operation with its collectives: `torchrun --nproc-per-node 4 -m "
-        "experiments.fig15_cp_sharding.ranks [--check]`.",
+        "experiments.paper.fig15.ranks [--check]`.",
     ]
     return "\n".join(lines) + "\n"
 

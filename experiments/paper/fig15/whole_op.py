@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from experiments.fig15_cp_sharding.rank_times import Layout, passes_ns
+from experiments.paper.fig15.rank_times import Layout, passes_ns
 from wlb.kernels import Segments, attend
 from wlb.parallel.context import ContextAttention, take_rows
 from wlb.parallel.host import all_reduce_hosts

@@ -11,8 +11,8 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from experiments.convergence.arms import ARMS, SCALES, Arm, arm_of
-from experiments.convergence.page import (
+from experiments.paper.fig16.arms import ARMS, SCALES, Arm, arm_of
+from experiments.paper.fig16.page import (
     classes_table,
     curves_table,
     order_table,
@@ -20,10 +20,10 @@ from experiments.convergence.page import (
     quality_table,
     runs_table,
 )
-from experiments.convergence.study import Case, Study, cases_of
-from experiments.convergence.summary import groups_of
-from experiments.convergence.words import against_rows, words
-from experiments.results import How, priced_with, show, write_results
+from experiments.paper.fig16.study import Case, Study, cases_of
+from experiments.paper.fig16.summary import groups_of
+from experiments.paper.fig16.words import against_rows, words
+from experiments.harness.pages import How, priced_with, show, write_results
 from wlb.cost import load_profile
 
 SEEDS = 3
@@ -69,7 +69,7 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
     if len(ended) < len(cases):
         missing = (
             f"**Not finished: {len(ended)} of {len(cases)} runs have ended.** `python -m "
-            f"experiments.convergence --take experiments/convergence/results/runs` goes on.\n\n"
+            f"experiments.paper.fig16 --take experiments/paper/fig16/results/runs` goes on.\n\n"
         )
     written = write_results(
         Path(__file__).parent,
@@ -104,7 +104,7 @@ def main() -> None:
 
     - Several machines can share the runs: --arms and --seeds choose what to train, `results/runs`
       holds a small file of each run, and --take FOLDER takes such files over. A clone with --take
-      experiments/convergence/results/runs continues from the committed runs.
+      experiments/paper/fig16/results/runs continues from the committed runs.
     - --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the
       tables of what they left.
     """

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.convergence.bookkeeping import CLASS_NAMES, class_of
+from experiments.paper.fig16.bookkeeping import CLASS_NAMES, class_of
 from wlb.data import TokenStore, TokenStoreWriter
 from wlb.data.store import store_path, temporary_name
 from wlb.prepare import PrepareOptions, prepare_store

@@ -1,13 +1,13 @@
-"""Makes the tables and pictures of `experiments.convergence`."""
+"""Makes the tables and pictures of `experiments.paper.fig16`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.convergence.arms import DELAYS
-from experiments.convergence.bookkeeping import CLASS_NAMES
-from experiments.convergence.summary import (
+from experiments.paper.fig16.arms import DELAYS
+from experiments.paper.fig16.bookkeeping import CLASS_NAMES
+from experiments.paper.fig16.summary import (
     NO_DELAY,
     Group,
     Measure,
@@ -18,8 +18,8 @@ from experiments.convergence.summary import (
     train_loss,
     verdict,
 )
-from experiments.drawing import COLOURS, LINES, MARKERS, new_figure
-from experiments.results import Picture, Table
+from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
+from experiments.harness.pages import Picture, Table
 
 
 def quality_table(groups: Sequence[Group], tokens: int) -> Table:

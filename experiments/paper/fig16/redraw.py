@@ -1,16 +1,16 @@
 """Draws the loss curves of the convergence study again from its committed runs.
 
-`python -m experiments.convergence.redraw` needs neither the corpus nor the counts of its packing,
+`python -m experiments.paper.fig16.redraw` needs neither the corpus nor the counts of its packing,
 of which the rest of the page is made, and trains nothing.
 """
 
 import json
 from pathlib import Path
 
-from experiments.convergence.arms import ARMS, SCALES
-from experiments.convergence.outcome import result_from_json
-from experiments.convergence.page import draw_curves
-from experiments.convergence.summary import groups_of
+from experiments.paper.fig16.arms import ARMS, SCALES
+from experiments.paper.fig16.outcome import result_from_json
+from experiments.paper.fig16.page import draw_curves
+from experiments.paper.fig16.summary import groups_of
 
 SEEDS = 3
 

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.convergence.arms import ARMS, Arm, Scale, arm_of, settings, spec_of, write_profile
-from experiments.convergence.bookkeeping import Bookkeeping, bookkeeping, books_from_json
-from experiments.convergence.corpus import Stores, open_stores, source_versions, split_store
-from experiments.convergence.outcome import (
+from experiments.paper.fig16.arms import ARMS, Arm, Scale, arm_of, settings, spec_of, write_profile
+from experiments.paper.fig16.bookkeeping import Bookkeeping, bookkeeping, books_from_json
+from experiments.paper.fig16.corpus import Stores, open_stores, source_versions, split_store
+from experiments.paper.fig16.outcome import (
     Result,
     check_steps,
     class_losses,

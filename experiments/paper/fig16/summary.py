@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 from scipy import stats
 
-from experiments.convergence.arms import ARMS, BASELINE, Arm
-from experiments.convergence.bookkeeping import Bookkeeping
-from experiments.convergence.outcome import Result
+from experiments.paper.fig16.arms import ARMS, BASELINE, Arm
+from experiments.paper.fig16.bookkeeping import Bookkeeping
+from experiments.paper.fig16.outcome import Result
 from wlb.cost.flops import FloatArray
 
 CONFIDENCE = 0.95

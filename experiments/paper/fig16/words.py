@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.convergence.arms import CONTROL, DELAYS, LONG, Scale
-from experiments.convergence.corpus import source_versions
-from experiments.convergence.study import Study
-from experiments.convergence.summary import (
+from experiments.paper.fig16.arms import CONTROL, DELAYS, LONG, Scale
+from experiments.paper.fig16.corpus import source_versions
+from experiments.paper.fig16.study import Study
+from experiments.paper.fig16.summary import (
     NO_DELAY,
     Group,
     Measure,
@@ -21,8 +21,8 @@ from experiments.convergence.summary import (
     train_loss,
     verdict,
 )
-from experiments.results import Against
-from experiments.streams import RATIO
+from experiments.harness.pages import Against
+from experiments.harness.streams import RATIO
 from wlb.data import TokenStore
 
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})
@@ -243,7 +243,7 @@ def _limits(scale: Scale, groups: Sequence[Group]) -> str:
         f"of one of 52,000 steps, and effects that need scale to be seen are not here. Policies "
         f"whose differences are within ± are not shown to be equal, only not told apart: what "
         f"would be seen is a difference above ±.{_rounded(groups)} The same on GPUs: `python -m "
-        f"experiments.convergence --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
+        f"experiments.paper.fig16 --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
         f"has not been run."
     )
 

@@ -1,14 +1,14 @@
-"""Draws the pictures of `experiments.packing_methods`: data sets, steps and rows."""
+"""Draws the pictures of `experiments.paper.packing_methods`: data sets, steps and rows."""
 
 from typing import Any
 
 import numpy as np
 
-from experiments.drawing import COLOURS, new_figure
-from experiments.packing_methods.counting import OURS, Method
-from experiments.packing_methods.lengths import DATASETS, MSL
-from experiments.packing_methods.rows import RowCounts
-from experiments.packing_methods.steps import StepCounts
+from experiments.harness.drawing import COLOURS, new_figure
+from experiments.paper.packing_methods.counting import OURS, Method
+from experiments.paper.packing_methods.lengths import DATASETS, MSL
+from experiments.paper.packing_methods.rows import RowCounts
+from experiments.paper.packing_methods.steps import StepCounts
 
 BIN = 128
 SHOWN = (Method.FIXED_LENGTH_POSID, Method.MULTIPACK, Method.RANDOM, Method.SORTED, *OURS)

@@ -13,9 +13,9 @@ from itertools import groupby
 
 import numpy as np
 
-from experiments.packing_methods.counting import Count, first_come, fixed_length
-from experiments.packing_methods.lengths import DATASETS, MSL
-from experiments.packing_methods.paper import RowsRow, rows_rows
+from experiments.paper.packing_methods.counting import Count, first_come, fixed_length
+from experiments.paper.packing_methods.lengths import DATASETS, MSL
+from experiments.paper.packing_methods.paper import RowsRow, rows_rows
 from wlb.plan import IntArray
 
 NUM_EXAMPLES = 20_000

@@ -6,9 +6,9 @@ from functools import cache
 
 import numpy as np
 
-from experiments.packing_methods.counting import OURS, Count, Method, count
-from experiments.packing_methods.lengths import DATASETS
-from experiments.packing_methods.paper import StepsRow, steps_rows
+from experiments.paper.packing_methods.counting import OURS, Count, Method, count
+from experiments.paper.packing_methods.lengths import DATASETS
+from experiments.paper.packing_methods.paper import StepsRow, steps_rows
 from wlb.plan import IntArray
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from experiments.padding_waste import money
-from experiments.padding_waste.corpora import WEB
-from experiments.padding_waste.money import Job
-from experiments.padding_waste.strategies import Filled, Strategy
+from experiments.paper.padding_waste import money
+from experiments.paper.padding_waste.corpora import WEB
+from experiments.paper.padding_waste.money import Job
+from experiments.paper.padding_waste.strategies import Filled, Strategy
 
 ROW = 4096
 WINDOW = 131072

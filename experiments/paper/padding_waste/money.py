@@ -8,8 +8,8 @@ those of the forward pass: matrices, head, and attention for the pairs computed 
 
 from dataclasses import dataclass
 
-from experiments.configurations import configuration
-from experiments.padding_waste.strategies import Filled
+from experiments.harness.configurations import configuration
+from experiments.paper.padding_waste.strategies import Filled
 from wlb.cost import linear_flops_per_token
 from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR
 from wlb.spec import RunSpec

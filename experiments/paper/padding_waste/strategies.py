@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from experiments.packing_methods.counting import padded
+from experiments.paper.packing_methods.counting import padded
 from wlb.cost import causal_pairs
 from wlb.packing import BinMethod, pack_bins
 from wlb.plan import Documents, IntArray, split_long

@@ -1,6 +1,6 @@
 """Makes Table 1: the paper's configurations with our dimensions, and the memory of a GPU.
 
-`python -m experiments.table1` counts parameters and takes `wlb.cost.memory_estimate` of the
+`python -m experiments.paper.table1` counts parameters and takes `wlb.cost.memory_estimate` of the
 pipeline rank that needs most, for windows (Plain-4D) and for var_len packing with S_max 1.1. A
 configuration that does not fit is tried with selective and then full recomputation of activations.
 "Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for memory outside the
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configurations import TABLE_1, VOCABULARY, configuration, title
-from experiments.drawing import COLOURS, HATCHES, new_figure
-from experiments.results import Against, How, Picture, Table, show, write_results
+from experiments.harness.configurations import TABLE_1, VOCABULARY, configuration, title
+from experiments.harness.drawing import COLOURS, HATCHES, new_figure
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import MemoryEstimate, memory_estimate
 from wlb.spec import RunSpec
 
@@ -242,7 +242,7 @@ def main() -> None:
             )
         ],
     )
-    print("written to experiments/table1/results")
+    print("written to experiments/paper/table1/results")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Makes Table 2 of the paper, row by row: imbalance and packing overhead of every method.
 
-`python -m experiments.table2_imbalance [--lengths FILE ...] [--take] [--quick]` packs the same 640
+`python -m experiments.paper.table2 [--lengths FILE ...] [--take] [--quick]` packs the same 640
 global batches of 4 windows of 128K tokens with each method, on the fitted lengths, the Python
 standard library and files of lengths, and puts the paper's numbers beside ours. Solver rows run on
 the first 160 batches (320 of the fitted lengths; on all with W = 1), each beside greedy on the same
@@ -18,11 +18,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import constants
-from experiments.configurations import configuration
-from experiments.evaluation import TakingParser
-from experiments.results import command_of, commit, commit_of, priced_with
-from experiments.streams import WINDOW, batches_of, title_of
+from experiments.harness import constants
+from experiments.harness.configurations import configuration
+from experiments.harness.evaluation import TakingParser
+from experiments.harness.pages import command_of, commit, commit_of, priced_with
+from experiments.harness.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.packing import (
     BoundedPacker,
@@ -369,7 +369,7 @@ def main() -> None:
         f"corpus: only the fitted distribution is meant to meet them.{taken_text(known[names[0]])}",
         "",
         f"Imbalance is **predicted**: {priced_with(COST.profile)} Lengths and throughputs are "
-        f"those of `experiments/constants.py`, fitted to this table and to Figure 12 together.",
+        f"those of `experiments/harness/constants.py`, fitted to this table and to Figure 12 together.",
         "",
     ]
     for name in names:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.beyond import __main__ as beyond
-from experiments.results import How, commit_of, read_table, write_results
+from experiments.beyond.parts import __main__ as beyond
+from experiments.harness.pages import How, commit_of, read_table, write_results
 
 pytestmark = pytest.mark.full
 
@@ -48,7 +48,7 @@ def test_the_page_is_written_again_from_its_tables(
     csvs = [(folder / "results" / f"{t.name}.csv").read_text("utf-8") for t in tables]
     monkeypatch.setattr(beyond, "FOLDER", folder)
     for _ in range(2):
-        monkeypatch.setattr("experiments.results.commit", lambda: "later")
+        monkeypatch.setattr("experiments.harness.pages.commit", lambda: "later")
         beyond.main(["--take"])
         page = (folder / "results" / "README.md").read_text("utf-8")
         assert f"at commit later, figures of commit {first}, seed 1." in page

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.rehearsals import __main__ as script
-from experiments.rehearsals.__main__ import FORCED, LARGE, TABLE_1, KeptRows
+from experiments.beyond.rehearsals import __main__ as script
+from experiments.beyond.rehearsals.__main__ import FORCED, LARGE, TABLE_1, KeptRows
 from wlb.spec import SYSTEMS
 
 

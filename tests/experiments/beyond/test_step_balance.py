@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.step_balance.cells import cell, score
-from experiments.step_balance.families import FAMILIES, draw, files
-from experiments.step_balance.peers import MAKERS, Peer, found_peers
-from experiments.step_balance.sources import Missing, Sources
-from experiments.step_balance.tables import aims, rows_of, speed, summary
+from experiments.beyond.step_balance.cells import cell, score
+from experiments.beyond.step_balance.families import FAMILIES, draw, files
+from experiments.beyond.step_balance.peers import MAKERS, Peer, found_peers
+from experiments.beyond.step_balance.sources import Missing, Sources
+from experiments.beyond.step_balance.tables import aims, rows_of, speed, summary
 from wlb.plan import UserError
 
 PACKER = """

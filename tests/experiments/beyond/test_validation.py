@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from experiments.validation import others, replay, training
-from experiments.validation.plans import draw_plans
-from experiments.validation.record import Conditions
-from experiments.validation.replay import Replayed
-from experiments.validation.training import RUNS, Trained
+from experiments.beyond.validation import others, replay, training
+from experiments.beyond.validation.plans import draw_plans
+from experiments.beyond.validation.record import Conditions
+from experiments.beyond.validation.replay import Replayed
+from experiments.beyond.validation.training import RUNS, Trained
 
 pytestmark = pytest.mark.full
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import results
-from experiments.drawing import new_figure
-from experiments.evaluation import arguments
-from experiments.results import (
+from experiments.harness import pages
+from experiments.harness.drawing import new_figure
+from experiments.harness.evaluation import arguments
+from experiments.harness.pages import (
     Against,
     How,
     Picture,
@@ -73,10 +73,10 @@ def test_blocks_of_a_profile_are_listed_by_what_they_are_worth() -> None:
 
 
 def test_absolute_paths_shrink_to_their_names() -> None:
-    folder = Path("experiments/fig03")
+    folder = Path("experiments/paper/fig03")
     given = ["--lengths", "/data/some/x.npy", "--out=/y/z.csv", "runs/a.npy", "--seed", "1"]
     assert command_of(folder, given) == (
-        "python -m experiments.fig03 --lengths x.npy --out=z.csv runs/a.npy --seed 1"
+        "python -m experiments.paper.fig03 --lengths x.npy --out=z.csv runs/a.npy --seed 1"
     )
 
 
@@ -102,10 +102,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_changed_results_do_not_make_a_commit_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.results.program_version", lambda: "abc-dirty")
-    monkeypatch.setattr("experiments.results.source_differences", lambda: "")
+    monkeypatch.setattr("experiments.harness.pages.program_version", lambda: "abc-dirty")
+    monkeypatch.setattr("experiments.harness.pages.source_differences", lambda: "")
     assert commit() == "abc"
-    monkeypatch.setattr("experiments.results.source_differences", lambda: "diff")
+    monkeypatch.setattr("experiments.harness.pages.source_differences", lambda: "diff")
     assert commit() == "abc-dirty"
     assert program_version()
 

@@ -9,9 +9,9 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from experiments.adapters import hugging_face, megatron, torchtitan
+    from experiments.hosts import hugging_face, megatron, torchtitan
 
-from experiments.adapters.common import (
+from experiments.hosts.common import (
     HEADER,
     Document,
     cells,

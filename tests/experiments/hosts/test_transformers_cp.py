@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="needs the extra [hf]")
 
-from experiments.adapters.transformers_cp import RANKS, documents, measured
+from experiments.hosts.transformers_cp import RANKS, documents, measured
 from wlb.launch.local import run_local
 
 pytestmark = [pytest.mark.full, pytest.mark.dist]
@@ -14,7 +14,7 @@ def test_a_causal_row_leaks_and_our_plans_do_not() -> None:
     lengths = [len(row) for row in documents(512)]
     assert sum(lengths) == 512
     assert max(lengths) == 256
-    preload = ("experiments.adapters.transformers_cp",)
+    preload = ("experiments.hosts.transformers_cp",)
     found = run_local(measured, RANKS, 512, 1, start_group=True, timeout_s=600, preload=preload)
     for results in found:
         ours, ring, unpacked, masked = results

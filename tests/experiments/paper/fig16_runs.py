@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from experiments.convergence.arms import ARMS
-from experiments.convergence.bookkeeping import Bookkeeping
-from experiments.convergence.outcome import Result
+from experiments.paper.fig16.arms import ARMS
+from experiments.paper.fig16.bookkeeping import Bookkeeping
+from experiments.paper.fig16.outcome import Result
 from wlb.packing import PackingSummary
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evaluation import EARLIER_GIB, SYSTEMS, Case, Outcome, compared, room_of, spec_of
-from experiments.fig12 import __main__ as fig12
-from experiments.results import Table
+from experiments.harness.evaluation import EARLIER_GIB, SYSTEMS, Case, Outcome, compared, room_of, spec_of
+from experiments.paper.fig12 import __main__ as fig12
+from experiments.harness.pages import Table
 from wlb.spec import WindowCut
 
 pytestmark = pytest.mark.full

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.convergence import __main__ as command
-from experiments.convergence.arms import (
+from experiments.paper.fig16 import __main__ as command
+from experiments.paper.fig16.arms import (
     ARMS,
     LARGE,
     QUICK,
@@ -21,10 +21,10 @@ from experiments.convergence.arms import (
     settings,
     spec_of,
 )
-from experiments.convergence.bookkeeping import CLASS_NAMES, bookkeeping, check_covered, class_of
-from experiments.convergence.corpus import definitions, open_stores, small_sources, split_store
-from experiments.convergence.outcome import Result, result_from_json, train_curve
-from experiments.convergence.page import (
+from experiments.paper.fig16.bookkeeping import CLASS_NAMES, bookkeeping, check_covered, class_of
+from experiments.paper.fig16.corpus import definitions, open_stores, small_sources, split_store
+from experiments.paper.fig16.outcome import Result, result_from_json, train_curve
+from experiments.paper.fig16.page import (
     classes_table,
     curves_table,
     order_table,
@@ -32,9 +32,9 @@ from experiments.convergence.page import (
     quality_table,
     runs_table,
 )
-from experiments.convergence.study import Case, Study, cases_of
-from experiments.convergence.summary import groups_of
-from experiments.convergence.words import against_rows, words
+from experiments.paper.fig16.study import Case, Study, cases_of
+from experiments.paper.fig16.summary import groups_of
+from experiments.paper.fig16.words import against_rows, words
 from tests.experiments.convergence_runs import all_books, books, found, result
 from tests.train.case import write_store
 from wlb.cost import workload_of
@@ -164,7 +164,7 @@ def test_books_are_kept(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(arm=arm_of("bounded"), seed=0)
     made = study.books(case)
     monkeypatch.setattr(
-        "experiments.convergence.study.bookkeeping", lambda *_: pytest.fail("made again")
+        "experiments.paper.fig16.study.bookkeeping", lambda *_: pytest.fail("made again")
     )
     assert study.books(replace(case, arm=arm_of("bounded-constant"))) == made
     other = replace(study, scale=replace(QUICK, keys=QUICK.keys | {"packing.max_delay": 3}))
@@ -194,7 +194,7 @@ def test_a_run_has_the_steps_that_this_code_plans(
     made = study.books(case)
     with monkeypatch.context() as older:
         stale = replace(made, num_steps=made.num_steps - 1)
-        older.setattr("experiments.convergence.study.bookkeeping", lambda *_: stale)
+        older.setattr("experiments.paper.fig16.study.bookkeeping", lambda *_: stale)
         assert study.books(case, anew=True) == study.books(case) == stale
     assert f"training.steps={made.num_steps}" in study.command(case)
     assert study.books(case).num_steps == made.num_steps

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.convergence.arms import ARMS
-from experiments.convergence.page import draw_curves
-from experiments.convergence.redraw import redraw
-from experiments.convergence.summary import (
+from experiments.paper.fig16.arms import ARMS
+from experiments.paper.fig16.page import draw_curves
+from experiments.paper.fig16.redraw import redraw
+from experiments.paper.fig16.summary import (
     against,
     band,
     final,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.packing_methods import __main__ as page
-from experiments.packing_methods.counting import (
+from experiments.paper.packing_methods import __main__ as page
+from experiments.paper.packing_methods.counting import (
     OURS,
     Count,
     Method,
@@ -22,10 +22,10 @@ from experiments.packing_methods.counting import (
     num_rows,
     padded,
 )
-from experiments.packing_methods.lengths import DATASETS, FLAN, MSL, ORCA_MATH, STACK, Dataset
-from experiments.packing_methods.paper import StepsRow, rows_rows, steps_rows
-from experiments.packing_methods.rows import RowCounts, by_thousands, row_counts
-from experiments.packing_methods.steps import StepCounts, step_counts
+from experiments.paper.packing_methods.lengths import DATASETS, FLAN, MSL, ORCA_MATH, STACK, Dataset
+from experiments.paper.packing_methods.paper import StepsRow, rows_rows, steps_rows
+from experiments.paper.packing_methods.rows import RowCounts, by_thousands, row_counts
+from experiments.paper.packing_methods.steps import StepCounts, step_counts
 
 pytestmark = pytest.mark.full
 

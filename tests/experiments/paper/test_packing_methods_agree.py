@@ -1,9 +1,9 @@
-"""Tests that a run's packers make the epochs that experiments/packing_methods counts."""
+"""Tests that a run's packers make the epochs that experiments/paper/packing_methods counts."""
 
 import numpy as np
 import pytest
 
-from experiments.packing_methods.counting import (
+from experiments.paper.packing_methods.counting import (
     Count,
     Method,
     count,
@@ -12,7 +12,7 @@ from experiments.packing_methods.counting import (
     mini_batch,
     padded,
 )
-from experiments.packing_methods.lengths import FLAN, STACK, Dataset
+from experiments.paper.packing_methods.lengths import FLAN, STACK, Dataset
 from tests.packing.test_policies_methods import COST
 from wlb.data import GlobalBatches, LengthSource
 from wlb.plan import IntArray, PackingPlan

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.packing_methods.lengths import DATASETS
-from experiments.packing_methods.training import __main__ as command
-from experiments.packing_methods.training.cases import (
+from experiments.paper.packing_methods.lengths import DATASETS
+from experiments.paper.packing_methods.training import __main__ as command
+from experiments.paper.packing_methods.training.cases import (
     GASES,
     NAMES,
     Case,
@@ -24,15 +24,15 @@ from experiments.packing_methods.training.cases import (
     rate_cases,
     read_result,
 )
-from experiments.packing_methods.training.page import (
+from experiments.paper.packing_methods.training.page import (
     against_rows,
     pictures,
     rates_table,
     sizes_table,
     training_table,
 )
-from experiments.packing_methods.training.summary import groups_of, noise_band, paper_pair
-from experiments.packing_methods.training.words import words
+from experiments.paper.packing_methods.training.summary import groups_of, noise_band, paper_pair
+from experiments.paper.packing_methods.training.words import words
 from wlb.spec import METHODS, load
 
 pytestmark = pytest.mark.full

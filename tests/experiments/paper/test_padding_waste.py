@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.padding_waste import __main__ as page
-from experiments.padding_waste import money
-from experiments.padding_waste.claims import ROW, claims, most_of_a_row_each
-from experiments.padding_waste.corpora import BOOKS, CODE, WEB, corpora
-from experiments.padding_waste.money import job
-from experiments.padding_waste.strategies import Filled, Strategy, fill, pieces_of
+from experiments.paper.padding_waste import __main__ as page
+from experiments.paper.padding_waste import money
+from experiments.paper.padding_waste.claims import ROW, claims, most_of_a_row_each
+from experiments.paper.padding_waste.corpora import BOOKS, CODE, WEB, corpora
+from experiments.paper.padding_waste.money import job
+from experiments.paper.padding_waste.strategies import Filled, Strategy, fill, pieces_of
 from wlb.cost import document_flops
 
 pytestmark = pytest.mark.full

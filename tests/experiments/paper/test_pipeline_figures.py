@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from experiments.configurations import configuration
-from experiments.fig02.__main__ import draw as draw_ranks
-from experiments.fig02.__main__ import layers_of, planned, ranks_table
-from experiments.fig05.__main__ import (
+from experiments.harness.configurations import configuration
+from experiments.paper.fig02.__main__ import draw as draw_ranks
+from experiments.paper.fig02.__main__ import layers_of, planned, ranks_table
+from experiments.paper.fig05.__main__ import (
     EIGHT,
     LAYOUTS,
     Layout,
@@ -16,8 +16,8 @@ from experiments.fig05.__main__ import (
     slow_downs,
     timelines,
 )
-from experiments.fig11.__main__ import choice_of, shown_of
-from experiments.fig11.__main__ import draw as draw_choice
+from experiments.paper.fig11.__main__ import choice_of, shown_of
+from experiments.paper.fig11.__main__ import draw as draw_choice
 from wlb.cost import workload_for
 from wlb.spec import Schedule
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.streams import batches_of
-from experiments.table2_imbalance import __main__ as table2
+from experiments.harness.streams import batches_of
+from experiments.paper.table2 import __main__ as table2
 from wlb.packing import BoundedPacker, VarLenPacker
 
 pytestmark = pytest.mark.full

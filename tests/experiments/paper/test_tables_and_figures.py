@@ -5,18 +5,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.configurations import TABLE_1, configuration, title
-from experiments.drawing import new_figure, tokens_axis, tokens_text
-from experiments.fig03.__main__ import HALF, corpus
-from experiments.fig03.__main__ import draw as draw_lengths
-from experiments.fig07.__main__ import crossing, growth, parts_of, workload
-from experiments.fig07.__main__ import draw as draw_terms
-from experiments.fig10.__main__ import forward_us, table_of, tflops
-from experiments.fig15_cp_sharding.__main__ import rest_ns
-from experiments.fig15_cp_sharding.case import layer_cost
-from experiments.table1 import __main__ as memory
-from experiments.table1.__main__ import PACKINGS, fit, words
-from experiments.waterfall import WaterfallRow, waterfall_figure
+from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.drawing import new_figure, tokens_axis, tokens_text
+from experiments.paper.fig03.__main__ import HALF, corpus
+from experiments.paper.fig03.__main__ import draw as draw_lengths
+from experiments.paper.fig07.__main__ import crossing, growth, parts_of, workload
+from experiments.paper.fig07.__main__ import draw as draw_terms
+from experiments.paper.fig10.__main__ import forward_us, table_of, tflops
+from experiments.paper.fig15.__main__ import rest_ns
+from experiments.paper.fig15.case import layer_cost
+from experiments.paper.table1 import __main__ as memory
+from experiments.paper.table1.__main__ import PACKINGS, fit, words
+from experiments.paper.fig13.waterfall import WaterfallRow, waterfall_figure
 from wlb.cost import MemoryEstimate, load_profile, memory_estimate
 
 pytestmark = pytest.mark.full

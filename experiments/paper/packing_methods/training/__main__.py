@@ -1,6 +1,6 @@
 """Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-`python -m experiments.packing_methods.training` trains a model of 5 million parameters on Python
+`python -m experiments.paper.packing_methods.training` trains a model of 5 million parameters on Python
 sources of other packages. From there it fine-tunes one epoch on conversations about the standard
 library's docstrings, with each of the paper's methods at layouts like those of its Tables 4 to 6,
 several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and 3).
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from experiments.packing_methods.training.cases import (
+from experiments.paper.packing_methods.training.cases import (
     BATCH_SIZES,
     Case,
     Result,
@@ -23,7 +23,7 @@ from experiments.packing_methods.training.cases import (
     all_cases,
     rate_cases,
 )
-from experiments.packing_methods.training.page import (
+from experiments.paper.packing_methods.training.page import (
     Sizes,
     against_rows,
     pictures,
@@ -31,9 +31,9 @@ from experiments.packing_methods.training.page import (
     sizes_table,
     training_table,
 )
-from experiments.packing_methods.training.summary import groups_of
-from experiments.packing_methods.training.words import words
-from experiments.results import How, show, write_results
+from experiments.paper.packing_methods.training.summary import groups_of
+from experiments.paper.packing_methods.training.words import words
+from experiments.harness.pages import How, show, write_results
 
 SEEDS = 3
 CAP_MIB = 3072
@@ -97,7 +97,7 @@ def study_of(options: argparse.Namespace) -> None:
         Path(__file__).parent,
         title="Packing with position ids: training",
         how=How.MEASURED,
-        command=f"python -m experiments.packing_methods.training --seeds {options.seeds}",
+        command=f"python -m experiments.paper.packing_methods.training --seeds {options.seeds}",
         profile="two runs at a time on two CPU cores, one thread each; tokens/s by the processor "
         "time of the model's passes, peak memory by the operating system. Runs of commit "
         f"{', '.join(sorted({made.commit for made in found.values()}))}.",

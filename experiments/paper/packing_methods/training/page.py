@@ -1,12 +1,12 @@
-"""Makes the tables and pictures of the page of `experiments.packing_methods.training`."""
+"""Makes the tables and pictures of the page of `experiments.paper.packing_methods.training`."""
 
 from typing import Any
 
 import numpy as np
 
-from experiments.drawing import COLOURS, MARKERS, new_figure
-from experiments.packing_methods.lengths import DATASETS
-from experiments.packing_methods.training.cases import (
+from experiments.harness.drawing import COLOURS, MARKERS, new_figure
+from experiments.paper.packing_methods.lengths import DATASETS
+from experiments.paper.packing_methods.training.cases import (
     BATCH_SIZES,
     GASES,
     NAMES,
@@ -14,8 +14,8 @@ from experiments.packing_methods.training.cases import (
     Result,
     SizeCase,
 )
-from experiments.packing_methods.training.summary import Group, noise_band, paper_pair
-from experiments.results import Against, Picture, Table
+from experiments.paper.packing_methods.training.summary import Group, noise_band, paper_pair
+from experiments.harness.pages import Against, Picture, Table
 
 Sizes = dict[SizeCase, Result | None]
 

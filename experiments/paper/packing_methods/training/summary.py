@@ -6,9 +6,9 @@ from functools import cached_property
 import numpy as np
 from scipy import stats
 
-from experiments.packing_methods.counting import Method
-from experiments.packing_methods.paper import StepsRow, steps_rows
-from experiments.packing_methods.training.cases import GASES, NAMES, ONLINE, Case, Result
+from experiments.paper.packing_methods.counting import Method
+from experiments.paper.packing_methods.paper import StepsRow, steps_rows
+from experiments.paper.packing_methods.training.cases import GASES, NAMES, ONLINE, Case, Result
 
 CONFIDENCE = 0.95
 PAPER_GAS = {
