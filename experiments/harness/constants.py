@@ -51,7 +51,9 @@ OVERRIDES = (
 def profile() -> KernelProfile:
     """Returns profile `h100` with these constants."""
     base = load_profile("h100")
-    what = "fitted to the paper's printed numbers (experiments/harness/constants.py), no measurement"
+    what = (
+        "fitted to the paper's printed numbers (experiments/harness/constants.py), no measurement"
+    )
     assumed = Provenance(kind=ProvenanceKind.ASSUMED, source=what)
     return replace(
         base,

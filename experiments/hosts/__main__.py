@@ -8,9 +8,9 @@ import argparse
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from experiments.harness.pages import How, Table, write_results
 from experiments.hosts import hugging_face, megatron, torchtitan
 from experiments.hosts.common import ACCUMULATION, NUM_RANKS, WINDOW, Row, print_rows
-from experiments.harness.pages import How, Table, write_results
 
 SEEDS = 3
 

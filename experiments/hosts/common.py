@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.paper.fig16.corpus import Stores, open_stores, small_sources
 from experiments.harness.pages import ROOT
+from experiments.paper.fig16.corpus import Stores, open_stores, small_sources
 from wlb import FlopsWorkload, TokenStore
 from wlb.adapters.dealt import RankBalance, work_of
 from wlb.plan import IGNORE, IntArray
@@ -31,7 +31,8 @@ VOCABULARY = 320
 COST = FlopsWorkload(quadratic_ns=1.67, linear_ns_per_token=1.0 * WINDOW)
 """Attention of a whole window takes 1.67 times its linear layers' time, as the 7B model's at 128K.
 
-The documents of a small example are thus dealt as a large model's are (`experiments.harness.streams`).
+The documents of a small example are thus dealt as a large model's are
+(`experiments.harness.streams`).
 """
 FOLDER = ROOT / "runs" / "adapters"
 

@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from experiments.harness.pages import ROOT
 from experiments.hosts.common import (
     ACCUMULATION,
     COST,
@@ -43,7 +44,6 @@ from experiments.hosts.common import (
     shifted,
     stores,
 )
-from experiments.harness.pages import ROOT
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedCollator, balanced
 from wlb.parallel import world as worlds

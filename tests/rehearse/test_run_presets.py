@@ -1,8 +1,8 @@
 """Tests that ranks of presets run under every system, and take the memory that was planned.
 
 The full set takes the paper's first preset and the largest, the nightly one all; with all their
-layers every preset and system passed in experiments/beyond/rehearsals/results, which tests/experiments
-holds.
+layers every preset and system passed in experiments/beyond/rehearsals/results, which
+tests/experiments holds.
 """
 
 from dataclasses import replace

@@ -1,8 +1,9 @@
 """Rehearses the presets: one rank of each pipeline position under each system, and all ranks.
 
-`python -m experiments.beyond.rehearsals` writes two tables, as `experiments/beyond/rehearsals/results` explains,
-and ends with status 1 if a rehearsal found a fault. Finished rehearsals are kept in `--folder`, so
-that the same command goes on after an interruption, until the code changes.
+`python -m experiments.beyond.rehearsals` writes two tables, as
+`experiments/beyond/rehearsals/results` explains, and ends with status 1 if a rehearsal found a
+fault. Finished rehearsals are kept in `--folder`, so that the same command goes on after an
+interruption, until the code changes.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.harness import pages
 from experiments.harness.pages import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)
         print(*rows, sep="\n")
         return exit_status(rows)
-    commit = options.commit if options.kept and options.commit else results.commit()
+    commit = options.commit if options.kept and options.commit else pages.commit()
     kept = KeptRows(options.folder / "rows.jsonl", commit=commit)
     positions: list[Row] = []
     ranks: list[Row] = []

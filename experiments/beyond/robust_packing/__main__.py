@@ -1,9 +1,9 @@
 """Measures balance and delay where attention's price is wrong, and how near a bound they are.
 
-`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--windows 12] [--quick]` packs the same
-global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two queues,
-same caps) and `bounded`, each at one price and over a range of prices. N counts the micro-batches
-of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
+`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--windows 12] [--quick]` packs
+the same global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two
+queues, same caps) and `bounded`, each at one price and over a range of prices. N counts the
+micro-batches of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.pages import How, Table, show, write_results
 from experiments.beyond.robust_packing.cases import (
     CAPS,
     FACTORS,
@@ -30,6 +29,7 @@ from experiments.beyond.robust_packing.cases import (
     title_of,
 )
 from experiments.beyond.robust_packing.offline import N, Score, offline, online
+from experiments.harness.pages import How, Table, show, write_results
 
 TABLES = """
 1. Imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention costs 0.7 to

@@ -1,8 +1,9 @@
 """Compares balance within one training step and writes the results page.
 
-`python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source trees of
-the other frameworks are in the first folder, or the packages are installed; what is missing is
-named, with how to get it. Files of real lengths in the second add rows. Takes some 10 minutes; with
+`python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source
+trees of the other frameworks are in the first folder, or the packages are installed; what is
+missing is named, with how to get it. Files of real lengths in the second add rows. Takes some 10
+minutes; with
 --quick it runs small cells only, and writes nothing.
 """
 
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.pages import How, Table, show, this_machine, write_results
 from experiments.beyond.step_balance import dynamic
 from experiments.beyond.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
 from experiments.beyond.step_balance.families import FAMILIES, draw, files
 from experiments.beyond.step_balance.peers import MAKERS, found_peers
 from experiments.beyond.step_balance.sources import Sources
 from experiments.beyond.step_balance.tables import FREE, aims, rows_of, speed, summary
+from experiments.harness.pages import How, Table, show, this_machine, write_results
 from wlb.plan import IntArray
 
 SEED = 0

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.pages import Table
 from experiments.beyond.step_balance.families import FAMILIES, draw
+from experiments.harness.pages import Table
 from wlb import StepBalance, balance_step
 from wlb.plan import IntArray
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.harness.pages import Table
 from experiments.beyond.step_balance.cells import ANY_COUNTS, Cell, Score
 from experiments.beyond.step_balance.peers import Peer
+from experiments.harness.pages import Table
 from wlb.plan import FloatArray
 
 FREE = 1.0005

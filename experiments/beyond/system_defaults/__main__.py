@@ -1,9 +1,9 @@
 """Simulates settings from which the defaults of the system `wlb` are chosen, end to end.
 
-`python -m experiments.beyond.system_defaults [--steps 160] [--seed 1] [--quick]` trains the configurations
-of Table 1 with Algorithm 1 (S_max 2, `balanced` sharding) and with `bounded` over ranges of
-attention's price, prices being right, and puts the speed-up over Algorithm 1 beside the share of
-perfect balance and the delay.
+`python -m experiments.beyond.system_defaults [--steps 160] [--seed 1] [--quick]` trains the
+configurations of Table 1 with Algorithm 1 (S_max 2, `balanced` sharding) and with `bounded` over
+ranges of attention's price, prices being right, and puts the speed-up over Algorithm 1 beside the
+share of perfect balance and the delay.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Validates the simulator against replays and against real training.
 
-`python -m experiments.beyond.validation [replay|training|all] [--quick]` has two parts. replay: random
-plans are simulated, and run as timed waits on real processes. training: each step of real training
-runs on a CPU is compared with its simulation, with a profile that was calibrated on another run.
-Each part keeps its numbers in `results/<part>.json`, from which the page is made. The machine
-should have 2 cores and be idle. --only takes some of the training runs; it writes nothing.
+`python -m experiments.beyond.validation [replay|training|all] [--quick]` has two parts. replay:
+random plans are simulated, and run as timed waits on real processes. training: each step of real
+training runs on a CPU is compared with its simulation, with a profile that was calibrated on
+another run. Each part keeps its numbers in `results/<part>.json`, from which the page is made. The
+machine should have 2 cores and be idle. --only takes some of the training runs; it writes nothing.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.harness.pages import How, Picture, Table, show, write_results
 from experiments.beyond.validation import record, replay, training
+from experiments.harness.pages import How, Picture, Table, show, write_results
 
 PARTS = ("replay", "training")
 SEED = 0
@@ -24,7 +24,9 @@ QUICK_RUNS = ("one", "plain", "two", "pp_1f1b")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m experiments.beyond.validation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.beyond.validation", description=__doc__
+    )
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
     parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     parser.add_argument("--only", nargs="+", choices=[run.name for run in training.RUNS])

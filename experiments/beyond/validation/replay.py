@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from experiments.harness.drawing import MARKERS, new_figure
-from experiments.harness.pages import Picture, Table
 from experiments.beyond.validation.plans import DrawnPlan, draw_plans
 from experiments.beyond.validation.record import Conditions, conditions, load_now
+from experiments.harness.drawing import MARKERS, new_figure
+from experiments.harness.pages import Picture, Table
 from wlb.spec import PipelineSection, Schedule
 from wlb.validation.replay_step import compare, waits_of
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.harness.drawing import LINES, new_figure
-from experiments.harness.pages import ROOT, Picture, Table
 from experiments.beyond.validation.others import watch
 from experiments.beyond.validation.record import Conditions, conditions, load_now
+from experiments.harness.drawing import LINES, new_figure
+from experiments.harness.pages import ROOT, Picture, Table
 from wlb.validation.recorded import RecordedRun, simulate_recorded
 
 LIMIT = 0.15

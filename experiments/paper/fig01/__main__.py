@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.drawing import COLOURS, LINES, new_figure
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.fig01.large_job import (
     PAPER,
     STEPS,
@@ -27,7 +28,6 @@ from experiments.paper.fig01.large_job import (
     spec_of,
     traced_step,
 )
-from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import memory_estimate
 from wlb.simulate import Simulation
 from wlb.spec import Recompute

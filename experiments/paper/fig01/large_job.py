@@ -1,8 +1,8 @@
 """Simulates the paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window.
 
-The job is preset `405b_128k` with the constants of `experiments/harness/constants.py`. Under Plain-4D each
-pipeline trains the windows that its own loader made, in their order; the other systems deal
-micro-batches to pipelines by predicted work.
+The job is preset `405b_128k` with the constants of `experiments/harness/constants.py`. Under
+Plain-4D each pipeline trains the windows that its own loader made, in their order; the other
+systems deal micro-batches to pipelines by predicted work.
 """
 
 from collections.abc import Iterator

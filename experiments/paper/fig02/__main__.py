@@ -1,7 +1,7 @@
 """Draws Figure 2, 4-D parallelism, from a real plan and the executor's layout of ranks.
 
-`python -m experiments.paper.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of the
-fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws the contents of each
+`python -m experiments.paper.fig02 [--tp 2] [--cp 2] [--pp 4] [--dp 4] [--seed 0]` plans one step of
+the fitted family for the paper's example, (TP=2, CP=2, PP=4, DP=4), and draws the contents of each
 rank: pipelines (DP) take micro-batches, pipeline ranks (PP) stages of layers, context-parallel
 ranks (CP) spans of each document, tensor-parallel ranks (TP) heads and columns. Ranks are numbered
 as `wlb.parallel.mesh` lays them out, for which torch is needed.

@@ -1,8 +1,8 @@
 """Simulates Figure 4 (a): attention of each GPU in a 405B job, by PP worker and in a CP group.
 
-`python -m experiments.paper.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1 on
-8,192 GPUs under Plain-4D. It shows the attention time of one step on every GPU, (1) grouped by DP
-and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
+`python -m experiments.paper.fig04 [--steps 32] [--seed 1] [--quick]` simulates the job of Figure 1
+on 8,192 GPUs under Plain-4D. It shows the attention time of one step on every GPU, (1) grouped by
+DP and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.drawing import COLOURS, new_figure
-from experiments.paper.fig01.large_job import STEPS, FloatArray, simulate, slowest, traced_step
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
+from experiments.paper.fig01.large_job import STEPS, FloatArray, simulate, slowest, traced_step
 from wlb.report.simulation.plots import heat_map_figure
 from wlb.simulate import Simulation
 

@@ -1,10 +1,10 @@
 """Simulates Figure 5: how one slow micro-batch holds up a pipeline under several schedules.
 
-`python -m experiments.paper.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual stages
-and positions of the slow micro-batch with the same schedule of equal micro-batches. Orders and
-waits are those of real schedules; times are set by hand: forward takes 10 ms and backward 20 ms per
-micro-batch on a rank, divided among its virtual stages; zero-bubble halves backward into inputs and
-weights; messages, collectives and the optimiser take no time.
+`python -m experiments.paper.fig05 [--pp 4] [--slow 1.44]` compares schedules, numbers of virtual
+stages and positions of the slow micro-batch with the same schedule of equal micro-batches. Orders
+and waits are those of real schedules; times are set by hand: forward takes 10 ms and backward 20 ms
+per micro-batch on a rank, divided among its virtual stages; zero-bubble halves backward into inputs
+and weights; messages, collectives and the optimiser take no time.
 """
 
 import argparse

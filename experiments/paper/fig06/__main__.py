@@ -1,11 +1,11 @@
 """Makes Figure 6: attention balance and loss by packing window.
 
-`python -m experiments.paper.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the 550M
-model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1 to 16
-global batches, greedily. Imbalance is Section 3.3's Max_Attn / Avg_Attn of a step's micro-batches,
-where attention is the sum of squared document lengths (Eq. 1's objective); beside it stands the
-degree of Section 7.4, of predicted forward latency. Algorithm 1 and `bounded` have no packing
-window and are horizontal lines. The losses are read from the convergence study's results.
+`python -m experiments.paper.fig06 [--steps 640] [--seed 1] [--quick]` packs global batches of the
+550M model with a window of 128K (4 windows per batch) by Section 3.2's fixed-length packing over 1
+to 16 global batches, greedily. Imbalance is Section 3.3's Max_Attn / Avg_Attn of a step's
+micro-batches, where attention is the sum of squared document lengths (Eq. 1's objective); beside it
+stands the degree of Section 7.4, of predicted forward latency. Algorithm 1 and `bounded` have no
+packing window and are horizontal lines. The losses are read from the convergence study's results.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from experiments.harness import constants, evaluation
 from experiments.harness.configurations import configuration
 from experiments.harness.drawing import COLOURS, LINES, new_figure
-from experiments.paper.fig06.loss import Loss, read_losses
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
+from experiments.paper.fig06.loss import Loss, read_losses
 from wlb.cost import FlopsWorkload, WorkloadModel, workload_of
 from wlb.packing import (
     BoundedPacker,

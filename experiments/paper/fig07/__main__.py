@@ -1,10 +1,10 @@
 """Predicts Figure 7: how long a document's operations take, by its length.
 
-`python -m experiments.paper.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of one
-pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise, and
-total linear, their sum without attention, and where attention crosses it, also for Table 1's other
-configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure; here
-every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
+`python -m experiments.paper.fig07 [--profile h100 ...]` draws the terms of W_a and W_l (Eq. 2) of
+one pipeline rank of `7b_128k`, forward plus backward: attention, GEMM, collectives, element-wise,
+and total linear, their sum without attention, and where attention crosses it, also for Table 1's
+other configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numbers with the figure;
+here every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
 """
 
 import argparse

@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.paper.fig15.case import layer_cost
 from experiments.harness.pages import commit
+from experiments.paper.fig15.case import layer_cost
 from wlb.cost import ProfiledWorkload, attention_latency
 from wlb.plan import IntArray, ShardingPlan
 from wlb.sharding import shard

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.configurations import configuration
-from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure, tokens_axis, tokens_text
+from experiments.harness.drawing import (
+    COLOURS,
+    LINES,
+    MARKERS,
+    new_figure,
+    tokens_axis,
+    tokens_text,
+)
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import AttentionTable, KernelProfile, attention_forward_flops, load_profile
 from wlb.plan import IntArray

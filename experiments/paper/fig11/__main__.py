@@ -1,10 +1,10 @@
 """Predicts Figure 11: how the sharding of a micro-batch is chosen, on real micro-batches.
 
-`python -m experiments.paper.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the global
-batches of the fitted family and takes two of their micro-batches: where choosing gains most over
-per-sequence sharding, and where it gains most over per-document sharding. For each it draws what
-Section 5.3 does: the spans of both strategies on the gathered keys (1), their segments (2), the
-predicted attention of each CP rank (3), and the choice (4).
+`python -m experiments.paper.fig11 [--preset 7b_64k] [--cp 4] [--seed 0] [--batches 24]` plans the
+global batches of the fitted family and takes two of their micro-batches: where choosing gains most
+over per-sequence sharding, and where it gains most over per-document sharding. For each it draws
+what Section 5.3 does: the spans of both strategies on the gathered keys (1), their segments (2),
+the predicted attention of each CP rank (3), and the choice (4).
 """
 
 import argparse

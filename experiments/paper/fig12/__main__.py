@@ -1,9 +1,10 @@
 """Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
-`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates the
-three systems on the same documents and puts the averages beside the paper's; ours (`wlb`), Plain-4D
-with windows cut anywhere, both with keys by need, and the bound of perfect balance are shown too.
-With `--runs` it prints measured speed-ups of real runs instead, from the folders of `wlb train`.
+`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates
+the three systems on the same documents and puts the averages beside the paper's; ours (`wlb`),
+Plain-4D with windows cut anywhere, both with keys by need, and the bound of perfect balance are
+shown too. With `--runs` it prints measured speed-ups of real runs instead, from the folders of `wlb
+train`.
 """
 
 import csv
@@ -29,8 +30,8 @@ from experiments.harness.evaluation import (
     room_of,
     steps_of,
 )
-from experiments.paper.fig12.measured import measured_table
 from experiments.harness.pages import Against, How, Picture, Table, commit_of, show, write_results
+from experiments.paper.fig12.measured import measured_table
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = {

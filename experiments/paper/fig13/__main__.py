@@ -1,7 +1,7 @@
 """Simulates Figure 13: contribution of each of WLB-LLM's parts on the 7B model, 128K window.
 
-`python -m experiments.paper.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by one
-and together: per-document sharding, adaptive sharding, variable-length packing with delayed
+`python -m experiments.paper.fig13 [--steps 160] [--seed 1] [--quick]` adds parts to Plain-4D one by
+one and together: per-document sharding, adaptive sharding, variable-length packing with delayed
 outliers, and adaptive sharding with that packing. Ours, which the paper does not have, follow:
 `bounded` packing, `balanced` sharding, both, and with keys exchanged by need and overlapped.
 """

@@ -1,8 +1,8 @@
 """Simulates Figure 14: speed-up over Plain-4D on the 7B model as the context window grows.
 
-`python -m experiments.paper.fig14 [--steps 160] [--seed 1] [--take] [--quick]` takes windows of 32K to
-160K tokens, the layout of 7B-128K throughout, and lengths scaled with the window. `--take` writes
-the page again from its table.
+`python -m experiments.paper.fig14 [--steps 160] [--seed 1] [--take] [--quick]` takes windows of 32K
+to 160K tokens, the layout of 7B-128K throughout, and lengths scaled with the window. `--take`
+writes the page again from its table.
 """
 
 from pathlib import Path

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from experiments.harness.pages import commit
+from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import (
     STATIC,
     STRATEGIES,
@@ -39,8 +41,6 @@ from experiments.paper.fig15.report import (
     note_of,
     write,
 )
-from experiments.harness.pages import commit
-from experiments.harness.streams import WINDOW
 from wlb.cost import ProfiledWorkload, attention_latency
 from wlb.plan import IntArray, ShardingPlan
 

@@ -5,9 +5,9 @@ from fractions import Fraction
 
 import torch
 
+from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import MODEL, TP, layer_cost
 from experiments.paper.fig15.rank_times import Layout
-from experiments.harness.streams import WINDOW
 from wlb.cost import ProfiledWorkload, load_profile
 from wlb.kernels import select_backend
 from wlb.plan import IntArray

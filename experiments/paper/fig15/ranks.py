@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import STRATEGIES, distinct, micro_batches, plans_of
 from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
 from experiments.paper.fig15.whole_op import TOLERANCE, benchmark, check
-from experiments.harness.streams import WINDOW
 from wlb.parallel import world as worlds
 from wlb.plan import ShardingPlan
 from wlb.spec import Device

@@ -11,6 +11,7 @@ import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from experiments.harness.pages import How, priced_with, show, write_results
 from experiments.paper.fig16.arms import ARMS, SCALES, Arm, arm_of
 from experiments.paper.fig16.page import (
     classes_table,
@@ -23,7 +24,6 @@ from experiments.paper.fig16.page import (
 from experiments.paper.fig16.study import Case, Study, cases_of
 from experiments.paper.fig16.summary import groups_of
 from experiments.paper.fig16.words import against_rows, words
-from experiments.harness.pages import How, priced_with, show, write_results
 from wlb.cost import load_profile
 
 SEEDS = 3

@@ -2,8 +2,9 @@
 
 Every arm trains the same documents once, from the same weights, on a cosine to its own last step.
 Policies decide by one cost: attention of a full window takes 1.67 times its linear layers' time, as
-the 7B model's at 128K does (`experiments/harness/streams.py`), so that the small model's documents are
-packed, held back and cut as the large one's would be. The model itself computes at its own ratio.
+the 7B model's at 128K does (`experiments/harness/streams.py`), so that the small model's documents
+are packed, held back and cut as the large one's would be. The model itself computes at its own
+ratio.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.paper.fig16.corpus import small_sources, source_files
 from experiments.harness.streams import RATIO
+from experiments.paper.fig16.corpus import small_sources, source_files
 from wlb.cost import KernelProfile, load_profile, save_profile, scaled_profile, workload_of
 from wlb.spec import RunSpec, load
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.paper.fig16.bookkeeping import check_covered
 from experiments.harness.pages import commit
+from experiments.paper.fig16.bookkeeping import check_covered
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
+from experiments.harness.pages import Picture, Table
 from experiments.paper.fig16.arms import DELAYS
 from experiments.paper.fig16.bookkeeping import CLASS_NAMES
 from experiments.paper.fig16.summary import (
@@ -18,8 +20,6 @@ from experiments.paper.fig16.summary import (
     train_loss,
     verdict,
 )
-from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
-from experiments.harness.pages import Picture, Table
 
 
 def quality_table(groups: Sequence[Group], tokens: int) -> Table:

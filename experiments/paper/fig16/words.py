@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from experiments.harness.pages import Against
+from experiments.harness.streams import RATIO
 from experiments.paper.fig16.arms import CONTROL, DELAYS, LONG, Scale
 from experiments.paper.fig16.corpus import source_versions
 from experiments.paper.fig16.study import Study
@@ -21,8 +23,6 @@ from experiments.paper.fig16.summary import (
     train_loss,
     verdict,
 )
-from experiments.harness.pages import Against
-from experiments.harness.streams import RATIO
 from wlb.data import TokenStore
 
 ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118", "cdc72cb"})

@@ -1,9 +1,9 @@
 """Counts rows, steps, utilisation and padding of the methods that pack with position ids.
 
-`python -m experiments.paper.packing_methods` counts an epoch of each method of the packing paper's Tables
-2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and layout (Tables 2
-and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`). Methods
-that the paper does not have are added: Multipack in groups of 8, exact first and best fit
+`python -m experiments.paper.packing_methods` counts an epoch of each method of the packing paper's
+Tables 2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and layout
+(Tables 2 and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`).
+Methods that the paper does not have are added: Multipack in groups of 8, exact first and best fit
 decreasing. `experiments.paper.packing_methods.training` trains models; this counts.
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.packing_methods.counting import Method
 from experiments.paper.packing_methods.draw import draw_lengths, draw_rows, draw_steps
 from experiments.paper.packing_methods.lengths import DATASETS, MSL
 from experiments.paper.packing_methods.rows import RowCounts, row_counts
 from experiments.paper.packing_methods.steps import StepCounts, step_counts
-from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 
 SHUFFLES = 9
 SMALL_GAS = {

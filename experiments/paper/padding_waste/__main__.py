@@ -1,9 +1,9 @@
 """Recomputes an article's tables on padding waste, and compares its claims with its assumptions.
 
-`python -m experiments.paper.padding_waste [--lengths FILE ...]` pads and packs documents like the web,
-code and books (by the article's means), the Python standard library and files of lengths. It covers
-rows of 512 to 16,384 tokens; eleven strategies at 4,096; what they cost a 7B model in tokens per
-second and dollars; and the bytes of masks. Everything is counted; nothing is trained or timed.
+`python -m experiments.paper.padding_waste [--lengths FILE ...]` pads and packs documents like the
+web, code and books (by the article's means), the Python standard library and files of lengths. It
+covers rows of 512 to 16,384 tokens; eleven strategies at 4,096; what they cost a 7B model in tokens
+per second and dollars; and the bytes of masks. Everything is counted; nothing is trained or timed.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure, tokens_axis
+from experiments.harness.pages import How, Picture, Table, show, write_results
 from experiments.paper.padding_waste import money
 from experiments.paper.padding_waste.claims import ROW, USD, UTILISATION, Claim, claims
 from experiments.paper.padding_waste.corpora import WEB, Corpus, corpora
 from experiments.paper.padding_waste.money import Job, job
 from experiments.paper.padding_waste.strategies import Filled, Strategy, fill
-from experiments.harness.pages import How, Picture, Table, show, write_results
 
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 PRICED = (

@@ -2,8 +2,8 @@
 
 The article gives means and nothing else: "web ~800, code ~300, books ~50K tokens". A mean leaves
 the spread open, and padding depends on it, so the spread is ours: sigma 1.2 for the web, 1.4 for
-code (the Stack's in `experiments.paper.packing_methods.lengths`), 0.8 for books. Lengths are quantiles,
-so that the means are exact; a seed gives their order.
+code (the Stack's in `experiments.paper.packing_methods.lengths`), 0.8 for books. Lengths are
+quantiles, so that the means are exact; a seed gives their order.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.paper.packing_methods.lengths import Dataset
 from experiments.harness.streams import source_of, title_of
+from experiments.paper.packing_methods.lengths import Dataset
 from wlb.plan import IntArray
 
 WEB = Dataset(title="web-like", num_examples=100_000, tokens=80_000_000, sigma=1.2, longest=None)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness import pages
 from experiments.harness.drawing import new_figure
 from experiments.harness.evaluation import arguments
 from experiments.harness.pages import (
@@ -111,7 +110,7 @@ def test_changed_results_do_not_make_a_commit_dirty(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_experiment_stamps_its_page_with_this_commit() -> None:
-    modules = [path for path in results.ROOT.glob("experiments/**/*.py") if path.stem != "results"]
+    modules = [path for path in pages.ROOT.glob("experiments/**/*.py") if path.stem != "pages"]
     assert not [path for path in modules if "program_version" in path.read_text("utf-8")]
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.paper.fig01 import large_job
-from experiments.paper.fig04.__main__ import spreads
 from experiments.paper.fig01.large_job import in_order, over_others, slowest
+from experiments.paper.fig04.__main__ import spreads
 from wlb.planner import Planner
 
 pytestmark = pytest.mark.full

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.paper.fig16.arms import arm_of
 from experiments.paper.fig06.__main__ import draw_losses, loss_text
 from experiments.paper.fig06.loss import Loss, read_losses
+from experiments.paper.fig16.arms import arm_of
 
 pytestmark = pytest.mark.full
 

@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness.evaluation import EARLIER_GIB, SYSTEMS, Case, Outcome, compared, room_of, spec_of
-from experiments.paper.fig12 import __main__ as fig12
+from experiments.harness.evaluation import (
+    EARLIER_GIB,
+    SYSTEMS,
+    Case,
+    Outcome,
+    compared,
+    room_of,
+    spec_of,
+)
 from experiments.harness.pages import Table
+from experiments.paper.fig12 import __main__ as fig12
 from wlb.spec import WindowCut
 
 pytestmark = pytest.mark.full

@@ -12,11 +12,11 @@ from experiments.paper.fig03.__main__ import draw as draw_lengths
 from experiments.paper.fig07.__main__ import crossing, growth, parts_of, workload
 from experiments.paper.fig07.__main__ import draw as draw_terms
 from experiments.paper.fig10.__main__ import forward_us, table_of, tflops
+from experiments.paper.fig13.waterfall import WaterfallRow, waterfall_figure
 from experiments.paper.fig15.__main__ import rest_ns
 from experiments.paper.fig15.case import layer_cost
 from experiments.paper.table1 import __main__ as memory
 from experiments.paper.table1.__main__ import PACKINGS, fit, words
-from experiments.paper.fig13.waterfall import WaterfallRow, waterfall_figure
 from wlb.cost import MemoryEstimate, load_profile, memory_estimate
 
 pytestmark = pytest.mark.full

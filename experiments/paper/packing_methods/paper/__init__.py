@@ -2,9 +2,9 @@
 
 The CSV files hold its numbers as printed, including times, throughput, memory and losses. Counts
 are compared with `experiments.paper.packing_methods`, the rest with the runs of
-`experiments.paper.packing_methods.training`. Two things are ours: the names FLAN, OrcaMath and Stack for
-the 20K subsets, and the name `MiniBatchPacking+PosID`, by which the paper's text calls it, for the
-method that Tables 4 to 6 print as RandomSampling+PosID.
+`experiments.paper.packing_methods.training`. Two things are ours: the names FLAN, OrcaMath and
+Stack for the 20K subsets, and the name `MiniBatchPacking+PosID`, by which the paper's text calls
+it, for the method that Tables 4 to 6 print as RandomSampling+PosID.
 """
 
 import csv

@@ -1,10 +1,10 @@
 """Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-`python -m experiments.paper.packing_methods.training` trains a model of 5 million parameters on Python
-sources of other packages. From there it fine-tunes one epoch on conversations about the standard
-library's docstrings, with each of the paper's methods at layouts like those of its Tables 4 to 6,
-several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and 3).
-Everything is kept in --folder: the same command goes on where it was interrupted, and writes
+`python -m experiments.paper.packing_methods.training` trains a model of 5 million parameters on
+Python sources of other packages. From there it fine-tunes one epoch on conversations about the
+standard library's docstrings, with each of the paper's methods at layouts like those of its Tables
+4 to 6, several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and
+3). Everything is kept in --folder: the same command goes on where it was interrupted, and writes
 `training/results` when all runs are there. It takes about 75 minutes on two cores.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from experiments.harness.pages import How, show, write_results
 from experiments.paper.packing_methods.training.cases import (
     BATCH_SIZES,
     Case,
@@ -33,7 +34,6 @@ from experiments.paper.packing_methods.training.page import (
 )
 from experiments.paper.packing_methods.training.summary import groups_of
 from experiments.paper.packing_methods.training.words import words
-from experiments.harness.pages import How, show, write_results
 
 SEEDS = 3
 CAP_MIB = 3072

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.paper.packing_methods.counting import Method
 from experiments.harness.pages import commit
+from experiments.paper.packing_methods.counting import Method
 from wlb.data import TokenStore
 from wlb.planner import open_planner
 from wlb.prepare import PrepareOptions, prepare_docstrings, prepare_store

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness.drawing import COLOURS, MARKERS, new_figure
+from experiments.harness.pages import Against, Picture, Table
 from experiments.paper.packing_methods.lengths import DATASETS
 from experiments.paper.packing_methods.training.cases import (
     BATCH_SIZES,
@@ -15,7 +16,6 @@ from experiments.paper.packing_methods.training.cases import (
     SizeCase,
 )
 from experiments.paper.packing_methods.training.summary import Group, noise_band, paper_pair
-from experiments.harness.pages import Against, Picture, Table
 
 Sizes = dict[SizeCase, Result | None]
 

@@ -1,27 +1,24 @@
-"""Kills training runs at random points and checks that every token is trained exactly once.
+"""Kills training runs at random points and counts how often their tokens were trained.
 
-`python -m experiments.kill_points` takes a small run over one epoch of a store. It kills the run's
-launcher (SIGKILL) at a random moment, with which all ranks end, and starts the run again with
-`--resume auto`; after a number of kills the run may end. Its ledger and its last checkpoint answer
-two questions: was every token that the loader gave trained exactly once in the lineage of the final
-weights, and are the losses those of a run that nobody killed, bit for bit?
+`survive` takes a small run over one epoch of a store. It kills the run's launcher (SIGKILL) at a
+random moment, with which all ranks end, and starts the run again with `--resume auto`; after a
+number of kills the run may end. Its ledger and its last checkpoint answer two questions: was every
+token that the loader gave trained exactly once in the lineage of the final weights, and are the
+losses those of a run that nobody killed, bit for bit?
 """
 
-import argparse
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.pages import How, Table, show, write_results
 from wlb.data import TokenStoreWriter
 from wlb.planner import open_planner
 from wlb.spec import RunSpec, apply, check, to_toml
@@ -34,8 +31,6 @@ LAYOUTS = {
     "CP 2": {"parallel": {"cp": 2}},
     "PP 2": {"parallel": {"pp": 2}, "pp": {"schedule": "1f1b"}},
 }
-KILLS = {"1 rank": 20, "DP 2": 10, "CP 2": 10, "PP 2": 10}
-NUM_DOCUMENTS = 6000
 LONGEST_S = 0.8
 """A kill comes at most this many seconds after the first step that follows a start."""
 
@@ -60,7 +55,7 @@ class Outcome:
     seconds: float
 
 
-def write_store(prefix: Path, num: int = NUM_DOCUMENTS) -> str:
+def write_store(prefix: Path, num: int) -> str:
     """Writes documents of a heavy-tailed distribution, some longer than the window."""
     draw = np.random.default_rng(0)
     with TokenStoreWriter(prefix, vocab_size=320) as writer:
@@ -90,7 +85,7 @@ def spec_of(folder: Path, store: str, name: str, layout: str) -> RunSpec:
             "checkpoint": {"interval": 5, "keep": 2},
             "telemetry": {"ledger": True},
         },
-        source="kill_points",
+        source="killed_runs",
     )
     return check(apply(spec, LAYOUTS[layout], source=layout))
 
@@ -182,85 +177,3 @@ def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> 
         same_losses=losses_of(run) == losses_of(other),
         seconds=time.perf_counter() - began,
     )
-
-
-def table(outcomes: list[Outcome]) -> Table:
-    return Table(
-        name="kills",
-        title="Runs killed at random",
-        columns=(
-            "layout",
-            "kills",
-            "in a save",
-            "with a checkpoint",
-            "steps",
-            "trained again",
-            "tokens once",
-            "never",
-            "repeated",
-            "waiting",
-            "losses bit-equal",
-            "seconds",
-        ),
-        rows=[
-            [
-                o.layout,
-                o.kills,
-                o.in_save,
-                o.resumed,
-                o.count.num_steps,
-                o.count.num_undone,
-                o.count.once,
-                o.count.never,
-                o.count.repeated,
-                o.count.waiting,
-                "yes" if o.same_losses else "no",
-                o.seconds,
-            ]
-            for o in outcomes
-        ],
-        formats=dict.fromkeys(("tokens once", "never", "repeated", "waiting"), ",d")
-        | {"seconds": ".0f"},
-        note="in a save: a half-written checkpoint was there after the kill. trained again: steps "
-        "that were done and are not in the lineage of the final weights.",
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="kill three times and write nothing")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    kills = {"1 rank": 3} if options.quick else KILLS
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        store = write_store(folder / "store")
-        for layout, num in kills.items():
-            made = survive(folder, store, layout, kills=num, seed=options.seed + num)
-            outcomes.append(made)
-            print(f"{layout}: {made.kills} kills, {made.count}, losses equal: {made.same_losses}")
-    show(table(outcomes), width=160)
-    if options.quick:
-        return
-    num = sum(o.kills for o in outcomes)
-    exact = all(o.count.is_exact for o in outcomes)
-    same = all(o.same_losses for o in outcomes)
-    write_results(
-        Path(__file__).parent,
-        title="Kill -9 at random points",
-        how=How.MEASURED,
-        profile="real processes on CPU, killed by SIGKILL with all their children",
-        seed=options.seed,
-        text=(
-            f"{num} kills over {len(outcomes)} layouts. In the lineage of the final weights every "
-            f"token of the epoch is trained {'exactly once' if exact else 'NOT exactly once'}, and "
-            f"the losses {'are' if same else 'are NOT'} those of a run that was not killed, bit "
-            f"for bit. Checkpoints are asynchronous, every 5 steps."
-        ),
-        tables=[table(outcomes)],
-    )
-
-
-if __name__ == "__main__":
-    main()
