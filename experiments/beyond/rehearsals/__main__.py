@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.harness import pages
 from experiments.harness.pages import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget

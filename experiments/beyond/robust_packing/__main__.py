@@ -1,6 +1,6 @@
-"""Measures balance and delay where attention's price is wrong, and how near a bound they are.
+"""Measures balance and delay where attention's price is wrong.
 
-`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--windows 12] [--quick]` packs
+`python -m experiments.beyond.robust_packing [--lengths FILE ...] [--quick]` packs
 the same global batches of N windows of 128K tokens (7B, profile `h100`, D 10) with Algorithm 1 (two
 queues, same caps) and `bounded`, each at one price and over a range of prices. N counts the
 micro-batches of all pipelines: 4 is one pipeline of 4, 64 one of 64 or 16 of 4, 256 64 of 4.
@@ -10,14 +10,11 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from experiments.beyond.robust_packing.cases import (
     CAPS,
     FACTORS,
     NARROW,
     ONE_PRICE,
-    PASSES,
     POLICIES,
     PROFILE,
     STREAMS,
@@ -28,23 +25,20 @@ from experiments.beyond.robust_packing.cases import (
     time_ratio,
     title_of,
 )
-from experiments.beyond.robust_packing.offline import N, Score, offline, online
 from experiments.harness.pages import How, Table, show, write_results
 
 TABLES = """
 1. Imbalance of the forward pass, of forward + backward (F+B), and of F+B if attention costs 0.7 to
    1.6 times its price, beside the delay.
 2. The front: the delay price swept, N = 4, T 1.5, three ranges.
-3. With `--windows`: six-step windows against an integer program that knows all six steps
-   (`offline`). Solves end by time, so bounds are tight on an idle machine only.
-4. The time of a push against one price, the default.
+3. The time of a push against one price, the default.
 """
 """What each table of the page holds."""
 SEED = 1
+N = 4
 STEPS = {4: 640, 16: 120, 64: 30, 256: 12}
 SWEPT = (0.3, 0.2, 0.15, 0.1, 0.05)
 """Delay prices, times sqrt(N)."""
-WINDOW_STEPS = 6
 NUMBERS = ("forward", *(f"F+B x {factor:g}" for factor in FACTORS), "mean delay")
 FORMATS = dict.fromkeys(NUMBERS, ".4f") | {"mean delay": ".3f"}
 
@@ -82,42 +76,7 @@ def table_2(streams: list[str], num: int) -> Table:
     )
 
 
-def table_3(num_windows: int, time_limit_s: float) -> Table:
-    batches = batches_of("fitted", N, 640, SEED)
-    starts = [40 + i * WINDOW_STEPS for i in range(num_windows)]
-    windows = [list(batches[start : start + WINDOW_STEPS]) for start in starts]
-    planned: list[list[object]] = []
-    bounds: dict[float, float] = {}
-    for price in (0.02, 0.05, 0.1, 0.2):
-        made = [offline(window, price, time_limit_s=time_limit_s) for window in windows]
-        bounds[price] = float(np.mean([bound for _, bound in made]))
-        planned.append(["known in advance", price, *_means([score for score, _ in made])])
-    for prices in (ONE_PRICE, PASSES, WIDE_RANGE):
-        for price in SWEPT:
-            packer = bounded(CAPS[0], N, prices, price)
-            label = f"bounded, {prices.low} to {prices.high}"
-            planned.append([label, price, *_means([online(packer, window) for window in windows])])
-    rows = [
-        [*row, max(0.0, *(bound - price * float(str(row[3])) for price, bound in bounds.items()))]
-        for row in planned
-    ]
-    return Table(
-        name="offline",
-        title=f"{num_windows} windows of {WINDOW_STEPS} steps, fitted stream, N = 4, T 1.5",
-        columns=("policy", "delay price", "wait", "held", "least wait with as much held"),
-        rows=rows,
-        formats=dict.fromkeys(("wait", "least wait with as much held"), ".4f") | {"held": ".3f"},
-        note="Per step: wait in typical micro-batches (imbalance - 1, weighted by time; the worse "
-        "of forward and F+B), held in global batches. The last column follows from the solver's "
-        "bounds at four prices: no plan, not even one made in advance, can wait less.",
-    )
-
-
-def _means(scores: list[Score]) -> list[float]:
-    return [float(np.mean([s.wait for s in scores])), float(np.mean([s.held for s in scores]))]
-
-
-def table_4(steps: dict[int, int]) -> Table:
+def table_3(steps: dict[int, int]) -> Table:
     rows: list[list[object]] = []
     for n, num in steps.items():
         ratio, longest = time_ratio(n, steps=num, seed=SEED)
@@ -135,7 +94,6 @@ def main() -> None:
     doc = f"{__doc__}{TABLES}"
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
-    parser.add_argument("--windows", type=int, default=0, help="windows of table 3, slow to solve")
     parser.add_argument("--quick", action="store_true", help="pack a tenth and write nothing")
     options = parser.parse_args()
     streams = [*STREAMS, *options.lengths]
@@ -144,10 +102,8 @@ def main() -> None:
     parts = [
         partial(table_1, streams, steps),
         partial(table_2, streams, 320 // shrink),
-        partial(table_4, {4: 80 // shrink, 1024: 8}),
+        partial(table_3, {4: 80 // shrink, 1024: 8}),
     ]
-    if windows := min(options.windows, 2) if options.quick else options.windows:
-        parts.append(partial(table_3, windows, 40))
     tables: list[Table] = []
     for part in parts:
         tables.append(part())

@@ -23,11 +23,9 @@ COST = workload_of(configuration("7b_128k"), PROFILE)
 FACTORS = (0.7, 0.8, 1.0, 1.25, 1.6)
 """What attention costs, in parts of its price, forward and backward together."""
 STREAMS = ("fitted", "tail 2", "chunked", "library")
-ONE_PRICE, PASSES, NARROW, WIDE_RANGE = (
-    PriceRange(low=low, high=high)
-    for low, high in ((1.0, 1.0), (0.7, 1.0), (0.7, 1.25), (0.7, 1.6))
+ONE_PRICE, NARROW, WIDE_RANGE = (
+    PriceRange(low=low, high=high) for low, high in ((1.0, 1.0), (0.7, 1.25), (0.7, 1.6))
 )
-"""PASSES spans what forward and F+B differ by and trusts the profile otherwise."""
 BEFORE = 0.15
 """The delay price, times sqrt(N), of `bounded` when it knew one price only."""
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.beyond.step_balance import dynamic
 from experiments.beyond.step_balance.cells import MINI_BATCHES, SHAPES, cell, timed
 from experiments.beyond.step_balance.families import FAMILIES, draw, files
 from experiments.beyond.step_balance.peers import MAKERS, found_peers
@@ -96,7 +95,6 @@ def main() -> None:
             "mini_batches", f"{MINI_BATCHES} mini-batches, equal counts of wlb", several, peers
         ),
         speed(cells),
-        dynamic.table(shapes),
         rows_of(cells, peers),
         wait_once,
     ]

@@ -1,10 +1,9 @@
 """Simulates Figure 12: WLB-LLM and Fixed-4D over Plain-4D on the configurations of Table 1.
 
-`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick] [--runs FOLDER ...]` simulates
+`python -m experiments.paper.fig12 [--steps 160] [--seed 1] [--quick]` simulates
 the three systems on the same documents and puts the averages beside the paper's; ours (`wlb`),
 Plain-4D with windows cut anywhere, both with keys by need, and the bound of perfect balance are
-shown too. With `--runs` it prints measured speed-ups of real runs instead, from the folders of `wlb
-train`.
+shown too.
 """
 
 import csv
@@ -31,7 +30,6 @@ from experiments.harness.evaluation import (
     steps_of,
 )
 from experiments.harness.pages import Against, How, Picture, Table, commit_of, show, write_results
-from experiments.paper.fig12.measured import measured_table
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = {
@@ -259,8 +257,8 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
         f"attention's share of the work falls with a model's width, and 550M models are nearly "
         f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
         f"which flatters it where DP is above 1 (550M-64K). The constants are those of "
-        f"`experiments/harness/constants.py`, fitted to these averages and to Table 2 together; they "
-        f"show that the numbers fit each other, not what a machine would do."
+        f"`experiments/harness/constants.py`, fitted to these averages and to Table 2 together; "
+        f"they show that the numbers fit each other, not what a machine would do."
     )
 
 
@@ -278,16 +276,7 @@ def room_text(*, is_taken: bool) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, takes="simulate only the systems that the results do not have")
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        metavar="FOLDER",
-        help="folders of real runs, read instead of simulating",
-    )
     options = parser.parse_args()
-    if options.runs:
-        show(measured_table([Path(folder) for folder in options.runs]))
-        return
     steps = steps_of(options)
     known = {config: earlier(config) for config in TABLE_1} if options.take else {}
     names = [name for name in SYSTEMS if name == "plain_4d" or not known or name not in NAMES]

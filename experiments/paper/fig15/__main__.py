@@ -2,8 +2,7 @@
 
 `python -m experiments.paper.fig15 [--device none|cuda|cpu]`; `device_of` describes the
 devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
-128K and the micro-batches of Plain-4D's loader on the fitted stream. The whole operation with
-collectives is `torchrun -m experiments.paper.fig15.ranks`.
+128K and the micro-batches of Plain-4D's loader on the fitted stream.
 """
 
 import argparse

@@ -174,11 +174,6 @@ def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
             lines += ["", note_of(found)]
         line = mean_line(run["windows"])
         lines += ["", line[0].upper() + line[1:] + "."]
-    lines += [
-        "",
-        "The whole operation with its collectives: `torchrun --nproc-per-node 4 -m "
-        "experiments.paper.fig15.ranks [--check]`.",
-    ]
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness import pages
 from experiments.harness.drawing import new_figure
 from experiments.harness.evaluation import arguments
 from experiments.harness.pages import (
