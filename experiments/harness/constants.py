@@ -1,10 +1,11 @@
-"""Defines the one set of constants that the paper's figures and tables are reproduced with.
+"""Defines the constants and configurations that the paper's figures are reproduced with.
 
-They were fitted to Table 2's imbalances and the four averages of Figure 12; none is tuned for a
-single figure, and none was measured. Several sets fit as well; this one shows that the paper's
-numbers are consistent under the simulator. Lengths are a family of `wlb.data.lengths`, scaled with
-the window. Kernels are profile `h100` (FlashAttention-3) with its throughputs changed. Settings
-that the paper does not give (virtual stages, thresholds, S_max) are the same everywhere.
+There is one set of constants. They were fitted to Table 2's imbalances and the four averages of
+Figure 12; none is tuned for a single figure, and none was measured. Several sets fit as well; this
+one shows that the paper's numbers are consistent under the simulator. Lengths are a family of
+`wlb.data.lengths`, scaled with the window. Kernels are profile `h100` (FlashAttention-3) with its
+throughputs changed. Settings that the paper does not give (virtual stages, thresholds, S_max) are
+the same everywhere.
 """
 
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 from wlb.cost import KernelProfile, Provenance, ProvenanceKind, Scope, load_profile
 from wlb.cost.surface import Surface
 from wlb.data import LengthFamily
+from wlb.spec import RunSpec, load
 
 FAMILY = LengthFamily(
     body_median=750 / 131072,
@@ -46,6 +48,30 @@ OVERRIDES = (
     "planner.baseline=false",
 )
 """Every run has these settings."""
+
+
+TABLE_1 = (
+    "550m_64k",
+    "550m_128k",
+    "7b_64k",
+    "7b_128k",
+    "30b_64k",
+    "30b_128k",
+    "70b_64k",
+    "70b_128k",
+)
+VOCABULARY = 32000
+"""LLaMA2 has this vocabulary. Presets take theirs from a token store, which bare lengths lack."""
+
+
+def configuration(name: str, *overrides: str) -> RunSpec:
+    """Loads a preset of Table 1 with LLaMA2's vocabulary; overrides are those of `--set`."""
+    return load(name, [f"model.vocab_size={VOCABULARY}", *overrides])
+
+
+def title(name: str) -> str:
+    """Returns a configuration's name as the paper writes it, such as 7B-128K."""
+    return name.upper().replace("_", "-")
 
 
 def profile() -> KernelProfile:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.configurations import configuration
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from wlb.cost import planned_gib, workload_of
 from wlb.data import GlobalBatches, LengthFamily, LengthSource
 from wlb.plan import GlobalBatch
@@ -57,30 +58,13 @@ EARLIER_GIB = 76.0
 Experiments whose results were not made again name it; all others plan as a run does (`system`)."""
 
 
-class TakingParser(argparse.ArgumentParser):
-    """Refuses --take with other steps or another seed: what is taken would be named after them."""
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options = super().parse_args(args, namespace)
-        differs = [n for n in ("steps", "seed") if getattr(options, n) != self.get_default(n)]
-        if getattr(options, "take", False) and differs:
-            self.error(f"--take keeps the steps and seed of its results; leave out --{differs[0]}")
-        return options
-
-
-def arguments(doc: str, *, takes: str = "") -> argparse.ArgumentParser:
+def arguments(doc: str | None, *, takes: str = "") -> argparse.ArgumentParser:
     """Returns a parser with the options that every figure of the evaluation takes.
 
     takes: what --take does; "" for figures that have no such option
     """
-    parser = TakingParser(description=doc.splitlines()[0])
-    if takes:
-        parser.add_argument("--take", action="store_true", help=takes)
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches per run")
-    parser.add_argument("--seed", type=int, default=SEED)
-    quick = f"simulate {QUICK_STEPS} global batches per run and write nothing"
-    parser.add_argument("--quick", action="store_true", help=quick)
-    return parser
+    quick = f"simulate {QUICK_STEPS} global batches per run"
+    return experiment_parser(doc, quick=quick, seed=SEED, steps=STEPS, take=takes)
 
 
 def steps_of(options: argparse.Namespace) -> int:

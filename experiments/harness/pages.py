@@ -7,6 +7,7 @@
 - Pictures come from `experiments.harness.drawing.new_figure`, which is as wide as a README.
 """
 
+import contextlib
 import csv
 import os
 import platform
@@ -70,6 +71,7 @@ class Table:
     rows: plain values in the order of columns; None is an empty cell
     formats: format specification by column, such as {"imbalance": ".3f", "tokens": ",d"}
     most_rows: rows shown on the page; with 0 the table goes to the CSV only
+    page_columns: names on the page of the columns that stand there; empty: all by their own names
     """
 
     name: str
@@ -79,39 +81,58 @@ class Table:
     formats: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     most_rows: int = 60
+    page_columns: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, name: str, title: str, records: Sequence[Mapping[str, Any]], **more: Any
+    ) -> "Table":
+        """Returns the table of these records, whose keys are the columns.
+
+        Raises ValueError for records with different keys, or none at all.
+        """
+        columns = list(records[0]) if records else []
+        if not columns or any(list(record) != columns for record in records):
+            raise ValueError(f"{name}: rows need the same columns, got {list(map(list, records))}")
+        rows = [list(record.values()) for record in records]
+        return cls(name=name, title=title, columns=columns, rows=rows, **more)
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"{self.name}: row {list(row)} has not {len(self.columns)} values")
-        if unknown := set(self.formats) - set(self.columns):
-            raise ValueError(f"{self.name}: formats of no column: {sorted(unknown)}")
+        for what, names in (("formats", self.formats), ("page names", self.page_columns)):
+            if unknown := set(names) - set(self.columns):
+                raise ValueError(f"{self.name}: {what} of no column: {sorted(unknown)}")
 
-    def shown(self) -> list[list[str]]:
-        """Returns all rows as text."""
-        specs = [self.formats.get(column, "") for column in self.columns]
-        return [[_text(v, spec) for v, spec in zip(row, specs, strict=True)] for row in self.rows]
+    def shown(self) -> tuple[list[str], list[list[str]], list[bool]]:
+        """Returns the page's columns, all rows as text, and which columns hold words."""
+        names = self.page_columns or {column: column for column in self.columns}
+        at = [self.columns.index(column) for column in names]
+        specs = [self.formats.get(column, "") for column in names]
+        rows = [[_text(row[i], s) for i, s in zip(at, specs, strict=True)] for row in self.rows]
+        has_words = [any(isinstance(row[i], str) for row in self.rows) for i in at]
+        return list(names.values()), rows, has_words
 
     def markdown(self) -> list[str]:
         lines = [f"## {self.title}", ""]
-        shown = self.shown()[: self.most_rows]
+        columns, rows, has_words = self.shown()
+        shown = rows[: self.most_rows]
         if shown:
-            aligned = (":---" if self._is_text(i) else "---:" for i in range(len(self.columns)))
-            lines += [_row(self.columns), f"|{'|'.join(aligned)}|", *map(_row, shown), ""]
+            aligned = (":---" if words else "---:" for words in has_words)
+            lines += [_row(columns), f"|{'|'.join(aligned)}|", *map(_row, shown), ""]
         what = "Unrounded" if len(shown) == len(self.rows) else f"All {len(self.rows)} rows"
         return [*lines, f"{self.note} {what}: [{self.name}.csv]({self.name}.csv).".strip(), ""]
 
     def rich(self) -> rich_table.Table:
         """Returns the table for the console."""
         out = rich_table.Table(title=self.title, title_justify="left")
-        for i, column in enumerate(self.columns):
-            out.add_column(column, justify="left" if self._is_text(i) else "right")
-        for row in self.shown()[: self.most_rows]:
+        columns, rows, has_words = self.shown()
+        for column, words in zip(columns, has_words, strict=True):
+            out.add_column(column, justify="left" if words else "right")
+        for row in rows[: self.most_rows]:
             out.add_row(*row)
         return out
-
-    def _is_text(self, column: int) -> bool:
-        return any(isinstance(row[column], str) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +201,7 @@ def write_results(
         _write_csv(results / f"{table.name}.csv", table)
         lines += table.markdown()
     (results / "README.md").write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+    print(f"written to {os.path.relpath(results)}")
     return results
 
 
@@ -205,11 +227,11 @@ def commit_of(folder: Path) -> str:
     raise ValueError(f"{folder.name}: the results page names no commit")
 
 
-def _number(cell: str) -> float | str | None:
-    try:
-        return float(cell)
-    except ValueError:
-        return cell or None
+def _number(cell: str) -> int | float | str | None:
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(cell)
+    return cell or None
 
 
 def show(*tables: Table, against: Sequence[Against] = (), width: int = 140) -> None:
@@ -237,11 +259,15 @@ def command_of(folder: Path, arguments: Iterable[str] | None = None) -> str:
 
     Absolute paths shrink to file names, so that pages name no machine.
 
+    folder: that of the experiment, some folder below one named experiments
     arguments: command-line arguments; if None, those of sys.argv
     """
     given = sys.argv[1:] if arguments is None else arguments
     short = [re.sub(r"(^|=)/\S*/", r"\1", argument) for argument in given]
-    return shlex.join(["python", "-m", f"experiments.{folder.name}", *short])
+    parts = folder.resolve().parts
+    begin = len(parts) - 1 - parts[::-1].index("experiments")
+    module = ".".join(parts[begin:])
+    return shlex.join(["python", "-m", module, *short])
 
 
 def commit() -> str:

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from experiments.harness import constants, evaluation
-from experiments.harness.configurations import configuration
+from experiments.harness.constants import configuration
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, TokenStore, lengths_of_family, lengths_of_file
 from wlb.plan import GlobalBatch

@@ -4,41 +4,22 @@
 on two cores. With --quick it runs one seed and writes nothing.
 """
 
-import argparse
-from dataclasses import asdict, fields
 from pathlib import Path
 
-from experiments.harness.pages import How, Table, write_results
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.pages import How, show, write_results
 from experiments.hosts import hugging_face, megatron, torchtitan
-from experiments.hosts.common import ACCUMULATION, NUM_RANKS, WINDOW, Row, print_rows
+from experiments.hosts.common import ACCUMULATION, NUM_RANKS, WINDOW, table_of
 
 SEEDS = 3
 
 
-def table(rows: list[Row]) -> Table:
-    columns = tuple(field.name for field in fields(Row))
-    return Table(
-        name="adapters",
-        title="An epoch by three libraries' own batches and by wlb's",
-        columns=columns,
-        rows=[list(asdict(row).values()) for row in rows],
-        formats={
-            "imbalance": ".3f", "worst": ".2f", "utilisation": ".1%", "num_labels": ",d",
-            "num_left_out": ",d", "num_twice": ",d", "loss": ".3f", "loss_sd": ".3f",
-        },
-        note="imbalance: slowest / mean rank of a step's predicted work, mean of the steps; worst: "
-        "of a step. num_left_out, num_twice: labels that were not trained, or more than once. "
-        f"loss: held-out, in nats a label, mean of {SEEDS} initial weights; loss_sd: over them.",
-    )  # fmt: skip
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run one seed and write nothing")
+    parser = experiment_parser(__doc__, quick="run one seed")
     options = parser.parse_args()
     seeds = 1 if options.quick else SEEDS
     rows = [row for of in (hugging_face, torchtitan, megatron) for row in of.compare(seeds)]
-    print_rows(rows)
+    show(table_of(rows))
     if options.quick:
         return
     write_results(
@@ -58,8 +39,7 @@ def main() -> None:
             f"at most a window, or documents cut with their next token as label), so losses are to "
             f"be compared within a library."
         ),
-        tables=[table(rows)],
-        figures=[],
+        tables=[table_of(rows)],
     )
 
 

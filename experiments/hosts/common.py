@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.pages import ROOT
+from experiments.harness.pages import ROOT, Table
 from experiments.paper.fig16.corpus import Stores, open_stores, small_sources
 from wlb import FlopsWorkload, TokenStore
 from wlb.adapters.dealt import RankBalance, work_of
@@ -211,39 +211,19 @@ def _loss(model: Any, documents: Sequence[Document]) -> Any:
     return model(torch.tensor([t for tokens, _ in documents for t in tokens]), rows)
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """Prints the table on the terminal."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{NUM_RANKS} ranks x {ACCUMULATION} micro-batches, window {WINDOW:,}")
-    for name in HEADER:
-        table.add_column(name, justify="left" if name in HEADER[:2] else "right")
-    for row in rows:
-        table.add_row(*cells(row))
-    Console(width=140).print(table)
-
-
-HEADER = (
-    "loop", "batches", "steps", "slowest / mean rank", "worst step", "utilisation", "labels",
-    "left out", "twice", "held-out loss",
-)  # fmt: skip
-
-
-def cells(row: Row) -> list[str]:
-    """Returns a row's cells in HEADER's order."""
-    return [
-        row.library,
-        row.how,
-        str(row.num_steps),
-        f"{row.imbalance:.3f}",
-        f"{row.worst:.2f}",
-        f"{row.utilisation:.1%}",
-        f"{row.num_labels:,}",
-        f"{row.num_left_out:,}",
-        f"{row.num_twice:,}",
-        f"{row.loss:.3f}" + (f" ± {row.loss_sd:.3f}" if row.loss_sd is not None else ""),
-    ]
+def table_of(rows: Sequence[Row]) -> Table:
+    formats = dict.fromkeys(("imbalance", "loss", "loss_sd"), ".3f")
+    formats |= dict.fromkeys(("num_labels", "num_left_out", "num_twice"), ",d")
+    return Table.of(
+        "adapters",
+        "An epoch by libraries' own batches and by wlb's",
+        [asdict(row) for row in rows],
+        formats=formats | {"worst": ".2f", "utilisation": ".1%"},
+        note=f"{NUM_RANKS} ranks x {ACCUMULATION} micro-batches, window {WINDOW:,}. imbalance: "
+        "slowest / mean rank of a step's predicted work, mean of the steps; worst: of a step. "
+        "num_left_out, num_twice: labels that were not trained, or more than once. loss: held-out, "
+        "in nats a label, mean over initial weights; loss_sd: over them.",
+    )
 
 
 def in_two_processes(train: Callable[[int], None]) -> None:

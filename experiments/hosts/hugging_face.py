@@ -24,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from experiments.harness.pages import ROOT
+from experiments.harness.pages import ROOT, show
 from experiments.hosts.common import (
     ACCUMULATION,
     COST,
@@ -38,11 +38,11 @@ from experiments.hosts.common import (
     Tokens,
     grouped,
     ledger,
-    print_rows,
     row_of,
     rows_of,
     shifted,
     stores,
+    table_of,
 )
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.hugging_face import Balance, BalancedCollator, balanced
@@ -218,4 +218,4 @@ if __name__ == "__main__":
         finally:
             worlds.shutdown()  # Gloo's threads could otherwise abort the exit.
     else:
-        print_rows(compare())
+        show(table_of(compare()))

@@ -17,6 +17,7 @@ warnings.simplefilter("ignore", UserWarning)
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
+from experiments.harness.pages import show
 from experiments.hosts.common import (
     ACCUMULATION,
     COST,
@@ -28,12 +29,12 @@ from experiments.hosts.common import (
     Tokens,
     documents_of,
     ledger,
-    print_rows,
     row_of,
     rows_of,
     shifted,
     split_at_restarts,
     stores,
+    table_of,
     trained_losses,
     work_ns,
 )
@@ -148,4 +149,4 @@ def compare(seeds: int = 1) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print_rows(compare())
+    show(table_of(compare()))

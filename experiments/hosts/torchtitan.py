@@ -12,6 +12,7 @@ from torch import Tensor
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
+from experiments.harness.pages import show
 from experiments.hosts.common import (
     ACCUMULATION,
     COST,
@@ -23,12 +24,12 @@ from experiments.hosts.common import (
     documents_of,
     grouped,
     ledger,
-    print_rows,
     row_of,
     rows_of,
     shifted,
     split_at_restarts,
     stores,
+    table_of,
     trained_losses,
 )
 from wlb.adapters.torchtitan import BalancedDataLoader
@@ -85,4 +86,4 @@ def compare(seeds: int = 1) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print_rows(compare())
+    show(table_of(compare()))

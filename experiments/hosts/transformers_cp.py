@@ -7,7 +7,6 @@ parallelism (TRL's too) is tried first: torch's ring has no CPU kernel, so its w
 our attention from the plans that it stands for.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments.harness.arguments import experiment_parser
 from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.collate.sharded import ROWS_KEY, ContextSharder
 from wlb.adapters.transformers_cp import ContextParallel
@@ -169,9 +169,7 @@ def ring_on_cpu(world: World) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer tokens and steps")
-    options = parser.parse_args()
+    options = experiment_parser(__doc__, quick="take fewer tokens and steps").parse_args()
     num_tokens, repeats = (512, 1) if options.quick else (4096, 5)
     start = {"start_group": True, "timeout_s": 1800}
     print("torch's ring on CPU:", run_local(ring_on_cpu, RANKS, **start)[0])

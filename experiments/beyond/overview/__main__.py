@@ -3,11 +3,9 @@
 `python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the preset's run over
 documents of the fitted length family under Plain-4D and under wlb, and draws the timeline of one
 step of each: what every pipeline stage does, and when it waits. The step is one whose times, and
-what is saved, are nearest to the runs' means and whose work is equal. A second picture shows why:
-the steps' micro-batches, and the CP ranks of the longest document's.
+what is saved, are nearest to the runs' means and whose work is equal.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import new_figure
 from experiments.harness.evaluation import EARLIER_GIB, Case, batches_of, spec_of
 from experiments.harness.pages import How, Picture, Table, show, write_results
@@ -44,8 +43,6 @@ FORWARD_SHARE = 0.55
 """Share of white in the shade of a forward pass."""
 SLOW = 1.1
 """Micro-batches with more work than this, over the step's mean, stand out."""
-NARROW = 0.01
-"""Documents below this share of the slowest micro-batch are drawn without a border."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +58,6 @@ class Step:
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """In the order in which the pipeline runs them."""
         return self.sharded.pipelines[0].micro_batches
-
-    @property
-    def long(self) -> int:
-        """Tokens from which a document is drawn as a long one: a quarter of the window."""
-        return self.simulation.simulator.spec.data.context_window // 4
 
     @property
     def time_ms(self) -> float:
@@ -199,58 +191,6 @@ def _legend(figure: Any, axes: Any) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
 
 
-def draw_parts(steps: Sequence[Step]) -> Any:
-    """Draws micro-batches above and CP ranks below, one column per step, with shared x axes."""
-    figure, axes = new_figure(nrows=2, ncols=2, height=5.0, sharex="row")
-    for column, step in enumerate(steps):
-        _micro_batches(axes[column], step)
-        _ranks(axes[2 + column], step)
-    kinds = [
-        (LONG, f"documents of {steps[0].long // 1024}K tokens and more"),
-        (SHORT, "shorter documents"),
-    ]
-    handles = [axes[0].barh(0, 0, color=colour, label=label) for colour, label in kinds]
-    handles += [axes[0].barh(0, 0, color=WAITING, hatch="//", edgecolor="white", label="waiting")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    return figure
-
-
-def _micro_batches(axes: Any, step: Step) -> None:
-    times = step.times_ns / 1e6
-    for y, batch in enumerate(step.micro_batches):
-        lengths = np.sort(batch.lengths)[::-1]
-        at = 0.0
-        for length, ns in zip(lengths, step.cost.forward_latency_ns(lengths).tolist(), strict=True):
-            colour = LONG if length >= step.long else SHORT
-            line = 0.4 if ns > NARROW * times.max() * 1e6 else 0.0
-            axes.barh(y, ns / 1e6, 0.7, at, color=colour, edgecolor="white", linewidth=line)
-            at += ns / 1e6
-        axes.barh(y, times.max() - at, 0.7, at, color=WAITING, hatch="//", edgecolor="white", lw=0)
-    axes.axvline(times.max(), color="black", lw=1.4, clip_on=False)
-    axes.set(ylim=(len(times) - 0.4, -0.6), yticks=range(len(times)), ylabel="micro-batch")
-    axes.set_xlabel("predicted forward time (ms)")
-    title = f"{step.title}\nslowest / mean micro-batch {imbalance(step.times_ns):.2f}"
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(visible=False)
-
-
-def _ranks(axes: Any, step: Step) -> None:
-    times = step.rank_times_ns / 1e6
-    for y, ms in enumerate(times.tolist()):
-        axes.barh(y, ms, 0.7, color="#009E73")
-        axes.barh(y, times.max() - ms, 0.7, ms, color=WAITING, hatch="//", edgecolor="white", lw=0)
-    axes.axvline(times.max(), color="black", lw=1.4, clip_on=False)
-    axes.set(ylim=(len(times) - 0.4, -0.6), yticks=range(len(times)), ylabel="CP rank")
-    axes.set_xlabel("its predicted attention, forward (ms)")
-    axes.set_title(
-        f"the longest document's micro-batch, sharded {strategy_of(step)}\n"
-        f"slowest / mean CP rank {times.max() / times.mean():.2f}",
-        fontsize=10,
-        loc="left",
-    )
-    axes.grid(visible=False)
-
-
 def strategy_of(step: Step) -> str:
     return str(step.sharded.pipelines[0].shardings[step.longest].strategy).replace("_", " ")
 
@@ -296,15 +236,12 @@ One step of a simulated run of 7B-128K (TP 8 x CP 2 x PP 4, interleaved 1F1B) ov
 batches under both systems. The step is the one whose largest deviation is least: of its times and
 their ratio from the means over both runs, and of its work under wlb from its work under Plain-4D.
 All steps together, the flush of held documents included, are in the last column. A stage waits
-where no pass is drawn. Inside a pass, CP ranks wait for the slowest of them, which the second
-picture shows.
+where no pass is drawn. Inside a pass, CP ranks wait for the slowest of them.
 """
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=640, help="global batches of the runs")
+    parser = experiment_parser(__doc__, seed=0, steps=640)
     options = parser.parse_args()
     runs = [SimulatedRun(name, num_steps=options.steps, seed=options.seed) for name in SYSTEMS]
     number = typical(*runs)
@@ -325,13 +262,7 @@ def main() -> None:
                 "tokens, where all pipeline stages wait for the micro-batch with the long document "
                 "(above), and micro-batches of equal work (below)",
                 figure=draw_timelines(steps),
-            ),
-            Picture(
-                name="parts",
-                caption="Predicted times of these steps' micro-batches, and of the CP ranks of the "
-                "longest document's; hatched: waiting for the slowest",
-                figure=draw_parts(steps),
-            ),
+            )
         ],
     )
     show(table)

@@ -1,11 +1,8 @@
-"""Simulates more than the paper: each part of ours alone and together, schedules, tails.
+"""Simulates more than the paper: each part of ours alone and together, and other schedules.
 
-`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` has two parts:
-
-1. `parts`: Table 1's configurations with each part of ours, alone and together.
-2. `tail`: 7B-128K with longer and shorter tails of the length distribution.
-
-`--take` writes the page again from its tables. `experiments.many_pipelines` has more pipelines.
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` trains Table 1's
+configurations with each part of ours, alone and together. `--take` writes the page again from its
+table.
 """
 
 from collections.abc import Sequence
@@ -17,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     AGAIN,
@@ -30,7 +27,6 @@ from experiments.harness.evaluation import (
     mean,
     outcomes,
     steps_of,
-    system,
 )
 from experiments.harness.pages import (
     Against,
@@ -120,18 +116,11 @@ PARTS: dict[str, Any] = {
     "configurations: time with every micro-batch and CP rank at its step's mean over time, same "
     "schedule and tokens. GiB: the fullest GPU.",
 }
-TAIL: dict[str, Any] = {
-    "title": "7B-128K by the tail of the lengths",
-    "formats": dict.fromkeys(
-        ["Plain-4D s/step", "WLB-LLM", "ours", "perfect balance", "of bound"], ".3f"
-    )
-    | {"bubble": ".1%"},
-}
-"""What is said of both tables beside their figures."""
+"""What is said of the table beside its figures."""
 
 
 def parts(steps: int, seed: int) -> Table:
-    """Simulates part 1: the parts of ours on Table 1's configurations, alone and together.
+    """Simulates the parts of ours on Table 1's configurations, alone and together.
 
     These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
     that wait twice as long; also with as many virtual stages as a rank has layers), and packing
@@ -160,39 +149,11 @@ def parts(steps: int, seed: int) -> Table:
 
 
 def earlier_parts() -> Table:
-    """Returns part 1 of earlier results; means are taken again, as digits of theirs are missing."""
+    """Returns the table of earlier results, whose means are taken again for their digits."""
     table = read_table(FOLDER, "parts", **PARTS)
     at, num = table.columns.index("mean"), len(TABLE_1)
     rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
     return replace(table, rows=rows)
-
-
-def tails(steps: int, seed: int) -> Table:
-    """Simulates part 2: WLB-LLM and ours over Plain-4D by the tail of the lengths."""
-    base = constants.FAMILY
-    families = {
-        "as fitted": base,
-        "no document at the window": replace(base, atom_token_share=0.0),
-        "half of them": replace(base, atom_token_share=base.atom_token_share / 2),
-        "half as many again": replace(base, atom_token_share=base.atom_token_share * 1.5),
-        "no tail": replace(base, tail_token_share=0.0),
-        "tail of twice the tokens": replace(base, tail_token_share=base.tail_token_share * 2),
-        "neither": replace(base, tail_token_share=0.0, atom_token_share=0.0),
-    }
-    systems = ("plain_4d", "paper", "wlb")
-    groups = [
-        system(name, "7b_128k", gib=EARLIER_GIB, steps=steps, seed=seed, family=family)
-        for family in families.values()
-        for name in systems
-    ]
-    found = iter(outcomes(groups))
-    rows: list[list[Any]] = []
-    for label in families:
-        plain, paper, ours = (next(found) for _ in systems)
-        gains = [paper.over(plain), ours.over(plain), plain.time_s / ours.bound_s]
-        rows.append([label, plain.step_s, *gains, ours.of_bound, ours.bubble])
-    columns = ["", "Plain-4D s/step", "WLB-LLM", "ours", "perfect balance", "of bound", "bubble"]
-    return Table(name="tail", columns=columns, rows=rows, **TAIL)
 
 
 def draw(table: Table) -> Any:
@@ -238,8 +199,7 @@ def text_of(table: Table) -> str:
         f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
         f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, as a run did when this was "
         f"simulated, and MLPs are recomputed where a larger S_max or T is worth it "
-        f"(`training.recompute = selective`, tried for each). Many pipelines and GPUs: "
-        f"`experiments/many_pipelines/results`."
+        f"(`training.recompute = selective`, tried for each)."
     )
 
 
@@ -247,11 +207,8 @@ def main(arguments_: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "", takes=AGAIN)
     options = parser.parse_args(arguments_)
     steps = steps_of(options)
-    if options.take:
-        tables = [earlier_parts(), read_table(FOLDER, "tail", **TAIL)]
-    else:
-        tables = [parts(steps, options.seed), tails(steps, options.seed)]
-    (best,) = (row[tables[0].columns.index("mean")] for row in tables[0].rows if row[0] == MORE)
+    table = earlier_parts() if options.take else parts(steps, options.seed)
+    (best,) = (row[table.columns.index("mean")] for row in table.rows if row[0] == MORE)
     against = [
         Against(
             what="average with everything but keys by need (the paper's system)",
@@ -259,23 +216,23 @@ def main(arguments_: Sequence[str] | None = None) -> None:
             ours=round(best, 3),
         )
     ]
-    show(*tables, against=against, width=180)
+    show(table, against=against, width=180)
     if options.quick:
         return
     write_results(
         FOLDER,
-        title="Beyond the paper: parts, schedules, tails",
+        title="Beyond the paper: parts and schedules",
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
-        text=text_of(tables[0]),
+        text=text_of(table),
         against=against,
-        tables=tables,
+        tables=[table],
         figures=[
             Picture(
                 name="parts",
                 caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B.",
-                figure=draw(tables[0]),
+                figure=draw(table),
             )
         ],
         figures_of=commit_of(FOLDER) if options.take else "",

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.harness import pages
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, Table, write_results
 from wlb.cli.system import with_system
 from wlb.cost import gpu_budget
@@ -48,7 +49,7 @@ CUDA's context and NCCL's buffers. Nothing ran on a GPU."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a rehearsal found a fault."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = experiment_parser(__doc__, quick="rehearse one preset and system")
     parser.add_argument("--presets", nargs="+", default=[*TABLE_1, LARGE])
     parser.add_argument("--systems", nargs="+", default=[*SYSTEMS, *FORCED])
     parser.add_argument("--steps", type=int, default=2)
@@ -56,7 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/rehearsals"))
     parser.add_argument("--kept", action="store_true", help="write pages of what is done, no more")
     parser.add_argument("--commit", default="", help="with --kept: the one that was rehearsed")
-    parser.add_argument("--quick", action="store_true", help="one preset and system; prints only")
     options = parser.parse_args(arguments)
     if options.quick:
         rows = rehearsed("550m_64k", ["wlb"], ONE_PER_STAGE, layers=1, options=options)

@@ -1,6 +1,5 @@
 """Streams, policies and measures of the experiment."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.configurations import configuration
+from experiments.harness.constants import configuration
 from experiments.harness.streams import WINDOW, source_of
 from wlb.cost import load_profile, workload_of
 from wlb.cost.flops import FloatArray
@@ -159,23 +158,3 @@ def measure(packer: Packer, batches: tuple[GlobalBatch, ...]) -> Measured:
     return Measured(
         forward=means.pop(0.0), mispriced=means, mean_delay=delay / tokens, max_delay=longest
     )
-
-
-def time_ratio(n: int, *, steps: int, seed: int, rounds: int = 3) -> tuple[float, float]:
-    """Returns (push at the widest range over one at one price, median over steps; longest in s).
-
-    Both push the same batch onto the same carry, in turn; the least of the rounds counts.
-    """
-    packers = [bounded(CAPS[0], n, prices) for prices in (ONE_PRICE, WIDE_RANGE)]
-    carry, ratios, longest = packers[1].start(), list[float](), 0.0
-    for batch in batches_of("fitted", n, steps, seed):
-        least = [np.inf, np.inf]
-        for _ in range(rounds):
-            for i, packer in enumerate(packers):
-                began = time.perf_counter()
-                after = packer.push(batch, carry)[1]
-                least[i] = min(least[i], time.perf_counter() - began)
-        carry = after
-        ratios.append(least[1] / least[0])
-        longest = max(longest, least[1])
-    return float(np.median(ratios)), longest

@@ -2,12 +2,10 @@
 
 `python -m experiments.beyond.step_balance --peers FOLDER [--lengths FOLDER]`: wheels and source
 trees of the other frameworks are in the first folder, or the packages are installed; what is
-missing is named, with how to get it. Files of real lengths in the second add rows. Takes some 10
-minutes; with
---quick it runs small cells only, and writes nothing.
+missing is named, with how to get it. Files of real lengths in the second add rows. It takes some
+10 minutes; with --quick it runs small cells only, and writes nothing.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ from experiments.beyond.step_balance.families import FAMILIES, draw, files
 from experiments.beyond.step_balance.peers import MAKERS, found_peers
 from experiments.beyond.step_balance.sources import Sources
 from experiments.beyond.step_balance.tables import FREE, aims, rows_of, speed, summary
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, Table, show, this_machine, write_results
 from wlb.plan import IntArray
 
@@ -62,10 +61,9 @@ def once(shapes: Sequence[tuple[int, int]], given: Path | None) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = experiment_parser(__doc__, quick="run small cells")
     parser.add_argument("--peers", type=Path, help="folder of wheels and source trees")
     parser.add_argument("--lengths", type=Path, help="folder of files of real lengths")
-    parser.add_argument("--quick", action="store_true", help="run small cells and write nothing")
     options = parser.parse_args()
     if ONE_THREAD not in os.environ:  # NumPy's OpenBLAS has read it by now, so begin again
         command = [sys.executable, "-m", "experiments.beyond.step_balance", *sys.argv[1:]]

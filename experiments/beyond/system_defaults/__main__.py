@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.configurations import TABLE_1, title
+from experiments.harness.constants import TABLE_1, title
 from experiments.harness.evaluation import Case, Outcome, arguments, outcomes, steps_of
 from experiments.harness.pages import How, Table, show, write_results
 

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.beyond.validation import record, replay, training
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, Picture, Table, show, write_results
 
 PARTS = ("replay", "training")
@@ -24,11 +25,8 @@ QUICK_RUNS = ("one", "plain", "two", "pp_1f1b")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.beyond.validation", description=__doc__
-    )
+    parser = experiment_parser(__doc__, quick="run less")
     parser.add_argument("part", nargs="?", default="all", choices=(*PARTS, "all"))
-    parser.add_argument("--quick", action="store_true", help="run less and write nothing")
     parser.add_argument("--only", nargs="+", choices=[run.name for run in training.RUNS])
     options = parser.parse_args()
     console = Console(highlight=False, markup=False, width=120)

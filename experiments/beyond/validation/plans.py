@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from itertools import islice
 
-from experiments.harness.configurations import configuration
+from experiments.harness.constants import configuration
 from wlb.cost import workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch

@@ -84,42 +84,27 @@ def parse(record: dict[str, Any]) -> tuple[Conditions, list[Replayed]]:
 
 def table(found: list[Replayed]) -> Table:
     differences = [abs(f.difference) for f in found]
-    rows = [
-        (
-            f"{f.plan.system}{', per document' * (f.plan.variant == 1)}, seed {f.plan.seed}, "
-            f"step {f.plan.step}",
-            f.plan.layout,
-            f.plan.processes,
-            f.plan.order,
-            f.plan.num_micro_batches,
-            f.imbalance,
-            f.simulated_s,
-            median(f.replayed_s),
-            100 * f.difference,
-        )
+    records = [
+        {
+            "plan": f"{f.plan.system}{', per document' * (f.plan.variant == 1)}, seed "
+            f"{f.plan.seed}, step {f.plan.step}",
+            "layout": f.plan.layout,
+            "processes": f.plan.processes,
+            "schedule": f.plan.order,
+            "micro-batches": f.plan.num_micro_batches,
+            "over balanced": f.imbalance,
+            "simulated s": f.simulated_s,
+            "replayed s": median(f.replayed_s),
+            "difference %": 100 * f.difference,
+        }
         for f in found
     ]
-    return Table(
-        name="replay",
-        title="Simulated steps, replayed",
-        columns=(
-            "plan",
-            "layout",
-            "processes",
-            "schedule",
-            "micro-batches",
-            "over balanced",
-            "simulated s",
-            "replayed s",
-            "difference %",
-        ),
-        rows=rows,
-        formats={
-            "over balanced": ".2f",
-            "simulated s": ".3f",
-            "replayed s": ".3f",
-            "difference %": "+.2f",
-        },
+    seconds = dict.fromkeys(("simulated s", "replayed s"), ".3f")
+    return Table.of(
+        "replay",
+        "Simulated steps, replayed",
+        records,
+        formats=seconds | {"over balanced": ".2f", "difference %": "+.2f"},
         note=(
             f"Difference: largest {max(differences):.1%}, mean "
             f"{sum(differences) / len(found):.1%}, within {LIMIT:.0%} in "

@@ -276,46 +276,31 @@ def parse(record: dict[str, Any]) -> tuple[Conditions, list[Trained]]:
 
 
 def table(found: Sequence[Trained]) -> Table:
-    rows: list[tuple[Any, ...]] = []
+    records: list[dict[str, Any]] = []
     for t in found:
         mean = t.mean(t.measured_s)
-        rows.append(
-            (
-                t.run.name,
-                t.run.processes,
-                t.run.differs,
-                int(t.undisturbed.sum()),
-                mean,
-                t.mean(t.simulated_s),
-                t.mean(t.simulated_s) / mean,
-                t.mean(t.before_s) / mean,
-                None if t.mape is None else 100 * t.mape,
-                None if t.mape_of_all is None else 100 * t.mape_of_all,
-                t.correlation,
-                t.computing_s,
-                t.simulated_computing_s,
-            )
+        records.append(
+            {
+                "run": t.run.name,
+                "processes": t.run.processes,
+                "differs from the calibrated run in": t.run.differs,
+                "steps": int(t.undisturbed.sum()),
+                "measured s": mean,
+                "simulated s": t.mean(t.simulated_s),
+                "ratio": t.mean(t.simulated_s) / mean,
+                "ratio before": t.mean(t.before_s) / mean,
+                "MAPE %": None if t.mape is None else 100 * t.mape,
+                "of all steps": None if t.mape_of_all is None else 100 * t.mape_of_all,
+                "correlation": t.correlation,
+                "computing s": t.computing_s,
+                "simulated computing s": t.simulated_computing_s,
+            }
         )
     others = [t.mape for t in found if not t.run.calibrates and t.mape is not None]
-    return Table(
-        name="training",
-        title="Training steps, measured and simulated",
-        columns=(
-            "run",
-            "processes",
-            "differs from the calibrated run in",
-            "steps",
-            "measured s",
-            "simulated s",
-            "ratio",
-            "ratio before",
-            "MAPE %",
-            "of all steps",
-            "correlation",
-            "computing s",
-            "simulated computing s",
-        ),
-        rows=rows,
+    return Table.of(
+        "training",
+        "Training steps, measured and simulated",
+        records,
         formats={
             **dict.fromkeys(("measured s", "simulated s", "ratio", "ratio before"), ".3f"),
             **dict.fromkeys(("computing s", "simulated computing s"), ".3f"),

@@ -7,7 +7,6 @@ for kernels of all kinds, and for attention alone, which is what Section 3.1 add
 job.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import COLOURS, LINES, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.fig01.large_job import (
@@ -175,10 +175,7 @@ def head(simulation: Simulation) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="simulate 5 steps and write nothing")
+    parser = experiment_parser(__doc__, quick="simulate 5 steps", seed=1, steps=STEPS)
     options = parser.parse_args()
     steps = 5 if options.quick else options.steps
     found = {name: simulate(name, steps=steps, seed=options.seed) for name in SYSTEMS}

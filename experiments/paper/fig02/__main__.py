@@ -7,14 +7,14 @@ ranks (CP) spans of each document, tensor-parallel ranks (TP) heads and columns.
 as `wlb.parallel.mesh` lays them out, for which torch is needed.
 """
 
-import argparse
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness.configurations import configuration
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from experiments.harness.drawing import new_figure
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import ProfiledWorkload, workload_for
@@ -201,10 +201,9 @@ def _spans(axes: Any, plan: ShardingPlan, tp: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, seed=0)
     for name, size in (("tp", 2), ("cp", 2), ("pp", 4), ("dp", 4)):
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, default=8)
     options = parser.parse_args()
     spec = configuration(
@@ -255,7 +254,6 @@ def main() -> None:
             )
         ],
     )
-    print("written to experiments/paper/fig02/results")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ which length, and the share of all tokens in documents up to a length; longer do
 the window of 128K, as for training. Lengths are counted; nothing is predicted.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.harness.streams import WINDOW, source_of, title_of
@@ -88,42 +88,26 @@ def draw(corpora: list[Lengths]) -> Any:
 
 
 def tables(corpora: list[Lengths]) -> list[Table]:
-    columns = (
-        "corpus",
-        "documents",
-        "million tokens",
-        "mean",
-        "median",
-        "p99",
-        "longest",
-        "cut at the window",
-        "tokens below half the window",
-        "documents below half the window",
-    )
-    rows = [
-        [
-            c.title,
-            c.lengths.size,
-            c.lengths.sum() / 1e6,
-            float(c.lengths.mean()),
-            float(np.median(c.lengths)),
-            float(np.quantile(c.lengths, 0.99)),
-            int(c.lengths.max()),
-            c.num_cut,
-            c.tokens_below(HALF),
-            c.documents_below(HALF),
-        ]
+    records = [
+        {
+            "corpus": c.title,
+            "documents": c.lengths.size,
+            "million tokens": c.lengths.sum() / 1e6,
+            "mean": float(c.lengths.mean()),
+            "median": float(np.median(c.lengths)),
+            "p99": float(np.quantile(c.lengths, 0.99)),
+            "longest": int(c.lengths.max()),
+            "cut at the window": c.num_cut,
+            "tokens below half the window": c.tokens_below(HALF),
+            "documents below half the window": c.documents_below(HALF),
+        }
         for c in corpora
     ]
     whole = dict.fromkeys(("documents", "longest", "cut at the window"), ",d")
     tokens = dict.fromkeys(("mean", "median", "p99"), ",.0f")
-    shares = dict.fromkeys(columns[-2:], ".1%")
-    summary = Table(
-        name="corpora",
-        title="Corpora",
-        columns=columns,
-        rows=rows,
-        formats=whole | tokens | shares | {"million tokens": ",.1f"},
+    shares = dict.fromkeys(list(records[0])[-2:], ".1%")
+    summary = Table.of(
+        "corpora", "Corpora", records, formats=whole | tokens | shares | {"million tokens": ",.1f"}
     )
     lengths = [2**i for i in range(6, 18)]
     curve = Table(
@@ -138,15 +122,13 @@ def tables(corpora: list[Lengths]) -> list[Table]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
+    parser = experiment_parser(__doc__, seed=0, lengths=True)
     parser.add_argument(
         "--tokens",
         type=int,
         default=1_000_000_000,
         help="about how many tokens to draw of the family",
     )
-    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     corpora = [
         corpus(name, num_tokens=options.tokens, seed=options.seed)
@@ -165,7 +147,7 @@ def main() -> None:
     ]
     made = tables(corpora)
     show(*made, against=against, width=200)
-    results = write_results(
+    write_results(
         Path(__file__).parent,
         title="Figure 3: lengths of documents",
         how=How.COMPUTED,
@@ -189,7 +171,6 @@ def main() -> None:
             )
         ],
     )
-    print(f"written to experiments/{results.parent.name}/results")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ on 8,192 GPUs under Plain-4D. It shows the attention time of one step on every G
 DP and PP worker, (2) in the CP group of the slowest GPU, and as a heat map of all GPUs.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.harness import constants
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import COLOURS, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.fig01.large_job import STEPS, FloatArray, simulate, slowest, traced_step
@@ -127,10 +127,7 @@ def text(simulation: Simulation, step: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="simulate 5 steps and write nothing")
+    parser = experiment_parser(__doc__, quick="simulate 5 steps", seed=1, steps=STEPS)
     options = parser.parse_args()
     steps = 5 if options.quick else options.steps
     simulation = simulate("plain_4d", steps=steps, seed=options.seed)

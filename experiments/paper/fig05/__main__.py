@@ -7,7 +7,6 @@ per micro-batch on a rank, divided among its virtual stages; zero-bubble halves 
 and weights; messages, collectives and the optimiser take no time.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from experiments.harness.configurations import configuration
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import Scope, workload_for
@@ -320,7 +320,7 @@ EIGHT = Layout(Schedule.INTERLEAVED_1F1B, 8)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__)
     parser.add_argument("--pp", type=int, default=4, help="pipeline ranks")
     parser.add_argument(
         "--slow", type=float, default=1.44, help="time of the slow micro-batch over the mean"
@@ -359,7 +359,6 @@ def main() -> None:
             ),
         ],
     )
-    print("written to experiments/paper/fig05/results")
 
 
 if __name__ == "__main__":

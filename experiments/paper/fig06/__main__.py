@@ -8,13 +8,13 @@ stands the degree of Section 7.4, of predicted forward latency. Algorithm 1 and 
 packing window and are horizontal lines. The losses are read from the convergence study's results.
 """
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.harness import constants, evaluation
-from experiments.harness.configurations import configuration
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from experiments.harness.drawing import COLOURS, LINES, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.fig06.loss import Loss, read_losses
@@ -165,7 +165,7 @@ def loss_text(losses: list[Loss]) -> str:
     if not losses:
         return (
             "**Only the balance half is here**: the convergence study has no results yet "
-            "(`python -m experiments.run convergence`)."
+            "(`python -m experiments.run fig16`)."
         )
     found = ", ".join(f"{x.name} {_with_interval(x)} ({x.verdict})" for x in losses)
     return (
@@ -182,7 +182,8 @@ def text(results: list[Result], steps: int, losses: list[Loss]) -> str:
     return (
         f"{steps} global batches of 4 windows of 128K tokens, the 550M model's configuration "
         f"(the paper trains its 550M model for this figure and does not say with which window; "
-        f"lengths, kernel times, S_max and queues are those of `experiments/harness/constants.py`). "
+        f"lengths, kernel times, S_max and queues are those of "
+        f"`experiments/harness/constants.py`). "
         f"{loss_text(losses)}\n\n"
         f"**What it shows.** One global batch leaves attention at {one.attention:.2f} times the "
         f"mean, hardly below the loader's {results[0].attention:.2f}; sixteen bring it to "
@@ -238,12 +239,7 @@ def pictures(results: list[Result], losses: list[Loss]) -> list[Picture]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="global batches")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--quick", action="store_true", help="pack 96 global batches and write nothing"
-    )
+    parser = experiment_parser(__doc__, quick="pack 96 global batches", seed=1, steps=STEPS)
     given = parser.parse_args()
     steps = 96 if given.quick else given.steps
     spec = configuration(CONFIG, *constants.OVERRIDES)

@@ -7,13 +7,13 @@ other configurations. The paper measured LLaMA2-7B on 16 GPUs and prints no numb
 here every time is predicted by `ProfiledWorkload.terms`. Linear terms are linear by construction.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis, tokens_text
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from experiments.paper.table2.__main__ import ratio as fitted_ratio
@@ -161,7 +161,7 @@ def crossings_table(profile: KernelProfile) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__)
     parser.add_argument(
         "--profile", nargs="+", default=["h100"], help="profile names or JSON files"
     )
@@ -214,7 +214,6 @@ def main() -> None:
         tables=made,
         figures=figures,
     )
-    print("written to experiments/paper/fig07/results")
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ the fitted stream (4 micro-batches of 128K), once under Algorithm 1 with two que
 `first_window` chooses the steps, `main` says what the pictures show. Needs matplotlib.
 """
 
-import argparse
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.pages import commit
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.pages import How, Picture, Table, show, write_results
 from experiments.harness.streams import COST, RATIO, WINDOW, batches_of
 from wlb.packing import (
     BoundedPacker,
@@ -30,7 +29,6 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"this needs matplotlib: pip install -e '.[plot]' ({error})") from error
 
-RESULTS = Path(__file__).parent / "results"
 N = 4
 NUM_BATCHES = 64
 THRESHOLDS = (0.2, 0.63)
@@ -203,71 +201,84 @@ def columns_of(steps: list[Step], plain: list[float], *, is_queued: bool) -> lis
     return out
 
 
-def write_csv(path: Path, runs: dict[str, list[Step]]) -> None:
-    """Writes one row per document placed."""
+def placements(runs: dict[str, list[Step]]) -> Table:
+    """Returns the table with one row per document placed."""
+    rows: list[list[object]] = []
+    for policy, steps in runs.items():
+        for step in steps:
+            number = step.plan.step
+            for batch in step.plan.micro_batches:
+                p = batch.pieces
+                columns = (p.document, p.length, COST.workload_ns(p.length), p.arrival_step)
+                for row in zip(*(column.tolist() for column in columns), strict=True):
+                    rows.append([policy, number, batch.index, *row, number - row[-1]])
     names = ("policy", "step", "micro_batch", "document", "length", "workload_ns", "arrival")
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*names, "delay"])
-        for policy, steps in runs.items():
-            for step in steps:
-                number = step.plan.step
-                for batch in step.plan.micro_batches:
-                    p = batch.pieces
-                    columns = (p.document, p.length, COST.workload_ns(p.length), p.arrival_step)
-                    for row in zip(*(column.tolist() for column in columns), strict=True):
-                        writer.writerow([policy, number, batch.index, *row, number - row[-1]])
+    return Table(
+        name="placements",
+        title="Documents placed",
+        columns=(*names, "delay"),
+        rows=rows,
+        most_rows=0,
+        note="A row for each document; delay in steps.",
+    )
 
 
-def table(columns: list[Column]) -> list[str]:
-    """Returns the numbers of the figure as lines of Markdown."""
-    labels = list(columns[0].waiting)
-    lines = [
-        f"| step | {' | '.join(labels)} | outliers that leave (came with step) | "
-        f"tokens (windows) | imbalance | Plain-4D |",
-        "|---" * (len(labels) + 5) + "|",
-    ]
+def table(name: str, columns: list[Column]) -> Table:
+    """Returns the numbers of a policy's picture."""
+    records: list[dict[str, object]] = []
     for c in columns:
         leaving = sorted(b.arrival for blocks in c.micro_batches for b in blocks if b.is_outlier)
-        counts = " | ".join(c.notes[label] for label in labels)
-        lines.append(
-            f"| {c.step} | {counts} | {len(leaving)} ({', '.join(map(str, leaving)) or '-'}) | "
-            f"{sum(c.windows):.2f} | {c.imbalance:.3f} | {c.plain:.3f} |"
+        records.append(
+            {"step": c.step}
+            | {label: c.notes[label] for label in c.waiting}
+            | {
+                "outliers that leave (came with step)": f"{len(leaving)} "
+                f"({', '.join(map(str, leaving)) or '-'})",
+                "tokens (windows)": sum(c.windows),
+                "imbalance": c.imbalance,
+                "Plain-4D": c.plain,
+            }
         )
     mean, plain = np.mean([c.imbalance for c in columns]), np.mean([c.plain for c in columns])
-    return [*lines, "", f"Mean imbalance {mean:.3f}; Plain-4D's {plain:.3f}.", ""]
+    return Table.of(
+        file_of(name),
+        name,
+        records,
+        formats={"tokens (windows)": ".2f", "imbalance": ".3f", "Plain-4D": ".3f"},
+        note=f"Mean imbalance {mean:.3f}; Plain-4D's {plain:.3f}.",
+    )
 
 
-def page(command: str, seed: int, shown: dict[str, list[Column]]) -> str:
-    """Returns the text of the results page."""
-    first = next(iter(shown.values()))[0].step
-    num = len(next(iter(shown.values())))
-    parts = [
-        "# Figure 8: outliers wait until each micro-batch gets one",
-        "",
-        f"`{command}` at commit {commit()}: lengths `wlb_paper`, seed {seed}, window {WINDOW}, "
-        f"{N} micro-batches, W_a / W_l = {RATIO} at the window, S_max {S_MAX:g} windows; "
-        f"Algorithm 1 with queues from {THRESHOLDS[0]:g} and {THRESHOLDS[1]:g} windows; bounded "
-        f"with T = {STEP_TOKENS:g} global batches.",
-        "",
+def text_of(first: int, num: int) -> str:
+    return (
+        f"Lengths `wlb_paper`, window {WINDOW}, {N} micro-batches, W_a / W_l = {RATIO} at the "
+        f"window, S_max {S_MAX:g} windows; Algorithm 1 with queues from {THRESHOLDS[0]:g} and "
+        f"{THRESHOLDS[1]:g} windows; bounded with T = {STEP_TOKENS:g} global batches.\n\n"
         f"Steps {first} to {first + num - 1}: the first window of {num} steps that begins with "
         f"level 2 empty and in which level 2 releases documents of several arrivals, of the "
-        f"first {NUM_BATCHES} global batches.",
-        "",
-        "An outlier is a document of at least the first queue's length. What waits is counted once "
-        "the step's own batch has come, before anything leaves. Figures above the micro-batches "
-        "are their tokens, in windows. Plain-4D is the loader that keeps long documents whole, on "
-        "the same stream, in the step of the same number. `placements.csv` has a row for each "
-        "document placed; delay in steps.",
-        "",
-    ]
-    for name, columns in shown.items():
-        parts += [f"## {name}", "", f"![{name}]({file_of(name)})", "", *table(columns)]
-    return "\n".join(parts)
+        f"first {NUM_BATCHES} global batches.\n\n"
+        f"An outlier is a document of at least the first queue's length. What waits is counted "
+        f"once the step's own batch has come, before anything leaves. Figures above the "
+        f"micro-batches are their tokens, in windows. Plain-4D is the loader that keeps long "
+        f"documents whole, on the same stream, in the step of the same number."
+    )
 
 
 def file_of(name: str) -> str:
-    return name.lower().replace(" ", "_") + ".png"
+    return name.lower().replace(" ", "_")
+
+
+PICTURES = {
+    "Algorithm 1": (
+        "Algorithm 1: a queue of outliers releases one for each micro-batch",
+        "outliers that wait\n(length in windows)",
+    ),
+    "bounded": (
+        "bounded: outliers leave when the step they make is balanced enough for their delay",
+        "held, and new outliers\n(length in windows)",
+    ),
+}
+"""Title of each policy's picture, and label of its upper row."""
 
 
 def main() -> None:
@@ -282,12 +293,9 @@ def main() -> None:
     that releases it gives each micro-batch one of them, and ordinary documents make up the
     difference.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=8, choices=range(2, 9))
+    parser = experiment_parser(__doc__, seed=0)
+    parser.add_argument("--steps", type=int, default=8, choices=range(2, 9), help="steps shown")
     options = parser.parse_args()
-    command = f"python -m experiments.paper.fig08 --seed {options.seed}"
-    command += f" --steps {options.steps}"
     batches = batches_of(
         "wlb_paper", num_micro_batches=N, num_batches=NUM_BATCHES, seed=options.seed
     )
@@ -300,24 +308,25 @@ def main() -> None:
         name: columns_of(mine, plain, is_queued=name == "Algorithm 1")
         for name, mine in runs.items()
     }
-    RESULTS.mkdir(exist_ok=True)
-    draw(
-        RESULTS / file_of("Algorithm 1"),
-        shown["Algorithm 1"],
-        title="Algorithm 1: a queue of outliers releases one for each micro-batch",
-        waiting="outliers that wait\n(length in windows)",
+    tables = [table(name, columns) for name, columns in shown.items()]
+    show(*tables)
+    write_results(
+        Path(__file__).parent,
+        title="Figure 8: outliers wait until each micro-batch gets one",
+        how=How.COMPUTED,
+        profile=f"attention of a window takes {RATIO} times its linear layers' time.",
+        seed=options.seed,
+        text=text_of(first, options.steps),
+        tables=[*tables, placements(runs)],
+        figures=[
+            Picture(
+                name=file_of(name),
+                caption=title,
+                figure=draw(shown[name], title=title, waiting=waiting),
+            )
+            for name, (title, waiting) in PICTURES.items()
+        ],
     )
-    draw(
-        RESULTS / file_of("bounded"),
-        shown["bounded"],
-        title="bounded: outliers leave when the step they make is balanced enough for their delay",
-        waiting="held, and new outliers\n(length in windows)",
-    )
-    write_csv(RESULTS / "placements.csv", runs)
-    (RESULTS / "README.md").write_text(page(command, options.seed, shown))
-    for name, columns in shown.items():
-        print(name, *table(columns), sep="\n")
-    print("written to experiments/paper/fig08/results")
 
 
 if __name__ == "__main__":

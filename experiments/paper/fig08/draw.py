@@ -6,7 +6,6 @@ second sign the arrival step is printed in each outlier. Needs matplotlib.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -58,8 +57,8 @@ class Column:
     windows: list[float]
 
 
-def draw(path: Path, columns: Sequence[Column], *, title: str, waiting: str) -> None:
-    """Draws one figure and saves it; `waiting` labels the upper row's y axis."""
+def draw(columns: Sequence[Column], *, title: str, waiting: str) -> Figure:
+    """Draws the steps side by side; `waiting` labels the upper row's y axis."""
     figure = Figure(figsize=(12, 7))
     grid = figure.add_gridspec(
         2, len(columns), left=0.062, right=0.995, top=0.85, bottom=0.145, wspace=0.07, hspace=0.16
@@ -96,7 +95,7 @@ def draw(path: Path, columns: Sequence[Column], *, title: str, waiting: str) -> 
             ncols=len(handles),
             **style,
         )
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _heading(column: Column) -> str:

@@ -5,7 +5,6 @@ also carry their rank's number. Needs matplotlib.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -20,8 +19,8 @@ LABEL_SHARE = 0.011
 """A span wider than this share of the sequence has room for a digit."""
 
 
-def draw(path: Path, plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]) -> None:
-    """Draws the plans and saves the picture.
+def draw_plans(plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]) -> Figure:
+    """Draws the plans below each other.
 
     plans: plans by label, with their latency_ns
     imbalance: slowest over mean rank, by label
@@ -35,7 +34,7 @@ def draw(path: Path, plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, 
     right = figure.add_subplot(grid[0, 1])
     first = next(iter(plans.values()))
     for y, plan in enumerate(plans.values()):
-        _spans(left, y, plan)
+        draw_spans(left, y, plan)
     _documents(left, first, num)
     slowest = max(int(plan.latency_ns.max()) for plan in plans.values()) / 1e3
     for y, (label, plan) in enumerate(plans.items()):
@@ -58,10 +57,11 @@ def draw(path: Path, plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, 
     figure.suptitle(
         f"One micro-batch of {first.num_tokens:,} tokens on {first.cp} ranks", fontsize=13, y=0.97
     )
-    figure.savefig(path, dpi=150)
+    return figure
 
 
-def _spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
+def draw_spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
+    """Draws the spans of all ranks in one row, wide ones with the number of their rank."""
     starts = offsets_of(plan.lengths)[plan.piece] + plan.start
     widths = plan.stop - plan.start
     ranks = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))

@@ -7,13 +7,13 @@ that are computed). Both are of one layer of LLaMA2-7B, all 32 heads, and one se
 fills the GPU, without the constant cost of a call.
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness.configurations import configuration
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from experiments.harness.drawing import (
     COLOURS,
     LINES,
@@ -140,7 +140,7 @@ def worth(table: AttentionTable, label: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__)
     parser.add_argument("--profile", nargs="+", default=["h100"], help="names or JSON files")
     parser.add_argument("--backend", help="attention kernel; default: the profile's first")
     options = parser.parse_args()
@@ -182,7 +182,6 @@ def main() -> None:
         tables=made,
         figures=figures,
     )
-    print("written to experiments/paper/fig10/results")
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ what Section 5.3 does: the spans of both strategies on the gathered keys (1), th
 the predicted attention of each CP rank (3), and the choice (4).
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from experiments.harness.configurations import configuration, title
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration, title
 from experiments.harness.drawing import new_figure, tokens_axis
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
+from experiments.paper.fig09.draw import COLORS, draw_spans
 from wlb.cost import AttentionLatency, ProfiledWorkload, attention_latency, workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import IntArray, ShardingPlan, offsets_of
@@ -27,10 +26,6 @@ from wlb.simulate import planner_of
 from wlb.spec import RunSpec
 
 STATIC = ("per_sequence", "per_document")
-RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#44337A")
-LIGHT_RANKS = {"#E69F00", "#CC79A7", "#56B4E9", "#F0E442"}
-ROW_TEXT = 0.02
-"""A span wider than this share of the micro-batch has room for its rank's number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +99,7 @@ def draw(choice: Choice) -> Any:
     """Draws the spans of both strategies left, the predicted time of each rank right."""
     figure, (left, right) = new_figure(ncols=2, height=4.9, width_ratios=(2.4, 1))
     for y, plan in enumerate(choice.plans):
-        _spans(left, y, plan)
+        draw_spans(left, y, plan)
     _documents(left, choice.plans[0])
     labels = [
         f"{name.replace('_', '-')}\n{len(plan.piece)} segments"
@@ -121,19 +116,6 @@ def draw(choice: Choice) -> Any:
     for axes in (left, right):
         axes.spines[["left"]].set_visible(False)
     return figure
-
-
-def _spans(axes: Any, y: float, plan: ShardingPlan) -> None:
-    starts = offsets_of(plan.lengths)[plan.piece] + plan.start
-    widths = plan.stop - plan.start
-    ranks = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
-    for x, width, rank in zip(starts.tolist(), widths.tolist(), ranks.tolist(), strict=True):
-        colour = RANKS[rank % len(RANKS)]
-        is_wide = width > ROW_TEXT * plan.num_tokens
-        axes.barh(y, width, 0.62, x, color=colour, edgecolor="white", lw=0.6 if is_wide else 0.1)
-        if is_wide:
-            ink = "black" if colour in LIGHT_RANKS else "white"
-            axes.text(x + width / 2, y, str(rank), ha="center", va="center_baseline", color=ink)
 
 
 def _documents(axes: Any, plan: ShardingPlan) -> None:
@@ -158,7 +140,7 @@ def _bars(axes: Any, choice: Choice) -> None:
             forward, backward = (
                 int(x[rank]) / 1e6 for x in (latency.forward_ns, latency.backward_ns)
             )
-            colour = RANKS[rank % len(RANKS)]
+            colour = COLORS[rank % len(COLORS)]
             axes.barh(at, forward, 0.9 * height, color=colour)
             axes.barh(at, backward, 0.9 * height, forward, color=colour, alpha=0.5)
         is_chosen = name == choice.chosen
@@ -243,11 +225,10 @@ def against(choices: Sequence[Choice]) -> list[Against]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, seed=0)
     parser.add_argument("--preset", default="7b_64k")
     parser.add_argument("--cp", type=int, default=4)
     parser.add_argument("--backend", default="flash_attention_3", help="attention kernel")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches", type=int, default=24)
     options = parser.parse_args()
     spec = configuration(
@@ -294,7 +275,6 @@ def main() -> None:
             for c in shown
         ],
     )
-    print("written to experiments/paper/fig11/results")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.configurations import TABLE_1, title
+from experiments.harness.constants import TABLE_1, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     EARLIER_GIB,

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from experiments.harness.pages import commit
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.pages import commit, show
 from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import (
     STATIC,
@@ -31,15 +31,7 @@ from experiments.paper.fig15.case import (
 )
 from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
 from experiments.paper.fig15.rank_times import slowest_ns, times_ns
-from experiments.paper.fig15.report import (
-    ALL,
-    OPTIMAL,
-    RESULTS,
-    console_table,
-    mean_line,
-    note_of,
-    write,
-)
+from experiments.paper.fig15.report import ALL, OPTIMAL, mean_line, note_of, table_of, write
 from wlb.cost import ProfiledWorkload, attention_latency
 from wlb.plan import IntArray, ShardingPlan
 
@@ -154,7 +146,7 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment_parser(__doc__, quick="time 8 micro-batches", seed=0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu", "none"), default="auto")
     parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
     parser.add_argument("--cp", type=int, default=4)
@@ -162,10 +154,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timings of each rank")
     parser.add_argument(
         "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quick", action="store_true", help="time 8 micro-batches and write nothing"
     )
     options = parser.parse_args()
     if options.quick:
@@ -177,7 +165,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    console = Console(width=134)
     device = device_of(options.device)
     windows: dict[str, Any] = {}
     title = note = ""
@@ -190,9 +177,9 @@ def main() -> None:
             case = Case(window=window, cp=options.cp, device=device, scale=scale)
         title, note = heading(case, options.rounds)
         found = windows[str(window)] = run_window(case, window, options)
-        console.print(console_table(title, window, found))
-        console.print(note_of(found))
-    console.print(mean_line(windows))
+        show(table_of("fig15", window, found, title))
+        print(note_of(found))
+    print(mean_line(windows))
     if options.quick:
         return
     write(
@@ -208,7 +195,6 @@ def main() -> None:
             "windows": windows,
         },
     )
-    console.print(f"written to {os.path.relpath(RESULTS)}")
 
 
 if __name__ == "__main__":

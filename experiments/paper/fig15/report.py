@@ -7,15 +7,13 @@ run on another device adds its tables and takes none away.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from rich.table import Table
 
+from experiments.harness.drawing import new_figure
+from experiments.harness.pages import How, Picture, Table, write_results
 from experiments.paper.fig15.case import STATIC, STRATEGIES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 RESULTS = Path(__file__).parent / "results"
 OPTIMAL, ALL = "optimal", "optimal of all"
@@ -25,15 +23,6 @@ PAPER = {65536: 1.01, 131072: 1.07}
 """Figure 15 gives these speed-ups of per-document over per-sequence sharding."""
 PAPER_ADAPTIVE = (1.075, 1.034)
 """The text gives adaptive over per-sequence and over per-document, mean of both windows."""
-COLUMNS = (
-    "forward ms",
-    "backward ms",
-    "total ms",
-    "over per_sequence",
-    "over per_document",
-    "layer, over per_sequence",
-    "paper, over per_sequence",
-)
 COLORS = {
     "per_document": "#56B4E9",
     "adaptive": "#0072B2",
@@ -56,48 +45,33 @@ def rest_of(found: Found) -> float | None:
     return None if found["rest"] is None else sum(found["rest"].values())
 
 
-def rows_of(window: int, found: Found) -> list[list[str]]:
+def table_of(kind: str, window: int, found: Found, title: str) -> Table:
+    """Returns the table of a device's times at a window."""
     total = totals(found)
     per_sequence, per_document = (total[name] for name in STATIC)
     rest = rest_of(found)
-    rows = []
-    for name in ROWS:
-        layer = "" if rest is None else f"{(per_sequence + rest) / (total[name] + rest):.3f}"
-        forward, backward = found["ms"][name]
-        paper = ""
-        if name == "per_document" and window in PAPER:
-            paper = f"{PAPER[window]:.2f}"
-        if name == "adaptive":
-            paper = f"{PAPER_ADAPTIVE[0]} (mean)"
-        rows.append(
-            [
-                name,
-                *(f"{ms:.1f}" for ms in (forward, backward, total[name])),
-                f"{per_sequence / total[name]:.3f}",
-                f"{per_document / total[name]:.3f}",
-                layer,
-                paper,
-            ]
-        )
-    return rows
-
-
-def console_table(title: str, window: int, found: Found) -> Table:
-    table = Table(title=f"window {window}: {title}")
-    table.add_column("strategy")
-    for column in COLUMNS:
-        table.add_column(column, justify="right")
-    for row in rows_of(window, found):
-        table.add_row(*row)
-    return table
-
-
-def markdown(window: int, found: Found) -> list[str]:
-    return [
-        "| " + " | ".join(("strategy", *COLUMNS)) + " |",
-        "|---|" + "---:|" * len(COLUMNS),
-        *("| " + " | ".join(row) + " |" for row in rows_of(window, found)),
+    papers = {"adaptive": f"{PAPER_ADAPTIVE[0]} (mean)"}
+    if window in PAPER:
+        papers["per_document"] = f"{PAPER[window]:.2f}"
+    records = [
+        {
+            "strategy": name,
+            "forward ms": found["ms"][name][0],
+            "backward ms": found["ms"][name][1],
+            "total ms": total[name],
+            "over per_sequence": per_sequence / total[name],
+            "over per_document": per_document / total[name],
+            "layer, over per_sequence": None
+            if rest is None
+            else (per_sequence + rest) / (total[name] + rest),
+            "paper, over per_sequence": papers.get(name),
+        }
+        for name in ROWS
     ]
+    columns = list(records[0])
+    formats = dict.fromkeys(columns[1:4], ".1f") | dict.fromkeys(columns[4:7], ".3f")
+    heading = f"Window {window}: {title}"
+    return Table.of(f"{kind}_{window}", heading, records, formats=formats, note=note_of(found))
 
 
 def note_of(found: Found) -> str:
@@ -141,50 +115,55 @@ def mean_line(windows: Mapping[str, Found]) -> str:
 
 
 def write(kind: str, run: Mapping[str, Any]) -> None:
-    """Writes the run's JSON, its chart, and the page of all runs."""
+    """Writes the run's JSON, and the page and charts of all runs."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{kind}.json").write_text(json.dumps(run, indent=1) + "\n")
-    draw(RESULTS / f"{kind}.png", run)
     files = [RESULTS / f"{k}.json" for k in KINDS]
-    runs = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
-    (RESULTS / "README.md").write_text(page(runs))
+    write_page({f.stem: json.loads(f.read_text()) for f in files if f.exists()})
 
 
-def page(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = [
-        "# Figure 15: CP sharding of one attention layer",
-        "",
-        "One layer of the 7B model, Plain-4D's micro-batches of the fitted stream `wlb_paper`. "
-        "Milliseconds are sums over micro-batches of the slowest rank's forward and the slowest "
-        f"rank's backward. `{OPTIMAL}`: the better static strategy for each micro-batch, in "
-        f'hindsight, as in the paper; `{ALL}`: the best of all five. "Layer" (predictions only) '
-        "adds the collectives and the linear layers, in case the paper's figures are of those too.",
-        "",
-        "The paper's figures: per_document over per_sequence 1.01 at 64K and 1.07 at 128K; its "
-        "WLB-LLM, here adaptive, 1.075 over per_sequence and 1.034 over per_document, both means "
-        "of the two windows.",
-    ]
+def write_page(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    parts = []
     for kind, run in runs.items():
-        title = run["title"][0].upper() + run["title"][1:]
-        stamp = f"`{run['command']}` at commit {run['commit']}, {run['date']}"
-        lines += ["", f"## {title}", "", f"{stamp}; CP {run['cp']}, seed {run['seed']}."]
-        lines += ["", run["note"], "", f"![{run['title']}]({kind}.png)"]
-        for window, found in run["windows"].items():
-            lines += ["", f"### Window {window}", "", *markdown(int(window), found)]
-            lines += ["", note_of(found)]
         line = mean_line(run["windows"])
-        lines += ["", line[0].upper() + line[1:] + "."]
-    return "\n".join(lines) + "\n"
+        parts.append(
+            f"**{run['title'][0].upper()}{run['title'][1:]}** (`{kind}`): `{run['command']}` at "
+            f"commit {run['commit']}, {run['date']}; CP {run['cp']}, seed {run['seed']}. "
+            f"{run['note']} {line[0].upper()}{line[1:]}."
+        )
+    write_results(
+        RESULTS.parent,
+        title="Figure 15: CP sharding of one attention layer",
+        how=How.PREDICTED if list(runs) == ["predicted"] else How.MEASURED,
+        profile="each table says by its name and note how its times came about.",
+        text="\n\n".join([TEXT, *parts]),
+        tables=[
+            table_of(kind, int(window), found, run["title"])
+            for kind, run in runs.items()
+            for window, found in run["windows"].items()
+        ],
+        figures=[
+            Picture(
+                name=kind, caption=f"Speed-up over per sequence: {run['title']}", figure=draw(run)
+            )
+            for kind, run in runs.items()
+        ],
+    )
 
 
-def draw(path: Path, run: Mapping[str, Any]) -> bool:
-    """Draws speed-up over per_sequence by window, beside the paper's; False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(10, 5.2), layout="constrained")
-    axes = figure.add_subplot()
+TEXT = f"""One layer of the 7B model, Plain-4D's micro-batches of the fitted stream `wlb_paper`.
+Milliseconds are sums over micro-batches of the slowest rank's forward and the slowest rank's
+backward. `{OPTIMAL}`: the better static strategy for each micro-batch, in hindsight, as in the
+paper; `{ALL}`: the best of all five. "Layer" (predictions only) adds the collectives and the linear
+layers, in case the paper's figures are of those too.
+
+The paper's figures: per_document over per_sequence 1.01 at 64K and 1.07 at 128K; its WLB-LLM, here
+adaptive, 1.075 over per_sequence and 1.034 over per_document, both means of the two windows."""
+
+
+def draw(run: Mapping[str, Any]) -> Any:
+    """Draws speed-up over per_sequence by window, beside the paper's."""
+    figure, (axes,) = new_figure(height=4.7)
     mean = PAPER_ADAPTIVE[0]
     gains = [1.0, mean]
     for i, (window, found) in enumerate(run["windows"].items()):
@@ -196,13 +175,11 @@ def draw(path: Path, run: Mapping[str, Any]) -> bool:
     axes.set(ylim=(low, top + 0.06), ylabel=f"speed-up over per_sequence (axis from {low:.2f})")
     axes.set_xticks(range(len(run["windows"])), [f"{int(w) // 1024}K" for w in run["windows"]])
     axes.set(xlabel="window", title=f"One layer's attention, CP {run['cp']}: {run['title']}")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
-    return True
+    return figure
 
 
-def _bars(axes: "Axes", i: int, window: int, found: Found) -> list[float]:
+def _bars(axes: Any, i: int, window: int, found: Found) -> list[float]:
     """Draws the bars of one window, side by side about x = i, and returns their heights."""
     total, rest = totals(found), rest_of(found)
     base = total["per_sequence"]

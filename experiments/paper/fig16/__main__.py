@@ -1,18 +1,18 @@
 """Trains a small model by every packing policy, to see whether balance costs quality.
 
-`python -m experiments.run convergence` trains it on the same documents by every policy, several
+`python -m experiments.run fig16` trains it on the same documents by every policy, several
 seeds each; with both normalisers of the loss where a step's tokens vary; and with long documents
 forced to wait 1 to 128 steps. It takes about 11 hours on two cores; `main` says how runs are shared
 and continued.
 """
 
 import argparse
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, priced_with, show, write_results
-from experiments.paper.fig16.arms import ARMS, SCALES, Arm, arm_of
+from experiments.paper.fig16.arms import ARMS, QUICK, SMALL, Arm, arm_of
 from experiments.paper.fig16.page import (
     classes_table,
     curves_table,
@@ -44,10 +44,7 @@ def train_all(study: Study, cases: list[Case], *, jobs: int) -> None:
 
 
 def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> None:
-    """Writes the page of the runs that have ended.
-
-    With `--quick`, and at other scales than the small one, it only shows the tables.
-    """
+    """Writes the page of the runs that have ended; with `--quick` it only shows the tables."""
     ended = [(c, r) for c in cases if (r := study.result(c)) is not None]
     results = {(c.arm.name, c.seed): r for c, r in ended}
     books = {(c.arm.packing, c.seed): study.books(c) for c, _ in ended}
@@ -62,7 +59,7 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
     tables = [quality_table(groups, grid[-1]), order_table(groups)]
     against = against_rows(groups)
     show(*tables, against=against, width=220)
-    if options.quick or study.scale.name != "small":
+    if options.quick:
         return
     commits = ", ".join(sorted({r.commit for r in results.values()}))
     missing = ""
@@ -75,7 +72,7 @@ def write_page(study: Study, cases: list[Case], options: argparse.Namespace) -> 
         Path(__file__).parent,
         title="Convergence: does balance cost quality?",
         how=How.MEASURED,
-        command="python -m experiments.run convergence",
+        command="python -m experiments.run fig16",
         profile=f"{study.scale_spec().training.dtype} on CPU, one thread a run; runs of commit "
         f"{commits}. Packing is priced with {priced_with(load_profile(str(study.profile)))}",
         text=missing + words(study, groups, grid),
@@ -105,18 +102,11 @@ def main() -> None:
     - Several machines can share the runs: --arms and --seeds choose what to train, `results/runs`
       holds a small file of each run, and --take FOLDER takes such files over. A clone with --take
       experiments/paper/fig16/results/runs continues from the committed runs.
-    - --scale 550m --commands prints the runs as Slurm jobs; the same without --commands shows the
-      tables of what they left.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--scale", choices=sorted(SCALES), default="small")
+    parser = experiment_parser(__doc__, quick="train a tiny model")
     parser.add_argument(
-        "--folder", type=Path, default=None, help="of the runs; default: runs/convergence-SCALE"
+        "--folder", type=Path, default=None, help="of the runs; default: runs/convergence-small"
     )
-    parser.add_argument(
-        "--store", default="", help="token store to train on instead of the scale's corpus"
-    )
-    parser.add_argument("--heldout", default="", help="held-out store that belongs to --store")
     parser.add_argument(
         "--seeds", type=int, default=SEEDS, help="how many seeds to train of each arm"
     )
@@ -128,37 +118,17 @@ def main() -> None:
     parser.add_argument(
         "--page-only", action="store_true", help="write the page of the runs that are there"
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="train a tiny model and write no results"
-    )
-    parser.add_argument(
-        "--commands", action="store_true", help="print each run's command; train nothing"
-    )
     options = parser.parse_args()
-    if options.quick:
-        options.scale, options.seeds = "quick", 1
-    scale = SCALES[options.scale]
+    scale = QUICK if options.quick else SMALL
+    seeds = 1 if options.quick else options.seeds
     folder = options.folder or Path("runs", f"convergence-{scale.name}")
-    study = Study.open(scale, folder.absolute(), store=options.store, heldout=options.heldout)
-    cases = cases_of(range(options.seeds), chosen(options.arms))
-    every = cases_of(range(options.seeds if options.quick else max(options.seeds, SEEDS)))
+    study = Study.open(scale, folder.absolute())
+    every = cases_of(range(seeds if options.quick else max(seeds, SEEDS)))
     if options.take is not None:
         taken = study.take(options.take, every)
         print(f"{len(taken)} runs taken from {options.take}", flush=True)
-    if options.commands:
-        for case in cases:
-            print(shlex.join(study.command(case)))
-        return
-    # Slurm trains these runs; only those that have ended are read.
-    if scale.job:
-        for case in every:
-            if study.result(case) is None and (study.folder / case.name).exists():
-                try:
-                    study.collect(case)
-                except ValueError as problem:
-                    print(f"{case.name} is left out: {problem}")
-    elif not options.page_only:
-        train_all(study, cases, jobs=options.jobs)
+    if not options.page_only:
+        train_all(study, cases_of(range(seeds), chosen(options.arms)), jobs=options.jobs)
     write_page(study, every, options)
 
 

@@ -97,18 +97,16 @@ class Scale:
     eval_tokens: tokens between evaluations
     vocabulary: size of the vocabulary of the corpus that is made
     heldout_fraction: share of that corpus that is held out
-    sources: source files of that corpus, None where a store has to be given
-    job: Slurm script that runs it, "" for runs in processes of this machine, one thread each
+    sources: returns the source files of that corpus
     """
 
     name: str
     preset: str
     keys: Mapping[str, Any]
     eval_tokens: int
-    vocabulary: int = 0
+    vocabulary: int
+    sources: Callable[[], list[Path]]
     heldout_fraction: float = 0.01
-    sources: Callable[[], list[Path]] | None = None
-    job: str = ""
 
 
 SMALL = Scale(
@@ -161,14 +159,6 @@ QUICK = replace(
     heldout_fraction=0.05,
     sources=small_sources,
 )
-LARGE = Scale(
-    name="550m",
-    preset="550m_64k",
-    keys={"eval.interval": 0},
-    eval_tokens=500_000_000,
-    job="slurm/550m_64k.sh",
-)
-SCALES = {scale.name: scale for scale in (SMALL, QUICK, LARGE)}
 
 
 def deciding_profile(scale: Scale, vocabulary: int) -> KernelProfile:

@@ -7,7 +7,7 @@ of which the rest of the page is made, and trains nothing.
 import json
 from pathlib import Path
 
-from experiments.paper.fig16.arms import ARMS, SCALES
+from experiments.paper.fig16.arms import ARMS, SMALL
 from experiments.paper.fig16.outcome import result_from_json
 from experiments.paper.fig16.page import draw_curves
 from experiments.paper.fig16.summary import groups_of
@@ -26,7 +26,7 @@ def redraw(results: Path) -> Path:
     groups = groups_of(kept, None)
     if not groups:
         raise ValueError(f"{results} holds no run beside the one that it is compared with")
-    every = SCALES["small"].eval_tokens
+    every = SMALL.eval_tokens
     grid = range(0, groups[0].results[0].num_tokens + 1, every)
     made = results / "curves.png"
     draw_curves(groups, grid).savefig(made, dpi=150)

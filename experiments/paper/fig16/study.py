@@ -70,25 +70,15 @@ class Study:
     stores: Stores
 
     @classmethod
-    def open(cls, scale: Scale, folder: Path, *, store: str = "", heldout: str = "") -> "Study":
-        """Makes the scale's corpus in `folder` unless it is there, or takes the given stores."""
-        if store:
-            info = TokenStore(store).info
-            given = Stores(train=store, heldout=heldout, checksum=info.checksum if info else "")
-            made = cls(scale=scale, folder=folder, stores=given)
-        elif scale.sources is None:
-            raise ValueError(
-                f"--scale {scale.name} needs a corpus of its own: --store PREFIX --heldout PREFIX "
-                f"(make them with `wlb prepare`)"
-            )
-        else:
-            stores = open_stores(
-                folder / "stores",
-                scale.sources(),
-                vocabulary=scale.vocabulary,
-                heldout_fraction=scale.heldout_fraction,
-            )
-            made = cls(scale=scale, folder=folder, stores=stores)
+    def open(cls, scale: Scale, folder: Path) -> "Study":
+        """Makes the scale's corpus in `folder` unless it is there."""
+        stores = open_stores(
+            folder / "stores",
+            scale.sources(),
+            vocabulary=scale.vocabulary,
+            heldout_fraction=scale.heldout_fraction,
+        )
+        made = cls(scale=scale, folder=folder, stores=stores)
         write_profile(scale, made.vocabulary, made.profile)
         return made
 
@@ -186,25 +176,14 @@ class Study:
                 _write_whole(folder / f"{case.name}.json", found)
 
     def command(self, case: Case) -> list[str]:
-        """Returns the run as a command, of this machine or of Slurm.
+        """Returns the run as a command.
 
         The run is planned anew, since books may be older than the code that will train: a run of
         their number of steps could end before its data does.
         """
         keys = self.keys_of(case) | {"training.steps": self.books(case, anew=True).num_steps}
-        if not self.scale.job:
-            given = settings(keys)
-            train = [sys.executable, "-m", "wlb", "train", self.scale.preset, "--resume", "auto"]
-            return [*train, "--set", *given]
-        variables = {
-            "STORE": keys.pop("data.store"),
-            "HELDOUT": keys.pop("data.heldout_store"),
-            "OUTPUT": str(keys.pop("run.output_dir")),
-            "RUN_NAME": keys.pop("run.name"),
-            "SYSTEM": "paper",
-            "EXTRA": " ".join(settings(keys)),
-        }
-        return ["env", *(f"{k}={v}" for k, v in variables.items()), "sbatch", self.scale.job]
+        train = [sys.executable, "-m", "wlb", "train", self.scale.preset, "--resume", "auto"]
+        return [*train, "--set", *settings(keys)]
 
     def run(self, case: Case) -> Result:
         """Trains a run unless it was trained; goes on where it was interrupted."""
@@ -224,24 +203,18 @@ class Study:
 
     def collect(self, case: Case) -> Result:
         """Reads the results of an ended run and keeps them; raises ValueError for one that has not
-        ended.
-
-        The checkpoints of this machine's runs are removed, those of Slurm's jobs stay.
+        ended. Its checkpoints are removed.
         """
         run = self.folder / case.name
         found = read_run(run)
         lengths = TokenStore(self.stores.train).lengths
         check_steps(run, lengths)
-        losses: tuple[float | None, ...] = ()
-        if not self.scale.job:
-            prefix = str(self.folder / "stores" / "heldout")
-            window = found.spec.data.context_window
-            stores = split_store(self.stores.heldout, prefix, window=window)
-            losses = class_losses(found, stores, run / "checkpoints")
+        prefix = str(self.folder / "stores" / "heldout")
+        stores = split_store(self.stores.heldout, prefix, window=found.spec.data.context_window)
+        losses = class_losses(found, stores, run / "checkpoints")
         made = result_of(found, class_losses=losses, made_by=self.digest(case))
         _write_whole(run / "result.json", made)
-        if not self.scale.job:
-            shutil.rmtree(run / "checkpoints")
+        shutil.rmtree(run / "checkpoints")
         return made
 
     def digest(self, case: Case) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.harness.pages import Against
 from experiments.harness.streams import RATIO
-from experiments.paper.fig16.arms import CONTROL, DELAYS, LONG, Scale
+from experiments.paper.fig16.arms import CONTROL, DELAYS, LONG
 from experiments.paper.fig16.corpus import source_versions
 from experiments.paper.fig16.study import Study
 from experiments.paper.fig16.summary import (
@@ -32,7 +32,7 @@ ROUNDED_TABLES = frozenset({"a49c849", "346eb9b", "f2799b9", "3f5ea17", "9f62118
 def words(study: Study, groups: Sequence[Group], grid: Sequence[int]) -> str:
     parts = [_set_up(study, groups), _result(groups), _normalisers(groups)]
     parts += [_long_documents(groups), _delays(groups, grid[-1]), _chance(groups)]
-    parts += [_cuts(groups), _order(groups), _limits(study.scale, groups)]
+    parts += [_cuts(groups), _order(groups), _limits(groups)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -82,12 +82,12 @@ def _set_up(study: Study, groups: Sequence[Group]) -> str:
     seeds = sorted(len(g.results) for g in groups)
     said = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
     model = spec.model
-    text = f"text of {source_versions()}, " if study.scale.sources else ""
     return (
         f"A LLaMA-like model of {model.num_parameters / 1e6:.2f} million parameters "
         f"({model.num_layers} layers of {model.hidden_size}) is trained on {one.num_tokens:,} "
         f"tokens of {store.num_documents:,} documents, each once, in steps of "
-        f"{spec.num_micro_batches} windows of {spec.data.context_window:,} ({text}checksum "
+        f"{spec.num_micro_batches} windows of {spec.data.context_window:,} (text of "
+        f"{source_versions()}, checksum "
         f"{study.stores.checksum[:12]}). All arms of a seed begin with the same weights, are given "
         f"the same documents in the same order, and follow one cosine schedule to their last step; "
         f"every run's ledger was checked to hold every token once. Policies decide with W_a / W_l "
@@ -236,15 +236,13 @@ def _order(groups: Sequence[Group]) -> str:
     return f"**Gradients.** Variance of the gradient's norm over steps, over original's: {said}."
 
 
-def _limits(scale: Scale, groups: Sequence[Group]) -> str:
-    told = "This is a small model on little text" if not scale.job else "One model on one text"
+def _limits(groups: Sequence[Group]) -> str:
     return (
-        f"**What is not shown.** {told}: a delay of a step is a larger part of this training than "
-        f"of one of 52,000 steps, and effects that need scale to be seen are not here. Policies "
+        f"**What is not shown.** This is a small model on little text: a delay of a step is a "
+        f"larger part of this training than of one of 52,000 steps, and effects that need scale to "
+        f"be seen are not here. Policies "
         f"whose differences are within ± are not shown to be equal, only not told apart: what "
-        f"would be seen is a difference above ±.{_rounded(groups)} The same on GPUs: `python -m "
-        f"experiments.paper.fig16 --scale 550m --store PREFIX --heldout PREFIX --commands`, which "
-        f"has not been run."
+        f"would be seen is a difference above ±.{_rounded(groups)}"
     )
 
 

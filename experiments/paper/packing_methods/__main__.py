@@ -4,14 +4,14 @@
 Tables 2 to 6, on lengths like those of its three data sets (`lengths`): rows by model and layout
 (Tables 2 and 3, `rows`), and optimiser steps by method and (bs, msl, gas) (Tables 4 to 6, `steps`).
 Methods that the paper does not have are added: Multipack in groups of 8, exact first and best fit
-decreasing. `experiments.paper.packing_methods.training` trains models; this counts.
+decreasing. `experiments.paper.packing_training` trains models; this counts.
 """
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.packing_methods.counting import Method
 from experiments.paper.packing_methods.draw import draw_lengths, draw_rows, draw_steps
@@ -30,43 +30,29 @@ LAYOUTS = ("basic packing", "flat")
 
 
 def datasets_table() -> Table:
-    rows: list[list[object]] = []
+    records: list[dict[str, object]] = []
     for dataset in DATASETS.values():
-        lengths = dataset.lengths()
-        uncut = dataset.uncut()
-        rows.append(
-            [
-                dataset.title,
-                lengths.size,
-                int(lengths.sum()),
-                dataset.sigma,
-                float(lengths.mean()),
-                float(np.median(lengths)),
-                int(lengths.max()),
-                dataset.num_left_out,
-                int((uncut > lengths).sum()),
-                int((uncut - lengths).sum()),
-            ]
+        lengths, uncut = dataset.lengths(), dataset.uncut()
+        records.append(
+            {
+                "data set": dataset.title,
+                "examples": lengths.size,
+                "tokens": int(lengths.sum()),
+                "sigma": dataset.sigma,
+                "mean": float(lengths.mean()),
+                "median": float(np.median(lengths)),
+                "longest": int(lengths.max()),
+                "examples left out over msl": dataset.num_left_out,
+                "examples cut at msl": int((uncut > lengths).sum()),
+                "tokens cut off": int((uncut - lengths).sum()),
+            }
         )
-    columns = (
-        "data set",
-        "examples",
-        "tokens",
-        "sigma",
-        "mean",
-        "median",
-        "longest",
-        "examples left out over msl",
-        "examples cut at msl",
-        "tokens cut off",
-    )
-    whole = dict.fromkeys(("examples", "tokens", "longest", *columns[-2:]), ",d")
-    return Table(
-        name="datasets",
-        title="Lengths",
-        columns=columns,
-        rows=rows,
-        formats=whole | {"mean": ",.0f", "median": ",.0f"},
+    whole = ("examples", "tokens", "longest", "examples cut at msl", "tokens cut off")
+    return Table.of(
+        "datasets",
+        "Lengths",
+        records,
+        formats=dict.fromkeys(whole, ",d") | {"mean": ",.0f", "median": ",.0f"},
         note="Lognormals whose total is the paper's Time x Tok/s. What is left out or cut over "
         f"msl = {MSL:,} tokens was so before any method sees it; the tokens cut off are the "
         "lognormal's, the paper does not say them.",
@@ -75,50 +61,32 @@ def datasets_table() -> Table:
 
 def steps_table(found: list[StepCounts], *, number: int) -> Table:
     """Returns Table 4, 5 or 6."""
-    columns = (
-        "method",
-        "bs, msl, gas",
-        "paper",
-        "ours",
-        "shuffles",
-        "difference",
-        "rows",
-        "tokens",
-        "utilisation",
-        "padding",
-        "broken examples",
-        "tokens left out",
-        "micro-batches after the last step",
-    )
-    rows = []
-    for s in found:
-        least, median, most = s.steps
-        rows.append(
-            [
-                str(s.method),
-                f"{s.bs}, {s.msl}, {s.gas}",
-                s.paper.steps if s.paper else None,
-                median,
-                f"{least} to {most}",
-                s.difference,
-                s.mean("rows"),
-                s.mean("tokens"),
-                s.mean("utilisation"),
-                s.mean("padding"),
-                s.mean("num_broken"),
-                s.mean("left_out"),
-                s.after_last_step,
-            ]
-        )
-    name = found[0].dataset
-    return Table(
-        name=f"table{number}",
-        title=f"Table {number}: steps of an epoch of {name} 20K",
-        columns=columns,
-        rows=rows,
+    records = [
+        {
+            "method": str(s.method),
+            "bs, msl, gas": f"{s.bs}, {s.msl}, {s.gas}",
+            "paper": s.paper.steps if s.paper else None,
+            "ours": s.steps[1],
+            "shuffles": f"{s.steps[0]} to {s.steps[2]}",
+            "difference": s.difference,
+            "rows": s.mean("rows"),
+            "tokens": s.mean("tokens"),
+            "utilisation": s.mean("utilisation"),
+            "padding": s.mean("padding"),
+            "broken examples": s.mean("num_broken"),
+            "tokens left out": s.mean("left_out"),
+            "micro-batches after the last step": s.after_last_step,
+        }
+        for s in found
+    ]
+    whole = ("rows", "tokens", "broken examples", "tokens left out", list(records[0])[-1])
+    return Table.of(
+        f"table{number}",
+        f"Table {number}: steps of an epoch of {found[0].dataset} 20K",
+        records,
         formats=dict.fromkeys(("utilisation", "padding"), ".1%")
-        | {"difference": "+.1%", "rows": ",.0f", "tokens": ",.0f"}
-        | dict.fromkeys(columns[-3:], ",.0f"),
+        | {"difference": "+.1%"}
+        | dict.fromkeys(whole, ",.0f"),
         note="Ours: the median of the shuffles; other numbers are their means. Utilisation: tokens "
         "over rows x msl. Padding: share of computed positions. Without a number of the paper: "
         "methods that it does not have.",
@@ -128,7 +96,7 @@ def steps_table(found: list[StepCounts], *, number: int) -> Table:
 def padding_table(found: list[StepCounts]) -> Table:
     """Compares padding in the one way that the paper permits: how much longer padded runs took."""
     by = {(s.dataset, s.bs, s.method): s for s in found if s.paper and s.msl == MSL}
-    rows: list[list[object]] = []
+    records: list[dict[str, object]] = []
     for dataset in DATASETS:
         for bs in (2, 4):
             mini = by[dataset, bs, Method.MINI_BATCH].paper
@@ -136,62 +104,47 @@ def padding_table(found: list[StepCounts]) -> Table:
                 s = by[dataset, bs, method]
                 if s.paper and mini:
                     share = s.mean("padding")
-                    ratio = s.paper.time_s / mini.time_s
-                    rows.append([dataset, bs, str(method), share, 1 / (1 - share), ratio])
-    columns = (
-        "data set",
-        "bs",
-        "method",
+                    records.append(
+                        {
+                            "data set": dataset,
+                            "bs": bs,
+                            "method": str(method),
+                            "padding": share,
+                            "positions over tokens": 1 / (1 - share),
+                            "paper: Time over MiniBatchPacking's": s.paper.time_s / mini.time_s,
+                        }
+                    )
+    return Table.of(
         "padding",
-        "positions over tokens",
-        "paper: Time over MiniBatchPacking's",
-    )
-    return Table(
-        name="padding",
-        title="Padding, and how long the paper's padded runs took",
-        columns=columns,
-        rows=rows,
-        formats={"padding": ".1%"} | dict.fromkeys(columns[-2:], ".2f"),
+        "Padding, and how long the paper's padded runs took",
+        records,
+        formats={"padding": ".1%"} | dict.fromkeys(list(records[0])[-2:], ".2f"),
         note="Mini-batches of the same examples without padding. Time holds what does not depend "
         "on positions as well, so it grows less than they do.",
     )
 
 
 def rows_table(found: list[RowCounts]) -> Table:
-    columns = (
-        "data set",
-        "model",
-        "layout",
-        "row (tokens)",
-        "paper",
-        "nothing lost",
-        "difference",
-        "utilisation",
-        "as printed",
-        "difference, as printed",
-        "tokens lost, as printed",
-    )
-    rows = [
-        [
-            f.paper.dataset,
-            f.paper.model,
-            f.paper.layout,
-            f.row_tokens if f.row_tokens else "an example",
-            f.paper.rows,
-            f.nothing_lost,
-            f.difference(as_printed=False) if f.row_tokens else None,
-            f.utilisation,
-            f.as_printed,
-            f.difference(as_printed=True) if f.row_tokens else None,
-            f.lost,
-        ]
+    records = [
+        {
+            "data set": f.paper.dataset,
+            "model": f.paper.model,
+            "layout": f.paper.layout,
+            "row (tokens)": f.row_tokens if f.row_tokens else "an example",
+            "paper": f.paper.rows,
+            "nothing lost": f.nothing_lost,
+            "difference": f.difference(as_printed=False) if f.row_tokens else None,
+            "utilisation": f.utilisation,
+            "as printed": f.as_printed,
+            "difference, as printed": f.difference(as_printed=True) if f.row_tokens else None,
+            "tokens lost, as printed": f.lost,
+        }
         for f in found
     ]
-    return Table(
-        name="tables2_3",
-        title="Tables 2 and 3: rows",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "tables2_3",
+        "Tables 2 and 3: rows",
+        records,
         formats=dict.fromkeys(("difference", "difference, as printed"), "+.1%")
         | dict.fromkeys(("nothing lost", "as printed", "tokens lost, as printed"), ",.0f")
         | {"utilisation": ".1%"},
@@ -285,8 +238,7 @@ def words(steps: list[StepCounts], rows: list[RowCounts]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="count one shuffle and write nothing")
+    parser = experiment_parser(__doc__, quick="count one shuffle")
     options = parser.parse_args()
     seeds = range(1 if options.quick else SHUFFLES)
     steps, rows = step_counts(seeds), row_counts(seeds)

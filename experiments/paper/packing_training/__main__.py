@@ -1,6 +1,6 @@
 """Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-`python -m experiments.paper.packing_methods.training` trains a model of 5 million parameters on
+`python -m experiments.paper.packing_training` trains a model of 5 million parameters on
 Python sources of other packages. From there it fine-tunes one epoch on conversations about the
 standard library's docstrings, with each of the paper's methods at layouts like those of its Tables
 4 to 6, several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and
@@ -14,8 +14,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, show, write_results
-from experiments.paper.packing_methods.training.cases import (
+from experiments.paper.packing_training.cases import (
     BATCH_SIZES,
     Case,
     Result,
@@ -24,7 +25,7 @@ from experiments.paper.packing_methods.training.cases import (
     all_cases,
     rate_cases,
 )
-from experiments.paper.packing_methods.training.page import (
+from experiments.paper.packing_training.page import (
     Sizes,
     against_rows,
     pictures,
@@ -32,8 +33,8 @@ from experiments.paper.packing_methods.training.page import (
     sizes_table,
     training_table,
 )
-from experiments.paper.packing_methods.training.summary import groups_of
-from experiments.paper.packing_methods.training.words import words
+from experiments.paper.packing_training.summary import groups_of
+from experiments.paper.packing_training.words import words
 
 SEEDS = 3
 CAP_MIB = 3072
@@ -97,7 +98,7 @@ def study_of(options: argparse.Namespace) -> None:
         Path(__file__).parent,
         title="Packing with position ids: training",
         how=How.MEASURED,
-        command=f"python -m experiments.paper.packing_methods.training --seeds {options.seeds}",
+        command=f"python -m experiments.paper.packing_training --seeds {options.seeds}",
         profile="two runs at a time on two CPU cores, one thread each; tokens/s by the processor "
         "time of the model's passes, peak memory by the operating system. Runs of commit "
         f"{', '.join(sorted({made.commit for made in found.values()}))}.",
@@ -124,11 +125,10 @@ def quick() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = experiment_parser(__doc__, quick="train a few steps")
     parser.add_argument("--folder", type=Path, default=Path("runs/packing_methods"))
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=2, help="parallel runs, one thread each")
-    parser.add_argument("--quick", action="store_true", help="train a few steps and write nothing")
     options = parser.parse_args()
     run: Callable[[], None] = quick if options.quick else lambda: study_of(options)
     run()

@@ -1,4 +1,4 @@
-"""Makes the tables and pictures of the page of `experiments.paper.packing_methods.training`."""
+"""Makes the tables and pictures of the page of `experiments.paper.packing_training`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from experiments.harness.drawing import COLOURS, MARKERS, new_figure
 from experiments.harness.pages import Against, Picture, Table
 from experiments.paper.packing_methods.lengths import DATASETS
-from experiments.paper.packing_methods.training.cases import (
+from experiments.paper.packing_training.cases import (
     BATCH_SIZES,
     GASES,
     NAMES,
@@ -15,57 +15,41 @@ from experiments.paper.packing_methods.training.cases import (
     Result,
     SizeCase,
 )
-from experiments.paper.packing_methods.training.summary import Group, noise_band, paper_pair
+from experiments.paper.packing_training.summary import Group, noise_band, paper_pair
 
 Sizes = dict[SizeCase, Result | None]
 
 
 def training_table(groups: list[Group]) -> Table:
     band = noise_band(groups)
-    rows: list[list[Any]] = []
+    records: list[dict[str, Any]] = []
     for group in groups:
         is_baseline = group.case.method == "random_padding"
         verdict = "noise" if abs(group.difference) <= band else "worse"
         if group.difference < -band:
             verdict = "better"
-        rows.append(
-            [
-                group.case.title,
-                group.case.layout,
-                group.steps,
-                group.mean("tokens_per_s"),
-                group.faster,
-                group.mean("padding"),
-                group.mean("peak_mib"),
-                group.mean("train_loss"),
-                group.spread("train_loss"),
-                group.mean("heldout_after"),
-                group.spread("heldout_after"),
-                None if is_baseline else group.difference,
-                None if is_baseline else verdict,
-            ]
+        records.append(
+            {
+                "method": group.case.title,
+                "bs, msl, gas": group.case.layout,
+                "steps": group.steps,
+                "tokens/s": group.mean("tokens_per_s"),
+                "over padding": group.faster,
+                "padding": group.mean("padding"),
+                "peak memory (MiB)": group.mean("peak_mib"),
+                "train loss": group.mean("train_loss"),
+                "sd, train": group.spread("train_loss"),
+                "held-out loss": group.mean("heldout_after"),
+                "sd, held out": group.spread("heldout_after"),
+                "less padding's": None if is_baseline else group.difference,
+                "difference": None if is_baseline else verdict,
+            }
         )
-    columns = (
-        "method",
-        "bs, msl, gas",
-        "steps",
-        "tokens/s",
-        "over padding",
-        "padding",
-        "peak memory (MiB)",
-        "train loss",
-        "sd, train",
-        "held-out loss",
-        "sd, held out",
-        "less padding's",
-        "difference",
-    )
     losses = ("train loss", "held-out loss", "sd, train", "sd, held out")
-    return Table(
-        name="training",
-        title="An epoch of every method",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "training",
+        "An epoch of every method",
+        records,
         formats=dict.fromkeys(losses, ".3f")
         | {"steps": ".1f", "tokens/s": ",.0f", "over padding": ".2f", "padding": ".1%"}
         | {"peak memory (MiB)": ",.0f", "less padding's": "+.3f"},

@@ -8,7 +8,7 @@ from scipy import stats
 
 from experiments.paper.packing_methods.counting import Method
 from experiments.paper.packing_methods.paper import StepsRow, steps_rows
-from experiments.paper.packing_methods.training.cases import GASES, NAMES, ONLINE, Case, Result
+from experiments.paper.packing_training.cases import GASES, NAMES, ONLINE, Case, Result
 
 CONFIDENCE = 0.95
 PAPER_GAS = {

@@ -1,6 +1,6 @@
 """Writes the text of the results page, with the numbers of its tables and pictures."""
 
-from experiments.paper.packing_methods.training.cases import (
+from experiments.paper.packing_training.cases import (
     BASE_PACKAGES,
     BASE_STEPS,
     BS,
@@ -9,8 +9,8 @@ from experiments.paper.packing_methods.training.cases import (
     Case,
     Result,
 )
-from experiments.paper.packing_methods.training.page import Sizes
-from experiments.paper.packing_methods.training.summary import Group, noise_band
+from experiments.paper.packing_training.page import Sizes
+from experiments.paper.packing_training.summary import Group, noise_band
 
 
 def words(groups: list[Group], rates: dict[Case, Result], sizes: Sizes, *, cap_mib: int) -> str:

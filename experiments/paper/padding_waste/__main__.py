@@ -6,13 +6,13 @@ covers rows of 512 to 16,384 tokens; eleven strategies at 4,096; what they cost 
 per second and dollars; and the bytes of masks. Everything is counted; nothing is trained or timed.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import COLOURS, LINES, MARKERS, new_figure, tokens_axis
 from experiments.harness.pages import How, Picture, Table, show, write_results
 from experiments.paper.padding_waste import money
@@ -63,39 +63,27 @@ def waste_table(found: Sequence[Corpus]) -> Table:
 
 
 def strategy_table(found: Mapping[str, By]) -> Table:
-    columns = (
-        "corpus",
-        "strategy",
-        "claimed",
-        "utilisation",
-        "padding",
-        "rows",
-        "documents split, longer than a row",
-        "others cut at row ends",
-        "tokens lost",
-    )
-    rows = [
-        [
-            title,
-            str(strategy),
-            UTILISATION.get(strategy) if title == WEB.title else None,
-            made.utilisation,
-            made.waste,
-            made.rows,
-            made.num_split,
-            made.num_cut,
-            made.lost,
-        ]
+    records = [
+        {
+            "corpus": title,
+            "strategy": str(strategy),
+            "claimed": UTILISATION.get(strategy) if title == WEB.title else None,
+            "utilisation": made.utilisation,
+            "padding": made.waste,
+            "rows": made.rows,
+            "documents split, longer than a row": made.num_split,
+            "others cut at row ends": made.num_cut,
+            "tokens lost": made.lost,
+        }
         for title, by in found.items()
         for strategy, made in by.items()
     ]
-    return Table(
-        name="strategies",
-        title=f"Strategies in rows of {ROW:,}",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "strategies",
+        f"Strategies in rows of {ROW:,}",
+        records,
         formats={"claimed": ".1%", "utilisation": ".3%", "padding": ".3%"}
-        | dict.fromkeys(columns[5:], ",d"),
+        | dict.fromkeys(list(records[0])[5:], ",d"),
         note="Documents longer than a row are split into pieces of a row, so that nothing is lost, "
         "but for the first strategy, which drops what is over.",
     )
@@ -103,38 +91,27 @@ def strategy_table(found: Mapping[str, By]) -> Table:
 
 def money_table(by: By, priced: Job) -> Table:
     naive = by[Strategy.ROW_EACH]
-    columns = (
-        "strategy",
-        "GFLOP a useful token",
-        "useful tokens/s, 8 H100",
-        "over a row each",
-        "by utilisation alone",
-        "USD for 1T tokens, claimed",
-        "USD for 1T tokens",
-        "days on 1,024 H100",
-        "USD a day of padding, 2,048 GPUs",
-    )
-    rows = [
-        [
-            str(strategy),
-            priced.flops_per_token(made) / 1e9,
-            priced.tokens_per_s(made),
-            priced.tokens_per_s(made) / priced.tokens_per_s(naive),
-            made.utilisation / naive.utilisation,
-            USD.get(strategy),
-            priced.usd(made),
-            priced.days(made),
-            made.waste * money.usd_a_day(),
-        ]
+    records = [
+        {
+            "strategy": str(strategy),
+            "GFLOP a useful token": priced.flops_per_token(made) / 1e9,
+            "useful tokens/s, 8 H100": priced.tokens_per_s(made),
+            "over a row each": priced.tokens_per_s(made) / priced.tokens_per_s(naive),
+            "by utilisation alone": made.utilisation / naive.utilisation,
+            "USD for 1T tokens, claimed": USD.get(strategy),
+            "USD for 1T tokens": priced.usd(made),
+            "days on 1,024 H100": priced.days(made),
+            "USD a day of padding, 2,048 GPUs": made.waste * money.usd_a_day(),
+        }
         for strategy in PRICED
         for made in [by[strategy]]
     ]
+    columns = list(records[0])
     whole = (columns[2], columns[5], columns[6], columns[8])
-    return Table(
-        name="money",
-        title="LLaMA2-7B on the web-like corpus",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "money",
+        "LLaMA2-7B on the web-like corpus",
+        records,
         formats=dict.fromkeys(whole, ",.0f")
         | dict.fromkeys(columns[3:5], ".2f")
         | {columns[1]: ".1f", columns[7]: ".2f"},
@@ -243,20 +220,15 @@ def words(found: Sequence[Corpus], by: By) -> str:
         "first and best fit decreasing less than one row, and they cut none that fits a row. Rows "
         "of variable length have no padding, whatever the packer.\n\n"
         f"Mean tokens of a document: {means}. Tokens of documents include BOS and EOS. Left "
-        "out: the time that packing takes ([bin_packing](../../bin_packing)), and that padding's "
+        "out: the time that packing takes, and that padding's "
         "positions and a token's attention differ in speed; both are priced by their FLOPs."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out the standard library; write nothing"
+    parser = experiment_parser(
+        __doc__, quick="leave out the standard library", seed=0, lengths=True
     )
-    parser.add_argument(
-        "--lengths", nargs="*", type=Path, default=[], help="files of document lengths"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the documents' order")
     options = parser.parse_args()
     found = corpora(seed=options.seed, files=options.lengths, with_stdlib=not options.quick)
     filled = {c.title: {s: fill(s, c.lengths, row=ROW) for s in Strategy} for c in found}

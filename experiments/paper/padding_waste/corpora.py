@@ -6,6 +6,7 @@ code (the Stack's in `experiments.paper.packing_methods.lengths`), 0.8 for books
 quantiles, so that the means are exact; a seed gives their order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def real(name: str, *, seed: int) -> Corpus:
     return Corpus(title=title_of(name), lengths=np.random.default_rng(seed).permutation(lengths))
 
 
-def corpora(*, seed: int, files: list[Path], with_stdlib: bool) -> list[Corpus]:
+def corpora(*, seed: int, files: Sequence[str | Path], with_stdlib: bool) -> list[Corpus]:
     names = [*(["stdlib"] if with_stdlib else []), *map(str, files)]
     return [
         *(drawn(dataset, seed=seed) for dataset in (WEB, CODE, BOOKS)),

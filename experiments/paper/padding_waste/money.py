@@ -8,7 +8,7 @@ those of the forward pass: matrices, head, and attention for the pairs computed 
 
 from dataclasses import dataclass
 
-from experiments.harness.configurations import configuration
+from experiments.harness.constants import configuration
 from experiments.paper.padding_waste.strategies import Filled
 from wlb.cost import linear_flops_per_token
 from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR

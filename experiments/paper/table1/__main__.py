@@ -7,14 +7,14 @@ configuration that does not fit is tried with selective and then full recomputat
 estimate: CUDA context, NCCL's buffers, fragmentation. Nothing runs, and nothing is priced.
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.harness.configurations import TABLE_1, VOCABULARY, configuration, title
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import TABLE_1, VOCABULARY, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from wlb.cost import MemoryEstimate, memory_estimate
@@ -75,39 +75,27 @@ def fit(name: str, packing: str) -> Fit:
 
 
 def configurations_table() -> Table:
-    columns = (
-        "configuration",
-        "hidden",
-        "layers",
-        "heads",
-        "FFN",
-        "parameters",
-        "TP, CP, PP, DP",
-        "GPUs",
-        "micro-batches a step",
-    )
-    rows: list[list[Any]] = []
+    records: list[dict[str, Any]] = []
     for name in TABLE_1:
         spec = configuration(name)
         model, p = spec.model, spec.parallel
-        rows.append(
-            [
-                title(name),
-                model.hidden_size,
-                model.num_layers,
-                model.num_heads,
-                model.ffn_hidden_size,
-                model.num_parameters,
-                f"{p.tp}, {p.cp}, {p.pp}, {p.dp}",
-                p.world_size,
-                spec.num_micro_batches,
-            ]
+        records.append(
+            {
+                "configuration": title(name),
+                "hidden": model.hidden_size,
+                "layers": model.num_layers,
+                "heads": model.num_heads,
+                "FFN": model.ffn_hidden_size,
+                "parameters": model.num_parameters,
+                "TP, CP, PP, DP": f"{p.tp}, {p.cp}, {p.pp}, {p.dp}",
+                "GPUs": p.world_size,
+                "micro-batches a step": spec.num_micro_batches,
+            }
         )
-    return Table(
-        name="configurations",
-        title="Configurations",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "configurations",
+        "Configurations",
+        records,
         formats=dict.fromkeys(("hidden", "FFN", "parameters"), ",d"),
         note=f"As many key heads as query heads, heads of 128, vocabulary {VOCABULARY:,}, "
         "embedding and head untied, four virtual stages a pipeline rank.",
@@ -116,35 +104,24 @@ def configurations_table() -> Table:
 
 def memory_table(fits: list[Fit]) -> Table:
     terms = tuple(f"{term} (GB)" for term in TERMS)
-    columns = (
-        "configuration",
-        "packing",
-        "longest micro-batch",
-        "passes in flight",
-        *terms,
-        "total (GB)",
-        "recomputation",
-        "fits 80 GB",
-    )
-    rows = [
-        [
-            title(f.name),
-            f.packing,
-            f.memory.micro_batch_tokens,
-            f.memory.num_in_flight,
-            *(f.gb_of(names) for names in TERMS.values()),
-            f.memory.total_bytes / 1e9,
-            f.recompute,
-            "yes" if f.fits else "no",
-        ]
+    records = [
+        {
+            "configuration": title(f.name),
+            "packing": f.packing,
+            "longest micro-batch": f.memory.micro_batch_tokens,
+            "passes in flight": f.memory.num_in_flight,
+            **{f"{term} (GB)": f.gb_of(names) for term, names in TERMS.items()},
+            "total (GB)": f.memory.total_bytes / 1e9,
+            "recomputation": f.recompute,
+            "fits 80 GB": "yes" if f.fits else "no",
+        }
         for f in fits
     ]
     formats = dict.fromkeys((*terms, "total (GB)"), ".1f") | {"longest micro-batch": ",d"}
-    return Table(
-        name="memory",
-        title="Memory of a GPU",
-        columns=columns,
-        rows=rows,
+    return Table.of(
+        "memory",
+        "Memory of a GPU",
+        records,
         formats=formats,
         note="GB = 1e9 bytes, of the pipeline rank that needs most; all micro-batches in flight "
         "are taken to be as long as the longest may be.",
@@ -205,7 +182,7 @@ def words(fits: list[Fit]) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    experiment_parser(__doc__).parse_args()
     fits = [fit(name, packing) for name in TABLE_1 for packing in PACKINGS]
     made = [configurations_table(), memory_table(fits)]
     against = [
@@ -242,7 +219,6 @@ def main() -> None:
             )
         ],
     )
-    print("written to experiments/paper/table1/results")
 
 
 if __name__ == "__main__":

@@ -7,21 +7,17 @@ the first 160 batches (320 of the fitted lengths; on all with W = 1), each besid
 windows. `--take` measures only rows that the results do not have. Constants: `constants.py`, 7B.
 """
 
-import contextlib
-import csv
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from experiments.harness import constants
-from experiments.harness.configurations import configuration
-from experiments.harness.evaluation import TakingParser
-from experiments.harness.pages import command_of, commit, commit_of, priced_with
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
+from experiments.harness.pages import How, Table, commit_of, read_table, show, write_results
 from experiments.harness.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
 from wlb.packing import (
@@ -43,7 +39,6 @@ from wlb.plan import GlobalBatch
 N = 4
 SPEC = configuration("7b_128k", *constants.OVERRIDES)
 COST: ProfiledWorkload = workload_of(SPEC, constants.profile())
-RESULTS = Path(__file__).parent / "results"
 OPTIONS = PackerOptions(num_micro_batches=N, context_window=WINDOW, cost=COST)
 
 
@@ -66,24 +61,29 @@ class Row:
     paper: tuple[float, int] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Holds a method's figures, by the names of `PackingSummary`'s fields.
+Record = dict[str, Any]
+"""A row of the CSV: method, the paper's numbers, fields of `PackingSummary`, and a note.
 
-    Rows of earlier results lack the fields that came later.
-    """
-
-    row: Row
-    figures: dict[str, Any]
-    note: str = ""
+Fields that an earlier result lacks are None.
+"""
 
 
-def measured(row: Row, batches: list[GlobalBatch], *, is_timed: bool = True) -> Result:
+def record_of(row: Row, figures: Mapping[str, Any], note: str = "") -> Record:
+    imbalance, ms = row.paper or (None, None)
+    names = [field.name for field in fields(PackingSummary)]
+    return {
+        "row": row.label,
+        "paper_imbalance": imbalance,
+        "paper_ms": ms,
+        **{name: figures.get(name) for name in names},
+        "note": note or None,
+    }
+
+
+def measured(row: Row, batches: list[GlobalBatch], *, is_timed: bool = True) -> Record:
     """Packs the batches. is_timed: whether its time can be compared with other rows'."""
     figures = measure(row.make(), batches, cost=COST).summary.to_json()
-    if not is_timed:
-        del figures["packing_ms"]
-    return Result(row=row, figures=figures)
+    return record_of(row, figures | ({} if is_timed else {"packing_ms": None}))
 
 
 def rows() -> list[Row]:
@@ -146,9 +146,9 @@ def solver_label(window_batches: int) -> str:
 
 def solver_rows(
     batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float
-) -> list[Result]:
+) -> list[Record]:
     """Solves Eq. 1 with HiGHS, and runs greedy on the same windows beside it."""
-    out: list[Result] = []
+    out: list[Record] = []
     for w in PAPER_SOLVER:
         reports: list[IlpReport] = []
         some = batches if w == 1 else batches[:num_solved]
@@ -172,7 +172,7 @@ def solver_rows(
         )
         # Only solves are timed: a push that waits for its window to fill costs nothing.
         figures = found.to_json() | {"packing_ms": float(np.mean(times)) / w}
-        out.append(Result(row=row, figures=figures, note=note))
+        out.append(record_of(row, figures, note))
     return out
 
 
@@ -182,82 +182,39 @@ def ratio() -> float:
     return int(COST.forward_latency_ns([WINDOW])[0]) / (linear * WINDOW) - 1
 
 
-def table_of(title: str, results: list[Result]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in (
-        "method",
-        "paper",
-        "ours",
-        "diff",
-        "p95",
-        "time-w.",
-        "delay",
-        "max",
-        "ms",
-        "paper ms",
-    ):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for result in results:
-        s, paper = result.figures, result.row.paper
-        table.add_row(
-            result.row.label,
-            f"{paper[0]:.2f}" if paper else "",
-            f"{s['imbalance']:.3f}",
-            f"{s['imbalance'] - paper[0]:+.3f}" if paper else "",
-            f"{s['imbalance_p95']:.3f}",
-            f"{s['imbalance_time_weighted']:.3f}",
-            f"{s['mean_delay']:.2f}",
-            f"{s['max_delay']}",
-            _ms(s),
-            f"{paper[1]}" if paper else "",
-        )
-    return table
+PAGE = {
+    "row": "method", "paper_imbalance": "paper", "imbalance": "ours", "imbalance_p95": "p95",
+    "imbalance_time_weighted": "time-weighted", "mean_delay": "mean delay", "max_delay": "max",
+    "packing_ms": "ms", "paper_ms": "paper ms",
+}  # fmt: skip
+FORMATS = dict.fromkeys(("imbalance", "imbalance_p95", "imbalance_time_weighted"), ".3f")
+FORMATS |= {"paper_imbalance": ".2f", "mean_delay": ".2f", "packing_ms": ".2f"}
 
 
-def _ms(figures: dict[str, Any]) -> str:
-    return f"{figures['packing_ms']:.2f}" if "packing_ms" in figures else ""
+def table_of(name: str, records: Sequence[Record]) -> Table:
+    """Returns the table of a source, whose solver rows are explained below it."""
+    notes = "; ".join(f"{r['row']}: {r['note']}" for r in records if r["note"])
+    return Table.of(
+        file_of(name), title_of(name), records, formats=FORMATS, page_columns=PAGE,
+        note=f"{notes}." if notes else "",
+    )  # fmt: skip
 
 
-def write_csv(path: Path, results: list[Result]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        names = [field.name for field in fields(PackingSummary)]
-        writer.writerow(["row", "paper_imbalance", "paper_ms", *names, "note"])
-        for r in results:
-            paper = r.row.paper or ("", "")
-            values = (r.figures.get(name, "") for name in names)
-            writer.writerow([r.row.label, *paper, *values, r.note])
+def file_of(name: str) -> str:
+    """Returns what the CSV of a source is called."""
+    return Path(title_of(name)).stem.split(" ")[0].lower()
 
 
-def earlier(path: Path) -> dict[str, Result]:
-    """Returns the rows of a written CSV by label."""
-    out: dict[str, Result] = {}
-    with path.open(newline="") as file:
-        for cells in csv.DictReader(file):
-            label, note = cells.pop("row"), cells.pop("note")
-            papers = [cells.pop(name) for name in ("paper_imbalance", "paper_ms")]
-            paper = (float(papers[0]), int(papers[1])) if papers[0] else None
-            figures = {name: _value(text) for name, text in cells.items() if text}
-            out[label] = Result(row=Row(label=label, make=_no_packer, paper=paper), figures=figures)
-            out[label] = replace(out[label], note=note)
-    return out
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
-    return text
-
-
-def _no_packer() -> Packer:
-    raise ValueError("a row of earlier results is not packed again")
+def earlier(folder: Path, name: str) -> dict[str, Record]:
+    """Returns the rows of a source that the results have, by method."""
+    table = read_table(folder, file_of(name), title="", formats={})
+    found = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return {record["row"]: record for record in found}
 
 
 def all_rows(
-    batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, known: dict[str, Result]
-) -> list[Result]:
+    batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, known: dict[str, Record]
+) -> list[Record]:
     """Returns every method's row in the paper's order; rows of `known` are taken from there.
 
     Rows beside known ones have no packing time, since those were timed on another day.
@@ -265,68 +222,45 @@ def all_rows(
     solvers = [known[label] for w in PAPER_SOLVER if (label := solver_label(w)) in known]
     if len(solvers) < len(PAPER_SOLVER):
         solvers = solver_rows(batches, num_solved=num_solved, time_limit_s=time_limit_s)
-    results = [known.get(row.label) or measured(row, batches, is_timed=not known) for row in rows()]
-    return [*results[:6], *solvers, *results[6:]]
+    found = [known.get(row.label) or measured(row, batches, is_timed=not known) for row in rows()]
+    return [*found[:6], *solvers, *found[6:]]
 
 
-def csv_of(name: str) -> Path:
-    """Returns where the rows of a source are."""
-    return RESULTS / f"{Path(title_of(name)).stem.split(' ')[0].lower()}.csv"
-
-
-def taken_text(known: dict[str, Result]) -> str:
+def taken_text(folder: Path, known: dict[str, Record]) -> str:
     """Says of which commit rows are that a run takes; empty if it takes none."""
     if not known:
         return ""
     new = [row.label for row in rows() if row.label not in known]
     but = f" but {' and '.join(new)} (which are not timed)" if new else ""
-    commit = commit_of(RESULTS.parent)
-    return f" Taken from earlier results, of commit {commit}: all rows{but}, and other draws."
+    return (
+        f" Taken from earlier results, of commit {commit_of(folder)}: all rows{but}, and other "
+        f"draws."
+    )
 
 
-def draws_of(*, steps: int, seeds: Sequence[int]) -> str:
+def draws_of(*, steps: int, seeds: Sequence[int]) -> Table:
     """Measures every method but the solver on other draws of the fitted distribution."""
-    found: dict[str, list[float]] = {}
-    papers = {row.label: row.paper for row in rows()}
+    found: dict[str, list[float]] = {row.label: [] for row in rows()}
     for seed in seeds:
         batches = batches_of("evaluation", num_micro_batches=N, num_batches=steps, seed=seed)
         for row in rows():
-            imbalance = measure(row.make(), batches, cost=COST).summary.imbalance
-            found.setdefault(row.label, []).append(imbalance)
-    lines = [
-        f"## Other draws of the fitted distribution, seeds {seeds[0]} to {seeds[-1]}",
-        "",
-        "| method | paper | mean | least | most |",
-        "|---|---|---|---|---|",
-    ]
-    for label, values in found.items():
-        paper = papers[label] or ("",)
-        numbers = " | ".join(f"{x:.3f}" for x in (np.mean(values), min(values), max(values)))
-        lines.append(f"| {label} | {paper[0]} | {numbers} |")
-    return "\n".join([*lines, ""])
+            summary = measure(row.make(), batches, cost=COST).summary
+            found[row.label].append(summary.imbalance)
+    papers = {row.label: row.paper[0] if row.paper else None for row in rows()}
+    return Table(
+        name="draws",
+        title=f"Other draws of the fitted distribution, seeds {seeds[0]} to {seeds[-1]}",
+        columns=("method", "paper", "mean", "least", "most"),
+        rows=[
+            [label, papers[label], float(np.mean(x)), min(x), max(x)] for label, x in found.items()
+        ],
+        formats={"paper": ".2f"} | dict.fromkeys(("mean", "least", "most"), ".3f"),
+    )
 
 
-def markdown(title: str, results: list[Result]) -> str:
-    lines = [
-        f"## {title}",
-        "",
-        "| method | paper | ours | p95 | time-weighted | mean delay | max | ms | paper ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        s, paper = r.figures, r.row.paper or ("", "")
-        lines.append(
-            f"| {r.row.label} | {paper[0]} | {s['imbalance']:.3f} | {s['imbalance_p95']:.3f} | "
-            f"{s['imbalance_time_weighted']:.3f} | {s['mean_delay']:.2f} | {s['max_delay']} | "
-            f"{_ms(s)} | {paper[1]} |"
-        )
-    notes = [f"- {r.row.label}: {r.note}" for r in results if r.note]
-    return "\n".join([*lines, "", *notes, ""])
-
-
-def caps_text(results: list[Result]) -> str:
+def caps_text(records: Sequence[Record]) -> str:
     """Compares Algorithm 1 and `bounded` at the same caps."""
-    by_label = {r.row.label: r.figures for r in results}
+    by_label = {record["row"]: record for record in records}
     said: list[str] = []
     for name, labels in CAPPED.items():
         theirs, ours = (
@@ -339,62 +273,48 @@ def caps_text(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = TakingParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", nargs="*", default=[], help="files of document lengths")
-    parser.add_argument("--steps", type=int, default=640, help="global batches (at least 160)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--time-limit", type=float, default=10.0, help="solver's time limit per window, in seconds"
-    )
-    text = "measure only rows that the results do not have yet"
-    parser.add_argument("--take", action="store_true", help=text)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="pack 160 batches, with 24 for the solver, and write nothing",
-    )
+    parser = experiment_parser(
+        __doc__, quick="pack 160 batches, with 24 for the solver", seed=1, steps=640, lengths=True,
+        take="measure only rows that the results do not have yet",
+    )  # fmt: skip
+    text = "solver's time limit per window, in seconds"
+    parser.add_argument("--time-limit", type=float, default=10.0, help=text)
     options = parser.parse_args()
     steps, solved = (160, 24) if options.quick else (max(160, options.steps), 160)
-    console = Console(width=120)
+    folder = Path(__file__).parent
     names = ("evaluation", "stdlib", *options.lengths)
-    known = {name: earlier(csv_of(name)) if options.take else {} for name in names}
-    page = [
-        "# Table 2: imbalance degree and packing overhead",
-        "",
-        f"`{command_of(Path(__file__).parent)}` at commit {commit()}: {steps} global batches of "
-        f"{N} windows of {WINDOW} tokens, seed {options.seed}, W_a / W_l = {ratio():.2f} forward "
-        f"at the window, S_max {constants.S_MAX}, queues {list(constants.QUEUES.values())}; solver "
-        f"HiGHS, one thread, {options.time_limit:g} s a window. Overheads are of one CPU core of a "
-        f"shared machine; the paper's solver is commercial. The paper's numbers are for its own "
-        f"corpus: only the fitted distribution is meant to meet them.{taken_text(known[names[0]])}",
-        "",
-        f"Imbalance is **predicted**: {priced_with(COST.profile)} Lengths and throughputs are "
-        f"those of `experiments/harness/constants.py`, fitted to this table and to Figure 12 together.",
-        "",
-    ]
+    known = {name: earlier(folder, name) if options.take else {} for name in names}
+    found: dict[str, list[Record]] = {}
     for name in names:
         batches = batches_of(name, num_micro_batches=N, num_batches=steps, seed=options.seed)
         # The fitted distribution represents the paper's, so its solver rows get twice the windows.
         num_solved = solved * (2 if name == "evaluation" and not options.quick else 1)
-        results = all_rows(
+        found[name] = all_rows(
             batches, num_solved=num_solved, time_limit_s=options.time_limit, known=known[name]
         )
-        console.print(table_of(f"Table 2, {title_of(name)}, {steps} steps", results))
-        for r in results:
-            if r.note:
-                console.print(f"  {r.row.label}: {r.note}")
-        if options.quick:
-            continue
-        write_csv(csv_of(name), results)
-        page += [markdown(title_of(name), results)]
-        if name == "evaluation":
-            page += [caps_text(results), ""]
-            page += [draws_of(steps=steps, seeds=range(options.seed, options.seed + 5))]
+        show(table_of(name, found[name]))
     if options.quick:
-        # Committed results are of whole runs.
         return
-    (RESULTS / "README.md").write_text("\n".join(page))
-    console.print(f"written to {RESULTS}")
+    seeds = range(options.seed, options.seed + 5)
+    write_results(
+        folder,
+        title="Table 2: imbalance degree and packing overhead",
+        how=How.PREDICTED,
+        profile=COST.profile,
+        seed=options.seed,
+        text=f"{steps} global batches of {N} windows of {WINDOW} tokens, W_a / W_l = {ratio():.2f} "
+        f"forward at the window, S_max {constants.S_MAX}, queues "
+        f"{list(constants.QUEUES.values())}; solver HiGHS, one thread, {options.time_limit:g} s a "
+        f"window. Overheads are of one CPU core of a shared machine; the paper's solver is "
+        f"commercial. The paper's numbers are for its own corpus: only the fitted distribution is "
+        f"meant to meet them. Lengths and throughputs are those of "
+        f"`experiments/harness/constants.py`, fitted to this table and to Figure 12 together."
+        f"{taken_text(folder, known[names[0]])}\n\n{caps_text(found['evaluation'])}",
+        tables=[
+            *(table_of(name, records) for name, records in found.items()),
+            draws_of(steps=steps, seeds=seeds),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_every_experiment_stamps_its_page_with_this_commit() -> None:
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     rows = [["a, b", 1.25461, 3], ["none", None, 20], ["zero", 0.0, 0]]
     table = replace(TABLE, rows=rows, formats={"gain": ".3f", "tokens": ",.0f"}, note="")
-    given = {"title": "", "how": How.COMPUTED, "profile": "", "text": ""}
+    given = {"title": "", "how": How.COMPUTED, "profile": "", "text": "", "command": "c"}
     write_results(tmp_path, **given, tables=[table])
     written = (tmp_path / "results" / "gains.csv").read_bytes()
     found = read_table(tmp_path, "gains", title="Gains", formats=table.formats)

@@ -11,9 +11,7 @@ import pytest
 from experiments.paper.fig16 import __main__ as command
 from experiments.paper.fig16.arms import (
     ARMS,
-    LARGE,
     QUICK,
-    SCALES,
     SMALL,
     Scale,
     arm_of,
@@ -35,7 +33,7 @@ from experiments.paper.fig16.page import (
 from experiments.paper.fig16.study import Case, Study, cases_of
 from experiments.paper.fig16.summary import groups_of
 from experiments.paper.fig16.words import against_rows, words
-from tests.experiments.convergence_runs import all_books, books, found, result
+from tests.experiments.paper.fig16_runs import all_books, books, found, result
 from tests.train.case import write_store
 from wlb.cost import workload_of
 from wlb.data import TokenStore
@@ -96,9 +94,9 @@ def test_held_out_documents_are_split_by_length(tmp_path: Path) -> None:
     assert split_store(stores.heldout, str(tmp_path / "class"), window=512) == made
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+@pytest.mark.parametrize("scale", [SMALL, QUICK], ids=lambda scale: scale.name)
 def test_every_arm_is_a_run_that_is_accepted_and_differs(scale: Scale) -> None:
-    vocabulary = scale.vocabulary or 32000
+    vocabulary = scale.vocabulary
     specs = [spec_of(scale, arm.keys | {"model.vocab_size": vocabulary}) for arm in ARMS]
     assert len({str(settings(arm.keys)) for arm in ARMS}) == len({arm.name for arm in ARMS})
     assert len(set(specs)) == len(ARMS)
@@ -330,25 +328,6 @@ def test_the_page_is_of_all_runs_whichever_are_trained(
     for name in ("original (Plain-4D)", "bounded, T 1.5", "long documents 8 steps late"):
         assert name in out
     assert "best-fit" not in out
-
-
-def test_jobs_for_slurm(tmp_path: Path) -> None:
-    """The large scale wants a store, and has 42 jobs that differ in their arm."""
-    with pytest.raises(ValueError, match="--scale 550m needs a corpus of its own"):
-        Study.open(LARGE, tmp_path)
-    stores = open_stores(tmp_path, small_sources(), vocabulary=320, heldout_fraction=0.1)
-    small = replace(LARGE, keys=LARGE.keys | {"data.context_window": 1024})
-    study = Study.open(small, tmp_path, store=stores.train, heldout=stores.heldout)
-    line = study.command(Case(arm=arm_of("bounded-constant"), seed=2))
-    assert line[0] == "env"
-    assert line[-2:] == ["sbatch", "slurm/550m_64k.sh"]
-    variables = dict(part.split("=", 1) for part in line[1:-2])
-    assert variables["STORE"] == stores.train
-    assert variables["RUN_NAME"] == "bounded-constant-seed2"
-    spec = load("550m_64k", ["model.vocab_size=32000", *variables["EXTRA"].split()])
-    assert spec.training.loss_normalizer == "constant"
-    assert spec.run.seed == 2
-    assert (Path(__file__).parents[2] / line[-1]).exists()
 
 
 @pytest.mark.process

@@ -22,7 +22,7 @@ from experiments.paper.fig16.summary import (
     loss_at,
     verdict,
 )
-from tests.experiments.convergence_runs import all_books, found, result
+from tests.experiments.paper.fig16_runs import all_books, found, result
 
 pytestmark = pytest.mark.full
 

@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 from experiments.paper.packing_methods.lengths import DATASETS
-from experiments.paper.packing_methods.training import __main__ as command
-from experiments.paper.packing_methods.training.cases import (
+from experiments.paper.packing_training import __main__ as command
+from experiments.paper.packing_training.cases import (
     GASES,
     NAMES,
     Case,
@@ -24,15 +24,15 @@ from experiments.paper.packing_methods.training.cases import (
     rate_cases,
     read_result,
 )
-from experiments.paper.packing_methods.training.page import (
+from experiments.paper.packing_training.page import (
     against_rows,
     pictures,
     rates_table,
     sizes_table,
     training_table,
 )
-from experiments.paper.packing_methods.training.summary import groups_of, noise_band, paper_pair
-from experiments.paper.packing_methods.training.words import words
+from experiments.paper.packing_training.summary import groups_of, noise_band, paper_pair
+from experiments.paper.packing_training.words import words
 from wlb.spec import METHODS, load
 
 pytestmark = pytest.mark.full

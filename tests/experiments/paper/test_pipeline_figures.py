@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.harness.configurations import configuration
+from experiments.harness.constants import configuration
 from experiments.paper.fig02.__main__ import draw as draw_ranks
 from experiments.paper.fig02.__main__ import layers_of, planned, ranks_table
 from experiments.paper.fig05.__main__ import (

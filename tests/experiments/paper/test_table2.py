@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness.pages import How, write_results
 from experiments.harness.streams import batches_of
 from experiments.paper.table2 import __main__ as table2
 from wlb.packing import BoundedPacker, VarLenPacker
@@ -27,33 +28,47 @@ def test_only_rows_that_are_missing_are_measured(
     every = table2.rows()
     monkeypatch.setattr(table2, "rows", lambda: every[:1])
     before = [table2.measured(every[0], batches)]
-    solved = [table2.Row(label=table2.solver_label(w), make=every[0].make) for w in (1, 2, 4)]
     figures = {"imbalance": 1.25, "num_steps": 3}
-    before += [table2.Result(row=row, figures=figures, note="on a few") for row in solved]
-    table2.write_csv(tmp_path / "rows.csv", before)
-    known = table2.earlier(tmp_path / "rows.csv")
+    for w in (1, 2, 4):
+        row = table2.Row(label=table2.solver_label(w), make=every[0].make)
+        before.append(table2.record_of(row, figures, "on a few"))
+    table = table2.table_of("evaluation", before)
+    write_results(
+        tmp_path, title="", how=How.PREDICTED, profile="", text="", tables=[table], command="c"
+    )
+    known = table2.earlier(tmp_path, "evaluation")
     monkeypatch.setattr(table2, "rows", lambda: every[:2])
     found = table2.all_rows(batches, num_solved=0, time_limit_s=0, known=known)
-    labels = [result.row.label for result in found]
-    assert labels == [every[0].label, every[1].label, *(row.label for row in solved)]
-    assert found[0].figures == before[0].figures
-    assert (found[0].row.paper, found[2].figures, found[2].note) == ((1.44, 0), figures, "on a few")
-    assert found[1].figures["num_steps"] == 3
-    assert "packing_ms" not in found[1].figures
-    assert "| 1 |  | " in table2.markdown("", found[1:2])
-    with pytest.raises(ValueError, match="not packed again"):
-        found[0].row.make()
+    solvers = [record["row"] for record in before[1:]]
+    assert [record["row"] for record in found] == [every[0].label, every[1].label, *solvers]
+    words = {key for key, value in before[0].items() if not isinstance(value, float)}
+    for key, value in before[0].items():
+        assert found[0][key] == (value if key in words else pytest.approx(value, rel=1e-5)), key
+    assert (found[0]["paper_imbalance"], found[0]["paper_ms"]) == (1.44, 0)
+    assert (found[2]["imbalance"], found[2]["note"]) == (1.25, "on a few")
+    assert found[1]["num_steps"] == 3
+    assert found[1]["packing_ms"] is None
+    page = table2.table_of("evaluation", found).markdown()
+    assert page[2].startswith("| method | paper | ours |")
+    assert page[5].endswith(" |  |  |")
 
 
-def test_the_page_says_which_rows_are_of_an_earlier_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_says_which_rows_are_of_an_earlier_commit(tmp_path: Path) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "README.md").write_text(
         "`command` at commit abc123-dirty: 640", "utf-8"
     )
-    monkeypatch.setattr(table2, "RESULTS", tmp_path / "results")
     last = table2.rows()[-1]
-    known = {row.label: table2.Result(row=row, figures={}) for row in table2.rows()[:-1]}
-    assert f"of commit abc123-dirty: all rows but {last.label} (" in table2.taken_text(known)
-    assert table2.taken_text({}) == ""
+    known = {row.label: table2.record_of(row, {}) for row in table2.rows()[:-1]}
+    said = table2.taken_text(tmp_path, known)
+    assert f"of commit abc123-dirty: all rows but {last.label} (" in said
+    assert table2.taken_text(tmp_path, {}) == ""
+
+
+def test_committed_rows_can_be_taken() -> None:
+    """Every method has a row in the committed results, with its numbers."""
+    known = table2.earlier(Path(table2.__file__).parent, "evaluation")
+    labels = [row.label for row in table2.rows()]
+    assert set(labels) <= set(known)
+    assert known["WLB-LLM, 2 queues"]["imbalance"] == pytest.approx(1.0538, abs=1e-4)
+    assert known["WLB-LLM, 2 queues"]["num_steps"] == 640

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.harness.configurations import TABLE_1, configuration, title
+from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import new_figure, tokens_axis, tokens_text
 from experiments.paper.fig03.__main__ import HALF, corpus
 from experiments.paper.fig03.__main__ import draw as draw_lengths

@@ -2,7 +2,7 @@
 
 The CSV files hold its numbers as printed, including times, throughput, memory and losses. Counts
 are compared with `experiments.paper.packing_methods`, the rest with the runs of
-`experiments.paper.packing_methods.training`. Two things are ours: the names FLAN, OrcaMath and
+`experiments.paper.packing_training`. Two things are ours: the names FLAN, OrcaMath and
 Stack for the 20K subsets, and the name `MiniBatchPacking+PosID`, by which the paper's text calls
 it, for the method that Tables 4 to 6 print as RandomSampling+PosID.
 """
@@ -10,6 +10,7 @@ it, for the method that Tables 4 to 6 print as RandomSampling+PosID.
 import csv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, get_type_hints
 
 NUM_GPUS = 8
 """Tok/s of Tables 2 and 3 are of one of eight GPUs; the numbers of Tables 4 to 6 fit one GPU."""
@@ -72,42 +73,22 @@ class RowsRow:
 
 def steps_rows() -> list[StepsRow]:
     """Returns Tables 4, 5 and 6 in the paper's order."""
-    return [
-        StepsRow(
-            dataset=row["dataset"],
-            method=row["method"].replace("RandomSampling+PosID", "MiniBatchPacking+PosID"),
-            train_loss=float(row["train_loss"]),
-            validation_loss=float(row["validation_loss"]),
-            table=int(row["table"]),
-            bs=int(row["bs"]),
-            msl=int(row["msl"]),
-            gas=int(row["gas"]),
-            steps=int(row["steps"]),
-            time_s=int(row["time_s"]),
-            tokens_per_s=int(row["tokens_per_s"]),
-        )
-        for row in _read("tables_4_5_6.csv")
-    ]
+    rows = _read("tables_4_5_6.csv")
+    for row in rows:
+        row["method"] = row["method"].replace("RandomSampling+PosID", "MiniBatchPacking+PosID")
+    return [StepsRow(**_typed(StepsRow, row)) for row in rows]
 
 
 def rows_rows() -> list[RowsRow]:
     """Returns Tables 2 and 3 in the paper's order."""
-    return [
-        RowsRow(
-            dataset=row["dataset"],
-            model=row["model"],
-            layout=row["layout"],
-            validation_loss=float(row["validation_loss"]),
-            table=int(row["table"]),
-            rows=int(row["rows"]),
-            time_s=int(row["time_s"]),
-            tokens_per_s=int(row["tokens_per_s"]),
-            memory_mib=int(row["memory_mib"]),
-        )
-        for row in _read("tables_2_3.csv")
-    ]
+    return [RowsRow(**_typed(RowsRow, row)) for row in _read("tables_2_3.csv")]
 
 
 def _read(name: str) -> list[dict[str, str]]:
     with (Path(__file__).parent / name).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def _typed(of: type, row: dict[str, str]) -> dict[str, Any]:
+    """Returns the fields of a record with the types that it declares."""
+    return {name: kind(row[name]) for name, kind in get_type_hints(of).items()}
