@@ -102,7 +102,10 @@ def _watch_process_starts() -> None:
     def noted_popen(self: Any, args: Any, *rest: Any, **options: Any) -> None:
         words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
         program = os.path.basename(os.fsdecode(words[0]))
-        if program.startswith("python"):  # not git, a compiler or a solver, which libraries run
+        # Not git, a compiler or a solver, which libraries run, nor the one process that renders
+        # the chat templates of all tests.
+        is_renderer = any(str(word).endswith("render_process.py") for word in words)
+        if program.startswith("python") and not is_renderer:
             _note_start(program)
         popen(self, args, *rest, **options)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer
 from wlb.cli import main
 from wlb.data import TokenStore
-from wlb.prepare.chat_template import CHATML
+from wlb.prepare.load_template import CHATML
 
 
 @pytest.fixture

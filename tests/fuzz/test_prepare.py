@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tests.fuzz.harness import Refused, damaged, fuzzed, misshapen, outcome
 from tests.prepare.chat_case import byte_tokenizer
 from wlb.plan.read_file import object_of, parse_json
-from wlb.prepare import jinja_limits, records
+from wlb.prepare import records, renderer
 from wlb.prepare.chat import probe_of
-from wlb.prepare.chat_template import BUILT_IN, Turns
+from wlb.prepare.chat_template import ChatTemplate, Turns
 from wlb.prepare.conversation import Role, conversation_of
 from wlb.prepare.encode import load_tokenizer, read_vocabulary, text_of, tokenizer_config
-from wlb.prepare.jinja_template import JinjaTemplate, load_template
+from wlb.prepare.load_template import BUILT_IN, load_template
 from wlb.prepare.manifest import manifest_of, open_manifest
 from wlb.prepare.parts import PartSummary
 from wlb.prepare.records import BadRecord, list_inputs, list_shards, read_shard
@@ -150,7 +150,7 @@ def test_a_line_of_gigabytes_of_blanks_is_refused(
 @given(st.data())
 def test_a_misshapen_conversation_is_rendered_or_refused(data: st.DataObject) -> None:
     text = data.draw(misshapen(RECORDS[1]))
-    template = JinjaTemplate(BUILT_IN["chatml"].source, name="chatml", variables={})
+    template = ChatTemplate(BUILT_IN["chatml"].source, name="chatml", variables={})
 
     def render() -> str:
         record = object_of(parse_json(text, "record", wide=True), "record")
@@ -164,7 +164,7 @@ def test_a_misshapen_conversation_is_rendered_or_refused(data: st.DataObject) ->
 def test_any_template_renders_or_is_refused(pieces: list[str]) -> None:
     def render() -> str:
         variables = {"bos_token": "<s>"}
-        template = JinjaTemplate("".join(pieces), name="made", variables=variables)
+        template = ChatTemplate("".join(pieces), name="made", variables=variables)
         return template.render(PROBE, Turns.ALL).text
 
     outcome(render)
@@ -208,15 +208,17 @@ def test_a_damaged_template_renders_or_is_refused(folder: Path, data: st.DataObj
 def test_templates_that_held_a_preparation_for_ever_are_refused(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The limits themselves take a second of rendering to reach.
-    for name, most in (("MOST_STEPS", 20_000), ("MOST_CHARACTERS", 1 << 21)):
-        monkeypatch.setattr(jinja_limits, name, most)
+    # The limits themselves take longer to reach.
+    renderer.renderer().close()
+    for name, most in (("MOST_CPU_S", 1), ("MOST_BYTES", 1 << 29)):
+        monkeypatch.setattr(renderer, name, most)
     good = BUILT_IN["chatml"].source
 
     def render() -> str:
-        return JinjaTemplate(source + good, name="bad", variables={}).render(PROBE, Turns.ALL).text
+        return ChatTemplate(source + good, name="bad", variables={}).render(PROBE, Turns.ALL).text
 
     assert isinstance(outcome(render), Refused)
+    renderer.renderer().close()
 
 
 @fuzzed(0.5)

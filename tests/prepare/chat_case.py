@@ -3,8 +3,8 @@
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from wlb.prepare.chat import TooLong, fit
-from wlb.prepare.chat_template import CHATML, LLAMA3
 from wlb.prepare.conversation import conversation_of
+from wlb.prepare.load_template import CHATML, LLAMA3
 
 CHATML_TOKENS = list(CHATML.special_tokens)
 LLAMA3_TOKENS = list(LLAMA3.special_tokens)

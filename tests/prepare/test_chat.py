@@ -17,8 +17,8 @@ from tests.prepare.chat_case import (
 )
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens
 from wlb.prepare.chat import ChatTokens, InjectedToken, fit
-from wlb.prepare.chat_template import CHATML, LLAMA3
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
+from wlb.prepare.load_template import CHATML, LLAMA3
 
 TALK = [("system", "S"), ("user", "Hi"), ("assistant", "Yo"), ("user", "?"), ("assistant", "No")]
 

@@ -4,9 +4,9 @@ import pytest
 
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, trained
 from wlb.prepare import BadRecord, ChatEncoder
-from wlb.prepare.chat_template import CHATML
 from wlb.prepare.conversation import conversation_of
 from wlb.prepare.encode import TextChoice, byte_vocabulary
+from wlb.prepare.load_template import CHATML
 from wlb.prepare.marks import RECORD_MARKS
 
 ONE, TWO = "one<|im_end|>", "two<|im_end|>"

@@ -8,9 +8,9 @@ import pytest
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, shown, trained
 from wlb.prepare import ChatEncoder, Turns
 from wlb.prepare.chat import ChatTokens, InjectedToken
-from wlb.prepare.chat_template import BUILT_IN
+from wlb.prepare.chat_template import ChatTemplate
 from wlb.prepare.conversation import Role, conversation_of
-from wlb.prepare.jinja_template import JinjaTemplate
+from wlb.prepare.load_template import BUILT_IN
 
 TOKENIZER = byte_tokenizer(CHATML_TOKENS, ordinary=("<call>", "</call>"))
 TOOLS_FIRST = "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -52,7 +52,7 @@ def asked(*calls: Any, content: str | None = None, **more: Any) -> dict[str, Any
 
 
 def encoded(source: str, record: object, *, turns: Turns = Turns.ALL) -> ChatTokens:
-    template = JinjaTemplate(source, name="test", variables={})
+    template = ChatTemplate(source, name="test", variables={})
     return ChatEncoder(TOKENIZER, template, turns=turns).encode(conversation_of(record))
 
 
@@ -173,7 +173,7 @@ def test_an_empty_reply_is_not_trained() -> None:
     record = {"messages": [{"role": role, "content": text} for role, text in talk]}
     made = conversation_of(record)
     assert made.num_empty_replies == 1
-    for template in (BUILT_IN["chatml"], JinjaTemplate(CALLS, name="x", variables={})):
+    for template in (BUILT_IN["chatml"], ChatTemplate(CALLS, name="x", variables={})):
         tokens = ChatEncoder(TOKENIZER, template).encode(made)
         assert trained(TOKENIZER, tokens) == [["c", "<|im_end|>"]]
     # A message that calls a tool says something.
@@ -188,11 +188,6 @@ def test_an_empty_reply_is_not_trained() -> None:
             CALLS.replace("m.tool_calls %}", "m.tool_calls if loop.first %}"),
             {**asked(call(city="A"), call(city="B")), "tools": None},
             "leaves out tool calls of message 1, which would be lost",
-        ),
-        (
-            CALLS.replace("<|im_start|>assistant", "<|im_start|>model"),
-            {**asked(call(city="A")), "tools": None},
-            "writes message 1, which only calls tools, otherwise than after its generation prompt",
         ),
         (
             CALLS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"),
@@ -218,7 +213,7 @@ def test_what_would_be_lost_is_refused(source: str, record: object, message: str
     ],
 )  # fmt: skip
 def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
-    encoder = ChatEncoder(TOKENIZER, JinjaTemplate(source, name="test", variables={}))
+    encoder = ChatEncoder(TOKENIZER, ChatTemplate(source, name="test", variables={}))
     asks = asked(call(city="A"))
     plain = conversation_of({"prompt": "x", "completion": "y"})
     assert encoder.end_of(plain) == (TOKENIZER.token_to_id(answer), answer)
@@ -226,7 +221,7 @@ def test_tokens_that_end_turns(source: str, answer: str, calls: str) -> None:
     called = conversation_of({**asks, "messages": asks["messages"][:2]})
     assert encoder.end_of(called)[1] == calls
     endless = BLOCKS.replace("<|im_end|>{% endg", "{% endg").replace("{{ '\\n' }}", "<|im_end|>")
-    template = JinjaTemplate(endless, name="test", variables={})
+    template = ChatTemplate(endless, name="test", variables={})
     with pytest.raises(ValueError, match="trains no special token after what an assistant says"):
         ChatEncoder(TOKENIZER, template).end_of(plain)
 
@@ -238,27 +233,33 @@ def test_templates_that_take_contents_as_parts() -> None:
     assert encoded(source, record).tokens.tolist() == encoded(CALLS, record).tokens.tolist()
 
 
-def test_calls_before_the_content_need_blocks() -> None:
-    """What an assistant says would begin with calls, which were taken for the template's header."""
+def test_calls_before_the_content_are_trained() -> None:
+    """The header ends where that of an answer without calls does."""
     call_first = "<call>{{ c.function | tojson }}</call>{% endfor %}"
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls %}"
         f"{call_first}{{{{ m.content }}}}<|im_end|>\n{{% endfor %}}"
     )
     record = {**asked(call(city="A"), content="Well"), "tools": None}
-    with pytest.raises(ValueError, match="writes tool calls of message 1 before its content"):
-        encoded(source, record)
     blocks = BLOCKS.replace("{{ m.content }}{% for c in m", "{% for c in m", 1).replace(
         "</call>{% endfor %}", "</call>{% endfor %}{{ m.content }}", 1
     )
-    made = trained(TOKENIZER, encoded(blocks, record))
-    assert [len(span) for span in made] == [5, 2]
-    assert made[0][3:] == ["Well", "<|im_end|>"]
+    for template in (source, blocks):
+        made = trained(TOKENIZER, encoded(template, record))
+        assert [len(span) for span in made] == [5, 2]
+        assert made[0][0] == "<call>"
+        assert made[0][3:] == ["Well", "<|im_end|>"]
+
+
+def test_a_call_begins_where_the_header_does_not_end_as_the_prompt() -> None:
+    source = CALLS.replace("<|im_start|>assistant", "<|im_start|>model")
+    made = encoded(source, {**asked(call(city="A")), "tools": None})
+    assert trained(TOKENIZER, made)[0][0] == "<call>"
 
 
 def test_built_in_templates_have_no_form_for_calls() -> None:
     encoder = ChatEncoder(TOKENIZER, BUILT_IN["chatml"])
-    with pytest.raises(ValueError, match="chatml has no form for tools and tool calls; use"):
+    with pytest.raises(ValueError, match="chatml does not write tools, which would be lost; use"):
         encoder.encode(conversation_of(asked(call(city="A"))))
 
 

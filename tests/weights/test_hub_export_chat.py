@@ -11,8 +11,8 @@ from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer
 from tests.weights.case import write_hub
 from wlb.cli import main
 from wlb.prepare import Turns
-from wlb.prepare.chat_template import BUILT_IN
 from wlb.prepare.conversation import Conversation, Message, Role
+from wlb.prepare.load_template import BUILT_IN
 from wlb.spec import ModelSpec
 from wlb.train.checkpoint.folder import write_manifest
 from wlb.weights import export, import_folder
@@ -117,7 +117,7 @@ def test_built_in_templates_are_exported_in_jinja(tmp_path: Path, name: str) -> 
     options = ["--tokenizer", "bpe", "--vocab-size", "261"]
     made = export(trained_on(prepare(tmp_path, "--chat", name, *options), hub), tmp_path / "out")
     theirs = transformers.AutoTokenizer.from_pretrained(made.folder)
-    end = BUILT_IN[name].end
+    end = BUILT_IN[name].special_tokens[-1]
     assert theirs.eos_token == end
     assert made.stops[0] == theirs.convert_tokens_to_ids(end)
     talk = [("system", " S "), ("user", "Hi\n"), ("assistant", "Yo"), ("tool", "x")]

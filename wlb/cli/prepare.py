@@ -5,20 +5,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from wlb.cli.options import MOST_PROCESSES, add_flag, add_text, add_value, number
 from wlb.data import TokenStore, verify_store
+from wlb.data.lengths import FAMILIES
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, PrepareOptions, Status, StoreReport, prepare_store
 from wlb.prepare.chat_encode import UNREAD
+from wlb.prepare.synthetic import prepare_synthetic
 from wlb.report.tables import console, facts_table
 
 DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
 
+SYNTHETIC_WINDOW = 131072
 MOST_KEYS = 8
 """Most keys of messages that the report names."""
 TEXT_OPTIONS = {
@@ -48,8 +52,11 @@ def add_parser(commands: Any) -> None:
         "turn conversations into a store that marks which tokens are trained. The same command "
         "continues an interrupted preparation.",
     )
-    text = "files, folders (read recursively), quoted patterns; with --verify alone: stores"
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
+    text = (
+        "files, folders (read recursively), quoted patterns; with --verify alone: stores; none "
+        "with --synthetic"
+    )
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=text)
     add_text(parser, "--out", "PREFIX", "prefix of the store")
     add_flag(
         parser,
@@ -60,6 +67,7 @@ def add_parser(commands: Any) -> None:
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     _add_documents(parser.add_argument_group("documents"))
     _add_chat(parser.add_argument_group("conversations"))
+    _add_synthetic(parser.add_argument_group("documents of drawn lengths"))
     text = "worker processes; the store is the same for any number"
     add_value(parser, "--processes", DEFAULTS.processes, text, most=MOST_PROCESSES)
     text = "replace a store and parts of a preparation that had other inputs or arguments"
@@ -131,6 +139,18 @@ def _add_chat(group: Any) -> None:
     )
 
 
+def _add_synthetic(group: Any) -> None:
+    text = (
+        f"instead of INPUTs: draw documents' lengths from a family ({', '.join(FAMILIES)}) and "
+        f"fill them with the text of Python's standard library, a token a byte"
+    )
+    add_text(group, "--synthetic", "FAMILY", text)
+    text = "size of the store that --synthetic makes"
+    add_text(group, "--tokens", "TOKENS", text, type=number(int))
+    text = "context window that drawn lengths scale with, the longest document"
+    add_value(group, "--window", SYNTHETIC_WINDOW, text, most=1 << 40)
+
+
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
     """Return the choice that --chat makes, None without it; UserError for options that do not fit.
 
@@ -168,14 +188,28 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 def run(options: argparse.Namespace) -> int:
     # Markup is off because names of files may have brackets.
     screen = console(markup=False)
-    if options.out is None:
-        if not options.verify:
-            raise UserError(
-                "--out is missing; give --out PREFIX to make a store, or --verify to check stores"
-            )
-        for prefix in options.inputs:
-            _verify(prefix, screen)
-        return 0
+    if options.synthetic is not None:
+        return _synthetic(options, screen)
+    if options.tokens is not None:
+        raise UserError("--tokens is for --synthetic FAMILY, which is not given")
+    if not options.inputs:
+        raise UserError(
+            "no INPUT is given; name files or folders, or draw documents' lengths with --synthetic "
+            "wlb_paper --tokens N"
+        )
+    if options.out is not None:
+        return _texts(options, screen)
+    if not options.verify:
+        raise UserError(
+            "--out is missing; give --out PREFIX to make a store, or --verify to check stores"
+        )
+    for prefix in options.inputs:
+        _verify(prefix, screen)
+    return 0
+
+
+def _texts(options: argparse.Namespace, screen: Console) -> int:
+    """Make a store of INPUTs and describe it."""
     chat = _chat(options)
     if options.tokenizer is None:
         is_folder = chat is not None and Path(chat.template).is_dir()
@@ -196,6 +230,35 @@ def run(options: argparse.Namespace) -> int:
     if options.verify:
         for prefix in filter(None, (made.prefix, made.heldout)):
             _verify(prefix, screen)
+    return 0
+
+
+def _synthetic(options: argparse.Namespace, screen: Console) -> int:
+    """Make a store of drawn lengths; UserError for what that needs or does not take."""
+    if options.out is None or options.tokens is None:
+        raise UserError("--synthetic needs --out PREFIX and --tokens N, the size of the store")
+    if options.inputs:
+        raise UserError(
+            f"--synthetic draws its documents and reads no INPUT; leave out "
+            f"{' '.join(map(str, options.inputs))}"
+        )
+    prepare_synthetic(
+        options.out,
+        family=options.synthetic,
+        num_tokens=options.tokens,
+        window=options.window,
+        seed=options.seed,
+        overwrite=options.overwrite,
+    )
+    store = TokenStore(options.out)
+    p50, p99 = (int(n) for n in np.percentile(store.lengths, [50, 99]))
+    longest = int(store.lengths.max())
+    screen.print(
+        f"{options.out}: {store.summary}; lengths drawn from {options.synthetic}, p50 {p50:,}, p99 "
+        f"{p99:,}, longest {longest:,}; train on it with --set data.store={options.out}"
+    )
+    if options.verify:
+        _verify(options.out, screen)
     return 0
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
+import numpy.typing as npt
 
 from wlb.plan.errors import UserError, shortened
 
@@ -55,7 +56,8 @@ def _of_type(hint: Any) -> Schema:
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return tuple(None if one is types.NoneType else _of_type(one) for one in inside)
-    if origin is np.ndarray:
+    # NDArray[int64] is a generic ndarray before numpy 2.5, and since then an alias of its own.
+    if origin in (np.ndarray, npt.NDArray):
         return [int]
     if origin is tuple:
         return [_of_type(inside[0])]

@@ -5,6 +5,7 @@ from wlb.prepare.chat import TooLong as TooLong
 from wlb.prepare.chat import add_chat_tokens as add_chat_tokens
 from wlb.prepare.chat_encode import ChatChoice as ChatChoice
 from wlb.prepare.chat_encode import ChatFormat as ChatFormat
+from wlb.prepare.chat_template import ChatTemplate as ChatTemplate
 from wlb.prepare.chat_template import Turns as Turns
 from wlb.prepare.docstrings import docstring_prefix as docstring_prefix
 from wlb.prepare.docstrings import prepare_docstrings as prepare_docstrings
@@ -14,8 +15,7 @@ from wlb.prepare.encode import Encoded as Encoded
 from wlb.prepare.encode import EncoderChoice as EncoderChoice
 from wlb.prepare.encode import RecordEncoder as RecordEncoder
 from wlb.prepare.encode import load_tokenizer as load_tokenizer
-from wlb.prepare.jinja_template import JinjaTemplate as JinjaTemplate
-from wlb.prepare.jinja_template import load_template as load_template
+from wlb.prepare.load_template import load_template as load_template
 from wlb.prepare.pipeline import prepare_store as prepare_store
 from wlb.prepare.records import BadRecord as BadRecord
 from wlb.prepare.records import OnError as OnError

@@ -10,20 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wlb.data.targets import spans_of
 from wlb.plan import BoolArray, IntArray, UserError, check_at_least, offsets_of
-from wlb.prepare.chat_template import (
-    BuiltInTemplate,
-    ChatTemplate,
-    Rendered,
-    TemplatePart,
-    Train,
-    Turns,
-)
+from wlb.prepare.chat_template import ChatTemplate, Rendered, Reply, Turns
 from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Message, Role
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
@@ -84,16 +78,6 @@ class ChatTokens:
         return int(self.is_trained[1:].sum())
 
 
-@dataclass(slots=True)
-class _Run:
-    """Text that is encoded at once, or one special token (`token`); part: number of its part."""
-
-    text: str
-    token: int | None
-    is_trained: bool
-    part: int
-
-
 class ChatEncoder:
     """Encodes conversations with one tokenizer and one template."""
 
@@ -104,8 +88,7 @@ class ChatEncoder:
         self.turns = turns
         added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
         self._ids_by_name = {token.content: number for number, token in added.items()}
-        needed = template.special_tokens if isinstance(template, BuiltInTemplate) else ()
-        if missing := [name for name in needed if name not in self._ids_by_name]:
+        if missing := [n for n in template.special_tokens if n not in self._ids_by_name]:
             raise UserError(
                 f"the tokenizer has no token {', '.join(missing)}, which chat template "
                 f"{template.name} needs; use another template, or add them with "
@@ -129,9 +112,22 @@ class ChatEncoder:
                 f"the template may set; take it out of them"
             )
         rendered = self.template.render(conversation, self.turns)
-        runs = self._runs(rendered)
-        ids = [[run.token] if run.token is not None else self._ids(run.text) for run in runs]
-        return _assemble(rendered, runs, ids)
+        spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
+        places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
+        edges = [place for span in spans for place in span]
+        cuts = sorted({0, len(rendered.text), *places, *edges})
+        ids = [self._ids_of(rendered, a, b) for a, b in pairwise(cuts)]
+        starts = dict(zip(cuts, offsets_of(np.array([len(i) for i in ids])).tolist(), strict=True))
+        is_trained = np.zeros(starts[cuts[-1]], bool)
+        for a, b in spans:
+            is_trained[starts[a] : starts[b]] = True
+        return ChatTokens(
+            tokens=np.array([token for tokens in ids for token in tokens], np.int64),
+            is_trained=is_trained,
+            turns=tuple(starts[turn] for turn in rendered.turns),
+            prefix=None if rendered.prefix is None else starts[rendered.prefix],
+            num_dropped=rendered.num_dropped,
+        )
 
     def end_of(self, conversation: Conversation) -> tuple[int, str]:
         """Id and text of the trained token that ends its last turn, an assistant's.
@@ -140,21 +136,56 @@ class ChatEncoder:
         follow it directly, and the last one after calls. UserError for none.
         """
         rendered = self.template.render(conversation, self.turns)
-        contents = [i for i, part in enumerate(rendered.parts) if part.is_content]
-        runs = [run for run in self._runs(rendered) if run.part > contents[-1] and run.is_trained]
-        found = [i for i, run in enumerate(runs) if run.token is not None]
-        if not found:
-            raise UserError(
-                f"chat template {self.template.name} trains no special token after what an "
-                f"assistant says, so the model could not learn to stop; put the token that ends "
-                f"its turn into the {{% generation %}} block"
-            )
+        for reply in reversed(rendered.replies):
+            self._stop(rendered.text, reply)
+            if (match := self._ending(rendered.text, reply)) is not None:
+                name = self._name(match)
+                return self._ids_by_name[name], name
+        raise UserError(
+            f"chat template {self.template.name} trains no special token after what an assistant "
+            f"says, so the model could not learn to stop; put the token that ends its turn into "
+            f"the {{% generation %}} block"
+        )
+
+    def _stop(self, text: str, reply: Reply) -> int:
+        """Where the trained part of a reply ends."""
+        if reply.is_block:
+            return reply.stop
+        if (match := self._ending(text, reply)) is not None:
+            return match.end()
+        raise UserError(
+            f"chat template {self.template.name} ends an assistant's turn with "
+            f"{text[reply.said : reply.stop]!r}, which is no special token of the tokenizer: the "
+            f"model could not learn to stop; use the tokenizer that belongs to the template, or "
+            f"add the token to it"
+        )
+
+    def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
+        """The special token that ends a reply: the first one after its content, or the last one of
+        those that follow it directly, and the last one after calls."""
+        found = list(self._pattern.finditer(text, reply.said, reply.stop))
+        if not found or reply.has_calls:
+            return found[-1] if found else None
         last = found[0]
-        while last + 1 in found:
-            last += 1
-        end = runs[found[-1] if conversation.messages[-1].tool_calls else last].token
-        assert end is not None
-        return end, next(name for name, number in self._ids_by_name.items() if number == end)
+        for match in found[1:]:
+            if match.start() != last.end():
+                break
+            last = match
+        return last
+
+    def _name(self, match: re.Match[str]) -> str:
+        """The special token of a match, which may have white space around it."""
+        return match[0] if match[0] in self._ids_by_name else match[0].strip()
+
+    def _ids_of(self, rendered: Rendered, start: int, stop: int) -> list[int]:
+        """The tokens of [start, stop): special ones in the template's own text only."""
+        text, at, ids = rendered.text, start, list[int]()
+        for a, b in rendered.template_spans(start, stop):
+            for match in self._pattern.finditer(text, a, b):
+                ids += self._ids(text[at : match.start()]) if at < match.start() else []
+                ids.append(self._ids_by_name[self._name(match)])
+                at = match.end()
+        return ids + self._ids(text[at:stop]) if at < stop else ids
 
     def _ids(self, text: str) -> list[int]:
         # encode_batch_fast of one text runs on one thread and, unlike encode(), computes no
@@ -168,44 +199,6 @@ class ChatEncoder:
                 f"use a tokenizer without that piece, or take it out of the text"
             )
         return ids
-
-    def _runs(self, rendered: Rendered) -> list[_Run]:
-        """Joins neighbouring parts of one kind into runs, except where a turn begins."""
-        edges = [e for e in {*rendered.turns, rendered.prefix} if e is not None]
-        runs: list[_Run] = []
-        for number, part in enumerate(rendered.parts):
-            for run in self._runs_of(part, number):
-                last = runs[-1] if runs else run
-                is_alike = last.token is run.token is None and last.is_trained == run.is_trained
-                if runs and is_alike and not any(last.part < e <= number for e in edges):
-                    last.text += run.text
-                    last.part = number
-                else:
-                    runs.append(run)
-        return [run for run in runs if run.token is not None or run.text]
-
-    def _runs_of(self, part: TemplatePart, number: int) -> list[_Run]:
-        texts = [part.text] if part.is_content else self._pattern.split(part.text)
-        if part.train in (Train.END, Train.CALLS) and len(texts) == 1:
-            raise UserError(
-                f"chat template {self.template.name} ends an assistant's turn with {part.text!r}, "
-                f"which is no special token of the tokenizer: the model could not learn to stop; "
-                f"use the tokenizer that belongs to the template, or add the token to it"
-            )
-        # Special tokens have odd numbers in `texts`; nothing after the one that ends is trained.
-        end = 1
-        while end + 2 < len(texts) and not texts[end + 1]:
-            end += 2
-        last = {Train.END: end, Train.CALLS: len(texts) - 2}.get(part.train, len(texts))
-        runs: list[_Run] = []
-        for i, text in enumerate(texts):
-            is_trained = part.train != Train.NO and i <= last
-            if i % 2:
-                name = text if text in self._ids_by_name else text.strip()
-                runs.append(_Run("", self._ids_by_name[name], is_trained, number))
-            elif text:
-                runs.append(_Run(text, None, is_trained, number))
-        return runs
 
     def _protected(self, tokenizer: "Tokenizer") -> "Tokenizer":
         """A copy in which every added token that the template uses is special, because contents
@@ -222,8 +215,9 @@ class ChatEncoder:
                 if roles == _PROBES[0]:
                     raise
                 continue
-            text = "\n".join(part.text for part in rendered.parts if not part.is_content)
-            used |= {found.strip() for found in self._pattern.findall(text)}
+            for a, b in rendered.template_spans(0, len(rendered.text)):
+                matches = self._pattern.finditer(rendered.text, a, b)
+                used |= {self._name(match).strip() for match in matches}
         data: dict[str, Any] = json.loads(tokenizer.to_str())
         for token in data["added_tokens"]:
             is_used = token["content"].strip() in used - set(CONTENT_TAGS)
@@ -301,25 +295,6 @@ def _document(tokens: IntArray, is_trained: BoolArray) -> ChatTokens:
     return ChatTokens(tokens=tokens, is_trained=is_trained & ~is_first)
 
 
-def _assemble(rendered: Rendered, runs: list[_Run], ids: list[list[int]]) -> ChatTokens:
-    sizes = np.array([len(tokens) for tokens in ids], np.int64)
-    starts = offsets_of(sizes)
-    is_trained = np.repeat(np.array([run.is_trained for run in runs], bool), sizes)
-    parts = [run.part for run in runs]
-
-    def token_at(part: int) -> int:
-        """First token of part `part`; no run crosses the beginning of a turn."""
-        return int(starts[next((i for i, p in enumerate(parts) if p >= part), len(parts))])
-
-    return ChatTokens(
-        tokens=np.array([token for tokens in ids for token in tokens], np.int64),
-        is_trained=is_trained,
-        turns=tuple(token_at(part) for part in rendered.turns),
-        prefix=None if rendered.prefix is None else token_at(rendered.prefix),
-        num_dropped=rendered.num_dropped,
-    )
-
-
 def _pattern_of(added: list[Any]) -> re.Pattern[str]:
     """Finds added tokens, the longest first, with the space that lstrip and rstrip take in."""
     patterns: list[str] = []
@@ -343,6 +318,6 @@ def _check_parts(tokenizer: "Tokenizer") -> None:
         )
 
 
-def add_chat_tokens(tokenizer: "Tokenizer", template: BuiltInTemplate) -> int:
+def add_chat_tokens(tokenizer: "Tokenizer", template: ChatTemplate) -> int:
     """Adds the template's special tokens that the tokenizer lacks; returns how many."""
     return add_special_tokens(tokenizer, template.special_tokens)

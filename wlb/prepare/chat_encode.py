@@ -17,7 +17,7 @@ from typing import Any, cast
 from wlb.data.store import file_checksum
 from wlb.plan import UserError, check_at_least
 from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit, probe_of
-from wlb.prepare.chat_template import BUILT_IN, Turns
+from wlb.prepare.chat_template import Turns
 from wlb.prepare.conversation import (
     Conversation,
     Message,
@@ -26,14 +26,15 @@ from wlb.prepare.conversation import (
     conversation_of,
 )
 from wlb.prepare.encode import BPE, Encoded, EncoderChoice, Vocabulary, count_of, load_tokenizer
-from wlb.prepare.jinja_template import load_template, template_files
+from wlb.prepare.load_template import BUILT_IN, load_template, template_files
 from wlb.prepare.records import BadRecord, OnError, Record
 from wlb.prepare.text import Skip
 from wlb.prepare.tool_calls import calls_text
 
-_VERSION = 2
+_VERSION = 3
 """Of what is made of a conversation: stores and parts of another version are not used again. The
-first did not read the marks of other trainers (`wlb.prepare.marks`)."""
+first did not read the marks of other trainers (`wlb.prepare.marks`), the second found what is
+trained in another way."""
 UNREAD = "unread:"
 """In front of a key's name in `Encoded.counts`."""
 _PROBE = probe_of((Role.USER, Role.ASSISTANT))

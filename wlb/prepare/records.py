@@ -36,6 +36,8 @@ _CORRUPT = (OSError, EOFError, zlib.error, lzma.LZMAError)
 _MOST_FILES = 4096
 _MOST_BYTES = 1 << 28
 """Longest text or line; a compressed file of megabytes may hold gigabytes."""
+_MOST_LIST_BYTES = 1 << 30
+"""Longest JSON list, whose text is held in memory."""
 _MOST_BLANK = 1 << 20
 """Blank lines that may follow each other; a compressed file may hold billions."""
 _BOM = b"\xef\xbb\xbf"
@@ -425,7 +427,7 @@ def _items(path: str) -> Iterator[object]:
     """The items of a JSON list, each read when it is asked for."""
     with _unpacked(path) as file:
         try:
-            yield from list_items(file, most=_MOST_BYTES)
+            yield from list_items(file, most=_MOST_LIST_BYTES)
         except ValueError as error:
             raise UserError(
                 f"{path}: {error}; correct it, or write it as JSON Lines, of which damaged lines "

@@ -16,7 +16,7 @@ from wlb.model.experts import BALANCE
 from wlb.plan import check_at_least
 from wlb.prepare import load_tokenizer
 from wlb.prepare.encode import token_text
-from wlb.prepare.jinja_template import TEMPLATE_FILE
+from wlb.prepare.load_template import TEMPLATE_FILE
 from wlb.spec import Dtype, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.weights.config import config_json, one_or_many

@@ -15,7 +15,7 @@ from torch import Tensor
 from wlb.kernels import Scores, Segments, attend, select_backend
 from wlb.model import LayerRows, Llama, Rows, capped, inverse_frequencies, rope_tables
 from wlb.plan import UserError
-from wlb.prepare import ChatEncoder, JinjaTemplate, load_tokenizer
+from wlb.prepare import ChatEncoder, ChatTemplate, load_tokenizer
 from wlb.prepare.conversation import Conversation, Message, Role
 from wlb.prepare.encode import byte_ids
 from wlb.spec import AttentionBackend, Dtype, ModelSpec
@@ -133,7 +133,7 @@ class LoadedModel:
         """The tokens that come before an assistant's answer to this message, as in training."""
         chat = self.tokenizer.chat
         assert chat is not None
-        template = JinjaTemplate(chat.template, name=str(self.folder), variables=chat.variables)
+        template = ChatTemplate(chat.template, name=str(self.folder), variables=chat.variables)
         asked = (Message(role=Role.USER, content=text), Message(role=Role.ASSISTANT, content="x"))
         encoder = ChatEncoder(load_tokenizer(self._file()), template)
         made = encoder.encode(Conversation(messages=asked))

@@ -15,7 +15,7 @@ from wlb.data.store import StoreInfo, store_path
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, ChatFormat, DocumentPolicy, load_tokenizer
 from wlb.prepare.encode import BYTES, read_vocabulary, tokenizer_config
-from wlb.prepare.jinja_template import CONFIG_FILE, TEMPLATE_FILE
+from wlb.prepare.load_template import CONFIG_FILE, TEMPLATE_FILE
 from wlb.spec import RunSpec, apply
 from wlb.spec.blend import parse_blend
 from wlb.train.stores import train_store

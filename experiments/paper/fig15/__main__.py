@@ -7,12 +7,14 @@ devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with w
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,7 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
     is the best of all five. With measured times hindsight also profits from noise.
     """
     pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
-    cost = layer_cost(window=window, cp=options.cp) if case is None else case.cost()
+    cost = case.cost() if case else layer_cost(window=window, cp=options.cp)
     measure = predicted(cost) if case is None else measured(case, options.rounds)
     times: dict[str, list[np.ndarray]] = {name: [] for name in STRATEGIES}
     expected: dict[str, list[float]] = {name: [] for name in STRATEGIES}
@@ -155,6 +157,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
     )
+    parser.add_argument(
+        "--profile", default="h100", help="kernel profile that predicts and chooses on CUDA"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the times as JSON to this file, and no page"
+    )
     options = parser.parse_args()
     if options.quick:
         options.count = min(options.count, 8)
@@ -174,13 +182,17 @@ def main() -> None:
             if device.type == "cpu":
                 torch.set_num_threads(1)
             scale = options.scale or (CPU_SCALE if device.type == "cpu" else Fraction(1))
-            case = Case(window=window, cp=options.cp, device=device, scale=scale)
+            case = Case(
+                window=window, cp=options.cp, device=device, scale=scale, profile=options.profile
+            )
         title, note = heading(case, options.rounds)
         found = windows[str(window)] = run_window(case, window, options)
         show(table_of("fig15", window, found, title))
         print(note_of(found))
     print(mean_line(windows))
-    if options.quick:
+    if options.out:
+        options.out.write_text(json.dumps({"title": title, "note": note, "windows": windows}))
+    if options.quick or options.out:
         return
     write(
         "predicted" if device is None else device.type,

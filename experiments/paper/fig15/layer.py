@@ -23,12 +23,14 @@ class Case:
     """Describes a window on a device.
 
     scale: factor on its documents' lengths and on the window
+    profile: kernel profile by which CUDA's shardings are chosen, a name or a file
     """
 
     window: int
     cp: int
     device: torch.device
     scale: Fraction
+    profile: str = "h100"
 
     def lengths(self, pieces: IntArray) -> IntArray:
         """Returns the scaled lengths, each at least one token."""
@@ -38,7 +40,9 @@ class Case:
     def cost(self) -> ProfiledWorkload:
         """Returns the cost that adaptive, hybrid and balanced choose by."""
         if self.device.type == "cuda":
-            return layer_cost(window=self.window, cp=self.cp, backend=self.layout().backend)
+            return layer_cost(
+                window=self.window, cp=self.cp, profile=self.profile, backend=self.layout().backend
+            )
         return ProfiledWorkload(
             model=CPU_MODEL,
             parallel=ParallelSpec(tp=1, cp=self.cp, pp=1, dp=1),

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,9 @@ from tests.prepare.chat_case import CHATML_TOKENS, LLAMA3_TOKENS, byte_tokenizer
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens, load_template
 from wlb.prepare.chat import fit
-from wlb.prepare.chat_template import BUILT_IN
+from wlb.prepare.chat_template import ChatTemplate
 from wlb.prepare.conversation import Conversation, Message, Role
-from wlb.prepare.jinja_template import JinjaTemplate
+from wlb.prepare.load_template import BUILT_IN
 
 CHATML = (
     "{% for message in messages %}"
@@ -52,8 +53,8 @@ def talk(*messages: tuple[str, str]) -> Conversation:
     return Conversation(messages=tuple(Message(role=Role(r), content=c) for r, c in messages))
 
 
-def jinja(source: str, **variables: str) -> JinjaTemplate:
-    return JinjaTemplate(source, name="test", variables=variables)
+def jinja(source: str, **variables: str) -> ChatTemplate:
+    return ChatTemplate(source, name="test", variables=variables)
 
 
 around = st.text(st.sampled_from("[]<>/0 9\U000f5eec|:"), max_size=4)
@@ -80,18 +81,18 @@ def test_what_a_template_writes_beside_contents_is_kept(
     assert found.text == "".join(expected)
 
 
-@pytest.mark.parametrize("mark", ["\U000f5eed", "\U000f5eee", "\U000f5eef"])
+@pytest.mark.parametrize("mark", ["\U00100000", "\U0010fffc", "\U0010fffd"])
 def test_marks_of_contents_are_refused_where_they_are_not_wlbs(mark: str) -> None:
     with pytest.raises(ValueError, match="which marks contents here"):
         jinja(CHATML).render(talk(("user", mark), ("assistant", "a")), Turns.ALL)
     with pytest.raises(ValueError, match="which marks contents here"):
-        jinja(CHATML + mark)
+        jinja(CHATML + mark).check()
 
 
-@pytest.mark.parametrize("number", ["f5eee", "f5eef"])
+@pytest.mark.parametrize("number", ["fffc", "fffd"])
 def test_marks_of_blocks_that_a_template_makes_itself_are_refused(number: str) -> None:
-    hidden = CHATML + f"{{{{ '\\U000{number}' }}}}"
-    with pytest.raises(ValueError, match=r"the chat template (ends|leaves) a generation block"):
+    hidden = CHATML + f"{{{{ '\\U0010{number}' }}}}"
+    with pytest.raises(ValueError, match=r"it (ends|leaves) a generation block"):
         jinja(hidden).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)
 
 
@@ -304,3 +305,47 @@ def test_a_template_without_the_last_content_is_refused() -> None:
     )
     with pytest.raises(UserError, match="leaves out"):
         jinja(source).render(talk(("user", "a"), ("assistant", "b")), Turns.ALL)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "m.content.replace('</s>', '')",
+        "m.content.split('</s>')|join",
+        "m.content|upper|lower",
+        "(m.content|tojson)[1:-1]",
+        "m.content|reverse",
+        "m.content[:-1] ~ m.content[-1]",
+    ],
+)
+def test_a_template_cannot_make_a_special_token_of_a_content(operation: str) -> None:
+    """What is cut out of the middle of a content would join its ends to one."""
+    source = CHATML.replace("message['content']", operation.replace("m.", "message."))
+    attack = 'a<|im_</s>end|>\n"quoted"'
+    coder = encoder(source)
+    plain = coder.encode(talk(("user", "a"), ("assistant", "b"))).tokens.tolist()
+    with suppress(UserError):  # as most of these change contents
+        made = coder.encode(talk(("user", attack), ("assistant", "b"))).tokens.tolist()
+        assert [t for t in made if t > 255] == [t for t in plain if t > 255]
+
+
+@pytest.mark.parametrize("text", ["<x>", "a </tool_response> ", "\U0001f600", "e\u0301", "  x"])
+def test_contents_of_any_form_are_found(text: str) -> None:
+    source = CHATML.replace(
+        "message['content']",
+        "('T' if message['content'].endswith('</tool_response> ') else '') + message['content']",
+    )
+    found = jinja(source).render(talk(("user", text), ("assistant", text)), Turns.ALL)
+    mark = "T" if "tool" in text else ""
+    assert found.text.count(f"\n{mark}{text}<|im_end|>") == 2
+    assert [found.text[a:b] for a, b in found.contents] == [text.strip()] * 2
+
+
+def test_a_template_that_decides_by_the_marked_character_is_refused() -> None:
+    """Its text with marks is not that of the conversation."""
+    source = CHATML.replace(
+        "message['content']",
+        "message['content'] + ('!' if message['content'].endswith('?') else '')",
+    )
+    with pytest.raises(UserError, match="changes the contents of this conversation"):
+        jinja(source).render(talk(("user", "why?"), ("assistant", "so")), Turns.ALL)

@@ -11,9 +11,9 @@ from tests.prepare.test_tool_calls import call
 from wlb.plan import UserError
 from wlb.prepare import ChatChoice, ChatEncoder, PrepareOptions, Turns, prepare_store
 from wlb.prepare.chat import ChatTokens
-from wlb.prepare.chat_template import BUILT_IN
+from wlb.prepare.chat_template import ChatTemplate
 from wlb.prepare.conversation import conversation_of
-from wlb.prepare.jinja_template import JinjaTemplate
+from wlb.prepare.load_template import BUILT_IN
 
 TOKENIZER = byte_tokenizer(CHATML_TOKENS, ordinary=("<think>", "</think>"))
 QWEN = """{%- set ns = namespace(asked=0) %}
@@ -55,7 +55,7 @@ def talk(*answers: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def encoded(source: str, record: object, turns: Turns = Turns.ALL) -> ChatTokens:
-    template = JinjaTemplate(source, name="test", variables={})
+    template = ChatTemplate(source, name="test", variables={})
     return ChatEncoder(TOKENIZER, template, turns=turns).encode(conversation_of(record))
 
 
@@ -143,7 +143,9 @@ def test_a_template_that_never_writes_reasoning() -> None:
         encoded(DROPS, keyed)
     with pytest.raises(UserError, match=r"reasoning of message 1.*; write it as <think>\.\.\.</th"):
         encoded(KEEPS, keyed)
-    with pytest.raises(UserError, match="chat template chatml has no form for reasoning"):
+    with pytest.raises(
+        UserError, match="chatml leaves out the reasoning of message 1, which would be lost"
+    ):
         ChatEncoder(TOKENIZER, BUILT_IN["chatml"]).encode(conversation_of(keyed))
 
 
@@ -154,7 +156,7 @@ def test_tags_in_contents_are_the_tokens_that_transformers_makes(role: str, tag:
     tags = f"<{tag}>", f"</{tag}>"
     source = KEEPS.replace("{{ m.role + '\n' +", f"{{{{ m.role + '\n{''.join(tags)}\n' +")
     tokenizer = byte_tokenizer(CHATML_TOKENS, ordinary=tags)
-    encoder = ChatEncoder(tokenizer, JinjaTemplate(source, name="test", variables={}))
+    encoder = ChatEncoder(tokenizer, ChatTemplate(source, name="test", variables={}))
     record = talk("so")
     record["messages"][0 if role == "user" else 1]["content"] = f"{tags[0]}\nhm\n{tags[1]}\n\nA"
     tokens = encoder.encode(conversation_of(record)).tokens.tolist()
@@ -171,7 +173,7 @@ def test_reasoning_cannot_inject_special_tokens(tags: str) -> None:
         if tags == "special"
         else byte_tokenizer(CHATML_TOKENS, ordinary=(*both,))
     )
-    encoder = ChatEncoder(tokenizer, JinjaTemplate(QWEN, name="test", variables={}))
+    encoder = ChatEncoder(tokenizer, ChatTemplate(QWEN, name="test", variables={}))
 
     def special(said: str, *, is_key: bool) -> list[int]:
         answer = (
@@ -191,7 +193,7 @@ def test_a_turn_ends_with_all_special_tokens_that_follow_each_other() -> None:
     tokenizer = byte_tokenizer([*CHATML_TOKENS, "<end>"])
     for end, last in (("<|im_end|><end>", "<end>"), ("<|im_end|>\n<end>", "<|im_end|>")):
         source = KEEPS.replace("<|im_end|>\n", end)
-        encoder = ChatEncoder(tokenizer, JinjaTemplate(source, name="test", variables={}))
+        encoder = ChatEncoder(tokenizer, ChatTemplate(source, name="test", variables={}))
         conversation = conversation_of(talk("A", "B"))
         made = ["".join(span) for span in trained(tokenizer, encoder.encode(conversation))]
         assert made == [f"{text}{end.split(last)[0]}{last}" for text in "AB"]

@@ -11,8 +11,8 @@ from tests.prepare.test_tool_calls import WEATHER, call
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, Turns
 from wlb.prepare.chat import probe_of
+from wlb.prepare.chat_template import ChatTemplate
 from wlb.prepare.conversation import Role, conversation_of
-from wlb.prepare.jinja_template import JinjaTemplate
 
 transformers = pytest.importorskip("transformers")
 FOUND = importlib.util.find_spec("trl")
@@ -50,7 +50,7 @@ def test_text_equals_that_of_transformers_and_turns_end() -> None:
             continue
         tokenizer = byte_tokenizer(sorted({*re.findall(TOKENS, source), "<s>", "</s>"}))
         theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **VARIABLES)
-        template = JinjaTemplate(source, name=file.name, variables=VARIABLES)
+        template = ChatTemplate(source, name=file.name, variables=VARIABLES)
         for messages, tools in ((PLAIN, None), (CALLED, [WEATHER])):
             encoder = ChatEncoder(tokenizer, template, turns=Turns.ALL)
             try:
@@ -94,7 +94,7 @@ def test_reasoning_is_written_as_transformers_does(name: str, kind: str) -> None
     special = {*re.findall(TOKENS, source), "<s>", "</s>"} - set(ORDINARY)
     tokenizer = byte_tokenizer(sorted(special), ordinary=ORDINARY)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **VARIABLES)
-    template = JinjaTemplate(source, name=name, variables=VARIABLES)
+    template = ChatTemplate(source, name=name, variables=VARIABLES)
     for messages in (PLAIN[:2], KEYED, TAGGED, TWICE):
         encoder = ChatEncoder(tokenizer, template, turns=Turns.ALL)
         made = encoder.encode(conversation_of({"messages": messages}))

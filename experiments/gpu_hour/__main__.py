@@ -1,0 +1,79 @@
+"""Turns what is claimed of wlb on GPUs into numbers of this machine, in an hour.
+
+`python -m experiments.gpu_hour` takes the GPUs of this node, or `--device cpu --quick` a laptop. It
+checks the machine, runs the tests that need a GPU, measures kernels, trains, and compares each
+result with what was claimed or predicted. Started again with the same --out it goes on where it
+stopped. It writes gpu_hour.html, a page to read, and gpu_hour.json, the file to send back.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from experiments.gpu_hour.page import conditions, document, write_page
+from experiments.gpu_hour.parts import PARTS, parts_for
+from experiments.gpu_hour.running import run_parts
+from experiments.gpu_hour.setting import Setting
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.gpu_hour", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--gpus", type=int, choices=(1, 8), help="default: 8 if there are 8, else 1"
+    )
+    parser.add_argument("--minutes", type=float, default=60, help="for all parts together")
+    parser.add_argument("--quick", action="store_true", help="short forms of all parts")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_hour"), help="folder of results")
+    names = ", ".join((*(part.name for part in PARTS), "steps"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help=f"of {names}")
+    options = parser.parse_args()
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if options.device == "cuda" and not visible:
+        parser.error("torch sees no GPU; --device cpu --quick tries the hour on a CPU")
+    if options.gpus is None:
+        options.gpus = 8 if visible >= 8 else 1
+    if options.device == "cpu":
+        options.gpus = 0
+    elif options.gpus > visible:
+        parser.error(f"--gpus {options.gpus}: torch sees {visible}")
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes} must be above 0")
+    return options
+
+
+def main() -> int:
+    options = arguments()
+    setting = Setting(
+        folder=options.out.resolve(), device=options.device, gpus=options.gpus, quick=options.quick
+    )
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False)
+    try:
+        parts = parts_for(setting, options.only)
+    except ValueError as error:
+        console.print(f"gpu_hour: {error}")
+        return 2
+    found = run_parts(setting, parts, console, seconds=options.minutes * 60)
+    made = document(setting, found, conditions(setting))
+    path = setting.folder / "gpu_hour.json"
+    path.write_text(json.dumps(made, indent=1), "utf-8")
+    page = write_page(made, setting.folder / "gpu_hour.html")
+    for row in made["claims"]:
+        console.print(
+            f"{row['verdict']:8} {row['claim']}: claimed {row['claimed']}, measured "
+            f"{row['measured']}",
+            markup=False,
+        )
+    console.print(f"wrote {page} and {path}; please send the JSON back", markup=False)
+    return 3 if any(row["verdict"] == "failed" for row in made["claims"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Parts of the hour that pass or fail: the machine, the kernels, a killed run that goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from experiments.gpu_hour.runs import restarted, trainings
+from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, python
+
+GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
+CPU_TESTS = ("tests/kernels/test_attend.py", "-k", "sdpa and float32 and cpu")
+KILLED_AT = 5
+"""The run is killed once this many steps are in its metrics."""
+
+
+def doctor(setting: Setting) -> Answer:
+    """`wlb doctor` for the first training run."""
+    folder = setting.of("doctor")
+    run = trainings(setting)[0].write(setting, folder=folder)
+    found = folder / "doctor.json"
+    quick = ["--quick"] if setting.quick else []
+    python("-m", "wlb", "doctor", str(run), *quick, "--json", str(found), check=False)
+    findings = json.loads(found.read_text("utf-8"))
+    answer = Answer(figures={"findings": findings})
+    count = findings["counts"]
+    said = f"{count['pass']} pass, {count['warn']} warn, {count['fail']} fail"
+    verdict = Verdict.FAILED if count["fail"] else Verdict.HOLDS
+    answer.claim("the machine can run this (doctor)", "0 fail", said, verdict)
+    return answer
+
+
+def kernels(setting: Setting) -> Answer:
+    """The tests that need a GPU: kernels against float64, layouts against one process."""
+    tests = ["-m", "gpu", *GPU_TESTS] if setting.device == "cuda" else list(CPU_TESTS)
+    return tested(setting, tests)
+
+
+def tested(setting: Setting, tests: list[str]) -> Answer:
+    report = setting.of("kernels") / "junit.xml"
+    # Another plugin's warning about xdist would be an error: pyproject.toml makes all warnings so.
+    options = ["-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=8"]
+    python("-m", "pytest", *tests, *options, f"--junitxml={report}", check=False)
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    count = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    bad = count["failures"] + count["errors"]
+    passed = count["tests"] - bad - count["skipped"]
+    broken = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    answer = Answer(figures={**count, "passed": passed, "broken": broken})
+    verdict = Verdict.FAILED if bad or not passed else Verdict.HOLDS
+    said = f"{passed} pass, {bad} fail, {count['skipped']} skipped"
+    answer.claim(
+        "kernels equal their definition, layouts equal one process", "0 fail", said, verdict
+    )
+    return answer
+
+
+def restart(setting: Setting) -> Answer:
+    """A run that is killed (SIGKILL) and resumed has the losses of one that was not."""
+    folder = setting.of("restart")
+    run = restarted(setting)
+    whole = run.write(setting, folder=_made(folder / "whole"))
+    broken = run.write(setting, folder=_made(folder / "killed"))
+    python("-m", "wlb", "train", str(whole))
+    killed_after = _killed(broken, folder / "killed" / "runs" / run.name / "metrics.jsonl")
+    python("-m", "wlb", "train", str(broken), "--resume", "auto")
+    losses = [losses_of(folder / way / "runs" / run.name) for way in ("whole", "killed")]
+    differ = [step for step, loss in losses[0].items() if losses[1].get(step) != loss]
+    answer = Answer(
+        figures={
+            "killed_after": killed_after,
+            "differ": differ,
+            "whole": losses[0],
+            "killed": losses[1],
+        }
+    )
+    said = "all equal" if not differ else f"steps {differ} differ"
+    verdict = Verdict.HOLDS if losses[0] and not differ else Verdict.FAILED
+    claim = f"killed after step {killed_after} and resumed, the losses are those of a whole run"
+    answer.claim(claim, "equal to the last bit", said, verdict)
+    return answer
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _killed(run: Path, metrics: Path) -> int:
+    """Starts a run, kills it once it has done KILLED_AT steps, and returns how many it had done."""
+    command = [sys.executable, "-m", "wlb", "train", str(run)]
+    print("+", *command[1:], flush=True)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    done = 0
+    while process.poll() is None and done < KILLED_AT:
+        time.sleep(0.02)
+        done = len(losses_of(metrics.parent))
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return done
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Training loss by step; a step that was trained again counts once, as it was last."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        return {}
+    lines: list[dict[str, Any]] = []
+    for text in path.read_text("utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:  # the last line while it is written
+            continue
+    return {x["step"]: x["measured"]["loss"] for x in lines if x.get("kind") == "step"}

@@ -1,0 +1,149 @@
+"""Parts of the hour that measure: the kernel profile, Figure 15, step times, memory, systems."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems
+from experiments.gpu_hour.setting import Answer, Setting, Verdict, python
+from wlb.validation.recorded import simulate_recorded
+
+GIB = 1 << 30
+PROFILE_ERROR = 0.10
+"""Largest mean error of a profile on calls that no fit has seen."""
+STEP_ERROR = 0.10
+MEMORY_ERROR = 0.10
+SPEEDUP_ERROR = 0.05
+COMPARED = ("plain_4d", "paper", "wlb")
+
+
+def profile(setting: Setting) -> Answer:
+    """`wlb profile`: prices of this device, and their error on calls that no fit has seen."""
+    setting.of("profile")
+    quick = ["--quick"] if setting.quick else []
+    options = ["--device", setting.device, "--out", str(setting.profile), "--no-page", *quick]
+    python("-m", "wlb", "profile", *options)
+    made = json.loads(setting.profile.read_text("utf-8"))
+    answer = Answer(figures={"profile": made})
+    for table in made["attention"]:
+        residuals = table["provenance"]["residuals"]
+        name = f"{table['backends'][0]}, {table['num_heads']} heads of {table['head_dim']}"
+        error = residuals["held_batch_total_mape"]
+        verdict = Verdict.HOLDS if error <= PROFILE_ERROR else Verdict.DIFFERS
+        claim = f"attention's price on unseen packed calls ({name})"
+        answer.claim(claim, f"error below {PROFILE_ERROR:.0%}", f"{error:.1%}", verdict)
+    return answer
+
+
+def sharding(setting: Setting) -> Answer:
+    """Figure 15: attention under each CP sharding, measured beside predicted."""
+    out = setting.of("sharding") / "sharding.json"
+    quick = ["--quick"] if setting.quick or setting.device == "cpu" else ["--count", "24"]
+    known = ["--profile", str(setting.profile)] if _has_gpu_profile(setting) else []
+    command = ["--device", setting.device, "--out", str(out), *quick, *known]
+    python("-m", "experiments.paper.fig15", *command)
+    found = json.loads(out.read_text("utf-8"))
+    answer = Answer(figures=found)
+    for window, rows in found["windows"].items():
+        total = {name: sum(ms) for name, ms in rows["ms"].items()}
+        expected = rows["predicted_ms"]
+        for name in ("per_document", "balanced"):
+            claim = f"Figure 15, window {int(window):,}: {name} over per_sequence"
+            answer.within(
+                claim,
+                expected["per_sequence"] / expected[name],
+                total["per_sequence"] / total[name],
+                share=STEP_ERROR,
+                unit="x",
+            )
+        best = min(total[name] for name in ("per_sequence", "per_document"))
+        verdict = Verdict.HOLDS if total["adaptive"] <= 1.02 * best else Verdict.DIFFERS
+        claim = f"Figure 15, window {int(window):,}: adaptive over the better static sharding"
+        answer.claim(claim, "at most 2% slower", f"{total['adaptive'] / best - 1:+.1%}", verdict)
+    return answer
+
+
+def _has_gpu_profile(setting: Setting) -> bool:
+    return setting.device == "cuda" and setting.profile.exists()
+
+
+def steps(setting: Setting, run: TrainingRun) -> Answer:
+    """A training run's step times and memory beside what is predicted for its own steps."""
+    answer = Answer()
+    folder = setting.of(f"steps_{run.name}")
+    python("-m", "wlb", "train", str(run.write(setting, folder=folder)))
+    found = compared(setting, folder / "runs" / run.name)
+    answer.figures = found
+    for name, priced in found["profiles"].items():
+        claim = f"{run.name}: time of a step, priced by {name}"
+        answer.within(claim, priced["simulated_s"], found["measured_s"], share=STEP_ERROR, unit="s")
+    if setting.device == "cuda":
+        claim = f"{run.name}: peak memory, estimated"
+        estimate, peak = found["estimated_gib"], found["peak_gib"]
+        answer.within(claim, estimate, peak, share=MEMORY_ERROR, unit="GiB")
+    return answer
+
+
+def compared(setting: Setting, folder: Path) -> dict[str, Any]:
+    """A run's steps after warm-up: measured, and simulated by the shipped profile and by ours."""
+    profiles = {"": "the shipped profile"}
+    if setting.profile.exists():
+        profiles[str(setting.profile)] = "the measured profile"
+    out: dict[str, Any] = {"profiles": {}}
+    for path, name in profiles.items():
+        recorded = simulate_recorded(folder, profile=path)
+        out["profiles"][name] = {
+            "simulated_s": float(recorded.simulated_s.mean()),
+            "simulated_steps_s": recorded.simulated_s.tolist(),
+            "mape": recorded.mape,
+            "correlation": recorded.correlation,
+        }
+        out["measured_s"] = float(recorded.measured_s.mean())
+        out["measured_steps_s"] = recorded.measured_s.tolist()
+        tokens = [m.num_tokens for m in recorded.measured]
+        out["tokens_per_s"] = sum(tokens) / float(recorded.measured_s.sum())
+        peaks = [int(s.peak_memory_bytes.max()) for s in recorded.simulations]
+        out["estimated_gib"] = max(peaks) / GIB
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    records = [x for x in map(json.loads, lines) if x["kind"] == "step"]
+    out["peak_gib"] = max(x["memory_bytes"] for x in records) / GIB
+    return out
+
+
+def balance(setting: Setting) -> Answer:
+    """Plain-4D, the paper's system and ours on the same documents: measured beside simulated."""
+    answer = Answer()
+    for run in systems(setting):
+        folder = setting.of("balance")
+        toml = run.write(setting, folder=folder)
+        simulated = folder / "simulated.json"
+        speeds: dict[str, float] = {}
+        for system in COMPARED:
+            named = ["--system", system, "--set", f"run.name={system}"]
+            python("-m", "wlb", "train", str(toml), *named)
+            speeds[system] = tokens_per_s(folder / "runs" / system / "metrics.jsonl")
+        known = f"cost.profile={setting.profile}"
+        options = ["--set", known] if setting.profile.exists() else []
+        compare = ["--systems", *COMPARED, "--json", str(simulated), "--steps", str(run.steps)]
+        python("-m", "wlb", "simulate", str(toml), *compare, *options)
+        found = json.loads(simulated.read_text("utf-8"))
+        answer.figures = {"tokens_per_s": speeds, "simulated": found}
+        rows = {row["label"]: row for row in found["runs"]}
+        for system in COMPARED[1:]:
+            answer.within(
+                f"{system} over Plain-4D, tokens per second",
+                rows[system]["tokens_per_s"] / rows[COMPARED[0]]["tokens_per_s"],
+                speeds[system] / speeds[COMPARED[0]],
+                share=SPEEDUP_ERROR,
+                unit="x",
+            )
+    return answer
+
+
+def tokens_per_s(metrics: Path) -> float:
+    records = [x for x in map(json.loads, metrics.read_text("utf-8").splitlines())]
+    steps = [x["measured"] for x in records if x["kind"] == "step"][WARM_UP_STEPS:]
+    seconds = np.array([x["step_time_s"] for x in steps])
+    return float(np.sum([x["num_tokens"] for x in steps]) / seconds.sum())

@@ -1,0 +1,104 @@
+"""The parts of the hour, in the order in which the most valuable comes first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from experiments.gpu_hour import checks, measured
+from experiments.gpu_hour.runs import trainings
+from experiments.gpu_hour.setting import Answer, Setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the hour: a process of its own with a time limit, so that it costs only itself."""
+
+    name: str
+    title: str
+    """What it finds out."""
+    answer: Callable[[Setting], Answer]
+    limit_s: int
+    """Seconds after which it is ended."""
+    quick_limit_s: int
+    """The same with --quick."""
+    least_gpus: int = 1
+
+    def limit(self, setting: Setting) -> int:
+        return self.quick_limit_s if setting.quick else self.limit_s
+
+
+PARTS = (
+    Part(
+        name="doctor",
+        title="whether the machine can run this",
+        answer=checks.doctor,
+        limit_s=300,
+        quick_limit_s=120,
+    ),
+    Part(
+        name="kernels",
+        title="whether kernels and layouts compute what they should",
+        answer=checks.kernels,
+        limit_s=900,
+        quick_limit_s=300,
+    ),
+    Part(
+        name="profile",
+        title="what kernels cost on this GPU, and how well that predicts",
+        answer=measured.profile,
+        limit_s=1200,
+        quick_limit_s=300,
+    ),
+    Part(
+        name="sharding",
+        title="attention under each CP sharding (Figure 15)",
+        answer=measured.sharding,
+        limit_s=300,
+        quick_limit_s=120,
+    ),
+    Part(
+        name="balance",
+        title="what balance gains: Plain-4D, the paper's system and ours on the same documents",
+        answer=measured.balance,
+        limit_s=900,
+        quick_limit_s=420,
+        least_gpus=8,
+    ),
+    Part(
+        name="restart",
+        title="whether a killed run goes on with the same losses",
+        answer=checks.restart,
+        limit_s=300,
+        quick_limit_s=300,
+    ),
+)
+
+
+def all_parts(setting: Setting) -> list[Part]:
+    """The parts in order, with one for each training run, that this number of GPUs can run."""
+    trained = [
+        Part(
+            name=f"steps_{run.name}",
+            title=f"step time and memory of {run.name} beside what was predicted",
+            answer=partial(measured.steps, run=run),
+            limit_s=300,
+            quick_limit_s=150,
+        )
+        for run in trainings(setting)
+    ]
+    where = [part.name for part in PARTS].index("sharding")
+    parts = [*PARTS[:where], *trained, *PARTS[where:]]
+    return [p for p in parts if setting.device == "cpu" or setting.gpus >= p.least_gpus]
+
+
+def parts_for(setting: Setting, names: list[str]) -> list[Part]:
+    """All parts, or those of `names`; "steps" is every training run."""
+    parts = all_parts(setting)
+    known = {part.name for part in parts} | {"steps"}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no part {unknown[0]!r} here; parts are {', '.join(sorted(known))}")
+    return [
+        part
+        for part in parts
+        if not names or part.name in names or ("steps" in names and part.name.startswith("steps_"))
+    ]

@@ -1,0 +1,148 @@
+"""Runs the parts one after the other, each under its time limit, and keeps what each one found.
+
+A part that breaks, hangs or takes the node with it costs only itself: its state is written before
+it starts and after it ends, and the same command goes on behind the parts that ended.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments.gpu_hour.parts import Part
+from experiments.gpu_hour.setting import ROOT, Setting
+
+GRACE_S = 10
+"""Seconds between SIGTERM and SIGKILL of a part that takes too long."""
+
+
+class State(StrEnum):
+    STARTED = "started"
+    """It never said that it ended: the machine was lost, or it was killed from outside."""
+    DONE = "done"
+    FAILED = "failed"
+    TOO_LONG = "took too long"
+    LEFT_OUT = "left out"
+    """No time was left for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A part that was run, as PART/ended.json has it."""
+
+    name: str
+    title: str
+    state: State
+    seconds: float
+    answer: dict[str, Any]
+    """`Answer` as JSON; empty if the part gave none."""
+    log_end: str
+    """The last lines of its log, of a part that did not end well."""
+
+
+def ended_of(setting: Setting, part: Part) -> Ended | None:
+    """What is known of a part from an earlier start."""
+    path = setting.of(part.name) / "ended.json"
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text("utf-8"))
+    return Ended(**{**found, "state": State(found["state"])})
+
+
+def run_parts(
+    setting: Setting, parts: Sequence[Part], console: Console, *, seconds: float
+) -> list[Ended]:
+    """Runs what has not ended yet and returns all parts. seconds: for all parts together."""
+    started = time.monotonic()
+    out: list[Ended] = []
+    for i, part in enumerate(parts):
+        known = ended_of(setting, part)
+        if known is not None and known.state in (State.DONE, State.FAILED):
+            console.print(f"{part.name}: {known.state} at an earlier start")
+            out.append(known)
+            continue
+        left = seconds - (time.monotonic() - started)
+        limit = min(part.limit(setting), left)
+        if left < GRACE_S:
+            out.append(_left_out(part))
+            console.print(f"{part.name}: left out, no time is left")
+            continue
+        console.print(
+            f"[{i + 1}/{len(parts)}] {part.name}: {part.title}; at most {limit:.0f} s, all parts "
+            f"end in at most {left / 60:.0f} min",
+            markup=False,
+        )
+        ended = run_part(setting, part, limit_s=limit)
+        out.append(ended)
+        console.print(f"{part.name}: {ended.state} after {ended.seconds:.0f} s")
+    return out
+
+
+def _left_out(part: Part) -> Ended:
+    return Ended(
+        name=part.name, title=part.title, state=State.LEFT_OUT, seconds=0, answer={}, log_end=""
+    )
+
+
+def run_part(setting: Setting, part: Part, *, limit_s: float) -> Ended:
+    """Runs one part as a process group of its own and ends the whole group with it."""
+    folder = setting.of(part.name)
+    (folder / "answer.json").unlink(missing_ok=True)
+    began = time.monotonic()
+
+    def ended(state: State) -> Ended:
+        answer = folder / "answer.json"
+        made = Ended(
+            name=part.name,
+            title=part.title,
+            state=state,
+            seconds=time.monotonic() - began,
+            answer=json.loads(answer.read_text("utf-8")) if answer.exists() else {},
+            log_end="" if state == State.DONE else _last_lines(folder / "log.txt"),
+        )
+        (folder / "ended.json").write_text(json.dumps(asdict(made)), "utf-8")
+        return made
+
+    (folder / "log.txt").touch()
+    ended(State.STARTED)
+    given = json.dumps({**asdict(setting), "folder": str(setting.folder)})
+    command = [sys.executable, "-m", "experiments.gpu_hour.worker", part.name, given]
+    with open(folder / "log.txt", "ab") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end_group(process)
+    if status is None:
+        return ended(State.TOO_LONG)
+    return ended(State.FAILED if status else State.DONE)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and everything it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(GRACE_S if number == signal.SIGTERM else None)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _last_lines(path: Path, count: int = 40) -> str:
+    return "\n".join(path.read_text("utf-8", errors="replace").splitlines()[-count:])

@@ -1,0 +1,169 @@
+"""The training runs of the hour: their TOML files, by device and number of GPUs.
+
+They are small enough for one node and long enough to compare: layers of LLaMA 7B at the paper's
+windows, and a model of a billion parameters with several micro-batches a step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from experiments.gpu_hour.setting import Setting
+from wlb.spec import RunSpec, load
+
+WARM_UP_STEPS = 3
+"""First steps of a run that are not compared: kernels are compiled and memory is allocated."""
+
+BILLION = {
+    "model.vocab_size": 32000,
+    "model.hidden_size": 2048,
+    "model.num_layers": 16,
+    "model.num_heads": 16,
+    "model.num_kv_heads": 16,
+    "model.ffn_hidden_size": 5632,
+}
+LAYERS_7B = {
+    "model.vocab_size": 32000,
+    "model.hidden_size": 4096,
+    "model.num_layers": 4,
+    "model.num_heads": 32,
+    "model.num_kv_heads": 32,
+    "model.ffn_hidden_size": 11008,
+}
+TINY = {
+    "model.vocab_size": 512,
+    "model.hidden_size": 64,
+    "model.num_layers": 4,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.ffn_hidden_size": 176,
+}
+FULL = {"training.recompute": "full"}
+EIGHT = {"parallel.tp": 2, "parallel.cp": 2, "parallel.pp": 2, "pp.schedule": "1f1b"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """A run of the hour."""
+
+    name: str
+    window: int
+    """Context window in tokens."""
+    windows: int
+    """Windows, and so micro-batches, of a global batch."""
+    steps: int
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
+    """Keys that differ from the defaults."""
+
+    def write(self, setting: Setting, *, folder: Path) -> Path:
+        """Writes the run's TOML into `folder`, where the run goes too, and returns its path."""
+        keys: dict[str, object] = {
+            "run.name": self.name,
+            "run.device": setting.device,
+            "run.output_dir": str(folder / "runs"),
+            "data.store": str(documents(setting)),
+            "data.context_window": self.window,
+            "data.num_windows": self.windows,
+            "data.row_multiple": 128 if setting.device == "cuda" else 1,
+            "cost.profile": "h100" if setting.device == "cuda" else "cpu",
+            "training.dtype": "bfloat16" if setting.device == "cuda" else "float32",
+            "training.steps": self.steps,
+            "training.warmup_steps": 2,
+            "telemetry.warmup_steps": WARM_UP_STEPS,
+            **self.settings,
+        }
+        path = folder / f"{self.name}.toml"
+        path.write_text(toml_of(keys), "utf-8")
+        return path
+
+    def spec(self, setting: Setting, *, folder: Path) -> RunSpec:
+        return load(str(self.write(setting, folder=folder)))
+
+
+def toml_of(keys: Mapping[str, object]) -> str:
+    """Sections and keys as TOML."""
+    sections: dict[str, list[str]] = {}
+    for name, value in keys.items():
+        section, key = name.split(".")
+        written = f'"{value}"' if isinstance(value, str) else str(value).lower()
+        sections.setdefault(section, []).append(f"{key} = {written}")
+    return "\n".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in sections.items())
+
+
+def documents(setting: Setting) -> Path:
+    """Prefix of the store that all runs read, which `worker` makes before the first part."""
+    return setting.folder / "documents" / "wlb_paper"
+
+
+def document_window(setting: Setting) -> int:
+    """The longest document: that of the longest window of the runs."""
+    return max(run.window for run in (*trainings(setting), *systems(setting)))
+
+
+def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
+    """Runs whose step times and memory are compared with predictions; one GPU is enough."""
+    if setting.device == "cpu":
+        return (TrainingRun(name="tiny", window=512, windows=2, steps=6, settings=TINY),)
+    quick = setting.quick
+    billion = TrainingRun(
+        name="billion_32k", window=32768, windows=4, steps=7 if quick else 16, settings=BILLION
+    )
+    stack_64k = TrainingRun(
+        name="stack_64k", window=65536, windows=1, steps=7 if quick else 12, settings=LAYERS_7B
+    )
+    stack_128k = TrainingRun(
+        name="stack_128k",
+        window=131072,
+        windows=1,
+        steps=7 if quick else 12,
+        settings={**LAYERS_7B, "model.num_layers": 2, **FULL},
+    )
+    recomputed = TrainingRun(
+        name="stack_64k_recomputed",
+        window=65536,
+        windows=1,
+        steps=7 if quick else 12,
+        settings={**LAYERS_7B, **FULL},
+    )
+    compiled = TrainingRun(
+        name="billion_32k_compiled",
+        window=32768,
+        windows=4,
+        steps=7 if quick else 16,
+        settings={**BILLION, "training.compile": True},
+    )
+    return billion, stack_64k, stack_128k, recomputed, compiled
+
+
+def systems(setting: Setting) -> tuple[TrainingRun, ...]:
+    """The run that Plain-4D, the paper's system and ours train; it needs eight ranks."""
+    if setting.device == "cpu":
+        layout = {"parallel.cp": 2}
+        return (
+            TrainingRun(
+                name="systems", window=512, windows=2, steps=6, settings={**TINY, **layout}
+            ),
+        )
+    if setting.gpus < 8:
+        return ()
+    settings = {**LAYERS_7B, "model.num_layers": 8, **EIGHT}
+    steps = 10 if setting.quick else 30
+    return (TrainingRun(name="systems", window=65536, windows=4, steps=steps, settings=settings),)
+
+
+def restarted(setting: Setting) -> TrainingRun:
+    """The small run that is killed and resumed."""
+    sizes = {} if setting.device == "cpu" else {"model.hidden_size": 512, "model.num_heads": 4}
+    return TrainingRun(
+        name="restarted",
+        window=1024 if setting.device == "cuda" else 256,
+        windows=2,
+        steps=12,
+        settings={
+            **TINY,
+            **sizes,
+            "model.num_kv_heads": 4,
+            "checkpoint.interval": 2,
+            "kernels.deterministic": True,
+        },
+    )

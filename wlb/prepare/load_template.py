@@ -1,0 +1,89 @@
+"""Chat templates by name or file: ChatML and Llama 3, and those of models."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from wlb.plan import UserError
+from wlb.plan.read_file import malformed, read_object, read_text
+from wlb.prepare.chat_template import ChatTemplate
+from wlb.prepare.encode import token_text
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+
+CHATML = ChatTemplate(
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{{ m['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    name="chatml",
+    variables={},
+    special_tokens=("<|im_start|>", "<|im_end|>"),
+)
+"""ChatML. It adds no system message; the newline after a message is not trained."""
+
+LLAMA3 = ChatTemplate(
+    "{{ '<|begin_of_text|>' }}{% for m in messages %}{{ '<|start_header_id|>' + "
+    "('ipython' if m['role'] == 'tool' else m['role']) + '<|end_header_id|>\\n\\n' }}"
+    "{{ m['content'] | trim }}{{ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}",
+    name="llama3",
+    variables={},
+    special_tokens=("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    start="<|begin_of_text|>",
+)
+"""The template of Llama 3, without the date that 3.1 adds to the system message."""
+
+BUILT_IN = {template.name: template for template in (CHATML, LLAMA3)}
+
+
+def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """A built-in template by name, or the Jinja template of a model's folder or of a file.
+
+    A folder has chat_template.jinja, or a tokenizer_config.json with a chat_template. A `.json`
+    file is a tokenizer_config.json; any other file is the template itself. Both take bos_token and
+    the like from the tokenizer_config.json beside them. variables: further variables of the
+    template, such as date_string.
+    """
+    given = dict(variables or {})
+    if str(name) in BUILT_IN:
+        if given:
+            raise UserError(f"chat template {name} has no variables, got {sorted(given)}")
+        return BUILT_IN[str(name)]
+    path, config_path = template_files(name)
+    config = read_object(config_path, wide=True) if config_path.is_file() else {}
+    remedy = "give the chat template of a model"
+    with malformed(path, remedy):
+        is_config = path.suffix == ".json"
+        source = _source_of(config, path) if is_config else read_text(path, remedy=remedy)
+    tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
+    known = {key: value for key, value in tokens.items() if value is not None}
+    template = ChatTemplate(source, name=str(name), variables={**known, **given})
+    template.check()
+    return template
+
+
+def template_files(name: str | Path) -> tuple[Path, Path]:
+    """The file that has the template, and the tokenizer_config.json beside it, which may be absent.
+
+    UserError where there is no template.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path = path / TEMPLATE_FILE if (path / TEMPLATE_FILE).is_file() else path / CONFIG_FILE
+    if not path.is_file():
+        raise UserError(
+            f"no chat template {name}: give one of {', '.join(BUILT_IN)}, a model's folder, a "
+            f"{CONFIG_FILE} or a file with a Jinja template"
+        )
+    return path, path if path.suffix == ".json" else path.with_name(CONFIG_FILE)
+
+
+def _source_of(config: dict[str, Any], path: Path) -> str:
+    found: Any = config.get("chat_template")
+    if isinstance(found, list):
+        named = {t["name"]: t["template"] for t in cast(list[dict[str, str]], found)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise UserError(f"{path} has no chat_template; give the file that has it")
+    return found
