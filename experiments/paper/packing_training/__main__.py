@@ -3,9 +3,8 @@
 `python -m experiments.paper.packing_training` trains a model of 5 million parameters on
 Python sources of other packages. From there it fine-tunes one epoch on conversations about the
 standard library's docstrings, with each of the paper's methods at layouts like those of its Tables
-4 to 6, several seeds each. Then it tries batch sizes up to a memory cap (the paper's Figures 2 and
-3). Everything is kept in --folder: the same command goes on where it was interrupted, and writes
-`training/results` when all runs are there. It takes about 75 minutes on two cores.
+4 to 6, several seeds each. Everything is kept in --folder: the same command goes on where it was interrupted, and writes
+`results` when all runs are there. It takes about 75 minutes on two cores.
 """
 
 import argparse
@@ -16,28 +15,17 @@ from pathlib import Path
 
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, show, write_results
-from experiments.paper.packing_training.cases import (
-    BATCH_SIZES,
-    Case,
-    Result,
-    SizeCase,
-    Study,
-    all_cases,
-    rate_cases,
-)
+from experiments.paper.packing_training.cases import Case, Result, Study, all_cases, rate_cases
 from experiments.paper.packing_training.page import (
-    Sizes,
     against_rows,
     pictures,
     rates_table,
-    sizes_table,
     training_table,
 )
 from experiments.paper.packing_training.summary import groups_of
 from experiments.paper.packing_training.words import words
 
 SEEDS = 3
-CAP_MIB = 3072
 QUICK_STEPS = 4
 
 
@@ -59,20 +47,6 @@ def run_all(study: Study, cases: list[Case], *, jobs: int) -> dict[Case, Result]
     return {case: study.run(case) for case in cases}
 
 
-def run_sizes(study: Study) -> Sizes:
-    """Tries each method's batch sizes until memory ends, one run at a time."""
-    sizes: Sizes = {}
-    for method in ("random_padding", "mini_batch_posid"):
-        for bs in BATCH_SIZES:
-            case = SizeCase(method=method, bs=bs)
-            sizes[case] = made = study.run_size(case, cap_mib=CAP_MIB)
-            said = f"{made.peak_mib:,.0f} MiB" if made else "out of memory"
-            print(f"{case.name}: {said}", flush=True)
-            if made is None:
-                break
-    return sizes
-
-
 def best_rate(rates: dict[Case, Result]) -> float:
     """Returns the best rate of the mini-batch runs: many steps, the paper's own method."""
     found = [
@@ -89,9 +63,8 @@ def study_of(options: argparse.Namespace) -> None:
     rates = run_all(study, rate_cases(), jobs=options.jobs)
     cases = all_cases(range(options.seeds), best_rate(rates))
     found = run_all(study, cases, jobs=options.jobs)
-    sizes = run_sizes(study)
     groups = groups_of(found)
-    tables = [training_table(groups), rates_table(rates), sizes_table(sizes)]
+    tables = [training_table(groups), rates_table(rates)]
     against = against_rows(groups)
     show(*tables, against=against, width=200)
     write_results(
@@ -102,10 +75,10 @@ def study_of(options: argparse.Namespace) -> None:
         profile="two runs at a time on two CPU cores, one thread each; tokens/s by the processor "
         "time of the model's passes, peak memory by the operating system. Runs of commit "
         f"{', '.join(sorted({made.commit for made in found.values()}))}.",
-        text=words(groups, rates, sizes, cap_mib=CAP_MIB),
+        text=words(groups, rates),
         against=against,
         tables=tables,
-        figures=pictures(groups, sizes, cap_mib=CAP_MIB),
+        figures=pictures(groups),
     )
 
 

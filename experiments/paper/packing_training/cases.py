@@ -7,7 +7,6 @@ not repeated; one that was interrupted begins again.
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -33,9 +32,6 @@ BASE_PACKAGES = ("numpy", "scipy")
 The standard library is not among them, because the model is fine-tuned on its docstrings.
 """
 BASE_STEPS, BASE_BATCHES = 200, 16
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-SIZE_EXAMPLES = 256
-"""Each batch size is tried on this many examples, the same for all."""
 MODEL = {"hidden_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 4}
 MODEL |= {"ffn_hidden_size": 704, "vocab_size": VOCABULARY}
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -53,8 +49,6 @@ NAMES = {
 }
 """Each `packing.method` has this name in the paper. Its Multipack packs by first fit decreasing."""
 ONLINE = ("random_padding", "group_by_length_padding", "mini_batch_posid")
-OUT_OF_MEMORY = "can't allocate memory"
-"""torch says this when a process got no more memory."""
 GASES = (8, 2)
 """These are the gas, micro-batches per optimiser step, that runs are made with.
 
@@ -169,33 +163,6 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeCase:
-    """Describes a batch size of the ablation, with one micro-batch per step.
-
-    method: a padding or a mini-batch method
-    """
-
-    method: str
-    bs: int
-
-    @property
-    def name(self) -> str:
-        return f"size-{self.method}-bs{self.bs}"
-
-    @property
-    def keys(self) -> dict[str, Any]:
-        return {
-            "packing.method": self.method,
-            "packing.examples": self.bs,
-            "data.num_windows": 1,
-            "training.steps": max(1, SIZE_EXAMPLES // self.bs),
-            "training.learning_rate": 1e-3,
-            "training.min_learning_rate": 1e-3,
-            "eval.steps": 0,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """Holds the folder of all runs and the stores that they read."""
 
@@ -270,23 +237,7 @@ class Study:
         keys = {"training.steps": steps, "training.warmup_steps": 0, "eval.steps": 0}
         return self._train(case.name, case.keys | keys, threads=1)
 
-    def run_size(self, case: SizeCase, *, cap_mib: int) -> Result | None:
-        """Tries a batch size in a process that gets at most `cap_mib` of memory for data.
-
-        Returns None if the process runs out of memory.
-        """
-        if (found := self.result(case)) is not None:
-            return found
-        try:
-            made = self._train(case.name, case.keys, threads=1, cap_mib=cap_mib)
-        except RuntimeError:
-            if OUT_OF_MEMORY in (self.folder / f"{case.name}.log").read_text("utf-8"):
-                return None
-            raise
-        shutil.rmtree(self.folder / case.name / "checkpoints")
-        return made
-
-    def result(self, case: Case | SizeCase) -> Result | None:
+    def result(self, case: Case) -> Result | None:
         """Returns the result of a run, None if it has not finished."""
         path = self.folder / case.name / "result.json"
         return Result(**json.loads(path.read_text("utf-8"))) if path.exists() else None
@@ -304,7 +255,7 @@ class Study:
             "eval.steps": 1_000,
         }
 
-    def _train(self, name: str, keys: dict[str, Any], *, threads: int, cap_mib: int = 0) -> Result:
+    def _train(self, name: str, keys: dict[str, Any], *, threads: int) -> Result:
         """Trains in one process, which leaves result.json."""
         given = _set(self._shared() | keys | {"run.name": name})
         env = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -312,9 +263,6 @@ class Study:
         log = self.folder / f"{name}.log"
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-            if cap_mib:
-                limit = cap_mib << 20
-                resource.prlimit(process.pid, resource.RLIMIT_DATA, (limit, limit))
             # os.wait4 tells the peak memory of this process alone, Popen.wait does not.
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

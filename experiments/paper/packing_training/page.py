@@ -2,22 +2,11 @@
 
 from typing import Any
 
-import numpy as np
-
 from experiments.harness.drawing import COLOURS, MARKERS, new_figure
 from experiments.harness.pages import Against, Picture, Table
 from experiments.paper.packing_methods.lengths import DATASETS
-from experiments.paper.packing_training.cases import (
-    BATCH_SIZES,
-    GASES,
-    NAMES,
-    Case,
-    Result,
-    SizeCase,
-)
+from experiments.paper.packing_training.cases import GASES, Case, Result
 from experiments.paper.packing_training.summary import Group, noise_band, paper_pair
-
-Sizes = dict[SizeCase, Result | None]
 
 
 def training_table(groups: list[Group]) -> Table:
@@ -71,27 +60,6 @@ def rates_table(found: dict[Case, Result]) -> Table:
         formats={"train loss": ".3f", "held-out loss": ".3f"},
         note="One seed each. All other runs have the rate that is best for MiniBatchPacking, as "
         "the paper has one rate for all.",
-    )
-
-
-def sizes_table(sizes: Sizes) -> Table:
-    rows = [
-        [
-            str(NAMES[case.method]),
-            case.bs,
-            made.peak_mib if made else "out of memory",
-            made.tokens_per_s if made else None,
-            made.padding if made else None,
-        ]
-        for case, made in sizes.items()
-    ]
-    return Table(
-        name="batch_sizes",
-        title="Mini-batch size",
-        columns=("method", "bs", "peak memory (MiB)", "tokens/s", "padding"),
-        rows=rows,
-        formats={"peak memory (MiB)": ",.0f", "tokens/s": ",.0f", "padding": ".1%"},
-        note="The same examples for every size, one micro-batch a step.",
     )
 
 
@@ -167,53 +135,12 @@ def draw_methods(groups: list[Group]) -> Any:
     return figure
 
 
-def draw_sizes(sizes: Sizes, *, cap_mib: int) -> Any:
-    """Draws our versions of the paper's Figures 2 and 3."""
-    figure, axes = new_figure(ncols=2, height=3.8)
-    methods = list(dict.fromkeys(case.method for case in sizes))
-    for i, method in enumerate(methods):
-        found = {c.bs: r for c, r in sizes.items() if c.method == method}
-        fits = {bs: r for bs, r in found.items() if r is not None}
-        for axis, name in zip(axes, ("peak_mib", "tokens_per_s"), strict=True):
-            values = np.array([getattr(r, name) for r in fits.values()])
-            axis.plot(
-                list(fits), values, marker=MARKERS[i], color=COLOURS[i], label=str(NAMES[method])
-            )
-        failed = [bs for bs, r in found.items() if r is None]
-        if failed:
-            axes[0].plot(failed[0], cap_mib, "x", color=COLOURS[i], markersize=9)
-            axes[0].annotate(
-                "OOM",
-                (failed[0], cap_mib),
-                textcoords="offset points",
-                xytext=(0, 8),
-                ha="center",
-                color=COLOURS[i],
-            )
-    axes[0].axhline(cap_mib, color="black", linewidth=1, linestyle=(0, (4, 2)))
-    for axis, label in zip(axes, ("peak memory (MiB)", "tokens/s"), strict=True):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(BATCH_SIZES, [str(bs) for bs in BATCH_SIZES])
-        axis.set(xlabel="mini-batch size (examples)", ylabel=label)
-        axis.set_ylim(bottom=0)
-        axis.set_xlim(right=BATCH_SIZES[-1] * 1.4)
-    axes[0].set_ylim(top=cap_mib * 1.15)
-    axes[0].legend(frameon=False, loc="lower right")
-    return figure
-
-
-def pictures(groups: list[Group], sizes: Sizes, *, cap_mib: int) -> list[Picture]:
+def pictures(groups: list[Group]) -> list[Picture]:
     return [
         Picture(
             name="methods",
             caption="Held-out loss and speed beside RandomSampling+Padding: "
             "dots the mean of seeds, ticks each seed, hollow the paper's tables at bs = 2",
             figure=draw_methods(groups),
-        ),
-        Picture(
-            name="batch_sizes",
-            caption=f"Peak memory and speed by mini-batch size under a cap of {cap_mib / 1024:g} "
-            "GiB (the paper's Figures 2 and 3); OOM: out of memory",
-            figure=draw_sizes(sizes, cap_mib=cap_mib),
-        ),
+        )
     ]

@@ -9,13 +9,12 @@ from experiments.paper.packing_training.cases import (
     Case,
     Result,
 )
-from experiments.paper.packing_training.page import Sizes
 from experiments.paper.packing_training.summary import Group, noise_band
 
 
-def words(groups: list[Group], rates: dict[Case, Result], sizes: Sizes, *, cap_mib: int) -> str:
+def words(groups: list[Group], rates: dict[Case, Result]) -> str:
     parts = (_set_up(groups), _losses(groups), _speed(groups), _rates(rates))
-    return "\n\n".join((*parts, _sizes(sizes, cap_mib=cap_mib)))
+    return "\n\n".join(parts)
 
 
 def _of(groups: list[Group], method: str, gas: int = GASES[0]) -> Group:
@@ -79,27 +78,6 @@ def _rates(rates: dict[Case, Result]) -> str:
         f"own best rate ({bfd_case.learning_rate:g}) an epoch of {bfd.steps} steps reaches "
         f"{bfd.heldout_after:.3f}, {mini.steps} steps at theirs ({mini_case.learning_rate:g}) "
         f"{mini.heldout_after:.3f}."
-    )
-
-
-def _sizes(sizes: Sizes, *, cap_mib: int) -> str:
-    largest: dict[str, tuple[int, Result]] = {}
-    for case, made in sizes.items():
-        if made is not None:
-            largest[case.method] = (case.bs, made)
-    (padded_bs, padded), (packed_bs, packed) = (
-        largest["random_padding"],
-        largest["mini_batch_posid"],
-    )
-    at_same = next(
-        r for c, r in sizes.items() if c.method == "mini_batch_posid" and c.bs == padded_bs and r
-    )
-    return (
-        f"**Mini-batch size** under a cap of {cap_mib / 1024:g} GiB for a process's data: padding "
-        f"runs out of memory above {padded_bs} examples, mini-batch packing above {packed_bs}. At "
-        f"{padded_bs} examples padding takes {padded.peak_mib:,.0f} MiB and trains "
-        f"{padded.tokens_per_s:,.0f} tokens/s, packing {at_same.peak_mib:,.0f} MiB and "
-        f"{at_same.tokens_per_s:,.0f}; at {packed_bs} packing takes {packed.peak_mib:,.0f} MiB."
     )
 
 
