@@ -12,6 +12,13 @@ from wlb.report.plots import COLOURS as COLOURS
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (8, 3)))
 HATCHES = ("", "//", "..", "\\\\", "xx", "++", "oo")
+RANK_COLOURS = (
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#D55E00", "#F0E442", "#44337A"),
+)
+"""Ranks are told apart by these colours, and by their numbers where there is room."""
+DARK = {"#0072B2", "#009E73", "#D55E00", "#44337A"}
+"""White is read on these colours, black on the others."""
 WIDTH = 9.0
 """A figure is this many inches wide.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import configuration
-from experiments.harness.drawing import new_figure
+from experiments.harness.drawing import RANK_COLOURS, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from wlb.cost import ProfiledWorkload, workload_for
 from wlb.data import GlobalBatches, lengths_of_family
@@ -25,16 +25,6 @@ from wlb.simulate import ShardedStep, planner_of, sharded_steps
 from wlb.spec import RunSpec
 
 PRESET = "7b_128k"
-CP_COLOURS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#999999",
-)
 DOCUMENTS = ("#9A9A9A", "#CFCFCF")
 
 
@@ -148,7 +138,7 @@ def _cell(axes: Any, spec: RunSpec, pipeline: int, stage_rank: int) -> None:
             left, top = stage_rank + 0.08 + c * wide, pipeline + 0.12 + t * high
             axes.add_patch(
                 Rectangle(
-                    (left, top), wide * 0.94, high * 0.9, fc=CP_COLOURS[c % len(CP_COLOURS)],
+                    (left, top), wide * 0.94, high * 0.9, fc=RANK_COLOURS[c % len(RANK_COLOURS)],
                     alpha=0.75 if t % 2 == 0 else 0.4, ec="white", gid=f"rank{grid[c, t]}",
                 )
             )  # fmt: skip
@@ -177,7 +167,7 @@ def _zoom(axes: Any, spec: RunSpec, step: ShardedStep) -> None:
     for y, label in labels.items():
         axes.text(-0.01 * total, y, label, ha="right", va="center", fontsize=9)
     for c in range(plan.cp):
-        at, colour = (0.28 * c * total, tp + 0.95), CP_COLOURS[c % len(CP_COLOURS)]
+        at, colour = (0.28 * c * total, tp + 0.95), RANK_COLOURS[c % len(RANK_COLOURS)]
         axes.barh(at[1], 0.015 * total, 0.35, at[0], color=colour, alpha=0.75)
         words = f"CP {c}: {int(plan.tokens[c]):,} tokens"
         axes.text(at[0] + 0.02 * total, at[1], words, fontsize=9, va="center")
@@ -195,7 +185,7 @@ def _spans(axes: Any, plan: ShardingPlan, tp: int) -> None:
         starts.tolist(), (plan.stop - plan.start).tolist(), ranks.tolist(), strict=True
     ):
         for t in range(tp):
-            colour = CP_COLOURS[rank % len(CP_COLOURS)]
+            colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
             alpha = 0.75 if t % 2 == 0 else 0.4
             axes.barh(1 + t, width, 0.8, x, color=colour, alpha=alpha, lw=0)
 

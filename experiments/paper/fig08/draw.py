@@ -12,11 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.harness.drawing import DARK
+
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#44337A")
 EARLIER = "#222222"
 """Outliers that arrived before the first step shown have this colour."""
 ORDINARY, DELAYED = "#DDDDDD", "#9A9A9A"
-WHITE_ON = {EARLIER, "#009E73", "#0072B2", "#D55E00", "#44337A"}
+WHITE_ON = {EARLIER, *DARK}
 OUTLINE = "#000000"
 
 

@@ -1,7 +1,6 @@
 """Draws Figure 9: spans by rank along the packed sequence, and predicted time by rank.
 
-Colours are Okabe and Ito's, which colour-blind readers can tell apart; spans that are wide enough
-also carry their rank's number. Needs matplotlib.
+Spans that are wide enough also carry their rank's number. Needs matplotlib.
 """
 
 from collections.abc import Mapping
@@ -11,10 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from experiments.harness.drawing import DARK, RANK_COLOURS
 from wlb.plan import ShardingPlan, offsets_of
 
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#44337A")
-WHITE_ON = {"#0072B2", "#009E73", "#D55E00", "#44337A"}
 LABEL_SHARE = 0.011
 """A span wider than this share of the sequence has room for a digit."""
 
@@ -49,7 +47,8 @@ def draw_plans(plans: Mapping[str, ShardingPlan], imbalance: Mapping[str, float]
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     colors = [
-        Patch(color=COLORS[rank % len(COLORS)], label=f"rank {rank}") for rank in range(first.cp)
+        Patch(color=RANK_COLOURS[rank % len(RANK_COLOURS)], label=f"rank {rank}")
+        for rank in range(first.cp)
     ]
     figure.legend(
         handles=colors, loc="lower center", ncols=min(8, first.cp), frameon=False, fontsize=10
@@ -66,7 +65,7 @@ def draw_spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
     widths = plan.stop - plan.start
     ranks = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
     for x, width, rank in zip(starts.tolist(), widths.tolist(), ranks.tolist(), strict=True):
-        color = COLORS[rank % len(COLORS)]
+        color = RANK_COLOURS[rank % len(RANK_COLOURS)]
         is_wide = width > LABEL_SHARE * plan.num_tokens
         axes.barh(
             y, width, 0.62, x, color=color, edgecolor="white", linewidth=0.6 if is_wide else 0.15
@@ -79,7 +78,7 @@ def draw_spans(axes: Axes, y: float, plan: ShardingPlan) -> None:
                 ha="center",
                 va="center_baseline",
                 fontsize=10,
-                color="white" if color in WHITE_ON else "black",
+                color="white" if color in DARK else "black",
             )
 
 
@@ -110,7 +109,7 @@ def _bars(axes: Axes, y: float, plan: ShardingPlan, imbalance: float, slowest: f
     height = 0.68 / plan.cp
     for rank, ns in enumerate(plan.latency_ns.tolist()):
         at = y + (rank - (plan.cp - 1) / 2) * height
-        axes.barh(at, ns / 1e3, 0.9 * height, color=COLORS[rank % len(COLORS)])
+        axes.barh(at, ns / 1e3, 0.9 * height, color=RANK_COLOURS[rank % len(RANK_COLOURS)])
     mean = float(plan.latency_ns.mean()) / 1e3
     axes.vlines(mean, y - 0.38, y + 0.38, color="black", linewidth=1.2, linestyle=(0, (3, 2)))
     axes.text(1.42 * slowest, y, f"{imbalance:.2f}", ha="right", va="center", fontsize=12)

@@ -15,9 +15,9 @@ from typing import Any
 
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import configuration, title
-from experiments.harness.drawing import new_figure, tokens_axis
+from experiments.harness.drawing import RANK_COLOURS, new_figure, tokens_axis
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
-from experiments.paper.fig09.draw import COLORS, draw_spans
+from experiments.paper.fig09.draw import draw_spans
 from wlb.cost import AttentionLatency, ProfiledWorkload, attention_latency, workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import IntArray, ShardingPlan, offsets_of
@@ -140,7 +140,7 @@ def _bars(axes: Any, choice: Choice) -> None:
             forward, backward = (
                 int(x[rank]) / 1e6 for x in (latency.forward_ns, latency.backward_ns)
             )
-            colour = COLORS[rank % len(COLORS)]
+            colour = RANK_COLOURS[rank % len(RANK_COLOURS)]
             axes.barh(at, forward, 0.9 * height, color=colour)
             axes.barh(at, backward, 0.9 * height, forward, color=colour, alpha=0.5)
         is_chosen = name == choice.chosen

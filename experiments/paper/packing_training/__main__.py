@@ -1,10 +1,10 @@
 """Fine-tunes a small model with every packing method of the packing paper and compares them.
 
-`python -m experiments.paper.packing_training` trains a model of 5 million parameters on
-Python sources of other packages. From there it fine-tunes one epoch on conversations about the
-standard library's docstrings, with each of the paper's methods at layouts like those of its Tables
-4 to 6, several seeds each. Everything is kept in --folder: the same command goes on where it was interrupted, and writes
-`results` when all runs are there. It takes about 75 minutes on two cores.
+`python -m experiments.paper.packing_training` trains a model of 5 million parameters on Python
+sources of other packages. From there it fine-tunes one epoch on conversations about the standard
+library's docstrings, with each of the paper's methods at layouts like those of its Tables 4 to 6,
+several seeds each. Everything is kept in --folder: the same command goes on where it was
+interrupted, and writes `results` when all runs are there. It takes about 75 minutes on two cores.
 """
 
 import argparse
