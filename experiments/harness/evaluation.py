@@ -28,18 +28,14 @@ AGAIN = "write the page again from the tables of its results, simulating nothing
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
-STAGED = ("sharding.exchange=auto", "cp.overlap=true", "cp.stages=4", "sharding.stages=auto")
-WAYS_BY_NEED = (BY_NEED, STAGED)
-"""Alternatives of keys by need: at once, and in up to four exchanges, as the price says for each
-micro-batch, where rows may come once a node."""
 SYSTEMS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
     "plain_4d": ("plain_4d", ((),)),
     "plain_anywhere": ("plain_4d", (("packing.window_cut=anywhere",),)),
-    "plain_by_need": ("plain_4d", WAYS_BY_NEED),
+    "plain_by_need": ("plain_4d", (BY_NEED,)),
     "fixed_4d": ("fixed_4d", ((),)),
     "paper": ("paper", ((),)),
     "wlb": ("wlb", ((),)),
-    "by_need": ("wlb", WAYS_BY_NEED),
+    "by_need": ("wlb", (BY_NEED,)),
 }
 """Compared systems: the name of each in wlb, and alternatives of overrides on top of it. Plain-4D
 is the paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""

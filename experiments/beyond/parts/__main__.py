@@ -18,9 +18,9 @@ from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     AGAIN,
+    BY_NEED,
     EARLIER_GIB,
     GIB,
-    WAYS_BY_NEED,
     Case,
     Outcome,
     arguments,
@@ -100,7 +100,7 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
     delays = DELAYS if name in (CHUNKS, MORE) else ()
     dp = max(1, configuration(config).parallel.dp)
     numbers = [f"packing.num_micro_batches={n * dp}" for n in NUMBERS if MORE in name]
-    ways = WAYS_BY_NEED if name == NEED else ((),)
+    ways = (BY_NEED,) if name == NEED else ((),)
     return [
         Case(name=name, config=config, overrides=(*overrides, *way, *chosen), **options)
         for way in ways

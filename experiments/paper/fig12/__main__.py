@@ -17,10 +17,9 @@ from experiments.harness import constants
 from experiments.harness.constants import TABLE_1, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
-    EARLIER_GIB,
+    BY_NEED,
     NAMES,
     SYSTEMS,
-    WAYS_BY_NEED,
     Outcome,
     arguments,
     compared,
@@ -48,6 +47,8 @@ LIKE = {
     "keys by need: ours over Plain-4D": ("by_need", "plain_by_need"),
 }
 """Columns that compare with another Plain-4D than the paper's: the systems that are divided."""
+PLAINS = {"plain_anywhere": "Plain-4D, cut anywhere", "plain_by_need": "Plain-4D, keys by need"}
+"""Other Plain-4Ds than the paper's, and their labels."""
 MEANS = {"mean, 64K": "_64k", "mean, 128K": "_128k", "mean": ""}
 """Groups of bars that are means: what the names of their configurations end with."""
 STARS = {
@@ -81,12 +82,19 @@ def speedups(by_system: dict[str, Outcome]) -> dict[str, float]:
     return row | ({"bound": plain.time_s / by_system["wlb"].bound_s} if "wlb" in row else {})
 
 
+def row_of(table: str, config: str) -> dict[str, str]:
+    """Returns a configuration's row of a table of the results that are there."""
+    with (RESULTS / f"{table}.csv").open(newline="") as file:
+        (cells,) = (row for row in csv.DictReader(file) if row["configuration"] == title(config))
+    return cells
+
+
 def earlier(config: str) -> Simulated:
     """Reads a configuration from the results that are there."""
-    with (RESULTS / "speedups.csv").open(newline="") as file:
-        (cells,) = (row for row in csv.DictReader(file) if row["configuration"] == title(config))
+    cells, plains = row_of("speedups", config), row_of("like", config)
+    speeds = {name: float(cells[label]) for name, label in NAMES.items()}
     return Simulated(
-        speeds={name: float(cells[label]) for name, label in NAMES.items()},
+        speeds=speeds | {name: float(plains[label]) for name, label in PLAINS.items()},
         step_s=float(cells["Plain-4D s/step"]),
         of_bound=float(cells["of bound"]),
         bubble=float(cells["bubble"]),
@@ -204,13 +212,12 @@ def table_of(found: dict[str, Simulated]) -> Table:
 
 def like_table(rows: dict[str, dict[str, float]]) -> Table:
     """Returns what other Plain-4Ds gain over the paper's, and the systems' speed-ups over them."""
-    plains = {"Plain-4D, cut anywhere": "plain_anywhere", "Plain-4D, keys by need": "plain_by_need"}
     body: list[list[Any]] = [
-        [title(c), *(row[n] for n in plains.values()), *like_for_like(row).values()]
+        [title(c), *(row[n] for n in PLAINS), *like_for_like(row).values()]
         for c, row in rows.items()
     ]
     body.append(["mean", *(mean(row[i] for row in body) for i in range(1, len(body[0])))])
-    columns = ["configuration", *plains, *LIKE]
+    columns = ["configuration", *PLAINS.values(), *LIKE]
     return Table(
         name="like",
         title="Like for like: other Plain-4Ds",
@@ -246,8 +253,7 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
         f"here; Megatron's and torchtitan's cut anywhere, which alone is "
         f"{gains['plain_anywhere']:.3f} times as fast. Over that, WLB-LLM is {paper:.3f} and ours "
         f"{ours:.3f} times as fast.\n\n"
-        f"**Keys by need**: `cp.overlap` and the faster of `sharding.exchange = needed` and `auto` "
-        f"with `sharding.stages = auto`, instead of all-gathers "
+        f"**Keys by need**: `sharding.exchange = needed` and `cp.overlap` instead of all-gathers "
         f"that are exposed. Ours with them is {gains['by_need']:.3f} times as fast as Plain-4D "
         f"with all-gathers, which is two gains in one: Plain-4D itself becomes "
         f"{gains['plain_by_need']:.3f} times as fast by them, ours {own:.3f} times. Like for like, "
@@ -264,22 +270,22 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
 
 def room_text(*, is_taken: bool) -> str:
     """Says what memory ours plans with, and of which commit the systems are that are taken."""
+    rooms = [room_of(config, *way) for config in TABLE_1 for way in ((), BY_NEED)]
+    said = f"Ours plans with {min(rooms):.1f} to {max(rooms):.1f} of a GPU's 80 GiB, as a run does."
     if is_taken:
-        return (
-            f"Fixed-4D, WLB-LLM and ours are taken from results of commit "
-            f"{commit_of(RESULTS.parent)}, where ours plans with {EARLIER_GIB:g} of a GPU's "
-            f"80 GiB, as a run did then."
+        said += (
+            f" Systems with all-gathers are taken from results of commit "
+            f"{commit_of(RESULTS.parent)}."
         )
-    rooms = [room_of(config, *way) for config in TABLE_1 for way in ((), *WAYS_BY_NEED)]
-    return f"Ours plans with {min(rooms):.1f} to {max(rooms):.1f} of a GPU's 80 GiB, as a run does."
+    return said
 
 
 def main() -> None:
-    parser = arguments(__doc__, takes="simulate only the systems that the results do not have")
+    parser = arguments(__doc__, takes="simulate only what has keys by need")
     options = parser.parse_args()
     steps = steps_of(options)
     known = {config: earlier(config) for config in TABLE_1} if options.take else {}
-    names = [name for name in SYSTEMS if name == "plain_4d" or not known or name not in NAMES]
+    names = ["plain_4d", "plain_by_need", "by_need"] if known else list(SYSTEMS)
     pairs = [(config, name) for config in TABLE_1 for name in names]
     results = outcomes([compared(n, c, steps=steps, seed=options.seed) for c, n in pairs])
     made: dict[str, dict[str, Outcome]] = {config: {} for config in TABLE_1}

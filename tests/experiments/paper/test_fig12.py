@@ -85,12 +85,12 @@ def test_systems_are_taken_only_from_results_of_the_same_plain_4d(
 ) -> None:
     monkeypatch.setattr(fig12, "RESULTS", tmp_path)
     whole = fig12.simulated(outcomes(*SYSTEMS), None)
-    table = fig12.table_of({"7b_128k": whole})
-    lines = [table.columns, *([str(cell) for cell in row] for row in table.rows)]
-    text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
-    (tmp_path / "speedups.csv").write_text(text, "utf-8")
+    for table in (fig12.table_of({"7b_128k": whole}), fig12.like_table({"7b_128k": whole.speeds})):
+        lines = [table.columns, *([str(cell) for cell in row] for row in table.rows)]
+        text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
+        (tmp_path / f"{table.name}.csv").write_text(text, "utf-8")
     known = fig12.earlier("7b_128k")
-    new = ("plain_4d", "plain_anywhere", "plain_by_need")
+    new = ("plain_4d", "plain_by_need", "by_need")
     assert fig12.simulated(outcomes(*new), known) == whole
     with pytest.raises(ValueError, match="of other code, so simulate everything"):
         fig12.simulated(outcomes(*new, scale=1.01), known)
