@@ -2,8 +2,8 @@
 
 `python -m experiments.gpu_hour.recorded` reads results/h100_2026-11-26: metrics of four training
 runs, times of Figure 15's kernels, and a run that was killed and resumed. It plans the runs' steps
-again and simulates them with the published profile `h100` and with `h100_sxm`, which was measured on
-the same day.
+again and simulates them with the published profile `h100` and with `h100_sxm`, which was measured
+on the same day.
 """
 
 import json
@@ -30,12 +30,14 @@ RUNS = {
 }
 GIB = 1 << 30
 TEXT = """
-One H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130, Python 3.12.3, alone on the card. It is one GPU,
-so nothing here is about collectives between GPUs, pipelines or context parallelism between ranks.
+One H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130, Python 3.12.3, alone on the card.
+It is one GPU, so nothing here is about collectives between GPUs, pipelines or context parallelism
+between ranks.
 
-Besides what the tables show: of `pytest -m gpu` 103 tests passed and 189 were skipped for packages or GPUs that were
-not there. Two failed on remarks of torch, which are allowed since and were not run again. `wlb doctor` found nothing.
-A small run that was killed after {killed} steps and resumed had {losses}.
+Besides what the tables show: of `pytest -m gpu` 103 tests passed and 189 were skipped for packages
+or GPUs that were not there. Two failed on remarks of torch, which are allowed since and were not
+run again. `wlb doctor` found nothing. A small run that was killed after {killed} steps and resumed
+had {losses}.
 
 FlashAttention-3 was version 3.0.0, built for heads of 128, causal and variable-length calls only.
 """
@@ -96,12 +98,12 @@ def steps_table(names: list[str]) -> Table:
             "estimated GiB": "memory estimated, GiB",
             "peak GiB": "measured, GiB",
         },
-        note="The first three steps of a run are left out. Memory is the most that torch allocated.",
+        note="The first three steps of a run are left out. Memory is torch's most allocated.",
     )
 
 
 def sharding_table() -> Table:
-    """Figure 15: times of the slowest rank's kernels under each sharding, measured and predicted."""
+    """Figure 15: the slowest rank's kernels under each sharding, measured and predicted."""
     found = json.loads((RECORDS / "sharding.json").read_text("utf-8"))
     rows: list[list[Any]] = []
     for window, of in found["windows"].items():
@@ -140,7 +142,11 @@ def main() -> None:
         return
     restart = json.loads((RECORDS / "restart.json").read_text("utf-8"))["figures"]
     differ = restart["differ"]
-    losses = f"other losses in steps {differ}" if differ else "the losses of a whole one, to the last bit"
+    losses = (
+        f"other losses in steps {differ}"
+        if differ
+        else "the losses of a whole one, to the last bit"
+    )
     write_results(
         Path(__file__).parent,
         title="wlb on an H100",
