@@ -139,8 +139,8 @@ def sharding_table() -> Table:
         note=(
             "Sums over 16 micro-batches of the slowest rank's forward plus the slowest rank's "
             "backward. The shardings were chosen, and first predicted, by a fit of the same "
-            "records in which empty thread blocks had no price. The paper's layer gains 1.01 and 1.07 from "
-            "per_document."
+            "records in which empty thread blocks had no price. The paper's layer gains 1.01 and "
+            "1.07 from per_document."
         ),
     )
 
