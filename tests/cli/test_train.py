@@ -181,11 +181,6 @@ BAD_INPUT = [
         "raise it or set it to 0",
     ),
     (
-        ["data.store={folder}/store", "data.long_documents=refuse"],
-        "document 1 of the store {folder}/store has 70 tokens",
-        "use data.long_documents = split",
-    ),
-    (
         ["data.store={folder}/ones"],
         "every document of the store {folder}/ones has one token",
         "use another",
