@@ -121,16 +121,17 @@ class State:
         half.replace(self.path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """Pairs an experiment with this call's arguments.
-
-    key: name of the experiment in the state
-    """
+    """Pairs an experiment with this call's arguments."""
 
     experiment: Experiment
     command: list[str]
-    key: str
+
+    @property
+    def key(self) -> str:
+        """Returns the experiment's name in the state."""
+        return self.experiment.name + " --quick" * ("--quick" in self.command)
 
 
 def source_version() -> str:
@@ -138,14 +139,6 @@ def source_version() -> str:
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
-
-
-def jobs_of(chosen: Sequence[Experiment], options: argparse.Namespace) -> list[Job]:
-    return [
-        Job(experiment=e, command=command, key=e.name + " --quick" * ("--quick" in command))
-        for e in chosen
-        for command in [e.command(options)]
-    ]
 
 
 def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experiment]:
@@ -274,7 +267,7 @@ def main(
         print(error, file=sys.stderr)
         return 2
     version = source_version()
-    jobs = jobs_of(chosen, options)
+    jobs = [Job(e, e.command(options)) for e in chosen]
     skipped: list[Job] = []
     if "all" in options.names and not options.again:
         skipped = [j for j in jobs if state.finished(j.key, version=version, command=j.command)]
