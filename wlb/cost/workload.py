@@ -7,6 +7,7 @@ the cheaper of two shardings (Section 5.3): per-document chunks, or the whole pi
 and gradient communication are left out: they do not depend on which documents share a micro-batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.cost.linear import GRADIENT_BYTES, LinearCost
+from wlb.cost.linear import GRADIENT_BYTES, LinearCost, Passes, RecomputedWork
 from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
@@ -205,6 +206,8 @@ class ProfiledWorkload:
     stages_by_price: bool = False
     expert_stages: int = 1
     defers_weights: bool = False
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
+    recomputed: RecomputedWork | None = None
     machine: str = ""
     dtype: str = ""
     longest: int = 0

@@ -1,0 +1,98 @@
+"""Simulates a published run: tokens per second, where the time goes, peak memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from experiments.published_runs.mapping import Mapped
+from wlb.cost import KernelProfile, workload_of
+from wlb.cost.variant import profile_of_variant, with_speed
+from wlb.plan import Documents, GlobalBatch
+from wlb.simulate import Simulator, critical_path, planner_of, sharded_steps
+
+GIB = 2**30
+KERNELS = {
+    "flash_2": "torch_varlen",
+    "flash_3": "flash_attention_3",
+    "triton_1": "torch_varlen",
+}
+"""Table of the profile that prices each attention kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What is fitted to the runs, and not read from a profile or from a source's configuration."""
+
+    # Seconds that computing loses for each second of FSDP's collectives beside it.
+    fsdp_slowdown: float = 0.0
+    # Throughput of Triton's FlashAttention-1 with ALiBi over FlashAttention-2's.
+    triton_speed: float = 1.0
+    # Throughput of matrix products in FP8 over BF16, the conversions included.
+    fp8_speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A simulated run. Shares are of the critical path, and sum to 1 with `other`."""
+
+    case: Mapped
+    tokens_per_s_gpu: float
+    shares: Mapping[str, float]
+    peak_gib: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured throughput."""
+        return self.tokens_per_s_gpu / self.case.measured
+
+    def share(self, *names: str) -> float:
+        return sum(self.shares.get(name, 0.0) for name in names)
+
+
+def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Prediction:
+    """Simulate one step of a run."""
+    spec = case.spec
+    cost = replace(
+        workload_of(spec, priced(case, profile, constants)),
+        backend=KERNELS[case.kernel],
+        traffic=case.traffic,
+        recomputed=case.recomputed,
+    )
+    execution = replace(case.execution, slowdown=constants.fsdp_slowdown)
+    simulator = Simulator(spec=spec, cost=cost, fsdp=execution)
+    planner = planner_of(spec, cost, [full_batch(case)])
+    (step,) = sharded_steps(planner, dp=spec.parallel.dp)
+    simulation = simulator.run(simulator.price([step]))
+    path = critical_path(simulation)
+    seconds = float(simulation.step_time_s[0])
+    return Prediction(
+        case=case,
+        tokens_per_s_gpu=spec.tokens_per_step / seconds / spec.parallel.world_size,
+        shares={term: s / path.step_time_s for term, s in path.by_term.items()},
+        peak_gib=float(simulation.peak_memory_bytes.max()) / GIB,
+    )
+
+
+def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:
+    """The profile of the run's GPU, attention kernel and precision."""
+    of_gpu = profile_of_variant(profile, case.gpu)
+    if case.kernel == "triton_1":
+        tables = [with_speed(t, constants.triton_speed, t.provenance) for t in of_gpu.attention]
+        of_gpu = replace(of_gpu, attention=tuple(tables))
+    if case.run.precision == "fp8":
+        gemm, speed = of_gpu.gemm, constants.fp8_speed
+        faster = replace(
+            gemm,
+            forward=replace(gemm.forward, values=gemm.forward.values * speed),
+            backward=replace(gemm.backward, values=gemm.backward.values * speed),
+        )
+        of_gpu = replace(of_gpu, gemm=faster)
+    return of_gpu
+
+
+def full_batch(case: Mapped) -> GlobalBatch:
+    """One global batch of full sequences, each one document."""
+    run = case.run
+    lengths = np.full(run.mbs * run.ga * run.dp, run.seq, np.int64)
+    return GlobalBatch(index=0, documents=Documents.from_lengths(lengths), is_last=True)
