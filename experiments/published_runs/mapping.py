@@ -13,7 +13,15 @@ from wlb.cost import PLAIN_TORCH, RecomputedWork
 from wlb.cost.variant import H100_500W, H100_SXM, GpuVariant
 from wlb.plan import UserError
 from wlb.simulate import FsdpExecution
-from wlb.spec import ModelSpec, PackingSection, ParallelSpec, Recompute, RunSpec, Schedule, WindowCut
+from wlb.spec import (
+    ModelSpec,
+    PackingSection,
+    ParallelSpec,
+    Recompute,
+    RunSpec,
+    Schedule,
+    WindowCut,
+)
 
 
 def _llama(hidden: int, layers: int, heads: int, ffn: int) -> ModelSpec:
@@ -54,11 +62,7 @@ MODELS = {
         "30b": _mpt(7168, 48),
         "70b": _mpt(8192, 80),
     },
-    "titan": {
-        "llama3.1-8b": LLAMA_8B,
-        "llama3.1-70b": LLAMA_70B,
-        "llama3.1-405b": LLAMA_405B,
-    },
+    "titan": {"llama3.1-8b": LLAMA_8B, "llama3.1-70b": LLAMA_70B, "llama3.1-405b": LLAMA_405B},
     "llama3": {"llama3.1-405b": LLAMA_405B},
     "automodel": {"llama3-8b": LLAMA_8B, "llama3-70b": LLAMA_70B},
 }
@@ -78,9 +82,6 @@ PLAIN_UPDATE_VALUES = 20
 WITH_DROPOUT = {"residual": (11 / 6, 11 / 6)}
 """MPT's blocks call nn.Dropout(0) before both additions. torch runs it: it reads and writes the row
 and a mask of one byte a value, in both passes."""
-FSDP2_COPIES = {"gather_copy_bytes": 4, "reduce_copy_bytes": 6}
-"""A gathered bfloat16 value is read and written once more; a gradient is read and written as
-float32."""
 
 
 class FlopsCount(StrEnum):
@@ -93,7 +94,11 @@ class FlopsCount(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceTraits:
-    """What all runs of a source have in common."""
+    """What all runs of a source have in common.
+
+    FSDP2 copies a gathered bfloat16 value once more (4 bytes), and a gradient into the buffer that
+    is reduced (4 bytes, or 6 if that is float32).
+    """
 
     gpu: GpuVariant
     kernel: str  # attention kernel, as in `KERNELS` of `prediction`
@@ -104,6 +109,7 @@ class SourceTraits:
     execution: FsdpExecution
     recomputed: AnyMapping[str, RecomputedWork] = field(default_factory=dict[str, RecomputedWork])
     flops: FlopsCount = FlopsCount.CAUSAL
+    logit_bytes: int = 14  # of one logit during the loss: bfloat16, and three times float32
     unknown_stages: int = 1  # virtual stages a rank where the row does not print them
     unknown_recompute: str = "none"
     assumed: tuple[str, ...] = ()
@@ -122,6 +128,7 @@ SOURCES = {
             prefetches_backward=False,
             update_values=PLAIN_UPDATE_VALUES,
         ),
+        logit_bytes=4,  # a fused loss, whose gradients replace the logits
         assumed=(
             "norms and GELU are one kernel each; positions (ALiBi) are priced as a rotation",
             "FSDP prefetches after each backward (Composer's default, BACKWARD_POST)",
@@ -133,7 +140,12 @@ SOURCES = {
         kernel_words="FlashAttention-2 of torch's SDPA",
         traffic=PLAIN_TORCH,
         resharded=True,
-        execution=FsdpExecution(update_values=PLAIN_UPDATE_VALUES, **FSDP2_COPIES),
+        execution=FsdpExecution(
+            reduces_every_pass=True,
+            update_values=PLAIN_UPDATE_VALUES,
+            gather_copy_bytes=4,
+            reduce_copy_bytes=6,
+        ),
         recomputed={"selective": EVERY_SECOND_PRODUCT},
         unknown_stages=2,
         assumed=("SDPA takes FlashAttention-2, not cuDNN",),
@@ -160,9 +172,12 @@ SOURCES = {
         kernel_words="cuDNN's by Transformer Engine, FlashAttention-3 class",
         traffic={},
         resharded=True,
-        execution=FsdpExecution(reduces_every_pass=True, **FSDP2_COPIES),
+        execution=FsdpExecution(
+            reduces_every_pass=True, gradient_bytes=2, gather_copy_bytes=4, reduce_copy_bytes=4
+        ),
         unknown_recompute="full",
         assumed=(
+            "gradients are reduced in bfloat16, the default of its FSDP2 manager",
             "whole layers are recomputed: without that, activations do not fit in 80 GB",
             "gradients are reduced after every pass: unsharded ones do not fit",
         ),
@@ -183,6 +198,7 @@ class Mapped:
     execution: FsdpExecution
     recomputed: RecomputedWork | None
     flops: FlopsCount
+    logit_bytes: int
     assumed: tuple[str, ...]
 
     def flops_per_token(self) -> float:
@@ -247,7 +263,24 @@ def mapped(run: PublishedRun) -> Mapped:
         execution=traits.execution,
         recomputed=traits.recomputed.get(how),
         flops=traits.flops,
+        logit_bytes=traits.logit_bytes,
         assumed=traits.assumed,
+    )
+
+
+def as_wlb_runs(case: Mapped) -> Mapped:
+    """The row under the assumptions that wlb made before it knew of other trainers: its own
+    executor on an H100 of 700 W, with FlashAttention-2, fused operators and parameters that are
+    gathered once a step."""
+    spec = case.spec
+    return replace(
+        case,
+        spec=replace(spec, fsdp=replace(spec.fsdp, reshard_after_forward=False)),
+        gpu=H100_SXM,
+        kernel="flash_2",
+        traffic={},
+        execution=FsdpExecution(),
+        recomputed=None,
     )
 
 

@@ -9,14 +9,16 @@ from experiments.published_runs.mapping import Mapped
 from wlb.cost import KernelProfile, workload_of
 from wlb.cost.variant import profile_of_variant, with_speed
 from wlb.plan import Documents, GlobalBatch
+from wlb.simulate.critical import CP_IMBALANCE
 from wlb.simulate import Simulator, critical_path, planner_of, sharded_steps
 
 GIB = 2**30
-KERNELS = {
-    "flash_2": "torch_varlen",
-    "flash_3": "flash_attention_3",
-    "triton_1": "torch_varlen",
-}
+COMMUNICATION = (
+    *("tp_comm", "cp_comm", "p2p", "parameter gather", "gradient reduction"),
+    "sharded parameters",
+)
+"""Terms of the critical path that are collectives and messages, and what they slow down."""
+KERNELS = {"flash_2": "torch_varlen", "flash_3": "flash_attention_3", "triton_1": "torch_varlen"}
 """Table of the profile that prices each attention kernel."""
 
 
@@ -28,25 +30,31 @@ class Constants:
     fsdp_slowdown: float = 0.0
     # Throughput of Triton's FlashAttention-1 with ALiBi over FlashAttention-2's.
     triton_speed: float = 1.0
-    # Throughput of matrix products in FP8 over BF16, the conversions included.
-    fp8_speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A simulated run. Shares are of the critical path, and sum to 1 with `other`."""
+    """A simulated run."""
 
     case: Mapped
     tokens_per_s_gpu: float
-    shares: Mapping[str, float]
-    peak_gib: float
+    shares: Mapping[str, float]  # of the critical path, by term
+    peak_gib: float  # that torch reserves: tensors, and gaps between them
 
     @property
     def ratio(self) -> float:
         """Predicted over measured throughput."""
         return self.tokens_per_s_gpu / self.case.measured
 
-    def share(self, *names: str) -> float:
+    @property
+    def attention_share(self) -> float:
+        return self._share("attention", CP_IMBALANCE)
+
+    @property
+    def communication_share(self) -> float:
+        return self._share(*COMMUNICATION)
+
+    def _share(self, *names: str) -> float:
         return sum(self.shares.get(name, 0.0) for name in names)
 
 
@@ -70,24 +78,35 @@ def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Predi
         case=case,
         tokens_per_s_gpu=spec.tokens_per_step / seconds / spec.parallel.world_size,
         shares={term: s / path.step_time_s for term, s in path.by_term.items()},
-        peak_gib=float(simulation.peak_memory_bytes.max()) / GIB,
+        peak_gib=peak_gib(case, int(simulation.peak_memory_bytes.max())),
     )
 
 
+CHUNK_LOGIT_BYTES = 6
+"""Bytes of one logit in wlb's loss, which takes some rows at a time."""
+
+
+def peak_gib(case: Mapped, own_bytes: int) -> float:
+    """Memory that torch reserves in a trainer whose loss takes all rows at once, from the peak of
+    wlb's tensors on the same layout."""
+    spec, model = case.spec, case.spec.model
+    rows = spec.data.context_window // spec.parallel.cp
+    chunk = min(rows, spec.training.loss_chunk)
+    logits = rows * case.logit_bytes - chunk * CHUNK_LOGIT_BYTES
+    out = own_bytes + logits * model.vocab_size // spec.parallel.tp
+    if case.recomputed:
+        # Checkpointing by operator also keeps the products of gate and down projection.
+        values = rows * (model.ffn_hidden_size + model.hidden_size) * model.num_layers
+        out += 2 * values // spec.parallel.tp
+    return float(out) / (1 - spec.cluster.allocator_gaps) / GIB
+
+
 def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:
-    """The profile of the run's GPU, attention kernel and precision."""
+    """The profile of the run's GPU and attention kernel. Products in FP8 are priced as in BF16."""
     of_gpu = profile_of_variant(profile, case.gpu)
     if case.kernel == "triton_1":
         tables = [with_speed(t, constants.triton_speed, t.provenance) for t in of_gpu.attention]
         of_gpu = replace(of_gpu, attention=tuple(tables))
-    if case.run.precision == "fp8":
-        gemm, speed = of_gpu.gemm, constants.fp8_speed
-        faster = replace(
-            gemm,
-            forward=replace(gemm.forward, values=gemm.forward.values * speed),
-            backward=replace(gemm.backward, values=gemm.backward.values * speed),
-        )
-        of_gpu = replace(of_gpu, gemm=faster)
     return of_gpu
 
 

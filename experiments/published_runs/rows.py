@@ -71,7 +71,9 @@ def read_runs(path: Path) -> list[PublishedRun]:
         if reader.fieldnames is None or set(COLUMNS) - set(reader.fieldnames):
             missing = sorted(set(COLUMNS) - set(reader.fieldnames or ()))
             raise UserError(f"{path.name}: line 1 lacks the columns {', '.join(missing)}")
-        return [_run(row, f"{path.name}: line {reader.line_num}", reader.line_num) for row in reader]
+        return [
+            _run(row, f"{path.name}: line {reader.line_num}", reader.line_num) for row in reader
+        ]
 
 
 def _run(row: dict[str, str | None], where: str, line: int) -> PublishedRun:

@@ -79,8 +79,7 @@ def simulated_shares(
     # A method and packs of the run's own would contradict another policy.
     sections = [replace(section, method="", packs="") for section in (best, *usual)]
     own, *times = [
-        simulate_run(replace(spec, packing=section), cost, batches).time_s
-        for section in sections
+        simulate_run(replace(spec, packing=section), cost, batches).time_s for section in sections
     ]
     return [1 - own / time for time in times]
 

@@ -81,7 +81,9 @@ class ShardCosts:
     reshards: bool = False  # whether each pass gathers its layers
     execution: FsdpExecution = FsdpExecution()
 
-    def pass_ns(self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool) -> IntArray:
+    def pass_ns(
+        self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool
+    ) -> IntArray:
         """Duration of a pass that gathers, and perhaps reduces, layer by layer.
 
         Each layer's collectives run beside the computation of one layer, so that what is longer
@@ -103,7 +105,9 @@ class ShardCosts:
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
-        computes_ns = computes_ns + self.copy_ns[stage][0] * gathers + self.copy_ns[stage][1] * reduces
+        computes_ns = (
+            computes_ns + self.copy_ns[stage][0] * gathers + self.copy_ns[stage][1] * reduces
+        )
         return np.rint(computes_ns + exposed + self.execution.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
@@ -157,7 +161,9 @@ def shard_costs(
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
-        optimizer_ns=tuple(round(c * how.update_values * GRADIENT_BYTES / copy * 1e9) for c in of_rank),
+        optimizer_ns=tuple(
+            round(c * how.update_values * GRADIENT_BYTES / copy * 1e9) for c in of_rank
+        ),
         gather_parts=whole if is_ahead else parts,
         reduce_parts=parts if parallel.pp == 1 else whole,
         layers=parts,
@@ -190,9 +196,7 @@ class _Sharing(NamedTuple):
         return within + self.add.time_ns(size / self.shards, num_ranks=self.copies)
 
 
-def _sharing(
-    spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int
-) -> _Sharing:
+def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int) -> _Sharing:
     """How `shards` ranks of each copy share parameters."""
     parallel, copies = spec.parallel, spec.parallel.fsdp_size // spec.shard_size
     node = profile.ranks_per_node

@@ -229,7 +229,8 @@ class Simulation:
         """Peak of resident bytes, [steps, pp]: activations and gradients from the step's own
         passes, all else as `wlb.cost.memory` estimates it for its longest micro-batch."""
         spec = self.simulator.spec
-        out = self._peaks(stage_gradients(spec))
+        shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
+        out = self._peaks(stage_gradients(spec, shards_only=shards_only))
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
             for rank in range(spec.parallel.pp):
                 out[s, rank] += rest_bytes(spec, pp_rank=rank, longest=longest)
