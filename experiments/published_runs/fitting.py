@@ -1,21 +1,25 @@
 """Fits the constants to the runs of all sources but one, and checks them on that one.
 
-A step's time is close to linear in both constants: `fsdp_slowdown` multiplies the collectives that
-run beside passes, and 1 / `triton_speed` the attention kernel. Three simulations of a run therefore
-give its time for any constants, and a grid is searched.
+A step's time is close to linear in the constants: in `fsdp_slowdown`, which multiplies the
+collectives that run beside passes, and in the reciprocals of both throughputs. A few simulations of
+a run therefore give its time for any constants, and a grid is searched.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from experiments.published_runs.mapping import Mapped
 from experiments.published_runs.prediction import Constants, predict
 from wlb.cost import KernelProfile
+from wlb.plan import FloatArray
 
+PRODUCTS = np.linspace(0.70, 1.10, 41)
 SLOWDOWNS = np.linspace(0.0, 1.0, 51)
-SPEEDS = np.linspace(0.3, 1.0, 71)
+KERNELS = np.linspace(0.40, 0.80, 41)
+GRID = np.meshgrid(PRODUCTS, SLOWDOWNS, KERNELS, indexing="ij")
 FITTED_PRECISION = "bf16"
 
 
@@ -24,13 +28,21 @@ class Sensitivity:
     """A run's predicted over measured time, and what it grows by."""
 
     case: Mapped
-    base: float  # without slowdown, at FlashAttention-2's speed
+    base: float  # with no slowdown, at the profile's throughputs
+    of_products: float  # by products that take twice as long
     of_slowdown: float  # by a slowdown of 1
-    of_kernel: float  # by a kernel that takes twice as long
+    of_kernel: float  # by Triton's kernel if it takes twice as long
 
-    def ratio(self, slowdown: float, speed: float) -> float:
+    def ratios(self, products: FloatArray, slowdown: FloatArray, kernel: FloatArray) -> FloatArray:
         """Predicted over measured throughput."""
-        return 1 / (self.base + slowdown * self.of_slowdown + (1 / speed - 1) * self.of_kernel)
+        time = self.base + slowdown * self.of_slowdown
+        time = time + (1 / products - 1) * self.of_products + (1 / kernel - 1) * self.of_kernel
+        return 1 / time
+
+    def ratio(self, constants: Constants) -> float:
+        """The same with these constants."""
+        values = (constants.product_speed, constants.fsdp_slowdown, constants.triton_speed)
+        return float(self.ratios(*(np.array(value) for value in values)))
 
 
 def sensitivity(case: Mapped, profile: KernelProfile) -> Sensitivity:
@@ -42,50 +54,53 @@ def sensitivity(case: Mapped, profile: KernelProfile) -> Sensitivity:
     base = time(Constants())
     slowed = time(Constants(fsdp_slowdown=1.0)) if case.spec.fsdp.reshard_after_forward else base
     halved = time(Constants(triton_speed=0.5)) if case.kernel == "triton_1" else base
-    return Sensitivity(case=case, base=base, of_slowdown=slowed - base, of_kernel=halved - base)
+    return Sensitivity(
+        case=case,
+        base=base,
+        of_products=time(Constants(product_speed=0.5)) - base,
+        of_slowdown=slowed - base,
+        of_kernel=halved - base,
+    )
 
 
-def fit(found: Iterable[Sensitivity]) -> Constants:
+def fit(found: Sequence[Sensitivity]) -> Constants:
     """The constants with the least mean square of the logarithm of predicted over measured.
 
-    Every source counts as much as any other, however many runs it has. The kernel's speed is fitted
-    on runs that have it: without any, it stays 1.
+    Every source counts as much as any other, however many runs it has.
     """
-    by_source: dict[str, list[Sensitivity]] = {}
-    for one in found:
-        by_source.setdefault(one.case.run.source, []).append(one)
-    has_kernel = any(one.of_kernel for group in by_source.values() for one in group)
-    best = (np.inf, 0.0, 1.0)
-    for slowdown in SLOWDOWNS:
-        for speed in SPEEDS if has_kernel else (1.0,):
-            error = np.mean([_error(group, slowdown, speed) for group in by_source.values()])
-            best = min(best, (float(error), float(slowdown), float(speed)))
-    return Constants(fsdp_slowdown=round(best[1], 2), triton_speed=round(best[2], 2))
-
-
-def _error(group: Sequence[Sensitivity], slowdown: float, speed: float) -> float:
-    return float(np.mean([np.log(one.ratio(slowdown, speed)) ** 2 for one in group]))
+    return _best(_errors(found))
 
 
 def fit_without(found: Sequence[Sensitivity], source: str) -> Constants:
-    """Constants that no run of `source` took part in, but the speed of a kernel that only it has."""
-    others = fit(one for one in found if one.case.run.source != source)
+    """Constants that no run of `source` took part in, but the speed of a kernel that only it has:
+    that one is fitted to its runs, with the other constants held.
+    """
+    others = [one for one in found if one.case.run.source != source]
     own = [one for one in found if one.case.run.source == source]
-    if not any(one.of_kernel for one in own):
-        return others
-    errors = [_error(own, others.fsdp_slowdown, speed) for speed in SPEEDS]
-    return Constants(
-        fsdp_slowdown=others.fsdp_slowdown,
-        triton_speed=round(float(SPEEDS[int(np.argmin(errors))]), 2),
-    )
+    errors = _errors(others)
+    if any(one.of_kernel for one in others) or not any(one.of_kernel for one in own):
+        return _best(errors)
+    first, second, _ = np.unravel_index(int(errors.argmin()), errors.shape)
+    held = np.full_like(errors, np.inf)
+    held[first, second] = _errors(own)[first, second]
+    return _best(held)
+
+
+def _errors(found: Sequence[Sensitivity]) -> FloatArray:
+    """Mean square error of sources at every point of the grid."""
+    source_of: Callable[[Sensitivity], str] = lambda one: one.case.run.source  # noqa: E731
+    groups = (list(own) for _, own in groupby(sorted(found, key=source_of), source_of))
+    means = [np.mean([np.log(one.ratios(*GRID)) ** 2 for one in own], axis=0) for own in groups]
+    return np.mean(means, axis=0)
+
+
+def _best(errors: FloatArray) -> Constants:
+    at = int(errors.argmin())
+    products, slowdown, kernel = (round(float(axis.flat[at]), 2) for axis in GRID)
+    return Constants(product_speed=products, fsdp_slowdown=slowdown, triton_speed=kernel)
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     """Spearman's, of values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
-def worst_error(ratios: Mapping[str, float]) -> float:
-    """Largest distance of predicted over measured from 1."""
-    return max(abs(ratio - 1) for ratio in ratios.values())
+    first, second = (np.argsort(np.argsort(values)) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])

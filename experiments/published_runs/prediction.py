@@ -7,10 +7,10 @@ import numpy as np
 
 from experiments.published_runs.mapping import Mapped
 from wlb.cost import KernelProfile, workload_of
-from wlb.cost.variant import profile_of_variant, with_speed
+from wlb.cost.variant import profile_of_variant, with_product_speed, with_speed
 from wlb.plan import Documents, GlobalBatch
+from wlb.simulate import ShardedStep, Simulator, critical_path, planner_of
 from wlb.simulate.critical import CP_IMBALANCE
-from wlb.simulate import Simulator, critical_path, planner_of, sharded_steps
 
 GIB = 2**30
 COMMUNICATION = (
@@ -26,6 +26,10 @@ KERNELS = {"flash_2": "torch_varlen", "flash_3": "flash_attention_3", "triton_1"
 class Constants:
     """What is fitted to the runs, and not read from a profile or from a source's configuration."""
 
+    # Throughput of matrix products in these runs over the profile's. A profile is made of short
+    # bursts on one GPU with today's libraries; a run is as fast as the slowest of many GPUs, whose
+    # power limit lowers their clocks, with the libraries of its time.
+    product_speed: float = 1.0
     # Seconds that computing loses for each second of FSDP's collectives beside it.
     fsdp_slowdown: float = 0.0
     # Throughput of Triton's FlashAttention-1 with ALiBi over FlashAttention-2's.
@@ -70,7 +74,10 @@ def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Predi
     execution = replace(case.execution, slowdown=constants.fsdp_slowdown)
     simulator = Simulator(spec=spec, cost=cost, fsdp=execution)
     planner = planner_of(spec, cost, [full_batch(case)])
-    (step,) = sharded_steps(planner, dp=spec.parallel.dp)
+    (plan,) = planner.steps()
+    # All pipelines train equal micro-batches.
+    pipelines = (planner.shard(plan, 0),) * spec.parallel.dp
+    step = ShardedStep(plan=plan, pipelines=pipelines)
     simulation = simulator.run(simulator.price([step]))
     path = critical_path(simulation)
     seconds = float(simulation.step_time_s[0])
@@ -104,6 +111,7 @@ def peak_gib(case: Mapped, own_bytes: int) -> float:
 def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:
     """The profile of the run's GPU and attention kernel. Products in FP8 are priced as in BF16."""
     of_gpu = profile_of_variant(profile, case.gpu)
+    of_gpu = with_product_speed(of_gpu, constants.product_speed)
     if case.kernel == "triton_1":
         tables = [with_speed(t, constants.triton_speed, t.provenance) for t in of_gpu.attention]
         of_gpu = replace(of_gpu, attention=tuple(tables))

@@ -96,8 +96,8 @@ class LinearCost:
     ep.stages. defers_weights: the schedule computes weights' gradients in passes of their own.
     expert_load: rows of the EP rank that a layer waits for over the mean rank's. traffic: bytes
     that element-wise operators move in each pass over those of the profile's fused kernels, by
-    operator, for trainers without such kernels (`PLAIN_TORCH`). recomputed: what backward computes again in a trainer
-    that recomputes other parts of a layer than wlb's `recompute`; None: those.
+    operator, for trainers without such kernels (`PLAIN_TORCH`). recomputed: what backward computes
+    again in a trainer that recomputes other parts of a layer than `recompute`; None: those.
     """
 
     model: ModelSpec

@@ -94,6 +94,19 @@ def profile_of_variant(
     )
 
 
+def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
+    """A profile with the throughput of matrix products, the head's too, multiplied by `factor`."""
+    return replace(
+        profile,
+        gemm=replace(
+            profile.gemm,
+            forward=_scaled(profile.gemm.forward, factor),
+            backward=_scaled(profile.gemm.backward, factor),
+        ),
+        head=replace(profile.head, tflops=profile.head.tflops * factor),
+    )
+
+
 def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> AttentionTable:
     """An attention table with its throughput multiplied by `factor`."""
     forward, backward = table.square_forward, table.square_backward

@@ -24,7 +24,8 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """spec: filled in. first: the run's first step. is_cpu: ranks are processes on a CPU, of which no peak is known."""
+    """spec: filled in. first: the run's first step. is_cpu: ranks are processes on a CPU, of which
+    no peak is known."""
 
     spec: RunSpec
     cost: ProfiledWorkload

@@ -40,8 +40,8 @@ ADAMW_VALUES, NORM_VALUES = 7, 1
 class FsdpExecution:
     """How a trainer shards, reduces and updates parameters. The defaults are what wlb does."""
 
-    # Gradients are reduced after every backward pass, as FSDP does unless it is told to wait. False:
-    # after the last one of a step.
+    # Gradients are reduced after every backward pass, as FSDP does unless it is told to wait.
+    # False: after the last one of a step.
     reduces_every_pass: bool = False
     # Bytes of a gradient's value while it is reduced.
     gradient_bytes: int = GRADIENT_BYTES
@@ -105,10 +105,9 @@ class ShardCosts:
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
-        computes_ns = (
-            computes_ns + self.copy_ns[stage][0] * gathers + self.copy_ns[stage][1] * reduces
-        )
-        return np.rint(computes_ns + exposed + self.execution.slowdown * hidden).astype(np.int64)
+        of_gather, of_reduction = self.copy_ns[stage]
+        out = computes_ns + of_gather * gathers + of_reduction * reduces + exposed
+        return np.rint(out + how.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
