@@ -82,6 +82,7 @@ REGISTRY = (
     Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
     Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, tails", "--quick"),
     Experiment("many_pipelines", "many_pipelines", "", 20, "where many pipelines lose", "--quick"),
+    Experiment("published_runs", "published_runs", "", 1, "published H100 runs, simulated", "--quick"),  # noqa: E501
     Experiment("transfers", "transfers", "", 5, "communicators of pipelines, simulated", "--quick"),
     Experiment("expert_wait", "expert_wait", "", 6, "waits where experts are shared", "--quick", "--steps 40"),  # noqa: E501
     Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
