@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from experiments.results import ROOT, commit, source_differences
+from experiments.harness.pages import ROOT, commit, source_differences
 
 LONG_MINUTES = 10
 BOTH = "--quick --lengths"
@@ -34,25 +34,28 @@ BOTH = "--quick --lengths"
 class Experiment:
     """Describes a line of the registry.
 
-    module: module below `experiments`, or the full name if it has a dot
+    module: module below `package`; its last part is the experiment's name
     paper: figure or table of the paper, "" if it reproduces none
-    minutes: rough duration on one core (convergence: on two)
+    minutes: rough duration on one core (fig16: on two)
     takes: which of --quick and --lengths it knows
     arguments: arguments that it always gets
     """
 
-    name: str
     module: str
     paper: str
     minutes: float
     title: str
     takes: str = ""
     arguments: str = ""
+    package: str = "experiments"
+
+    @property
+    def name(self) -> str:
+        return self.module.rpartition(".")[2]
 
     def command(self, options: argparse.Namespace) -> list[str]:
         """Returns the module and its arguments for these options."""
-        module = self.module if "." in self.module else f"experiments.{self.module}"
-        out = [module, *shlex.split(self.arguments)]
+        out = [f"{self.package}.{self.module}", *shlex.split(self.arguments)]
         if options.quick and "--quick" in self.takes:
             out.append("--quick")
         if options.lengths and "--lengths" in self.takes:
@@ -60,58 +63,40 @@ class Experiment:
         return out
 
 
-# fmt: off
 REGISTRY = (
-    Experiment("overview", "overview", "", 0.5, "README's picture: a step of equal work"),
-    Experiment("table1", "table1", "Table 1", 0.1, "configurations and memory of a GPU"),
-    Experiment("table2", "table2_imbalance", "Table 2", 25, "balance and time of packers", BOTH),
-    Experiment("fig01", "fig01", "Figure 1", 1, "computing of 8,192 GPUs, simulated", "--quick"),
-    Experiment("fig02", "fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
-    Experiment("fig03", "fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
-    Experiment("fig04", "fig04", "Figure 4", 0.2, "attention of 8,192 GPUs, simulated", "--quick"),
-    Experiment("fig05", "fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
-    Experiment("fig06", "fig06", "Figure 6", 0.3, "balance by packing window", "--quick"),
-    Experiment("fig07", "fig07", "Figure 7", 0.1, "operations' time by document length"),
-    Experiment("fig08", "fig08_outlier_delay", "Figure 8", 0.2, "outliers wait and leave"),
-    Experiment("fig09", "fig09_sharding", "Figure 9", 0.1, "which rank works on which tokens"),
-    Experiment("fig10", "fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
-    Experiment("fig11", "fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
-    Experiment("fig12", "fig12", "Figure 12", 5, "speed-up of the systems, simulated", "--quick"),
-    Experiment("fig13", "fig13", "Figure 13", 1, "breakdown on 7B-128K, simulated", "--quick"),
-    Experiment("fig14", "fig14", "Figure 14", 3, "speed-up by window, simulated", "--quick"),
-    Experiment("fig15", "fig15_cp_sharding", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"),  # noqa: E501
-    Experiment("beyond", "beyond", "", 20, "parts of ours, schedules, tails", "--quick"),
-    Experiment("many_pipelines", "many_pipelines", "", 20, "where many pipelines lose", "--quick"),
-    Experiment("published_runs", "published_runs", "", 1, "published H100 runs, simulated", "--quick"),  # noqa: E501
-    Experiment("transfers", "transfers", "", 5, "communicators of pipelines, simulated", "--quick"),
-    Experiment("expert_wait", "expert_wait", "", 6, "waits where experts are shared", "--quick", "--steps 40"),  # noqa: E501
-    Experiment("sharding_balance", "sharding_balance", "", 1, "slowest CP rank / ideal", "--quick"),
-    Experiment("cp_traffic", "cp_traffic", "", 3, "bytes that CP ranks need of each other", BOTH),
-    Experiment("sharding_solver", "sharding_solver", "", 5, "balanced by need beside a solver", "--quick"),  # noqa: E501
-    Experiment("cp_degree", "cp_degree", "", 6, "CP degrees, fixed and dynamic, predicted", BOTH),
-    Experiment("bounded_policy", "bounded_policy", "", 25, "bounded and its targets", BOTH),
-    Experiment("system_defaults", "system_defaults", "", 25, "defaults of system wlb", "--quick"),
-    Experiment("robust_packing", "robust_packing", "", 20, "balance where prices are wrong", BOTH),
-    Experiment("simulator_speed", "simulator_speed", "", 1, "time of the simulator, measured", "--quick"),  # noqa: E501
-    Experiment("packing_speed", "packing_speed", "", 3, "time of a push, measured", "--quick"),
-    Experiment("bin_packing", "bin_packing", "", 0.5, "exact and streaming bin packing"),
-    Experiment("padding_waste", "padding_waste", "", 0.5, "padding, packing, their costs", BOTH),
-    Experiment("packing_methods", "packing_methods", "", 0.5, "rows, steps of methods", "--quick"),
-    Experiment("packing_training", "experiments.packing_methods.training", "", 90, "the methods trained, measured", "--quick"),  # noqa: E501
-    Experiment("convergence", "convergence", "Figure 16", 660, "loss by packing policy, measured", "--quick"),  # noqa: E501
-    Experiment("kill_points", "kill_points", "", 38, "runs killed at random, measured", "--quick"),
-    Experiment("memory_growth", "memory_growth", "", 60, "memory of a long run, measured", "--quick"),  # noqa: E501
-    Experiment("rehearsals", "rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
-    Experiment("watch_load", "watch_load", "", 7, "load of the ranks' watch, measured", "--quick"),
-    Experiment("adapters", "adapters", "", 12, "other loops' batches and ours", "--quick"),
-    Experiment("step_balance", "step_balance", "", 10, "one step, beside other frameworks", "--quick"),  # noqa: E501
-    Experiment("collation", "collation", "", 2, "tokens/s of collators, measured", "--quick"),
-    Experiment("sharding_regret", "sharding_regret", "", 10, "regret of predictions, measured", "--quick"),  # noqa: E501
-    Experiment("validation", "validation", "", 20, "simulator against replays and training", "--quick"),  # noqa: E501
-    Experiment("varlen_blocks", "varlen_blocks", "", 0.6, "splitting attention calls", "--quick"),
-    Experiment("torch_balancers", "torch_balancers", "", 4, "torch's CP balancers", "--quick"),
+    Experiment("paper.table1", "Table 1", 0.1, "configurations and memory of a GPU"),
+    Experiment("paper.table2", "Table 2", 25, "balance and time of packers", BOTH),
+    Experiment("paper.fig01", "Figure 1", 1, "computing of 8,192 GPUs, simulated", "--quick"),
+    Experiment("paper.fig02", "Figure 2", 0.1, "who holds what in 4-D parallelism"),
+    Experiment("paper.fig03", "Figure 3", 0.5, "how long documents are", "--lengths"),
+    Experiment("paper.fig04", "Figure 4", 0.2, "attention of 8,192 GPUs, simulated", "--quick"),
+    Experiment("paper.fig05", "Figure 5", 0.1, "one slow micro-batch in a pipeline"),
+    Experiment("paper.fig06", "Figure 6", 0.3, "balance by packing window", "--quick"),
+    Experiment("paper.fig07", "Figure 7", 0.1, "operations' time by document length"),
+    Experiment("paper.fig08", "Figure 8", 0.2, "outliers wait and leave"),
+    Experiment("paper.fig09", "Figure 9", 0.1, "which rank works on which tokens"),
+    Experiment("paper.fig10", "Figure 10", 0.1, "attention kernel by query rows and keys"),
+    Experiment("paper.fig11", "Figure 11", 0.1, "choosing a micro-batch's sharding"),
+    Experiment("paper.fig12", "Figure 12", 5, "speed-up of the systems, simulated", "--quick"),
+    Experiment("paper.fig13", "Figure 13", 1, "breakdown on 7B-128K, simulated", "--quick"),
+    Experiment("paper.fig14", "Figure 14", 3, "speed-up by window, simulated", "--quick"),
+    Experiment(
+        "paper.fig15", "Figure 15", 0.1, "CP sharding, predicted", "--quick", "--device none"
+    ),
+    Experiment("paper.fig16", "Figure 16", 660, "loss by packing policy, measured", "--quick"),
+    Experiment("paper.padding_waste", "", 0.5, "padding, packing, their costs", BOTH),
+    Experiment("paper.packing_methods", "", 0.5, "rows, steps of methods", "--quick"),
+    Experiment("paper.packing_training", "", 90, "the methods trained, measured", "--quick"),
+    Experiment("beyond.overview", "", 0.5, "README's picture: a step of equal work"),
+    Experiment("beyond.parts", "", 20, "parts of ours, schedules, tails", "--quick"),
+    Experiment("beyond.system_defaults", "", 25, "defaults of system wlb", "--quick"),
+    Experiment("beyond.published_runs", "", 1, "published H100 runs, simulated", "--quick"),
+    Experiment("beyond.robust_packing", "", 20, "balance where prices are wrong", BOTH),
+    Experiment("beyond.step_balance", "", 10, "one step, beside other frameworks", "--quick"),
+    Experiment("beyond.rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
+    Experiment("beyond.validation", "", 20, "simulator against replays and training", "--quick"),
+    Experiment("hosts", "", 12, "other loops' batches and ours", "--quick"),
 )
-# fmt: on
 
 
 class State:

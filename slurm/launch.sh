@@ -50,9 +50,6 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-# A rank whose collective times out writes each communicator's last operations, unless the watch ends the run before that.
-export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
-export TORCH_FR_DUMP_TEMP_FILE=${TORCH_FR_DUMP_TEMP_FILE:-$OUTPUT/$RUN_NAME/logs/nccl-rank-}
 # Tasks fill a node's sockets in the order of its GPUs. Every task sees all GPUs of its node, because NVLink needs that.
 # on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
 on_ranks() {
@@ -63,11 +60,13 @@ on_ranks() {
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
+# Says which rank failed first and where each one was, from the files that they left. 2 is a wrong command, which starts no rank.
+explain() { ((code == 0 || code == 2)) || ${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -m wlb report --failure "$OUTPUT/$RUN_NAME" || true; }
 newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
 code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
 if ((code == 3)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
-((code)) || on_ranks 1 train --resume auto
+((code)) || { on_ranks 1 train --resume auto && explain; }
 ((code == 0)) || did="pre-empted before it could save"
 
 # A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.

@@ -43,7 +43,7 @@ def sharding(setting: Setting) -> Answer:
     quick = ["--quick"] if setting.quick or setting.device == "cpu" else ["--count", "24"]
     known = ["--profile", str(setting.profile)] if _has_gpu_profile(setting) else []
     command = ["--device", setting.device, "--out", str(out), *quick, *known]
-    python("-m", "experiments.fig15_cp_sharding", *command)
+    python("-m", "experiments.paper.fig15", *command)
     found = json.loads(out.read_text("utf-8"))
     answer = Answer(figures=found)
     for window, rows in found["windows"].items():

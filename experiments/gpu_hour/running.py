@@ -21,6 +21,8 @@ from rich.console import Console
 from experiments.gpu_hour.parts import Part
 from experiments.gpu_hour.setting import ROOT, Setting
 
+WORKER = "experiments.gpu_hour.worker"
+"""The module that a part's process runs."""
 GRACE_S = 10
 """Seconds between SIGTERM and SIGKILL of a part that takes too long."""
 
@@ -59,9 +61,22 @@ def ended_of(setting: Setting, part: Part) -> Ended | None:
 
 
 def run_parts(
-    setting: Setting, parts: Sequence[Part], console: Console, *, seconds: float
+    setting: Setting,
+    parts: Sequence[Part],
+    console: Console,
+    *,
+    seconds: float,
+    worker: str = WORKER,
 ) -> list[Ended]:
-    """Runs what has not ended yet and returns all parts. seconds: for all parts together."""
+    """Runs the parts that have not ended yet and returns what is known of all.
+
+    Args:
+        setting: Where they run and write.
+        parts: In order.
+        console: Gets a line when a part starts and when it ends.
+        seconds: For all parts together.
+        worker: Module that runs a part in a process of its own.
+    """
     started = time.monotonic()
     out: list[Ended] = []
     for i, part in enumerate(parts):
@@ -81,7 +96,7 @@ def run_parts(
             f"end in at most {left / 60:.0f} min",
             markup=False,
         )
-        ended = run_part(setting, part, limit_s=limit)
+        ended = run_part(setting, part, limit_s=limit, worker=worker)
         out.append(ended)
         console.print(f"{part.name}: {ended.state} after {ended.seconds:.0f} s")
     return out
@@ -93,7 +108,7 @@ def _left_out(part: Part) -> Ended:
     )
 
 
-def run_part(setting: Setting, part: Part, *, limit_s: float) -> Ended:
+def run_part(setting: Setting, part: Part, *, limit_s: float, worker: str = WORKER) -> Ended:
     """Runs one part as a process group of its own and ends the whole group with it."""
     folder = setting.of(part.name)
     (folder / "answer.json").unlink(missing_ok=True)
@@ -115,7 +130,7 @@ def run_part(setting: Setting, part: Part, *, limit_s: float) -> Ended:
     (folder / "log.txt").touch()
     ended(State.STARTED)
     given = json.dumps({**asdict(setting), "folder": str(setting.folder)})
-    command = [sys.executable, "-m", "experiments.gpu_hour.worker", part.name, given]
+    command = [sys.executable, "-m", worker, part.name, given]
     with open(folder / "log.txt", "ab") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("trl")
 from datasets import Dataset
 
-from experiments.adapters.common import tiny_llama, words_tokenizer
+from experiments.hosts.common import tiny_llama, words_tokenizer
 from tests.adapters.trainer_stand_in import StandIn
 from tests.sets import nightly
 from wlb.adapters.trl import BalancedStep, balanced_steps, by_length, without_padding
@@ -144,7 +144,7 @@ def test_a_slice_keeps_the_images_of_a_completion_that_is_masked() -> None:
 
 def run(example: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"experiments.adapters.{example}"],
+        [sys.executable, "-W", "ignore", "-m", f"experiments.hosts.{example}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,

@@ -211,7 +211,7 @@ def test_the_examples_train_two_processes_where_the_framework_is_installed(examp
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"experiments.adapters.{example}_steps"],
+        [sys.executable, "-W", "ignore", "-m", f"experiments.hosts.{example}_steps"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,

@@ -93,15 +93,15 @@ def test_rows_between_nodes_are_held_against_a_rank_s_own_link() -> None:
 def measured_on_a_rank(world: World) -> dict[str, tuple[bool, float]]:
     keys = ["parallel.cp=2", "parallel.dp=1", "sharding.exchange=auto", "cp.overlap=true"]
     spec = load("demo_single", keys)
-    mesh = build_mesh(spec.parallel, torch.device("cpu"), passes_on=spec.passes_rows_on)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"))
     found = measure_groups(replace(patient(), spec=spec, mesh=mesh))
     return {t.axis: (t.is_right, t.seconds) for t in found}
 
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_the_exchange_of_rows_is_measured_on_both_communicators_of_cp() -> None:
+def test_the_exchange_of_rows_is_measured() -> None:
     for found in run_local(measured_on_a_rank, 2, start_group=True, timeout_s=600):
-        # With CP ranks alone CP's communicator is the world's; the second one is not.
-        assert set(found) == {"world", "cp_near", "cp rows", "cp_near rows"}
+        # With CP ranks alone CP's communicator is the world's.
+        assert set(found) == {"world", "cp rows"}
         assert all(is_right and seconds > 0 for is_right, seconds in found.values())

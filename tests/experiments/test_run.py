@@ -23,9 +23,9 @@ MODULES = {
     "last": NOTE,
 }
 FAKES = (
-    Experiment("first", "fakes.first", "Figure 1", 0.5, "the first", "--quick", "one"),
-    Experiment("slow", "fakes.slow", "", 12, "the slow one", "--lengths", "two"),
-    Experiment("last", "fakes.last", "Table 9", 0.5, "the last", "", "three"),
+    Experiment("first", "Figure 1", 0.5, "the first", "--quick", "one", "fakes"),
+    Experiment("slow", "", 12, "the slow one", "--lengths", "two", "fakes"),
+    Experiment("last", "Table 9", 0.5, "the last", "", "three", "fakes"),
 )
 CALL = (
     "import sys, pathlib; from experiments.run import main;"
@@ -162,5 +162,5 @@ def test_the_list_shows_what_there_is_and_what_ran(
 def test_every_experiment_of_the_registry_exists() -> None:
     assert len({e.name for e in REGISTRY}) == len(REGISTRY)
     for e in REGISTRY:
-        module = e.module if "." in e.module else f"experiments.{e.module}"
-        assert find_spec(module), module
+        module = f"{e.package}.{e.module}"
+        assert find_spec(f"{module}.__main__"), module

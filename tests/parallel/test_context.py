@@ -65,8 +65,7 @@ class Case:
     @functools.cache  # noqa: B019 (a few dozen cases a process)
     def plan(self, cp: int) -> ShardingPlan:
         made = shard(self.lengths, cp=cp, strategy=self.strategy, cost=COST)
-        near = 2 * (self.exchange == KeyExchange.RELAYED)
-        return replace(made, exchange=self.exchange, ranks_per_node=near)
+        return replace(made, exchange=self.exchange)
 
     def qkvg(self, dtype: torch.dtype) -> Tensors:
         """Returns q, k, v and the output's gradient of the packed sequence; bf16 holds the values
@@ -75,10 +74,6 @@ class Case:
         rows, (h, g) = sum(self.lengths), self.heads
         made = [torch.randn(rows, n, D, generator=generator) for n in (h, g, g, h)]
         return tuple(x.bfloat16().to(dtype) for x in made)
-
-
-EXCHANGES = (KeyExchange.GATHER, KeyExchange.NEEDED)
-"""Those that one call can wait for."""
 
 
 class How(NamedTuple):
@@ -91,8 +86,7 @@ class How(NamedTuple):
 
 
 HOWS = [
-    *(How(exchange, overlap) for exchange in EXCHANGES for overlap in (False, True)),
-    How(KeyExchange.RELAYED, overlap=True),
+    *(How(exchange, overlap) for exchange in KeyExchange for overlap in (False, True)),
     How(KeyExchange.NEEDED, overlap=True, stages=3),
     How(KeyExchange.GATHER, overlap=True, stages=2),
 ]
@@ -295,7 +289,7 @@ def test_rows_that_were_needed_give_the_bits_of_gathered_ones(cp: int) -> None:
         assert found == []
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_compiled_code_knows_what_gradients_travel_in(
@@ -315,14 +309,14 @@ def test_compiled_code_knows_what_gradients_travel_in(
         offsets = torch.empty(3, dtype=torch.int32)
         where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
         arriving, slots, own_slot = context_op.gather_kv(
-            k, k, [inverse], sent, returned, splits, None, 2, "0", "0", wire, fused
+            k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
         )
         out, lse, again = context_op.context_attend(q, k, k, arriving, slots, *where, False, fused)
         _, travelling = context_op.context_attend_backward(
             out, q, k, k, None, out, lse, *where, wire, fused
         )
         received = context_op.receive_kv_gradient([travelling], own_slot, returned, k.dtype, fused)
-        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, None, 2, "0", "0")
+        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, 2, "0")
     num = 8 if sent else 6
     (gathered,), (slot,), (again,), (second,) = arriving, slots, again, second
     assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
@@ -335,7 +329,7 @@ def test_compiled_code_knows_what_gradients_travel_in(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("cp", [2, 4, *nightly(8)])
 def test_gradients_that_are_added_in_bfloat16_round_once_a_rank(
     cp: int, exchange: KeyExchange
@@ -419,7 +413,7 @@ def front_door(world: World, exchange: KeyExchange) -> tuple[bool, list[str]]:
     return torch.allclose(put_rows(parts, plan), expected, atol=1e-6), told
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 def test_the_front_door(exchange: KeyExchange) -> None:
     for same, told in run_local(front_door, 2, exchange, start_group=True, timeout_s=600):
         assert same

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_context import EXCHANGES, HOWS, Case, How, Tensors, local_inputs, made, run
+from tests.parallel.test_context import HOWS, Case, How, Tensors, local_inputs, made, run
 from tests.sets import full
 from wlb.cost import key_bytes
 from wlb.cost.key_bytes import KeyBytes
@@ -106,7 +106,7 @@ def memory(world: World, exchange: KeyExchange) -> dict[tuple[str, bool], Any]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 def test_only_local_rows_are_kept_and_one_gather_more_is_made(exchange: KeyExchange) -> None:
     """64 tokens on 2 ranks are 32 local rows of 4 and 2 heads of 8 numbers, 2 bytes per number.
 
@@ -178,7 +178,7 @@ def wire_dtypes(world: World, exchange: KeyExchange) -> list[torch.dtype]:
     return recorder.sent_in[2::3] if exchange == KeyExchange.NEEDED else recorder.sent_in
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 def test_the_option_says_what_gradients_travel_in(exchange: KeyExchange) -> None:
     for found in run_local(wire_dtypes, 2, exchange, start_group=True, timeout_s=600):
         assert found == [torch.float32, torch.bfloat16]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.parallel.test_context import EXCHANGES
 from wlb.parallel import context_op, overlap_op
 from wlb.parallel.context import ContextAttention, HeadShape
 from wlb.parallel.rows import attention_rows
@@ -16,7 +15,7 @@ from wlb.sharding import per_document
 D = 8
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("exchange", KeyExchange)
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
 def test_compiled_code_knows_the_shapes_of_results_and_gradients(
     wire: torch.dtype, exchange: KeyExchange
@@ -34,28 +33,9 @@ def test_compiled_code_knows_the_shapes_of_results_and_gradients(
         own_cu, cu = ([torch.empty(n, dtype=torch.int32) for _ in range(2)] for n in (3, 2))
         query_rows, index = ([torch.empty(n, dtype=torch.int64)] for n in (4, 5))
         lists = (query_rows, index, inverse, *([x] for x in cu), sent)
-        where = (
-            *own,
-            *own_cu,
-            *lists,
-            splits,
-            None,
-            None,
-            None,
-            6,
-            6,
-            [4],
-            [3],
-            0.0,
-            "sdpa",
-            2,
-            "0",
-            "0",
-        )
+        where = (*own, *own_cu, *lists, splits, 6, 6, [4], [3], 0.0, "sdpa", 2, "0")
         sending = (sent, returned, splits)
-        gathered, *slots = context_op.gather_kv(
-            k, k, inverse, *sending, None, 2, "0", "0", wire, False
-        )
+        gathered, *slots = context_op.gather_kv(k, k, inverse, *sending, 2, "0", wire, False)
         out, lse, again = overlap_op.attend_while_gathering(
             q, k, k, gathered, *slots, *where, False, False
         )

@@ -172,11 +172,7 @@ def parity(world: World, case: Case, expected: Expected, device: str = "cpu") ->
     spec = spec_of(case)
     where = rank_device(world, device)
     mesh: Mesh = build_mesh(
-        spec.parallel,
-        where,
-        shard_size=case.shard_size,
-        passes_on=spec.passes_rows_on,
-        experts=bool(spec.model.experts.num),
+        spec.parallel, where, shard_size=case.shard_size, experts=bool(spec.model.experts.num)
     )
     executor = Executor(spec, mesh)
     initial = {n: own(p.detach()).clone() for n, p in executor.named_parameters().items()}

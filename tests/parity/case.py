@@ -23,7 +23,6 @@ from wlb.spec import (
     RopeScaling,
     RunSpec,
     Schedule,
-    StageChoice,
     check,
 )
 
@@ -73,8 +72,6 @@ class Case:
     overlap: bool = False
     own_first: bool = False
     stages: int = 1
-    stages_each: bool = False
-    """Micro-batch i has 1 + i % stages stages, and not all have `stages`."""
     exchange: KeyExchange = KeyExchange.GATHER
     parts: tuple[str, ...] = ()
     """Keys of the model that are set to true."""
@@ -99,7 +96,7 @@ class Case:
         name += f"-{self.compile_backend}" if self.compile_backend else ""
         name += "-overlap" if self.overlap else ""
         name += "-own_first" if self.own_first else ""
-        name += "" if self.stages == 1 else f"-stages{self.stages}{'-each' * self.stages_each}"
+        name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
         name += "".join(f"-{part}" for part in self.parts)
         if self.experts.num:
@@ -142,11 +139,7 @@ def spec_of(case: Case) -> RunSpec:
                 overlap=case.own_first,
                 stages=case.stages,
             ),
-            sharding=replace(
-                spec.sharding,
-                exchange=ExchangeChoice(case.exchange),
-                stages=StageChoice.AUTO if case.stages_each else StageChoice.FIXED,
-            ),
+            sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             ep=EpSection(stages=case.ep_stages),
             fsdp=FsdpSection(
                 shard_size=case.shard_size,
@@ -245,17 +238,11 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
     cp = spec.parallel.cp
     shardings = (STRATEGIES[strategy](b.lengths, cp=cp) for b in batches)
     exchange = KeyExchange(spec.sharding.exchange)
-    near = 2 * (exchange == KeyExchange.RELAYED)  # nodes of two CP ranks
-    chooses = spec.sharding.stages == StageChoice.AUTO
-    stages = (1 + i % spec.cp.stages if chooses else 0 for i in range(len(batches)))
     return PipelinePlan(
         step=plan.step,
         pipeline=pipeline,
         micro_batches=batches,
-        shardings=tuple(
-            replace(s, exchange=exchange, ranks_per_node=near, stages=n)
-            for s, n in zip(shardings, stages, strict=True)
-        ),
+        shardings=tuple(replace(s, exchange=exchange) for s in shardings),
         local_tokens=tuple(
             local_tokens(b.num_tokens, cp=cp, row_multiple=spec.row_multiple) for b in batches
         ),

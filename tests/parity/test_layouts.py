@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 F1B = Schedule.ONE_F_ONE_B
 I1F1B = Schedule.INTERLEAVED_1F1B
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
-NEEDED, RELAYED = KeyExchange.NEEDED, KeyExchange.RELAYED
+NEEDED = KeyExchange.NEEDED
 FULL = Recompute.FULL
 
 MISTRAL = (("sliding_window", 5),)
@@ -72,12 +72,8 @@ CASES = [
         own_first=True,
         exchange=NEEDED,
         stages=3,
-        stages_each=True,
         num_micro_batches=8,
     ),
-    # Rows of other nodes once a node.
-    Case(cp=4, exchange=RELAYED, own_first=True),
-    Case(cp=4, pp=2, v=2, schedule=IZB, exchange=RELAYED, own_first=True, recompute=FULL),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
     Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),
     Case(dp=2, num_micro_batches=8, head_dim=8, parts=QWEN3),

@@ -248,41 +248,6 @@ def adjoint(index: IntArray, returned: IntArray, num_rows: int) -> bool:
     return grads[returned].sum(0).tolist() == total.tolist()
 
 
-@given(cases(min_cp=2), st.integers(1, 3))
-def test_rows_of_other_nodes_come_once_a_node(case: Case, near: int) -> None:
-    """Numbers stand for the all-to-alls; what lands is passed on to all that read it."""
-    direct = replace(case.sharding, exchange=KeyExchange.NEEDED)
-    plan = replace(direct, exchange=KeyExchange.RELAYED, ranks_per_node=near)
-    by_way, at_once = (
-        [attention_rows(p, rank, case.rows, overlap=True) for rank in case.ranks]
-        for p in (plan, direct)
-    )
-    (landed, of_node), (expected,) = (
-        Exchanged.of(made, case.rows).stages for made in (by_way, at_once)
-    )
-    node = np.arange(plan.cp) // near
-    for n in range(int(node[-1]) + 1):
-        mine = [landed[rank] for rank in case.ranks if node[rank] == n]
-        rows = np.concatenate(mine)
-        assert np.unique(rows).size == rows.size
-        assert not np.any(node[rows // MOST] == n)
-        assert max(x.size for x in mine) - min(x.size for x in mine) <= 1
-    relays = [rows.sent.relay for rows in by_way if rows.sent and rows.sent.relay]
-    assert len(relays) == plan.cp
-    passed_on: list[list[IntArray]] = []
-    for relay, rows in zip(relays, landed, strict=True):
-        passed_on.append(np.split(rows[relay.index], np.cumsum(relay.splits[1])[:-1]))
-        assert adjoint(relay.index, relay.returned, rows.size)
-    for rank, (made, once) in enumerate(zip(by_way, at_once, strict=True)):
-        far = np.concatenate([parts[rank] for parts in passed_on])
-        assert relays[rank].splits[0].tolist() == [parts[rank].size for parts in passed_on]
-        calls = zip((far, of_node[rank]), made.calls, strict=True)
-        seen = np.concatenate([rows[call.kv_index] for rows, call in calls])
-        assert sorted(seen.tolist()) == sorted(expected[rank][once.call.kv_index].tolist())
-        assert made.sent is not None
-        assert adjoint(np.concatenate(made.sent.index), made.sent.returned, case.rows)
-
-
 @given(cases())
 def test_one_rank_needs_no_index(case: Case) -> None:
     for rank in case.ranks:

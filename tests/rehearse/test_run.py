@@ -177,7 +177,6 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
     assert found.proof.is_complete
 
 
-RELAYED = ("cp.overlap=true", "sharding.exchange=relayed")
 OPTIONS = [
     ("fsdp.reshard_after_forward=true", "training.recompute=full"),
     ("tp.overlap=true", "training.recompute=selective"),
@@ -188,9 +187,7 @@ OPTIONS = [
     ("cp.overlap=true", "kernels.fused=off"),
     ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
     ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
-    ("cp.overlap=true", "sharding.exchange=auto", "cp.stages=3", "sharding.stages=auto"),
-    # Two nodes of four CP ranks.
-    (*RELAYED, "parallel.cp=8", "parallel.pp=1", "pp.virtual_stages=1"),
+    ("cp.overlap=true", "sharding.exchange=auto", "cp.stages=3"),
     ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
     ("kernels.deterministic=true", "kernels.fused=off"),
     ("packing.policy=var_len", "sharding.strategy=per_document"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.rehearsals.__main__ import FORCED
+from experiments.beyond.rehearsals.__main__ import FORCED
 from tests.gpu import test_gpu
 from tests.parity import test_fsdp, test_layouts, test_tp_overlap
 from tests.parity.case import Case, spec_of

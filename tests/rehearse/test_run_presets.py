@@ -1,15 +1,15 @@
 """Tests that ranks of presets run under every system, and take the memory that was planned.
 
 The full set takes the paper's first preset and the largest, the nightly one all; with all their
-layers every preset and system passed in experiments/rehearsals/results, which tests/experiments
-holds.
+layers every preset and system passed in experiments/beyond/rehearsals/results, which
+tests/experiments holds.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from experiments.rehearsals.__main__ import FORCED, LARGE, TABLE_1, corners, spec_of
+from experiments.beyond.rehearsals.__main__ import FORCED, LARGE, TABLE_1, corners, spec_of
 from tests.sets import nightly
 from wlb.plan import UserError
 from wlb.rehearse.run import ONE_PER_STAGE, Rehearsed, rehearse_each
@@ -44,7 +44,7 @@ def expect_planned_memory(found: Rehearsed, *, least: float = 0.0) -> None:
 
 
 PRESET = "7b_128k"
-"""In the full set; `experiments/rehearsals/results` has all presets with all layers."""
+"""In the full set; `experiments/beyond/rehearsals/results` has all presets with all layers."""
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_each_pipeline_position_runs_under_each_system(
     preset: str, systems: tuple[str, ...]
 ) -> None:
     """With one layer a stage, where a step's largest layer is more of the estimate than of the
-    peak; `python -m experiments.rehearsals` takes all layers."""
+    peak; `python -m experiments.beyond.rehearsals` takes all layers."""
     for found in passed([spec_of(preset, name, layers=1) for name in systems], ranks=ONE_PER_STAGE):
         expect_planned_memory(found)
 

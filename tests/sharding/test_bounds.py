@@ -48,11 +48,8 @@ def test_no_plan_is_below_the_bounds(
     assert received >= least_rows(lengths, cp=cp)
     gather, needed = least_time_ns(lengths, cp=cp, cost=cost)
     bounds = {KeyExchange.GATHER: gather, KeyExchange.NEEDED: needed}
-    if overlaps:
-        bounds[KeyExchange.RELAYED] = needed
     for exchange, least in bounds.items():
-        near = cost.cp_ranks_per_node * (exchange == KeyExchange.RELAYED)
-        plan = replace(plan, exchange=exchange, ranks_per_node=near)
+        plan = replace(plan, exchange=exchange)
         waits = sum(float(wait.max()) for wait in waits_ns(plan, cost))
         # The time of attention that the bound takes for ideal is a yardstick.
         ideal = least_time_ns(lengths, cp=cp, cost=replace(cost, overlaps=True))

@@ -84,7 +84,8 @@ def launched(
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
         f"env >{folder}/environment; {also}; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
-        "python": f'[ "$1" = -c ] || exit 0; exec {sys.executable} "$@"',
+        "python": f'[ "$3" != report ] || echo "python $*"; [ "$1" = -c ] || exit 0\n'
+        f'exec {sys.executable} "$@"',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
@@ -132,6 +133,14 @@ def test_a_job_that_ends_by_itself_is_not_requeued(tmp_path: Path, code: int) ->
     assert done.returncode == code
     assert "requeue" not in done.stdout
     assert done.stdout.endswith(f"srun ended with {code}\n" if code else " ended\n")
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_a_job_whose_ranks_failed_says_which_failed_first(tmp_path: Path, code: int) -> None:
+    """2 is a wrong command, and no rank has begun."""
+    done = launched(tmp_path, code=code, preempted=False, DOCTOR="no", RUN_NAME="mine")
+    told = f"python -m wlb report --failure {tmp_path}/runs/mine\n"
+    assert done.stdout.endswith(told) == (told in done.stdout) == (code == 143)
 
 
 @pytest.mark.parametrize("code", [2, 0])
@@ -317,8 +326,6 @@ def test_ranks_get_the_defaults_of_cuda_that_local_ranks_get(
         monkeypatch.delenv(name, raising=False)
     _, names = asked_of_srun(tmp_path)
     assert {name: names.get(name) for name in CUDA_DEFAULTS} == CUDA_DEFAULTS
-    assert names["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert names["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/runs/mine/logs/nccl-rank-"
     assert "GLOO_SOCKET_IFNAME" not in names
     assert "NCCL_SOCKET_IFNAME" not in names
 

@@ -221,19 +221,6 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             },
             "the padded vocabulary = 256 is not a multiple of parallel.tp = 3",
         ),
-        (
-            {"sharding__stages": "auto", "cp__overlap": True},
-            "sharding.stages = auto with cp.stages = 1 leaves no choice; set cp.stages to the most",
-        ),
-        (
-            {
-                "sharding__stages": "auto",
-                "cp__overlap": True,
-                "cp__stages": 3,
-                "training__compile": True,
-            },
-            "sharding.stages = auto with training.compile = true: each number of stages would be",
-        ),
         # The pipeline.
         (
             {"pp__virtual_stages": 2},

@@ -40,8 +40,8 @@ def texts(spans: list[TimedWait]) -> str:
 def assert_takes(runs: list[Replayed], expected_s: float) -> None:
     """Asserts that a replay takes no less than the waits one after another.
 
-    How much more it takes depends on the machine, and `python -m experiments.validation` measures
-    it.
+    How much more it takes depends on the machine, and `python -m experiments.beyond.validation`
+    measures it.
     """
     steps_s = [run.step_s for run in runs]
     assert min(steps_s) >= expected_s, steps_s

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.validation.plans import PROCESSES, DrawnPlan, draw_plans
+from experiments.beyond.validation.plans import PROCESSES, DrawnPlan, draw_plans
 from wlb.cost import Scope, workload_for
 from wlb.simulate import Simulation, Simulator, StepPrices
 from wlb.simulate.order import PassKind
@@ -142,8 +142,8 @@ def test_plans_are_drawn_in_turn_and_the_same_again() -> None:
 def test_replayed_plans_take_no_less_than_simulated() -> None:
     """There are small plans of all schedules, balanced and not.
 
-    How much longer they take depends on the machine; `python -m experiments.validation` measures
-    that.
+    How much longer they take depends on the machine; `python -m experiments.beyond.validation`
+    measures that.
     """
     for system, schedule, v, layout in (
         ("plain_4d", Schedule.ONE_F_ONE_B, 1, (2, 2, 1)),

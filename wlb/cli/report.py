@@ -1,11 +1,12 @@
-"""`wlb report`: write a page about finished or current runs; needs no torch."""
+"""`wlb report`: write a page about runs, or say what ended one; needs no torch."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
 from wlb.cli import output, sources
-from wlb.cli.options import add_text, number
+from wlb.cli.options import add_flag, add_text, number
+from wlb.launch.report import compose_report
 from wlb.plan import UserError
 from wlb.report import read_run, run_page, runs_page
 
@@ -34,13 +35,23 @@ def add_parser(commands: Any) -> None:
         "store (default: the last recorded step)"
     )
     add_text(parser, "--step", "N", text, type=number(int))
+    text = (
+        "only say what ended the last start of a run, which nothing trains any more: the rank that "
+        "failed first, and where each rank was"
+    )
+    add_flag(parser, "--failure", text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.failure:
+        return _failure([Path(folder) for folder in options.folders])
     sources.check_outputs(options.out, needs_plots=True)
     runs = [read_run(Path(folder)) for folder in options.folders]
     is_one = len(runs) == 1
+    for each in runs:
+        if (report := compose_report(each.folder, is_over=False)) is not None:
+            print(f"{each.folder}: {report.text}")
     if options.step is not None and not is_one:
         raise UserError("--step draws a step of one run; leave it out, or give one RUN")
     out = Path(options.out or (runs[0].folder / "report.html" if is_one else SEVERAL))
@@ -52,4 +63,15 @@ def run(options: argparse.Namespace) -> int:
         text = runs_page(runs, command=command)
     output.write_text(out, text)
     print(f"written: {out} ({out.stat().st_size / 1024:,.0f} KiB)")
+    return 0
+
+
+def _failure(folders: list[Path]) -> int:
+    """Print what ended the last start of each run."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder; give that of a run: run.output_dir/run.name")
+        report = compose_report(folder)
+        text = report.text if report else "no rank of its last start failed"
+        print(f"{folder}: {text}")
     return 0

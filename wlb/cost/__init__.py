@@ -1,5 +1,7 @@
 """Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
 
+from wlb.cost.all_to_all import all_to_all_ns as all_to_all_ns
+from wlb.cost.all_to_all import link_bandwidths as link_bandwidths
 from wlb.cost.budget import Budget as Budget
 from wlb.cost.budget import cpu_budget as cpu_budget
 from wlb.cost.budget import gpu_budget as gpu_budget
@@ -31,7 +33,6 @@ from wlb.cost.latency import kernels_ns as kernels_ns
 from wlb.cost.latency import without_collectives as without_collectives
 from wlb.cost.linear import PLAIN_TORCH as PLAIN_TORCH
 from wlb.cost.linear import RecomputedWork as RecomputedWork
-from wlb.cost.linear import rows_ns as rows_ns
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
@@ -77,7 +78,6 @@ from wlb.cost.surface import limit_growth as limit_growth
 from wlb.cost.workload import HiddenExchange as HiddenExchange
 from wlb.cost.workload import ProfiledWorkload as ProfiledWorkload
 from wlb.cost.workload import SlidingLayers as SlidingLayers
-from wlb.cost.workload import StagesByPrice as StagesByPrice
 from wlb.cost.workload import Transfers as Transfers
 from wlb.cost.workload import WorkloadModel as WorkloadModel
 from wlb.cost.workload import rows_of_layer as rows_of_layer

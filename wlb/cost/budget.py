@@ -104,7 +104,6 @@ def num_communicators(spec: RunSpec) -> int:
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
-    sizes += [p.cp] if spec.passes_rows_on else []
     if spec.shard_size < p.fsdp_size:
         sizes += [spec.shard_size, p.fsdp_size // spec.shard_size]
     if spec.model.experts.num:

@@ -7,7 +7,8 @@ Waits replay the order of all-to-alls and products in `wlb.parallel.expert_excha
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from wlb.cost.profile import DTYPE_BYTES, Collective, KernelProfile
+from wlb.cost.all_to_all import link_bandwidths
+from wlb.cost.profile import DTYPE_BYTES, KernelProfile
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, RunSpec
 
 
@@ -17,42 +18,40 @@ def experts_of_layer(spec: RunSpec) -> int:
     return experts.num * 3 * spec.model.hidden_size * experts.hidden_size // spec.parallel.ep
 
 
+def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
+    """Of each kind of layer (`ModelSpec.layer_kinds`), `spec` with such layers alone, by which a
+    layer's sizes are computed, and how many of them each stage has."""
+    routed = spec.stage_expert_layers
+    dense = tuple(n - r for n, r in zip(spec.stage_layers, routed, strict=True))
+    return [
+        (replace(spec, model=kind.model), routed if kind.has_experts else dense)
+        for kind in spec.model.layer_kinds
+    ]
+
+
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
-    """Of each stage, the sum over its layers of `of_layer`, which is given `spec` with experts in
-    all layers, or in none (`kinds_of`)."""
-    counts = list(zip(spec.stage_layers, spec.stage_expert_layers, strict=True))
-    dense, routed = _both_kinds(spec)
-    of_dense = int(of_layer(dense)) if any(n > r for n, r in counts) else 0
-    of_routed = int(of_layer(routed)) if any(r for _, r in counts) else 0
-    return [(n - r) * of_dense + r * of_routed for n, r in counts]
+    """Of each stage, the sum over its layers of `of_layer`, which is given one of `layer_kinds`."""
+    sums = [0] * spec.num_stages
+    for kind, counts in layer_kinds(spec):
+        of_kind = int(of_layer(kind))
+        sums = [total + of_kind * count for total, count in zip(sums, counts, strict=True)]
+    return sums
 
 
 def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
     """The sum over the layers of some stages of `of_layer`, as in `sums_by_stage`."""
-    dense, routed = _count(spec, stages)
-    kinds = zip((dense, routed), _both_kinds(spec), strict=True)
-    return sum(count * int(of_layer(kind)) for count, kind in kinds if count)
-
-
-def _count(spec: RunSpec, stages: Iterable[int]) -> tuple[int, int]:
-    """Layers of some stages with an MLP, and with experts."""
-    chosen = list(stages)
-    layers, of_experts = spec.stage_layers, spec.stage_expert_layers
-    routed = sum(of_experts[stage] for stage in chosen)
-    return sum(layers[stage] for stage in chosen) - routed, routed
+    sums = sums_by_stage(spec, of_layer)
+    return sum(sums[stage] for stage in stages)
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
-    """`spec` for sizes of each kind of layer that some stages have: of layers with an MLP, and of
-    those with experts. Stages without layers count as having the model's last one."""
-    counts = zip(_both_kinds(spec), _count(spec, stages), strict=True)
-    found = tuple(kind for kind, count in counts if count)
-    return found or (_both_kinds(spec)[spec.model.has_experts(spec.model.num_layers - 1)],)
-
-
-def _both_kinds(spec: RunSpec) -> tuple[RunSpec, RunSpec]:
-    """(layers with an MLP, layers with experts); equal without experts."""
-    return (replace(spec, model=spec.model.dense) if spec.model.experts.num else spec), spec
+    """The `layer_kinds` that some stages have. Stages without layers count as having the model's
+    last one."""
+    chosen, kinds = list(stages), layer_kinds(spec)
+    found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
+    # Layers with experts come first.
+    last = kinds[0] if spec.model.has_experts(spec.model.num_layers - 1) else kinds[-1]
+    return found or (last[0],)
 
 
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
@@ -121,15 +120,13 @@ def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Bandwidth term of one all-to-all of a token's copies to their experts, in one layer: those
-    that stay in the node at an all-gather's bandwidth, the others over the rank's own link. model:
-    all of whose layers have experts."""
+    """Bandwidth term of one all-to-all (`wlb.cost.all_to_all`) of a token's copies to their
+    experts, in one layer. model: all of whose layers have experts."""
     near = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
-    inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
-    link = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1).bytes_per_s
-    seconds = (near - 1) / inside + (parallel.ep - near) / link
+    inside, between = link_bandwidths(profile)
+    seconds = (near - 1) / inside + (parallel.ep - near) / between
     return rows * row_bytes * seconds * 1e9
 
 

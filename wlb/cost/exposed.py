@@ -17,7 +17,6 @@ from wlb.plan import (
     FloatArray,
     IntArray,
     KeyExchange,
-    Relay,
     ShardingPlan,
     gather_bounds,
     offsets_of,
@@ -46,10 +45,8 @@ def waits_ns(
     hidden = cost.products_ns(rows)
     is_split = overlaps and cost.overlaps
     sliding_share = cost.sliding_share if isinstance(cost, SlidingLayers) else 0.0
-    is_relayed = plan.exchange == KeyExchange.RELAYED
-    if is_split and (stages_of(plan, cost) > 1 or is_relayed) and sliding_share < 1:
-        in_stages = _waits_of_relay_ns if is_relayed else _waits_in_stages_ns
-        staged = in_stages(plan, cost, rows)
+    if is_split and cost.stages > 1 and sliding_share < 1:
+        staged = _waits_in_stages_ns(plan, cost, rows)
         if not sliding_share:
             return staged
         plain = waits_ns(plan, cost, num_rows=num_rows, overlaps=False)
@@ -65,11 +62,6 @@ def waits_ns(
     return forward, backward
 
 
-def stages_of(plan: ShardingPlan, cost: HiddenExchange) -> int:
-    """Stages in which keys of the plan's micro-batch arrive; not for relayed exchanges."""
-    return plan.stages or cost.stages
-
-
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
@@ -80,7 +72,7 @@ def _waits_in_stages_ns(
     the attention of those before runs; in backward, its gradients leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
-    stages = stages_of(plan, cost)
+    stages = cost.stages
     bounds = gather_bounds(-(-num_rows // plan.cp), stages=stages)
     if plan.exchange == KeyExchange.GATHER:
         parts_of = [(None, int(n) * plan.cp) for n in np.diff(bounds)]
@@ -107,43 +99,6 @@ def _waits_in_stages_ns(
     for travel, end in zip(travels, ends, strict=True):
         # A stage's gradients leave together, so ranks wait for the last of them.
         returned = np.maximum(returned, end.max()) + travel[2]
-    done = np.maximum(at + own[1] + hidden.back, returned)
-    backward = float(done.max() - hidden.again - hidden.back - computes[1].max())
-    return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
-
-
-def _waits_of_relay_ns(
-    plan: ShardingPlan, cost: WorkloadModel, num_rows: int
-) -> tuple[FloatArray, FloatArray]:
-    """`waits_ns` of an exchange that brings each row to a node once, as `_waits_in_stages_ns`.
-
-    Forward: rows of other nodes land while keys of this node arrive on a second communicator; they
-    are passed on once attention over the rank's own keys has ended. Backward: they are passed on
-    first, and their gradients return the same way (`wlb.parallel.overlap_op`).
-    """
-    assert isinstance(cost, HiddenExchange)
-    relay = Relay(sharding=plan, near=plan.ranks_per_node)
-    passed = relay.passed_on.copy()
-    np.fill_diagonal(passed, 0)
-    moved = (relay.landed, relay.moved_near, passed)
-    land, near, passing = (cost.transfers_ns(rows, 0, cp=plan.cp) for rows in moved)
-    hidden = cost.products_ns(num_rows)
-    keys = np.stack([_of_documents(plan, rows) for rows in (relay.read_far, relay.read_near)])
-    own, (of_far, of_near), calls = attention_in_stages_ns(plan, cost, keys)
-    at = np.maximum(hidden.there + own[0], land.there)
-    passed_on = max(float(at.max()), near.there) + passing.there
-    at = np.maximum(at, near.there) + of_near[0]
-    at = np.maximum(at, passed_on) + of_far[0]
-    computes = own + of_far + of_near
-    forward = float(at.max() - hidden.there - computes[0].max())
-    begin = max(hidden.again, land.again)
-    passed_on = max(begin, near.again) + passing.again
-    at = passed_on + of_far[1]
-    landed_back = float(at.max()) + passing.back
-    at = np.maximum(at, near.again) + of_near[1]
-    near_back = max(landed_back, float(at.max())) + near.back
-    at = np.maximum(at, landed_back)
-    returned = max(near_back, float(at.max()) + land.back)
     done = np.maximum(at + own[1] + hidden.back, returned)
     backward = float(done.max() - hidden.again - hidden.back - computes[1].max())
     return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
@@ -206,7 +161,7 @@ def over_gather_ns(
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return 0, 0
-    gather = replace(plan, exchange=KeyExchange.GATHER, ranks_per_node=0, stages=0)
+    gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
     forward, backward = (round(float(a.max() - b.max())) for a, b in zip(waits, plain, strict=True))

@@ -94,7 +94,7 @@ def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. Experts that compute
     a token count as one MLP, also for a model with experts in some layers only
-    (`ModelSpec.layer_parts`)."""
+    (`ModelSpec.layer_kinds`)."""
     hidden, ffn = model.hidden_size, model.active_ffn_size
     return (
         (hidden, model.q_dim),

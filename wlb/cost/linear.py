@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from wlb.cost.all_to_all import all_to_all_latency_ns, all_to_all_ns
 from wlb.cost.experts import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
@@ -20,7 +21,7 @@ from wlb.cost.flops import (
     layer_matrices,
 )
 from wlb.cost.profile import DTYPE_BYTES, Collective, CollectiveCost, Elementwise, KernelProfile
-from wlb.plan import BoolArray, FloatArray, IntArray, check_between
+from wlb.plan import FloatArray, IntArray, check_between
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
@@ -72,19 +73,6 @@ RECOMPUTED_WORK = {
 }
 """The executor stops before a layer's last product: down projection, its reduce-scatter and the
 residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
-
-
-def rows_ns(
-    profile: KernelProfile, rows: IntArray | FloatArray, is_near: BoolArray, *, row_bytes: float
-) -> FloatArray:
-    """Time of each number of rows between two ranks in an all-to-all: in a node at an all-gather's
-    bandwidth, elsewhere over the rank's own link. is_near: whether a node has both; shape of rows
-    or such that it broadcasts."""
-    inside = profile.collective(Collective.ALL_GATHER, span_ranks=1).bytes_per_s
-    beyond = profile.ranks_per_node + 1
-    link = profile.collective(Collective.P2P, span_ranks=beyond).bytes_per_s
-    seconds = np.where(is_near, row_bytes / inside, row_bytes / link).astype(np.float64)
-    return rows.astype(np.float64) * seconds * 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +157,7 @@ class LinearCost:
         """Notes, for a log, about matrix products outside the profile's measured range."""
         surface = self.profile.gemm.forward
         tokens = max(1.0, self.micro_batch_tokens / self.parallel.cp)
-        models = [model for _, model in self.model.layer_parts]
+        models = [kind.model for kind in self.model.layer_kinds]
         weights = [a * b / self.parallel.tp for m in models for a, b in layer_matrices(m)]
         return tuple(
             f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
@@ -232,7 +220,7 @@ class LinearCost:
     def _routed_work(self) -> RoutedWork:
         """What hides experts' rows while they travel, of one token in one layer with experts, on
         the rank with most rows."""
-        (_, model), is_full = self.model.layer_parts[0], self.recompute == Recompute.FULL
+        model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
         forward, backward, again = (ns * (1 - shared) * self.expert_load for ns in products)
@@ -272,7 +260,7 @@ class LinearCost:
     def _routed_alpha_ns(self) -> float:
         """Latency of an all-to-all of experts' rows."""
         span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
-        return self.profile.collective(Collective.ALL_GATHER, span_ranks=span).alpha_ns
+        return all_to_all_latency_ns(self.profile, span_ranks=span)
 
     def _reordered_ns(self) -> Work:
         """Time to reorder a token's rows before and after they travel (`reordered_values`), in one
@@ -291,7 +279,7 @@ class LinearCost:
         all-to-alls that nothing hides, and what smaller products take longer in stages."""
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
-        rows, columns = layer_matrices(self.model.layer_parts[0][1])[4]
+        rows, columns = layer_matrices(self.model.layer_kinds[0].model)[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
             self.model,
@@ -379,22 +367,15 @@ class LinearCost:
         return q[0] * tokens, rest[1] * tokens, q[1] * tokens
 
     def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
-        """One layer's all-to-all: an all-gather's latency, and the rank that sends or receives
-        longest.
-
-        In a node rows move at an all-gather's bandwidth; between nodes on the rank's own link,
-        which a ring shares with the other members of its node. The links of a rank are taken to
-        work one after the other, so that exchanges by need are not priced too low. Nobody has
-        measured these.
-        """
+        """One layer's all-to-all of K and V, or of their gradients."""
         cp, tp = len(moved), self.parallel.tp
         if cp == 1:
             return 0.0
         node = np.arange(cp) * tp // self.profile.ranks_per_node
         row_bytes = 2 * self.model.kv_dim / tp * value_bytes
-        times = rows_ns(self.profile, moved, node[:, None] == node, row_bytes=row_bytes)
-        alpha = self.profile.collective(Collective.ALL_GATHER, span_ranks=tp * cp).alpha_ns
-        return alpha + max(float(times.sum(axis).max()) for axis in (0, 1))
+        return all_to_all_ns(
+            self.profile, moved, node[:, None] == node, row_bytes=row_bytes, span_ranks=tp * cp
+        )
 
     def _gemm_ns(self, matrices: range = range(7)) -> Work:
         """GEMMs of one token in the mean layer, of some of `layer_matrices`."""
@@ -402,7 +383,7 @@ class LinearCost:
 
     def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
         """Work of the mean layer, from that of layers with experts and of those with an MLP."""
-        works = [(share, work_of(model)) for share, model in self.model.layer_parts]
+        works = [(kind.share, work_of(kind.model)) for kind in self.model.layer_kinds]
         forward, backward, again = (sum(s * w[i] for s, w in works) for i in range(3))
         return forward, backward, again
 
@@ -424,7 +405,7 @@ class LinearCost:
 
     def _routed_ns(self) -> Work:
         """What experts compute of one token in the mean layer, if all ranks have equal rows."""
-        experts, (_, model) = self.model.experts, self.model.layer_parts[0]
+        experts, model = self.model.experts, self.model.layer_kinds[0].model
         routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
         forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, again * routed

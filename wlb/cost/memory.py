@@ -290,9 +290,7 @@ def _sent_rows(spec: RunSpec, local: int) -> int:
     cp, exchange = spec.parallel.cp, spec.sharding.exchange
     if cp == 1 or exchange == ExchangeChoice.GATHER:
         return 0
-    # Rows that land and are passed on are at most as many again, half of all in two nodes.
-    passes_on = spec.cp.overlap and exchange != ExchangeChoice.NEEDED
-    return cp * local + passes_on * (cp * local // 2)
+    return cp * local
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:

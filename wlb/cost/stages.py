@@ -63,11 +63,11 @@ class LinearPrices(NamedTuple):
 @lru_cache(maxsize=64)  # about 0.5 ms; telemetry asks for them in every step
 def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
     """Sums layers with experts and those with an MLP, each at its own price."""
-    parts = cost.model.layer_parts
-    counts = (stage.layers,) if len(parts) == 1 else (stage.layers - stage.dense, stage.dense)
+    kinds = cost.model.layer_kinds
+    counts = (stage.layers,) if len(kinds) == 1 else (stage.layers - stage.dense, stage.dense)
     per_token, per_call = [0.0, 0.0], [0.0, 0.0]
-    for (_, model), count in zip(parts, counts, strict=True):
-        linear = replace(cost.linear, model=model)
+    for kind, count in zip(kinds, counts, strict=True):
+        linear = replace(cost.linear, model=kind.model)
         ns_per_token, share = linear.ns_per_token, count / linear.num_layers
         for k, one_pass in enumerate(("_forward", "_backward")):
             ns = sum(ns for name, ns in ns_per_token.items() if name.endswith(one_pass))
@@ -79,7 +79,7 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
 def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
     """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
     with load."""
-    _, model = cost.model.layer_parts[0]
+    model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
     once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
     forward, backward = (

@@ -23,7 +23,7 @@ from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
 from wlb.plan.arrays import first_true
-from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, StageChoice
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 
 _MOST_TABLED = 1 << 18
 
@@ -115,15 +115,6 @@ class HiddenExchange(Protocol):
 
 
 @runtime_checkable
-class StagesByPrice(Protocol):
-    """A workload of which a micro-batch may have fewer stages than `HiddenExchange.stages`, those
-    that are predicted fastest; of others all have as many."""
-
-    @property
-    def stages_by_price(self) -> bool: ...
-
-
-@runtime_checkable
 class SlidingLayers(Protocol):
     """A workload some of whose layers have a sliding window of keys; others have none.
 
@@ -180,41 +171,32 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
 class ProfiledWorkload:
     """The workload of one pipeline rank, priced with a kernel profile.
 
-    model, parallel: the model and layout that are priced. profile: the kernel profile. backend:
-    attention kernel; the profile's first where None or without a table. micro_batch_tokens: tokens
-    at which GEMM throughput is read. keep_gathered_kv, recompute: as in [cp] and [training].
-    tp_overlap: share of TP collectives hidden behind matrix products. kv_gradient_bytes: of a value
-    of dK and dV between CP ranks. overlaps, stages: as in [cp]. stages_by_price: whether
-    `sharding.stages` is auto. expert_stages, defers_weights, expert_load: see `LinearCost`.
-    machine, dtype, longest (most tokens of a piece): for `notes` only; "" or 0 if unknown. Derived:
-    table (attention), linear, ns_per_token by linear term, forward_ns and backward_ns: attention by
-    length, tabled at construction (about 2 ms) so that pricing is a look-up.
+    Attention by length is tabled at construction (about 2 ms), so that pricing is a look-up.
     """
 
     model: ModelSpec
     parallel: ParallelSpec
     profile: KernelProfile
-    backend: str | None = None
-    micro_batch_tokens: int = 131072
-    keep_gathered_kv: bool = False
-    recompute: Recompute = Recompute.NONE
-    tp_overlap: float = 0.0
-    kv_gradient_bytes: int = GRADIENT_BYTES
-    expert_load: float = 1.0
-    overlaps: bool = False
-    stages: int = 1
-    stages_by_price: bool = False
-    expert_stages: int = 1
-    defers_weights: bool = False
-    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
-    recomputed: RecomputedWork | None = None
-    machine: str = ""
-    dtype: str = ""
-    longest: int = 0
+    backend: str | None = None  # attention kernel; without a table of it, the profile's first
+    micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
+    keep_gathered_kv: bool = False  # of [cp]
+    recompute: Recompute = Recompute.NONE  # of [training]
+    tp_overlap: float = 0.0  # share of TP collectives hidden behind matrix products
+    kv_gradient_bytes: int = GRADIENT_BYTES  # of a value of dK and dV between CP ranks
+    expert_load: float = 1.0  # as in `LinearCost`
+    overlaps: bool = False  # cp.overlap
+    stages: int = 1  # cp.stages
+    expert_stages: int = 1  # as in `LinearCost`
+    defers_weights: bool = False  # as in `LinearCost`
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
+    recomputed: RecomputedWork | None = None  # as in `LinearCost`
+    machine: str = ""  # for `notes` only; "" if unknown
+    dtype: str = ""  # for `notes` only; "" if unknown
+    longest: int = 0  # most tokens of a piece, for `notes` only; 0 if unknown
     table: AttentionTable = field(init=False)
     linear: LinearCost = field(init=False)
-    ns_per_token: dict[str, float] = field(init=False)
-    forward_ns: MonotoneTable = field(init=False, repr=False)
+    ns_per_token: dict[str, float] = field(init=False)  # by linear term
+    forward_ns: MonotoneTable = field(init=False, repr=False)  # attention by length
     backward_ns: MonotoneTable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -436,7 +418,6 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         expert_load=spec.cost.expert_load,
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,
-        stages_by_price=spec.sharding.stages == StageChoice.AUTO,
         expert_stages=spec.ep.stages,
         defers_weights=spec.splits_backward,
         recompute=spec.training.recompute,

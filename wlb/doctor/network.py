@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from wlb.cost import link_bandwidths
 from wlb.cost.profile import Collective, KernelProfile
 from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
 from wlb.parallel import collectives
 from wlb.parallel.grid import LINKS
-from wlb.parallel.mesh import NEAR, used_groups
+from wlb.parallel.mesh import used_groups
 from wlb.parallel.warm import checked_all_to_all, checked_collectives
 from wlb.spec import ExchangeChoice
 
@@ -67,8 +68,7 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
     found = [measure_group(axis, group, patient) for axis, group in used]
     exchange, cp = patient.spec.sharding.exchange, patient.mesh.parallel.cp
     if exchange != ExchangeChoice.GATHER and cp > 1:
-        of_keys = [("cp", patient.mesh.group("cp")), (NEAR, patient.mesh.near)]
-        found += [measure_rows(axis, group, patient) for axis, group in of_keys if group]
+        found.append(measure_rows("cp", patient.mesh.group("cp"), patient))
     return found
 
 
@@ -223,8 +223,7 @@ def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
     """Bandwidth on the wire that the profile prices this call with, its start included."""
     count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
     if timing.axis.endswith(ROWS) and span > profile.ranks_per_node:
-        # Between nodes rows travel on the rank's own link (`wlb.cost.linear`).
-        return profile.collective(Collective.P2P, span_ranks=span).bytes_per_s
+        return link_bandwidths(profile).between
     cost = profile.collective(timing.op, span_ranks=span, num_ranks=count)
     seconds = cost.time_ns(timing.size_bytes, num_ranks=count) / 1e9
     return timing.size_bytes * timing.op.wire_share(count) / seconds

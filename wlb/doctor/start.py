@@ -201,7 +201,6 @@ def _examined(
                 device,
                 shard_size=spec.fsdp.shard_size,
                 experts=bool(spec.model.experts.num),
-                passes_on=spec.passes_rows_on,
             )
             limit_collectives(options.limit_s + 2 * GRACE_S, mesh)
         patient = replace(patient, mesh=mesh)

@@ -1,190 +1,192 @@
-"""Compose the report of a failed run from the states of all ranks that the root knows."""
+"""What a rank leaves behind when it fails: its exception, and the stacks of its threads.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+Each start of a run has a folder of records, `ranks/start-TIME` in the run's folder. A rank writes
+`failure-RANK.json` there, whole or not at all, and faulthandler writes `stack-RANK.txt`. Positions
+(`wlb.launch.position`) are beside them.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import IO
 
-from wlb.launch.position import Snapshot
+from wlb.plan import RunError, UserError
 
-LAST_LINES = 20
-_OUT_OF_TIME = ("timed out", "timeout", "Timed out", "Timeout")
-_MOST_OTHERS = 16
-_WAITS = (
-    "torch/distributed/",
-    "wlb/parallel/collectives.py",
-    "wlb/parallel/context_op.py",
-    "wlb/train/reduce.py",
-    "wlb/train/evaluate.py",
-    "wlb/parallel/warm.py",
-)
-"""Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
-collectives are asynchronous: a rank waits where it reads their result."""
-_INNERMOST = 8
+_RECORDS, _START = "ranks", "start-"
+DUMP_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its stacks. SIGUSR1 comes from Slurm and means to save and end."""
+_MOST_CHARACTERS = 4000
+_MOST_LINES = 100
+_FATAL = "Fatal Python error: "
 
 
-@dataclass(slots=True, kw_only=True)
-class RankStatus:
-    """State of a rank as the root knows it. order: its index among the failed ranks, from 1. lines:
-    last lines of its traceback or log. is_gone: it said goodbye. has_report, has_written: it
-    received the report, and wrote it."""
+class FailureKind(StrEnum):
+    """How a rank failed."""
 
-    rank: int
-    place: str
-    at: Snapshot | None = None
-    failure: str = ""
-    order: int = 0
-    lines: list[str] = field(default_factory=list[str])
-    stack: list[str] = field(default_factory=list[str])
-    is_dead: bool = False
-    is_silent: bool = False
-    is_gone: bool = False
-    has_report: bool = False
-    has_written: bool = False
-
-    @property
-    def waits(self) -> bool:
-        """Whether its main thread waits for other ranks, judging by the innermost frames."""
-        return any(part in line for line in self.stack[-_INNERMOST:] for part in _WAITS)
-
-    @property
-    def where(self) -> str:
-        return self.at.describe() if self.at else "a place of which no message came"
-
-    @property
-    def is_lost(self) -> bool:
-        return self.is_dead or self.is_silent
+    RAISED = "raised"  # an exception, written by the rank itself
+    DIED = "died"  # the process ended by a signal or an exit code
+    SILENT = "silent"  # the process exists, and does not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AggregatorLoss:
-    """A node's aggregator that died, or fell silent. name: its process, in words. ranks: those that
-    reported to it."""
-
-    ranks: tuple[int, ...]
-    name: str
-    is_silent: bool
-
-    def describe(self, silence_s: float) -> str:
-        """For example "the watch of rank 8, 9 (process 77 on gpu2) died"."""
-        what = f"gave no sign of life for {silence_s:g} s" if self.is_silent else "died"
-        return f"the watch of rank {_listed(self.ranks)} ({self.name}) {what}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureReport:
-    """rank: the cause of the failure. error: one line. text: the whole report."""
+class RankError:
+    """Failure of one rank."""
 
     rank: int
-    error: str
-    text: str
+    world_size: int  # ranks of the run
+    kind: FailureKind
+    error: str  # one line: "KeyError: 'x'", "died from SIGKILL (exit code -9)"
+    time_s: float  # Unix time
+    traceback: list[str] = field(default_factory=list[str])  # its last lines
+    position: str = ""  # of the rank, in words
+
+    @classmethod
+    def of(
+        cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
+    ) -> "RankError":
+        """Of an exception that the rank raised. Its cause is named where torch wraps it."""
+        line, trace = in_words(error)
+        # torch's schedules wrap exceptions of a stage.
+        while trace and error.__cause__ is not None:
+            error = error.__cause__
+            line = in_words(error)[0]
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            kind=FailureKind.RAISED,
+            error=_short(line),
+            time_s=time.time(),
+            traceback=[_short(line) for line in trace.splitlines()[-_MOST_LINES:]],
+            position=position,
+        )
 
 
-def compose_report(
-    ranks: list[RankStatus],
-    world_size: int,
-    *,
-    silence_s: float,
-    stuck_s: float,
-    losses: Sequence[AggregatorLoss] = (),
-    logs: Path | None = None,
-) -> FailureReport:
-    """Name the ranks that caused the failure before those that failed as a consequence.
-
-    losses: aggregators that were lost; they are the cause if no rank is. logs: folder of the ranks'
-    logs, read for ranks without a traceback that the report is about.
-    """
-    lost = [loss.describe(silence_s) for loss in losses]
-    first, what = _cause(ranks, silence_s, stuck_s, is_watch_lost=bool(lost))
-    lines = [*lost]
-    if first:
-        cause = first[0]
-        lines = [f"rank {cause.rank} of {world_size} {what}", *_about(cause, logs)]
-        for other in first[1:_MOST_OTHERS]:
-            lines += [f"rank {other.rank} as well", *_about(other, logs)]
-        lines += [*_more(first), *lost]
-    error = first[0].failure or what if first else lost[0]
-    told = {seen.rank for seen in first}
-    alike = [s for s in ranks if s.rank not in told and s.failure and s.failure == error]
-    told |= {seen.rank for seen in alike}
-    if alike:
-        lines.append(f"the same on rank {_listed([s.rank for s in alike])}")
-    rest = sorted(
-        (s for s in ranks if s.rank not in told), key=lambda s: (not s.failure, s.order, s.rank)
-    )
-    lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
-    missing = sorted(set(range(world_size)) - {seen.rank for seen in ranks})
-    if missing:
-        lines.append(f"no message ever from rank {_listed(missing)}")
-    rank = first[0].rank if first else losses[0].ranks[0]
-    return FailureReport(rank=rank, error=error, text="\n".join(lines))
+def records_of(directory: Path, started_s: float) -> Path:
+    """The folder of records of a start, in the run's folder; started_s: Unix time of the start."""
+    return directory / _RECORDS / f"{_START}{started_s:.3f}"
 
 
-def report_alone(loss: AggregatorLoss, reporter: RankStatus, *, silence_s: float) -> FailureReport:
-    """Report the loss of an aggregator by a rank that reaches no other one."""
-    what = loss.describe(silence_s)
-    text = [f"{what}; rank {reporter.rank} reports it and knows no other rank", _line(reporter)]
-    return FailureReport(rank=loss.ranks[0], error=what, text="\n".join(text))
+def new_records(directory: Path, started_s: float) -> Path:
+    """Make that folder, and remove those of all starts but the one before."""
+    folder = records_of(directory, started_s)
+    for old in _starts(directory)[:-1]:
+        shutil.rmtree(old, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def _cause(
-    ranks: list[RankStatus], silence_s: float, stuck_s: float, *, is_watch_lost: bool
-) -> tuple[list[RankStatus], str]:
-    """The ranks that caused the failure, and its description; no rank if a watch was lost
-    instead."""
-    if dead := [s for s in ranks if s.is_dead and not s.failure]:
-        return dead, "died"
-    if silent := [s for s in ranks if s.is_silent]:
-        return silent, f"gave no sign of life for {silence_s:g} s (stopped, or its node is lost)"
-    failed = sorted((s for s in ranks if s.failure), key=lambda s: s.order)
-    if failed and not any(word in failed[0].failure for word in _OUT_OF_TIME):
-        return failed[:1], f"failed: {failed[0].failure}"
-    if is_watch_lost:
-        return [], ""
-    idle = [s for s in ranks if not (s.failure or s.is_gone or s.is_dead)]
-    if apart := [s for s in idle if not s.waits]:
-        return apart, f"has not joined the collective that others have waited for ({stuck_s:g} s)"
-    if failed:
-        return failed[:1], f"failed: {failed[0].failure}"
-    return idle, f"waits for other ranks, as all ranks have for {stuck_s:g} s"
+def newest_records(directory: Path) -> Path:
+    """The folder of records of the last start; one that does not exist if there was none."""
+    return [directory / _RECORDS, *_starts(directory)][-1]
 
 
-def _about(seen: RankStatus, logs: Path | None) -> list[str]:
-    preposition = "last message from" if seen.is_lost else "in"
-    lines = [f"  {preposition} {seen.where}", f"  {seen.place}"]
-    if seen.stack and not seen.failure:
-        lines += _tail(seen.stack, "stack")
-    if seen.failure:
-        return lines + _tail(seen.lines, "traceback")
-    return lines + _tail(last_lines(logs, seen.rank) if logs is not None else [], "log")
+def forget_records(records: Path) -> None:
+    """Empty the folder of records of a start that was ended on purpose."""
+    for path in records.glob("*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
-def last_lines(logs: Path, rank: int) -> list[str]:
+def began_s(records: Path) -> float:
+    """Unix time of the start that a folder of records is of."""
+    return float(records.name.removeprefix(_START))
+
+
+def _starts(directory: Path) -> list[Path]:
+    return sorted((directory / _RECORDS).glob(f"{_START}*"), key=began_s)
+
+
+def in_words(error: BaseException) -> tuple[str, str]:
+    """An exception in one line without its notes, and its traceback, "" where the line is enough
+    (RunError, UserError)."""
+    if isinstance(error, RunError | UserError):
+        return " ".join(str(error).split("\n")), ""
+    line = traceback.format_exception_only(error)[0].strip()
+    return line, "".join(traceback.format_exception(error))
+
+
+def write_failure(folder: Path, failure: RankError) -> None:
+    """Write a rank's failure, unless it has one: what it raised first explains what followed. A
+    disk without room keeps nothing, and the failure goes on."""
+    final = folder / f"failure-{failure.rank}.json"
+    part = folder / f".{final.name}.{secrets.token_hex(4)}"
+    with contextlib.suppress(OSError):
+        try:
+            part.write_text(json.dumps(asdict(failure)), "utf-8")
+            os.link(part, final)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def read_failures(folder: Path) -> dict[int, RankError]:
+    """Failures of a folder by rank. A file that is no failure of this version is left out."""
+    found: dict[int, RankError] = {}
+    for path in sorted(folder.glob("failure-*.json")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            read = json.loads(path.read_text("utf-8"))
+            failure = RankError(**{**read, "kind": FailureKind(read["kind"])})
+            found[failure.rank] = failure
+    return found
+
+
+@contextlib.contextmanager
+def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]:
+    """Write the stacks of all threads to a file on a fatal signal (SIGSEGV, SIGABRT, ...) and when
+    signal `number` comes, also while this process waits in C. chain: the signal does what it did
+    before as well."""
+    was_enabled = faulthandler.is_enabled()
+    with path.open("w") as file:
+        faulthandler.enable(file=file)
+        faulthandler.register(number, file=file, all_threads=True, chain=chain)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(number)
+            _disable(was_enabled, sys.__stderr__)
+
+
+def _disable(was_enabled: bool, stream: IO[str] | None) -> None:
+    faulthandler.disable()
+    if was_enabled and stream is not None:
+        faulthandler.enable(file=stream)
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}.txt"
+
+
+def read_stack(folder: Path, rank: int, *, without: str = "") -> str:
+    """The stacks that a rank wrote, newest thread first and most recent call first; "" if none.
+    without: a function whose threads are left out."""
     try:
-        text = (logs / f"rank-{rank}.log").read_text("utf-8", errors="replace")
+        text = stack_path(folder, rank).read_text("utf-8", errors="replace")
     except OSError:
-        return []
-    return text.splitlines()[-LAST_LINES:]
+        return ""
+    threads = text.strip().split("\n\n")
+    return "\n\n".join(part for part in threads if not without or without not in part)
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    more = len(ranks) - _MOST_OTHERS
-    return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
+def main_stack(text: str) -> list[str]:
+    """Frames of the main thread, most recent call first, in what `read_stack` returns."""
+    *_, thread = ["", *text.split("(most recent call first):\n")[1:]]
+    return thread.partition("\n\n")[0].splitlines()
 
 
-def _more(ranks: Sequence[RankStatus]) -> list[str]:
-    return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
+def fatal_error(text: str) -> str:
+    """The signal that ended the process, as faulthandler writes it: "Aborted"; "" if none did."""
+    return text.rpartition(_FATAL)[2].partition("\n")[0] if _FATAL in text else ""
 
 
-def _tail(lines: list[str], of: str) -> list[str]:
-    return [f"  last lines of its {of}:", *(f"    {line}" for line in lines)] if lines else []
-
-
-def _line(seen: RankStatus) -> str:
-    what = "was running"
-    if seen.failure:
-        what = f"then failed: {seen.failure.splitlines()[-1]}"
-    elif seen.is_dead:
-        what = "then died"
-    elif seen.is_gone:
-        what = "had ended"
-    return f"rank {seen.rank} {what} (in {seen.where})"
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " ..."

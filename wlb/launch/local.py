@@ -3,11 +3,14 @@
 A forkserver that has imported torch forks one process per rank (8 ranks start in about 0.3 s
 instead of 10 s). No process outlives the call or the launching process: every rank leads a process
 group, which is killed with it. Ranks rendezvous through a file, inherit stdout, stderr and the
-current environment, and import `fn` by name.
+current environment, and import `fn` by name. How a failure is told: `wlb.launch.report`.
+
+torch's launchers are not used: when the launching process is killed, theirs leave what a rank has
+started (a planner) behind, and send the ranks SIGINT, which asks ours to save and go on. Elastic's
+agent needs a store with a port besides.
 """
 
 import contextlib
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -16,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -26,7 +29,19 @@ from types import FrameType
 from typing import Any
 
 from wlb.data.leftovers import process_folder, temporary_folder
-from wlb.launch.told import in_words
+from wlb.launch.failure import (
+    DUMP_SIGNAL,
+    FailureKind,
+    RankError,
+    forget_records,
+    new_records,
+    read_stack,
+    stack_path,
+    stacks_to,
+    write_failure,
+)
+from wlb.launch.position import process_status
+from wlb.launch.report import compose_report, is_consequence, keep_report
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
 from wlb.plan import UserError, check_at_least
@@ -47,12 +62,12 @@ PRELOAD = (
 # Modules whose import is slow are imported once in the server instead of once per rank.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
-DUMP_SIGNAL = signal.SIGUSR2
 _STACK_WAIT_S = 2.0
+_STATES = {"T": "its process is stopped", "D": "it waits for a disk or a file server"}
+"""States of a process, as Linux tells them, in which it does not answer a signal."""
 _PEER_WAIT_S = 0.2
-_REPORT_WAIT_S = 10.0
-_LAST_WORD_S = 0.5
-"""Time to wait for the end of a rank that others reported, whose exit code tells how it died."""
+_CAUSE_WAIT_S = 2.0
+"""Time that a rank has to fail by itself after others failed as its peers do."""
 _JOIN_S = 10.0
 
 
@@ -75,19 +90,7 @@ class _RankJob:
     start_group: bool
     group_timeout_s: float
     environment: dict[str, str]
-    stack_file: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Failure:
-    """at_s: time of the failure by the monotonic clock, 0 for a rank that died silently. is_report:
-    `details` is the report of all ranks by their watch."""
-
-    rank: int
-    error: str
-    details: str
-    at_s: float = 0.0
-    is_report: bool = False
+    records: Path  # folder of the ranks' stacks and failures
 
 
 def run_local(
@@ -98,21 +101,27 @@ def run_local(
     device: str = "cpu",
     start_group: bool = False,
     preload: Sequence[str] = (),
-    awaits_report: bool = False,
+    records: Path | None = None,
 ) -> list[Any]:
-    """Return the results of fn(world, *args) on `world_size` local ranks, in rank order.
+    """Return the results of fn(world, *args) on `world_size` local ranks, in rank order. SIGTERM
+    and SIGHUP end this process and the ranks, unless the caller handles them.
 
-    device: "cpu" or "cuda", already chosen. start_group: start and end the process group around
-    `fn`. preload: more modules that the forkserver imports, in the first call of a process.
-    awaits_report: ranks watch each other, so a failure is followed by a report of all ranks.
-    SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them. Raises
-    RankFailure.
+    Args:
+        device: "cpu" or "cuda", already chosen.
+        start_group: Start and end the process group around `fn`.
+        preload: More modules that the forkserver imports, in the first call of a process.
+        records: Folder for what ranks leave behind (`new_records`), in that of the run, where the
+            report of a failure is kept. By default a temporary one.
+
+    Raises:
+        RankFailure: A rank failed, died, or ran for too long.
     """
     check_at_least("world_size", world_size, 1)
     task = _pickled_task(fn, args)
     environment = worlds.environment(OMP_NUM_THREADS=str(worlds.threads_per_rank(world_size)))
     with _signals_exit(), temporary_folder("ranks") as folder:
-        ranks = _LocalRanks(
+        records = records or new_records(folder, time.time())
+        jobs = [
             _RankJob(
                 world=worlds.World(
                     rank=rank,
@@ -128,15 +137,21 @@ def run_local(
                 # Collectives time out later than the launcher, whose report is more informative.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
-                stack_file=str(Path(folder, f"stack-{rank}")),
+                records=records,
             )
             for rank in range(world_size)
-        )
+        ]
+        ranks = _LocalRanks(jobs, records)
         try:
             ranks.start(preload)
-            return ranks.collect(timeout_s, awaits_report=awaits_report)
-        except BaseException:
+            return ranks.collect(timeout_s)
+        except RankFailure:
             ranks.kill()
+            raise
+        except BaseException:
+            # A signal ended this process, as somebody asked: no failure of a rank is to be told.
+            ranks.kill()
+            forget_records(records)
             raise
         finally:
             ranks.join()
@@ -206,8 +221,8 @@ def _own_temporary_files() -> Iterator[None]:
 class _LocalRanks:
     """Processes of a run in rank order, and the pipes that carry their results."""
 
-    def __init__(self, jobs: Iterable[_RankJob]) -> None:
-        self.jobs = list(jobs)
+    def __init__(self, jobs: Sequence[_RankJob], records: Path) -> None:
+        self.jobs, self.records = jobs, records
         self.processes: list[ForkServerProcess] = []
         self.pending: dict[Connection, int] = {}
         self.results: dict[int, Any] = {}
@@ -231,33 +246,31 @@ class _LocalRanks:
             self.processes.append(process)
             sender.close()
 
-    def collect(self, timeout_s: float | None, *, awaits_report: bool = False) -> list[Any]:
+    def collect(self, timeout_s: float | None) -> list[Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
             left = None if end is None else max(0.0, end - time.monotonic())
             ready = wait(list(self.pending), timeout=left)
             if not ready:
                 raise self._out_of_time(timeout_s)
-            failures = self._take(ready)
-            if failures:
-                raise self._failed(failures + self._peers(failures, awaits_report))
+            if failures := self._take(ready):
+                raise self._failed(failures + self._peers(failures))
         return [self.results[rank] for rank in range(len(self.jobs))]
 
-    def _peers(self, first: list[_Failure], awaits_report: bool) -> list[_Failure]:
-        """Collect failures that may have caused the first one, until the ranks' report comes."""
-        failures: list[_Failure] = []
-        end = time.monotonic() + (_REPORT_WAIT_S if awaits_report else _PEER_WAIT_S)
-        while self.pending and (left := end - time.monotonic()) > 0:
-            if any(failure.is_report for failure in first + failures):
+    def _peers(self, first: list[RankError]) -> list[RankError]:
+        """Collect failures that may have caused the first ones."""
+        failures: list[RankError] = []
+        begin = time.monotonic()
+        while self.pending:
+            is_explained = any(not is_consequence(f.error) for f in first + failures)
+            most_s = _PEER_WAIT_S if is_explained else _CAUSE_WAIT_S
+            if (left := begin + most_s - time.monotonic()) <= 0:
                 break
             failures += self._take(wait(list(self.pending), timeout=left))
-        reported = {failure.rank for failure in first + failures if failure.is_report}
-        # A peer may report a rank's death before the end of that rank's own pipe is read.
-        lines = [line for line, rank in self.pending.items() if rank in reported]
-        return failures + self._take(wait(lines, timeout=_LAST_WORD_S) if lines else [])
+        return failures
 
-    def _take(self, ready: Sequence[Any]) -> list[_Failure]:
-        failures: list[_Failure] = []
+    def _take(self, ready: Sequence[Any]) -> list[RankError]:
+        failures: list[RankError] = []
         for receiver in ready:
             rank = self.pending.pop(receiver)
             try:
@@ -266,61 +279,87 @@ class _LocalRanks:
                 message = self._died(rank)
             finally:
                 receiver.close()
-            if isinstance(message, _Failure):
+            if isinstance(message, RankError):
                 failures.append(message)
             else:
                 (self.results[rank],) = message
         return failures
 
-    def _died(self, rank: int) -> _Failure:
+    def _died(self, rank: int) -> RankError:
         process = self.processes[rank]
         process.join(_JOIN_S)
         code = process.exitcode
         error = f"died with exit code {code}"
         if code is not None and code < 0:
             error = f"died from {signal.Signals(-code).name} (exit code {code})"
-        return _Failure(rank=rank, error=error, details=self._stack(rank))
+        return self._failure(rank, FailureKind.DIED, error)
 
-    def _failed(self, failures: list[_Failure]) -> RankFailure:
-        """Return the failure that all ranks report, else the first one; deaths come first."""
-        for report in failures:
-            if report.is_report:
-                died = [
-                    f for f in failures if f.rank == report.rank and not (f.at_s or f.is_report)
-                ]
-                lines = [f"rank {f.rank} {f.error}\n{f.details}".rstrip() for f in died]
-                message = "\n".join([*lines, report.details])
-                error = died[0].error if died else report.error
-                return RankFailure(message, rank=report.rank, error=error)
-        first, *others = sorted(failures, key=lambda failure: failure.at_s)
-        lines = [f"rank {first.rank} of {len(self.jobs)} failed: {first.error}", first.details]
-        alike = [str(other.rank) for other in others if other.error == first.error]
-        if alike:
-            lines.append(f"the same on rank {', '.join(alike)}")
-        lines += [f"then rank {o.rank}: {o.error}" for o in others if o.error != first.error]
-        message = "\n".join(line.rstrip() for line in lines if line)
-        return RankFailure(message, rank=first.rank, error=first.error)
+    def _failure(self, rank: int, kind: FailureKind, error: str) -> RankError:
+        return RankError(
+            rank=rank, world_size=len(self.jobs), kind=kind, error=error, time_s=time.time()
+        )
+
+    def _failed(self, failures: list[RankError]) -> RankFailure:
+        """End all ranks, and report what their files and `failures` say."""
+        failures += self._silent()
+        self.kill()
+        for failure in failures:
+            write_failure(self.records, failure)
+        directory = self.records.parents[1]
+        report = compose_report(directory, known=failures)
+        assert report is not None
+        keep_report(directory, report)
+        return RankFailure(report.text, rank=report.rank, error=report.error)
+
+    def _silent(self) -> list[RankError]:
+        """Let the ranks that work write their stacks; failures of those that do not answer."""
+        return [
+            self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({_STATES[state]})")
+            for rank in self._dump_stacks()
+            if (state := self._state(rank)) in _STATES
+        ]
+
+    def _dump_stacks(self) -> list[int]:
+        """Ask the ranks that work for their stacks; returns those that do not answer."""
+        before = {rank: self._stack_bytes(rank) for rank in self.pending.values()}
+        for rank in before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
+        begin, left = time.monotonic(), sorted(before)
+        # The run's folder may have been moved away, and with it the stacks.
+        while left and self.records.exists() and time.monotonic() < begin + _JOIN_S:
+            time.sleep(0.02)
+            left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
+            # A machine with much to do may be slow, but a process that is stopped never answers.
+            if time.monotonic() > begin + _STACK_WAIT_S and all(
+                self._state(rank) in {*_STATES, ""} for rank in left
+            ):
+                break
+        # The last stack may still be being written.
+        time.sleep(0.05)
+        return left
+
+    def _state(self, rank: int) -> str:
+        """State of a rank's process as Linux tells it, one letter; "" if it is gone."""
+        try:
+            return process_status(_pid(self.processes[rank]))[0].strip("ZX")
+        except OSError:
+            return ""
+
+    def _stack_bytes(self, rank: int) -> int:
+        path = stack_path(self.records, rank)
+        return path.stat().st_size if path.exists() else 0
 
     def _out_of_time(self, timeout_s: float | None) -> RankFailure:
         running = sorted(self.pending.values())
-        for rank in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
-        end = time.monotonic() + _STACK_WAIT_S
-        while time.monotonic() < end and not all(self._stack(rank) for rank in running):
-            time.sleep(0.02)
-        # The last stack may still be being written.
-        time.sleep(0.05)
+        self._dump_stacks()
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
         stacks = [f"--- rank {rank}\n{self._stack(rank) or 'no stack'}" for rank in running]
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
 
     def _stack(self, rank: int) -> str:
-        """The stack that faulthandler wrote, without the thread that watches the launcher."""
-        path = Path(self.jobs[rank].stack_file)
-        text = path.read_text(errors="replace") if path.exists() else ""
-        threads = text.strip().split("\n\n")
-        return "\n\n".join(thread for thread in threads if _end_with_parent.__name__ not in thread)
+        """The stacks of a rank, without the thread that ends it with the launcher."""
+        return read_stack(self.records, rank, without=_end_with_parent.__name__)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -346,66 +385,24 @@ def _pid(process: ForkServerProcess) -> int:
     return process.pid
 
 
-class _ResultPipe:
-    """The pipe of a rank to its launcher, which reads one message."""
-
-    def __init__(self, sender: Connection) -> None:
-        self._sender = sender
-        self._lock = threading.Lock()
-        self._is_used = False
-
-    def send(self, message: bytes) -> None:
-        """Send the first message and drop later ones."""
-        with self._lock:
-            if not self._is_used:
-                self._is_used = True
-                self._sender.send_bytes(message)
-
-
-_result_pipe: _ResultPipe | None = None
-
-
-def report_failure(rank: int, error: str, text: str) -> bool:
-    """Make `run_local` fail because of `rank`, with a report of all ranks, from any thread. Returns
-    False, without effect, in a process that `run_local` did not start."""
-    if _result_pipe is None:
-        return False
-    _result_pipe.send(pickle.dumps(_Failure(rank=rank, error=error, details=text, is_report=True)))
-    return True
-
-
-def is_launched() -> bool:
-    """Whether this process is a rank that `run_local` started."""
-    return _result_pipe is not None
-
-
 def _rank_main(job: _RankJob, sender: Connection) -> None:
     """Main function of a rank: send its result or its failure as one message."""
-    global _result_pipe
-    _result_pipe = _ResultPipe(sender)
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worlds.adopt_environment(job.environment)
-    with open(job.stack_file, "w") as stack:
-        faulthandler.enable(file=stack)
-        faulthandler.register(DUMP_SIGNAL, file=stack, all_threads=True)
+    with stacks_to(stack_path(job.records, job.world.rank), DUMP_SIGNAL):
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            summary, details = in_words(error)
-            failure = _Failure(
-                rank=job.world.rank, error=summary, details=details, at_s=time.monotonic()
-            )
-            _result_pipe.send(pickle.dumps(failure))
+            failure = RankError.of(error, job.world.rank, job.world.world_size)
+            write_failure(job.records, failure)
+            sender.send_bytes(pickle.dumps(failure))
             sys.stdout.flush()
             sys.stderr.flush()
             # The launcher kills this process; leaving earlier would make peers fail.
             time.sleep(_JOIN_S)
         else:
-            _result_pipe.send(message)
-        finally:
-            faulthandler.unregister(DUMP_SIGNAL)
-            faulthandler.disable()
+            sender.send_bytes(message)
 
 
 def _run_task(job: _RankJob) -> Any:

@@ -20,6 +20,7 @@ from wlb.packing.ilp.packers import solve_var_len as solve_var_len
 from wlb.packing.ilp.solvers import Solver as Solver
 from wlb.packing.original import OriginalPacker as OriginalPacker
 from wlb.packing.original import WindowCut as WindowCut
+from wlb.packing.policies import PACKERS as PACKERS
 from wlb.packing.policies import baseline_for as baseline_for
 from wlb.packing.policies import caps_of as caps_of
 from wlb.packing.policies import first_with_room as first_with_room
@@ -31,6 +32,7 @@ from wlb.packing.refine import refine as refine
 from wlb.packing.saved import PackedBatches as PackedBatches
 from wlb.packing.saved import Packs as Packs
 from wlb.packing.saved import SavedPacker as SavedPacker
+from wlb.packing.slots import CarrySlots as CarrySlots
 from wlb.packing.study.measure import PackingRun as PackingRun
 from wlb.packing.study.measure import PackingSummary as PackingSummary
 from wlb.packing.study.measure import label_weights as label_weights

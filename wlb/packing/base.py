@@ -13,6 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from wlb.cost import WorkloadModel
+from wlb.packing.slots import CarrySlots
 from wlb.plan import (
     Carry,
     GlobalBatch,
@@ -145,12 +146,15 @@ def _priced(pieces: Pieces, cost_ns: IntLike) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPacker:
-    """Base of policies; a policy sets `policy` and implements `push`. options: those of every
-    policy.
+    """Base of policies; a policy sets `policy` and implements `push`.
+
+    `slots` and `batches_wait` are what a carry that was read is held against.
     """
 
-    options: PackerOptions
+    options: PackerOptions  # those of every policy
     policy: ClassVar[str]
+    slots: ClassVar[CarrySlots] = CarrySlots.ANY
+    batches_wait: ClassVar[bool] = True  # whether pieces may be due in a step after the next one
 
     @property
     def num_micro_batches(self) -> int:

@@ -17,6 +17,7 @@ from wlb.packing.base import PolicyPacker, Pushed, check_fits, check_s_max
 from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.packing.refine import refine
 from wlb.packing.release import choose
+from wlb.packing.slots import CarrySlots
 from wlb.packing.var_len import place
 from wlb.packing.waiting import StepLimits, fitting
 from wlb.plan import (
@@ -55,6 +56,8 @@ class BoundedPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "bounded"
+    slots: ClassVar[CarrySlots] = CarrySlots.ONE
+    batches_wait: ClassVar[bool] = False
     s_max: int
     step_tokens: int | None = None
     max_delay: int = 10

@@ -15,6 +15,7 @@ import numpy as np
 
 from wlb.packing.base import LEFTOVER, STEP_ORDER, PolicyPacker, Pushed, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
+from wlb.packing.slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, hold_whole
 
 
@@ -29,6 +30,7 @@ class CapacityPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "capacity"
+    slots: ClassVar[CarrySlots] = CarrySlots.NUMBERED
     method: BinMethod = BinMethod.BEST_FIT_DECREASING
     capacity: int | None = None
     pack_batches: int = 1

@@ -13,6 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits
+from wlb.packing.slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, check_at_least
 
 STEPS_SORTED = 50
@@ -27,6 +28,8 @@ class ExamplesPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "examples"
+    slots: ClassVar[CarrySlots] = CarrySlots.ONE
+    batches_wait: ClassVar[bool] = False
     examples: int
     by_length: bool = False
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from wlb.packing.base import STEP_ORDER, PolicyPacker, Pushed, permuted
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
+from wlb.packing.slots import CarrySlots
 from wlb.plan import (
     Carry,
     GlobalBatch,
@@ -61,6 +62,7 @@ class FixedPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "fixed"
+    slots: ClassVar[CarrySlots] = CarrySlots.HELD
     window_batches: int = 1
     grouping: StepGrouping = StepGrouping.BY_LOAD
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits
 from wlb.packing.fixed import Part, cut_into, parts_that_fill
+from wlb.packing.slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 
@@ -33,6 +34,8 @@ class OriginalPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "original"
+    slots: ClassVar[CarrySlots] = CarrySlots.WINDOWS
+    batches_wait: ClassVar[bool] = False
     cut: WindowCut = WindowCut.ANYWHERE
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:

@@ -5,17 +5,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wlb.cost import WorkloadModel, token_caps
-from wlb.packing.base import Packer, PackerOptions
+from wlb.packing.base import Packer, PackerOptions, PolicyPacker
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
 from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
+from wlb.packing.ilp.packers import IlpFixedPacker, IlpVarLenPacker
 from wlb.packing.original import OriginalPacker
 from wlb.packing.prices import PriceRange
+from wlb.packing.saved import SavedPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError
 from wlb.spec import PackingSection, Policy, RunSpec, check
 
+PACKERS: tuple[type[PolicyPacker], ...] = (
+    BoundedPacker,
+    CapacityPacker,
+    ExamplesPacker,
+    FixedPacker,
+    IlpFixedPacker,
+    IlpVarLenPacker,
+    OriginalPacker,
+    SavedPacker,
+    VarLenPacker,
+)
 GIB = 1 << 30
 MOST_AUTOMATIC_WINDOWS = 2
 """Longest S_max, in context windows, that packing.s_max = 0 chooses; longer ones would leave too

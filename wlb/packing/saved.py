@@ -17,6 +17,7 @@ import numpy as np
 from wlb.data import MOST_COUNT, Source, SourceBatches
 from wlb.data.batches import IDENTITY, check_state, hold_given, identity_of
 from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
+from wlb.packing.slots import CarrySlots
 from wlb.plan import (
     Carry,
     Documents,
@@ -226,6 +227,8 @@ class SavedPacker(PolicyPacker):
     """Divides the documents of `PackedBatches` as they were divided. Nothing ever waits."""
 
     policy: ClassVar[str] = "saved"
+    slots: ClassVar[CarrySlots] = CarrySlots.ONE
+    batches_wait: ClassVar[bool] = False
     packs: Packs
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:

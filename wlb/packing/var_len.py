@@ -17,6 +17,7 @@ import numpy as np
 from wlb.packing.base import LEFTOVER, PolicyPacker, Pushed, check_fits, check_s_max
 from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
+from wlb.packing.slots import CarrySlots
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -45,6 +46,8 @@ class VarLenPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "var_len"
+    slots: ClassVar[CarrySlots] = CarrySlots.BY_LENGTH
+    batches_wait: ClassVar[bool] = False
     s_max: int
     queue_thresholds: tuple[int, ...]
     step_tokens: int | None = None

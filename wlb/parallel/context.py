@@ -77,14 +77,6 @@ class CallOnDevice(NamedTuple):
         return [x for x in found if isinstance(x, Tensor)]
 
 
-class RelayTensors(NamedTuple):
-    """`RelayedRows`: index and returned on the device, splits on the host."""
-
-    index: Tensor
-    splits: Tensor
-    returned: Tensor
-
-
 class GatherAgain(NamedTuple):
     """The rows that backward gathers again, and the slots that bring them to attention's
     backward."""
@@ -101,9 +93,8 @@ class ContextAttention:
     segments: of the call that reads the rank's own keys: with all others, or of `own`. calls, own:
     see `AttentionRows`; calls is empty with one CP rank. sent (of each stage [N]), returned [W, T]
     and, on the host, splits [stages, 2, cp]: see `SentRows`; without entries or None with an
-    all-gather. relay: see `RelayedRows`. near_name: the group in which rows are passed on, of the
-    same ranks, so that what stays in a node does not wait for what leaves it. `from_plan` compares
-    the ranks' arguments; the executor, whose plans' digests are compared, uses `from_rows`.
+    all-gather. `from_plan` compares the ranks' arguments; the executor, whose plans' digests are
+    compared, uses `from_rows`.
     """
 
     segments: Segments
@@ -120,8 +111,6 @@ class ContextAttention:
     returned: Tensor | None = None
     splits: Tensor | None = None
     own: CallOnDevice | None = None
-    relay: RelayTensors | None = None
-    near_name: str = ""
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
@@ -135,8 +124,7 @@ class ContextAttention:
             list(self.sent),
             self.returned,
             self.splits,
-            None if self.relay is None else self.relay.returned,
-            *self._groups,
+            *(self.cp, self.group_name),
             self.wire_dtype,
             self.fused,
         )
@@ -177,7 +165,7 @@ class ContextAttention:
         else:
             out_THD, _, slots = attend_while_gathering(
                 *(q_THD, *local, *begun, *self._own_and_stages(self.own)),
-                *(self.backend, *self._groups, *kept),
+                *(self.backend, self.cp, self.group_name, *kept),
             )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
@@ -188,8 +176,7 @@ class ContextAttention:
         inverses = [x.inverse for x in self.calls]
         of_own, softcap = own.segments.lengths, self.segments.scores.softcap
         tensors = (own.index, own.inverse, *of_own[:2], *stages, inverses)
-        relay = (None,) * 3 if self.relay is None else self.relay
-        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits, *relay)
+        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits)
         return *tensors, *exchanged, *of_own[2:], list(max_q), list(max_k), softcap
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
@@ -197,17 +184,10 @@ class ContextAttention:
         if attended is None:
             return x_SC + y_SC
         slots, *local = attended
-        relay = None if self.relay is None else self.relay.returned
-        how = (self.splits, *self._groups, len(slots))
-        stages = (*slots, *(call.inverse for call in self.calls), *self.sent, relay)
+        how = (self.splits, self.cp, self.group_name, len(slots))
+        stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
         out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
         return out
-
-    @property
-    def _groups(self) -> tuple[int, str, str]:
-        """cp, and the names of the first stage's group and of the others'."""
-        later = self.near_name if self.relay is not None else ""
-        return self.cp, self.group_name, later or self.group_name
 
     @property
     def wire_dtype(self) -> torch.dtype:
@@ -223,7 +203,6 @@ class ContextAttention:
             return [x for x in self.segments.lengths if isinstance(x, Tensor)]
         calls = self.calls if self.own is None else (*self.calls, self.own)
         found = [x for call in calls for x in call.tensors] + list(self.sent)
-        found += [] if self.relay is None else [self.relay.index, self.relay.returned]
         return found if self.returned is None else [*found, self.returned]
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
@@ -252,7 +231,6 @@ class ContextAttention:
         gradient_dtype: torch.dtype = torch.float32,
         fused: bool = False,
         on_device: Mapping[str, Tensor] | None = None,
-        near: dist.ProcessGroup | None = None,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
@@ -289,8 +267,6 @@ class ContextAttention:
             sent=tuple(on_device[f"sent {s}"] for s in stages),
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
-            relay=_relay(rows, on_device),
-            near_name="" if near is None else near.group_name,
             keep_gathered_kv=keep_gathered_kv,
             gradient_dtype=gradient_dtype,
             fused=fused,
@@ -426,13 +402,6 @@ def _call(
     return CallOnDevice(segments, index, inverse, on_device.get(f"query_rows {name}"))
 
 
-def _relay(rows: AttentionRows, on_device: Mapping[str, Tensor]) -> RelayTensors | None:
-    if rows.sent is None or rows.sent.relay is None:
-        return None
-    splits = torch.from_numpy(rows.sent.relay.splits)
-    return RelayTensors(on_device["relay"], splits, on_device["relay returned"])
-
-
 def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     """Arrays that attention needs on the device, named "kv_index 0" by stage or "kv_index own";
     empty with one CP rank."""
@@ -444,8 +413,6 @@ def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
     if rows.sent is not None:
         found |= {f"sent {s}": index for s, index in enumerate(rows.sent.index)}
         found["returned"] = rows.sent.returned
-        if rows.sent.relay is not None:
-            found |= {"relay": rows.sent.relay.index, "relay returned": rows.sent.relay.returned}
     return {name: array for name, array in found.items() if array is not None}
 
 

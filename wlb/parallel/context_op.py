@@ -29,19 +29,16 @@ def start_gather(
     splits: Tensor | None,
     cp: int,
     group_name: str,
-    later_name: str,
 ) -> list[Tensor]:
     """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage. splits: see
-    `SentRows`; it is on the host, so that nothing waits for the device. later_name: the group of
-    all stages but the first."""
+    `SentRows`; it is on the host, so that nothing waits for the device."""
     both = torch.stack([k_TGD, v_TGD], 1)
     if splits is None:
         parts = both.split(returned_rows(inverse_UR, sent_N, cp))
         return [_collectives.all_gather_into_tensor(x, cp, group_name) for x in parts]
-    names = [group_name, *[later_name] * (len(sent_N) - 1)]
     return [
-        _collectives.all_to_all_single(both.index_select(0, index), received, sent, name)
-        for index, (received, sent), name in zip(sent_N, splits.tolist(), names, strict=True)
+        _collectives.all_to_all_single(both.index_select(0, index), received, sent, group_name)
+        for index, (received, sent) in zip(sent_N, splits.tolist(), strict=True)
     ]
 
 
@@ -53,22 +50,6 @@ def start_return(
     if splits is None:
         return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", cp, group_name)
     received, sent = splits[stage].tolist()
-    return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
-
-
-def pass_on(landed: Tensor, index_M: Tensor, splits: Tensor, group_name: str) -> Tensor:
-    """Start bringing rows that landed on ranks of this node to those that read them, [R, 2, G, D];
-    see `RelayedRows`."""
-    received, sent = splits.tolist()
-    return _collectives.all_to_all_single(
-        landed.index_select(0, index_M), received, sent, group_name
-    )
-
-
-def return_to_landing(dkv_R2GD: Tensor, splits: Tensor, group_name: str) -> Tensor:
-    """Start bringing gradients to where their rows landed, those of each reader after the
-    other's."""
-    received, sent = splits.tolist()
     return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
 
 
@@ -113,25 +94,14 @@ def gradient_slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
-def arriving_rows(inverse_UR: list[Tensor], relay_WL: Tensor | None) -> list[int]:
-    """Rows that each stage brings; where rows are passed on, the first brings those that land."""
-    rows = [inverse.shape[1] for inverse in inverse_UR]
-    return rows if relay_WL is None else [relay_WL.shape[1], *rows[1:]]
-
-
-def gathered_rows(
-    like: Tensor, inverse_UR: list[Tensor], relay_WL: Tensor | None = None
-) -> list[Tensor]:
+def gathered_rows(like: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
     """Buffers for the rows that arrive, without values."""
-    return [gathered_like(like, rows) for rows in arriving_rows(inverse_UR, relay_WL)]
+    return [gathered_like(like, inverse.shape[1]) for inverse in inverse_UR]
 
 
-def slots_again(
-    k_TGD: Tensor, inverse_UR: list[Tensor], relay_WL: Tensor | None = None
-) -> list[Tensor]:
+def slots_again(k_TGD: Tensor, inverse_UR: list[Tensor]) -> list[Tensor]:
     """Slots for the gather of backward, [R, 2, G, D] each."""
-    rows = arriving_rows(inverse_UR, relay_WL)
-    return [gradient_slot(k_TGD, num, k_TGD.dtype) for num in rows]
+    return [gradient_slot(k_TGD, inverse.shape[1], k_TGD.dtype) for inverse in inverse_UR]
 
 
 def returned_rows(inverse_UR: list[Tensor], sent_N: list[Tensor], cp: int) -> list[int]:
@@ -149,15 +119,13 @@ def _fake_gather(
     sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
-    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
-    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    return gathered_rows(k_TGD, inverse_UR, relay_WL), *slots
+    return gathered_rows(k_TGD, inverse_UR), *slots
 
 
 @custom_op("gather_kv", fake=_fake_gather)
@@ -168,10 +136,8 @@ def gather_kv(
     sent_N: list[Tensor],
     returned_WT: Tensor | None,
     splits: Tensor | None,
-    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
-    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
@@ -181,11 +147,11 @@ def gather_kv(
     The second result is the slots for the gradients of the local K and V, of the stages' rows
     together [T, 2, G, D], or [N, 2, G, D] before they are added up, which travel in dtype `wire`.
     Backward waits for them: autograd runs it after the nodes of q, which are made later. The third
-    is a slot for gradients that do not travel (`overlap_op`), [T, 2, G, D]. inverse_UR and relay_WL
-    (`RelayedRows.returned`) are read for R only.
+    is a slot for gradients that do not travel (`overlap_op`), [T, 2, G, D]. inverse_UR is read
+    for R only.
     """
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    how = (cp, group_name, later_name)
+    how = (cp, group_name)
     return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how), *slots
 
 
@@ -238,7 +204,7 @@ def _keep_dtype(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> N
 def _receive(
     ctx: Any, _: Any, returning: list[Tensor | None], own_T2GD: Tensor | None
 ) -> tuple[Any, ...]:
-    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 8)
+    none = ([None] * ctx.num_stages, [None] * ctx.num_sent, *(None,) * 6)
     if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
@@ -249,9 +215,9 @@ gather_kv.register_autograd(_receive, setup_context=_keep_dtype)
 
 
 def _fake_gather_again(
-    _: Tensor, k_TGD: Tensor, _v: Tensor, inverse_UR: list[Tensor], *arguments: Any
+    _: Tensor, k_TGD: Tensor, _v: Tensor, inverse_UR: list[Tensor], *_arguments: Any
 ) -> list[Tensor]:
-    return gathered_rows(k_TGD, inverse_UR, arguments[2])
+    return gathered_rows(k_TGD, inverse_UR)
 
 
 @custom_op("gather_kv_again", fake=_fake_gather_again)
@@ -262,14 +228,12 @@ def gather_kv_again(
     inverse_UR: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
-    relay_WL: Tensor | None,
     cp: int,
     group_name: str,
-    later_name: str,
 ) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    how = (cp, group_name, later_name)
+    how = (cp, group_name)
     return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how)
 
 
@@ -278,7 +242,7 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     tensors: of every stage context_attend's slot, whose gradient brings the gather to its backward,
     so that the MLP's and o_proj's products lie between its start and its wait; then the stages'
-    inverse_UR and sent_N, and relay_WL. Never two of them: torch.compile (2.13) takes a forward
+    inverse_UR and sent_N. Never two of them: torch.compile (2.13) takes a forward
     with as many arguments as parameters, of which `*tensors` is one, for one without ctx.
     """
 
@@ -292,11 +256,10 @@ class AddAndGatherAgain(torch.autograd.Function):
         splits: Tensor | None,
         cp: int,
         group_name: str,
-        later_name: str,
         num_stages: int,
-        *tensors: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.how, ctx.num_stages = (cp, group_name, later_name), num_stages
+        ctx.how, ctx.num_stages = (cp, group_name), num_stages
         ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
         return x_SC + y_SC
 
@@ -305,11 +268,11 @@ class AddAndGatherAgain(torch.autograd.Function):
         (grad_SC,) = grads
         k_TGD, v_TGD, splits, *rest = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_stages
-        if ctx.needs_input_grad[9]:
-            inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages : -1]
-            how = (splits, rest[-1], *ctx.how)
+        if ctx.needs_input_grad[8]:
+            inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
+            how = (splits, *ctx.how)
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
-        return grad_SC, grad_SC, *(None,) * 7, *gathering, *(None,) * len(rest)
+        return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(rest)
 
 
 def _fake_attend(
@@ -400,7 +363,7 @@ def context_attend_backward(
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        how = (cp, group_name, group_name)
+        how = (cp, group_name)
         gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, *how)
         (kv_gather,) = gathers
         del gathers

@@ -222,7 +222,6 @@ class Executor:
         return ContextAttention.from_rows(
             index,
             group=self.mesh.group("cp") if self.mesh.parallel.cp > 1 else None,
-            near=self.mesh.near,
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,

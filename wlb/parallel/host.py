@@ -82,7 +82,7 @@ def gather_rows(own: Tensor) -> Tensor | None:
 
 
 class HostCost(NamedTuple):
-    """Costs of a job's Gloo groups, rendezvous store and watch. sockets, root_sockets: of a rank
+    """Costs of a job's Gloo groups and rendezvous store. sockets, root_sockets: of a rank
     and of rank 0. messages: in a row for a sum over all ranks. store_requests, store_bytes: to rank
     0's store, by all ranks. full_mesh_*: of one Gloo group that connects everybody, for comparison.
     """
@@ -105,14 +105,14 @@ def host_cost(world_size: int) -> HostCost:
 
     Two Gloo groups (hosts, checkpoints) each connect a rank with those 2^k before and after it: the
     ring, Gloo's barrier and broadcast, and the trees above; by two sockets for a moment where both
-    sides connect at the same time. A rank also has a socket to its node's watch. Rank 0 gathers
-    checkpoints' plans from everybody in both groups (torch.distributed.checkpoint saves on one and
-    loads on the other), hosts the store, and gets timelines.
+    sides connect at the same time. Rank 0 gathers checkpoints' plans from everybody in both groups
+    (torch.distributed.checkpoint saves on one and loads on the other), hosts the store, and gets
+    timelines.
     """
     n = world_size
     peers = {(sign * 2**k) % n for k in range((n - 1).bit_length()) for sign in (1, -1)} - {0}
-    listener, store, watch = 1, 1, 1
-    each = 2 * (2 * len(peers) + listener) + store + watch
+    listener, store = 1, 1
+    each = 2 * (2 * len(peers) + listener) + store
     gathered = n - 1 - len(peers)
     root = each + 2 * gathered + min(MOST_TIMED, n) + n + listener
     lookups = 2 * n * len(peers) + 2 * gathered

@@ -34,8 +34,6 @@ EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
 """Axes of the mesh of experts: dp x cp x tp as (copies of experts, FSDP of experts, different
 experts). As torchtitan has it, copies are those of other parameters (HSDP), so that an EP group
 lies within the ranks of one copy; without HSDP the first axis is missing."""
-NEAR = "cp_near"
-"""A second communicator of a CP group, for rows that stay in a node (`wlb.plan.relay`)."""
 
 
 class Coordinates(NamedTuple):
@@ -68,7 +66,6 @@ class Mesh:
     fsdp: DeviceMesh  # dp and cp flattened, dp major
     sharding: DeviceMesh  # what FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
     experts: DeviceMesh | None = None  # axes pp and `expert_axes`, for a model with experts
-    near: dist.ProcessGroup | None = None  # `NEAR`, of a run whose CP ranks pass rows on
     # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`): with one neighbour, or
     # alone. Empty without a pipeline.
     links: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -95,7 +92,7 @@ class Mesh:
         """The groups of every axis, of `fsdp`, of `sharding` and of `links`."""
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
-        return [*groups, *self.links.values(), *([] if self.near is None else [self.near])]
+        return [*groups, *self.links.values()]
 
     @property
     def shard_size(self) -> int:
@@ -144,8 +141,6 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
     if mesh.experts is not None:
         groups += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
-    if mesh.near is not None:
-        groups.append((NEAR, mesh.near))
     named: dict[str, tuple[str, dist.ProcessGroup]] = {}
     for name, group in groups:
         if group is not None and group.size() > 1:
@@ -154,16 +149,10 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
 
 
 def build_mesh(
-    parallel: ParallelSpec,
-    device: torch.device,
-    *,
-    shard_size: int = 0,
-    passes_on: bool = False,
-    experts: bool = False,
+    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, experts: bool = False
 ) -> Mesh:
     """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
-    the weights, a divisor of dp * cp; 0 = all of them. passes_on: whether CP ranks may pass rows
-    on within a node. experts: whether the model has any."""
+    the weights, a divisor of dp * cp; 0 = all of them. experts: whether the model has any."""
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
@@ -181,7 +170,6 @@ def build_mesh(
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
         experts=_experts(ranks, parallel, device, shard_size) if experts else None,
-        near=_near(device_mesh) if passes_on and parallel.cp > 1 else None,
         links={kind: _own_of(parts, kind) for kind, parts in link_members(parallel).items()},
     )
 
@@ -198,17 +186,6 @@ def _own_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
         made = dist.new_group(own, use_local_synchronization=True, group_desc=name)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _near(device_mesh: DeviceMesh) -> dist.ProcessGroup:
-    """A second group of the ranks of this rank's CP group."""
-    cp = device_mesh["cp"]
-    if cp.size() == dist.get_world_size():
-        # torch would take the world's group, which is CP's as well.
-        made = dist.new_group()
-        assert isinstance(made, dist.ProcessGroup)
-        return made
-    return cp._unflatten(0, (1, cp.size()), ("cp_alone", NEAR)).get_group(NEAR)
 
 
 def _experts(

@@ -2,10 +2,8 @@
 
 wlb::attend_while_gathering and its backward take the place of wlb::context_attend's. Each call
 hides the next stage's transfer; results are merged by their log-sum-exps, which is exact. Backward
-takes own keys last, so that gradients travel while others compute. Where rows are passed on within
-a node (`RelayedRows`), stage 0 has those of other nodes, which forward computes last and backward
-first. Shapes, besides those of `context_op`: T2 query rows and K2 keys of a stage's call, K1 keys
-of the first; M rows that are passed on of L that landed.
+takes own keys last, so that gradients travel while others compute. Shapes, besides those of
+`context_op`: T2 query rows and K2 keys of a stage's call, K1 keys of the first.
 """
 
 from typing import Any, NamedTuple
@@ -20,9 +18,7 @@ from wlb.parallel.context_op import (
     gathered_like,
     gradient_slot,
     gradients_by_row,
-    pass_on,
     reads_buffer,
-    return_to_landing,
     returned_rows,
     segment_keys,
     slots_again,
@@ -114,46 +110,6 @@ class _QueryGradient:
         return dq_THD
 
 
-class _WayBack(NamedTuple):
-    """How gradients of K and V go to the ranks of their rows: arguments of backward's op."""
-
-    splits: Tensor | None
-    relay_splits: Tensor | None
-    relay_WL: Tensor | None
-    cp: int
-    group_name: str
-    later_name: str
-    wire: torch.dtype
-    fused: bool
-
-    def start(self, dkv_R2GD: Tensor, stage: int) -> Tensor:
-        """Send a stage's: to the rows' ranks, or to where they landed."""
-        sent = dkv_R2GD.to(self.wire)
-        if stage == 0 and self.relay_splits is not None:
-            return return_to_landing(sent, self.relay_splits, self.later_name)
-        name = self.later_name if stage else self.group_name
-        return start_return(sent, self.splits, stage, self.cp, name)
-
-    def go_on(self, returning: Tensor) -> Tensor:
-        """Add up over readers what came back to landed rows, and send it to the rows' ranks."""
-        if self.relay_WL is None:
-            return returning
-        back = _collectives.wait_tensor(returning)
-        landed = gradients_by_row(back[:, 0], back[:, 1], self.relay_WL, fused=self.fused)
-        return start_return(landed.to(self.wire), self.splits, 0, self.cp, self.group_name)
-
-
-def _with_passed_on(
-    arriving: list[Tensor], relay_M: Tensor | None, relay_splits: Tensor | None, near_name: str
-) -> list[Tensor]:
-    """`arriving`, with the first stage's rows on their way from the ranks where they landed to
-    those that read them; unchanged if no rows are passed on."""
-    if relay_M is None or relay_splits is None:
-        return list(arriving)
-    landed = _collectives.wait_tensor(arriving[0])
-    return [pass_on(landed, relay_M, relay_splits, near_name), *arriving[1:]]
-
-
 def _backward_of(
     rows: Tensor,
     call: _Call,
@@ -200,9 +156,6 @@ def attend_while_gathering(
     cu_k: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
-    relay_M: Tensor | None,
-    relay_splits: Tensor | None,
-    relay_WL: Tensor | None,
     own_max_q: int,
     own_max_k: int,
     max_q: list[int],
@@ -211,7 +164,6 @@ def attend_while_gathering(
     backend: str,
     cp: int,
     group_name: str,
-    later_name: str,
     keep_gathered: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -229,20 +181,18 @@ def attend_while_gathering(
     out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
     del both, out, lse
     stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
-    arriving = _with_passed_on(arriving, relay_M, relay_splits, later_name)
-    order = range(len(query_rows))
-    for s in order if relay_M is None else reversed(order):
+    for s in range(len(query_rows)):
         rows, call = stages.of(s)
         kv_R2GD = _collectives.wait_tensor(arriving[s])
         k, v = segment_keys(kv_R2GD, call.index, call.segments, backend)
         other = forward(backend, q_THD.index_select(0, rows), k, v, call.segments)
         _merge(out_THD, lse_HT, other, rows)
         del kv_R2GD, k, v, other
-    return out_THD.to(q_THD.dtype), lse_HT, slots_again(k_TGD, inverse_UR, relay_WL)
+    return out_THD.to(q_THD.dtype), lse_HT, slots_again(k_TGD, inverse_UR)
 
 
 def _returned(arguments: tuple[Any, ...]) -> list[int]:
-    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[22]
+    inverse_UR, sent_N, cp = arguments[8], arguments[11], arguments[19]
     return returned_rows(inverse_UR, sent_N, cp)
 
 
@@ -275,9 +225,6 @@ def attend_while_gathering_backward(
     cu_k: list[Tensor],
     sent_N: list[Tensor],
     splits: Tensor | None,
-    relay_M: Tensor | None,
-    relay_splits: Tensor | None,
-    relay_WL: Tensor | None,
     own_max_q: int,
     own_max_k: int,
     max_q: list[int],
@@ -286,7 +233,6 @@ def attend_while_gathering_backward(
     backend: str,
     cp: int,
     group_name: str,
-    later_name: str,
     wire: torch.dtype,
     fused: bool,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -295,12 +241,10 @@ def attend_while_gathering_backward(
     own use, [T, 2, G, D]. arriving: empty to gather K and V again."""
     of_own = Segments.of(own_cu_q, own_cu_k, own_max_q, own_max_k, 0, softcap)
     own = _Call(of_own, own_index, own_inverse)
-    where = (inverse_UR, sent_N, splits, cp, group_name, later_name)
-    arriving = arriving or start_gather(k_TGD, v_TGD, *where)
-    arriving = _with_passed_on(arriving, relay_M, relay_splits, later_name)
+    where = (inverse_UR, sent_N, splits, cp, group_name)
+    arriving = list(arriving or start_gather(k_TGD, v_TGD, *where))
     of_queries = _QueryGradient(q_THD, len(query_rows))
     stages = _Stages(query_rows, index_K2, inverse_UR, cu_q, cu_k, max_q, max_k, softcap)
-    way = _WayBack(splits, relay_splits, relay_WL, cp, group_name, later_name, wire, fused)
     returning: list[Tensor] = []
     of_all = (q_THD, grad_THD, out_THD, lse_HT)
     for s, rows in enumerate(query_rows):
@@ -309,9 +253,8 @@ def attend_while_gathering_backward(
         dq, dkv_R2GD = _backward_of(*stages.of(s), kv_R2GD, *of_all, backend, fused=fused)
         del kv_R2GD
         of_queries.add(dq, rows)
-        returning.append(way.start(dkv_R2GD, s))
+        returning.append(start_return(dkv_R2GD.to(wire), splits, s, cp, group_name))
         del dq, dkv_R2GD
-    returning[0] = way.go_on(returning[0])
     keys = segment_keys(torch.stack([k_TGD, v_TGD], 1), own_index, of_own, backend)
     saved = SavedTensors(q_THD, *keys, out_THD, lse_HT)
     own_dq, own_T2GD = own.backward(backend, grad_THD, saved, fused=fused)
@@ -324,15 +267,15 @@ _NUM_BEFORE = 10
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     q_THD, k_TGD, v_TGD, arriving, slots, _, *own = inputs[:_NUM_BEFORE]
-    lists, exchange = inputs[_NUM_BEFORE : _NUM_BEFORE + 6], inputs[_NUM_BEFORE + 6 :][:4]
-    *static, keep_gathered, fused = inputs[_NUM_BEFORE + 10 :]
+    lists, splits = inputs[_NUM_BEFORE : _NUM_BEFORE + 6], inputs[_NUM_BEFORE + 6]
+    *static, keep_gathered, fused = inputs[_NUM_BEFORE + 7 :]
     ctx.static = (*static, slots[0].dtype, fused)
     ctx.num_arriving, ctx.keeps_gathered = len(arriving), keep_gathered
     kept = arriving if keep_gathered else []
     ctx.sizes = [len(kept), *(len(tensors) for tensors in lists)]
     out_THD, lse_HT, _ = output
     flat = [tensor for tensors in (kept, *lists) for tensor in tensors]
-    ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_HT, *own, *exchange, *flat)
+    ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_HT, *own, splits, *flat)
     ctx.set_materialize_grads(False)
 
 
@@ -341,19 +284,19 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     _, *sizes = ctx.sizes
     empty = [None] * ctx.num_arriving
-    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 15)
+    rest = (*(None,) * 4, *([None] * size for size in sizes), *(None,) * 11)
     # Only the log-sum-exp was differentiated.
     if grad_THD is None:
         return None, None, None, empty, empty, None, *rest
     q_THD, k_TGD, v_TGD, out_THD, lse_HT, *saved = ctx.saved_tensors
-    own, exchange, flat = saved[:4], saved[4:8], saved[8:]
+    own, splits, flat = saved[:4], saved[4], saved[5:]
     ends = [sum(ctx.sizes[: i + 1]) for i in range(len(ctx.sizes))]
     arriving, *lists = (flat[end - size : end] for end, size in zip(ends, ctx.sizes, strict=True))
     if gathering[0] is not None and not ctx.keeps_gathered:
         arriving = gathering
     dq_THD, returning, own_T2GD = attend_while_gathering_backward(
         *(grad_THD, q_THD, k_TGD, v_TGD, arriving, out_THD, lse_HT),
-        *(*own, *lists, *exchange, *ctx.static),
+        *(*own, *lists, splits, *ctx.static),
     )
     return dq_THD, None, None, empty, returning, own_T2GD, *rest
 

@@ -4,9 +4,8 @@ Local rows are the tokens of the rank's spans in order, then padding to T_local.
 attention segment of its own with label IGNORE, so it affects neither loss nor gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,9 +18,7 @@ from wlb.plan import (
     Layout,
     MicroBatch,
     RankSpans,
-    Relay,
     ShardingPlan,
-    UserError,
     gather_bounds,
     offsets_of,
     ranges,
@@ -103,26 +100,10 @@ class SentRows:
     stage the local rows that are sent, rank after rank, N of all stages. Without `overlap` a rank
     sends all its rows to itself as well. returned: shape [W, T_local], where of N the row's
     gradient comes back for the w-th time, in the order of stages and ranks, or N if it does not.
-    relay: if the first stage's rows are those of other nodes, which are passed on where they land.
     """
 
     splits: npt.NDArray[np.int64]
     index: tuple[IntArray, ...]
-    returned: npt.NDArray[np.int64]
-    relay: "RelayedRows | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class RelayedRows:
-    """What a rank passes on of the rows that landed on it (`wlb.plan.relay`), L of them.
-
-    splits: shape [2, cp], rows received from each rank of the node, its own included, and passed on
-    to each. index: which of L rows are passed on, rank after rank, M of them. returned: shape [W,
-    L], where of M the gradient of a landed row comes back for the w-th time, or M.
-    """
-
-    splits: npt.NDArray[np.int64]
-    index: IntArray
     returned: npt.NDArray[np.int64]
 
 
@@ -138,8 +119,7 @@ def attention_rows(
     """Index arrays of `rank` for T_local = `local_tokens`.
 
     overlap: own keys first, see `AttentionRows.own`. stages: of an exchange with overlap, by need
-    or an all-gather of so many parts of all ranks' rows, unless the sharding has a number. Cost: a
-    few passes over S tokens.
+    or an all-gather of so many parts of all ranks' rows. Cost: a few passes over S tokens.
     """
     spans = sharding.for_rank(rank)
     num = spans.num_tokens
@@ -156,13 +136,9 @@ def attention_rows(
         return AttentionRows(positions, (CallRows(cu_q, cu_k, None, None),))
     base, first_key = spans.piece_offsets[spans.piece], spans.first_keys(sliding)
     prefix_tokens = ranges(base + first_key, base + spans.stop)
-    _refuse_without_overlap(sharding, overlap)
     overlap = overlap and not sliding
-    stages = (sharding.stages or stages) if overlap else 1
-    if sharding.exchange == KeyExchange.RELAYED and overlap:
-        sent, rows, num_rows = _relayed(sharding, rank, local_tokens)
-        own = 0
-    elif sharding.exchange != KeyExchange.GATHER:
+    stages = stages if overlap else 1
+    if sharding.exchange != KeyExchange.GATHER:
         kept = 0 if overlap else local_tokens
         if sliding:
             sent, rows = _by_window(sharding, rank, local_tokens, sliding)
@@ -184,15 +160,6 @@ def attention_rows(
         cu_k = offsets_of(np.append(num_keys, padding) if padding else num_keys)
     inverse = _inverse(spans, kv_index, num_keys, num_rows=int(num_rows[0]))
     return AttentionRows(positions, (CallRows(cu_q, cu_k, kv_index, inverse),), sent)
-
-
-def _refuse_without_overlap(sharding: ShardingPlan, overlap: bool) -> None:
-    """UserError if keys arrive in several exchanges without cp.overlap, because one attention call
-    needs all keys at once."""
-    if sharding.exchange == KeyExchange.RELAYED and not overlap:
-        raise UserError("an exchange by way of nodes needs cp.overlap = true")
-    if sharding.stages > 1 and not overlap:
-        raise UserError(f"an exchange in {sharding.stages} stages needs cp.overlap = true")
 
 
 def _own_first(
@@ -282,65 +249,6 @@ def _by_need(
         at += int(splits[s, 0].sum())
     returned = _uses(np.concatenate(index), num_rows=local_tokens)
     return SentRows(splits=splits, index=tuple(index), returned=returned), rows
-
-
-def _relayed(
-    sharding: ShardingPlan, rank: int, local_tokens: int
-) -> tuple[SentRows, IntArray, IntArray]:
-    """`_by_need` in two stages, rows of other nodes and rows of this one; and rows of either that
-    arrive, [2]."""
-    relay = Relay(sharding=sharding, near=sharding.ranks_per_node)
-    offsets = sharding.rank_offsets
-    own = slice(int(offsets[rank]), int(offsets[rank + 1]))
-    held = offsets_of(sharding.stop[own] - sharding.start[own])[:-1]
-    rows = np.full(sharding.num_tokens, -1, np.int64)
-    token = offsets_of(sharding.lengths)[sharding.piece] + sharding.start
-    far, near = relay.read_far[:, rank], relay.read_near[:, rank]
-    begin = offsets_of(far)
-    rows[ranges(token, token + far)] = np.arange(begin[-1])
-    rows[ranges(token, token + near)] = begin[-1] + np.arange(int(near.sum()))
-    splits = np.zeros((2, 2, sharding.cp), np.int64)
-    splits[0] = relay.landed[rank], relay.landed[:, rank]
-    splits[1] = relay.moved_near[rank], relay.moved_near[:, rank]
-    index = np.concatenate(list(_landing_elsewhere(relay, rank, own, held)))
-    sizes = relay.read_near[own].T
-    start = np.broadcast_to(held, sizes.shape)
-    to_near = ranges(start.ravel(), (start + sizes).ravel())
-    both = np.concatenate([index, to_near])
-    sent = SentRows(
-        splits=splits,
-        index=(index, to_near),
-        returned=_uses(both, num_rows=local_tokens),
-        relay=_passed_on(relay, rank),
-    )
-    return sent, rows, np.array([int(far.sum()), int(near.sum())])
-
-
-def _landing_elsewhere(relay: Relay, rank: int, own: slice, held: IntArray) -> Iterator[IntArray]:
-    """The rank's rows that land on each other rank, in the order of ranks; held: the first local
-    row of each of its spans."""
-    for node in range(int(relay.nodes[-1]) + 1):
-        landing, cuts = relay.landing(node)
-        first = offsets_of(landing)[:-1][own]
-        last = first + landing[own]
-        for low, high in pairwise(cuts.tolist()):
-            begin = np.clip(first, low, high)
-            yield ranges(held + begin - first, held + np.clip(last, low, high) - first)
-
-
-def _passed_on(relay: Relay, rank: int) -> RelayedRows:
-    node = int(relay.nodes[rank])
-    landing, cuts = relay.landing(node)
-    ranks = relay.ranks_of(node)
-    low, high = cuts[rank - ranks.start], cuts[rank - ranks.start + 1]
-    first = offsets_of(landing)[:-1]
-    begin = np.clip(first, low, high) - low
-    parts = [
-        ranges(begin, np.clip(first + relay.read_far[:, other], low, high) - low) for other in ranks
-    ]
-    index = np.concatenate(parts)
-    splits = np.stack([relay.passed_on[rank], relay.passed_on[:, rank]])
-    return RelayedRows(splits, index, _uses(index, num_rows=int(high - low)))
 
 
 def _by_window(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.parallel import collectives
-from wlb.parallel.mesh import EP, NEAR, Mesh, used_groups
+from wlb.parallel.mesh import EP, Mesh, used_groups
 
 _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
 """Float64 values of a call: NCCL chooses its algorithm, and connects for it, by size (8 bytes and
@@ -56,8 +56,6 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
             checks += checked_collectives(name, group, mesh.device)
     if all_to_all and mesh.parallel.cp > 1:
         checks += checked_all_to_all("cp", mesh.group("cp"), mesh.device)
-        if mesh.near is not None:
-            checks += checked_all_to_all(NEAR, mesh.near, mesh.device)
     if mesh.experts is not None and mesh.parallel.ep > 1:
         checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
     exchanged = list(_exchange(mesh))

@@ -322,6 +322,17 @@ def set_cuda_defaults() -> None:
             os.environ[name] = value
 
 
+def set_flight_records(prefix: str) -> None:
+    """Have NCCL keep its last operations, and write those of rank N to `prefix`N when a collective
+    times out, unless the user set these variables. NCCL reads them when a group is made."""
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
+    ):
+        os.environ.setdefault(name, value)
+
+
 def one_gloo_worker(*, is_one_machine: bool = False) -> None:
     """Give Gloo groups of this process one worker each (`wlb.parallel.gloo`); `init` calls this.
 

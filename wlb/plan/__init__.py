@@ -57,7 +57,6 @@ from wlb.plan.ranks import Straggler as Straggler
 from wlb.plan.ranks import TimedPass as TimedPass
 from wlb.plan.ranks import places_from_json as places_from_json
 from wlb.plan.ranks import places_to_json as places_to_json
-from wlb.plan.relay import Relay as Relay
 from wlb.plan.sharding import KernelSegments as KernelSegments
 from wlb.plan.sharding import KeyExchange as KeyExchange
 from wlb.plan.sharding import RankSpans as RankSpans

@@ -44,16 +44,12 @@ class Span(NamedTuple):
 
 
 class KeyExchange(StrEnum):
-    """How CP ranks get each other's keys and values: an all-gather of all rows, an all-to-all of
-    the rows that each rank reads (`wlb.plan.exchange`), or these with each row once a node
-    (`wlb.plan.relay`)."""
+    """How CP ranks get each other's keys and values."""
 
-    GATHER = "gather"
-    NEEDED = "needed"
-    RELAYED = "relayed"
+    GATHER = "gather"  # an all-gather of all rows
+    NEEDED = "needed"  # an all-to-all of the rows that each rank reads (`wlb.plan.exchange`)
 
 
-MOST_STAGES = 64
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
@@ -84,9 +80,7 @@ class ShardingPlan(RankTimes):
     [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
     spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
     rank's attention kernels and launches, shape [cp]; zeros where it is not predicted. exchange:
-    how the ranks get each other's keys. ranks_per_node: neighbouring ranks of a node, for
-    `KeyExchange.RELAYED`; otherwise 0. stages: exchanges in which others' keys arrive one after the
-    other; 0: as many as the run says (`cp.stages`), or as an exchange by way of nodes has.
+    how the ranks get each other's keys.
     """
 
     strategy: str
@@ -98,24 +92,11 @@ class ShardingPlan(RankTimes):
     forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     exchange: KeyExchange = KeyExchange.GATHER
-    ranks_per_node: int = 0
-    stages: int = 0
 
     def __post_init__(self) -> None:
         if self.exchange not in set(KeyExchange):
             raise UserError(f"exchange = {self.exchange!r} is not one of {', '.join(KeyExchange)}")
         object.__setattr__(self, "exchange", KeyExchange(self.exchange))
-        is_relayed = self.exchange == KeyExchange.RELAYED
-        if is_relayed != (self.ranks_per_node > 0):
-            raise UserError(
-                f"ranks_per_node = {self.ranks_per_node} with exchange = {self.exchange}; it is at "
-                f"least 1 for {KeyExchange.RELAYED}, and 0 for others"
-            )
-        if not 0 <= self.stages <= (0 if is_relayed else MOST_STAGES):
-            raise UserError(
-                f"stages = {self.stages} with exchange = {self.exchange}; it is 0 to {MOST_STAGES},"
-                f" and 0 for {KeyExchange.RELAYED}"
-            )
         for name in _COLUMNS:
             object.__setattr__(self, name, int_array(f"ShardingPlan.{name}", getattr(self, name)))
         for name in ("forward_ns", "backward_ns"):
@@ -202,10 +183,6 @@ class ShardingPlan(RankTimes):
         """60 bits that tell two shardings apart, equal on every host."""
         # Plans with an all-gather have the digests of versions that knew no other exchange.
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
-        if self.ranks_per_node:
-            exchange = (*exchange, self.ranks_per_node)
-        if self.stages:
-            exchange = (*exchange, f"{self.stages} stages")
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)
 
@@ -213,9 +190,7 @@ class ShardingPlan(RankTimes):
         """Plain values, for `json.dumps`; `from_json` reads them again."""
         names = (*_COLUMNS, "latency_ns")
         columns = {n: getattr(self, n).tolist() for n in names}
-        # Numbers of an exchange that most plans do not have.
-        more = {n: v for n in ("ranks_per_node", "stages") if (v := getattr(self, n))}
-        return {"strategy": self.strategy, "exchange": str(self.exchange), **more, **columns}
+        return {"strategy": self.strategy, "exchange": str(self.exchange), **columns}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ShardingPlan":

@@ -186,9 +186,9 @@ class Planner:
         )
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """Names of the policies of the steps and of their baseline."""
-        return tuple(packer.policy for packer in (self.packer, self.baseline) if packer)
+    def packers(self) -> tuple[Packer, ...]:
+        """Those of the steps and of their baseline."""
+        return tuple(packer for packer in (self.packer, self.baseline) if packer)
 
     def start(self) -> PlannerState:
         """The state before the first step."""
@@ -204,7 +204,7 @@ class Planner:
         state that contradicts itself or the data (`wlb.planner.resume`).
         """
         if state is not None:
-            hold_state(state, self.source, own=self.policies)
+            hold_state(state, self.source, own=self.packers)
         at = state or self.start()
         # What the state has planned comes first: its plans are those of the run that ended.
         had_ended = at.exhausted

@@ -7,65 +7,25 @@ valid JSON of the right shape. Planning would go on from it and train tokens twi
 import math
 from collections.abc import Collection
 from dataclasses import fields
-from enum import Enum, auto
 
 import numpy as np
 
 from wlb.data import MOST_COUNT, AccountedStream
-from wlb.plan import (
-    BoolArray,
-    Carry,
-    IntArray,
-    PackingPlan,
-    Pieces,
-    PlannerState,
-    StepMetrics,
-    UserError,
-)
-from wlb.plan.arrays import distinct, first_true
+from wlb.packing import PACKERS, CarrySlots, Packer
+from wlb.plan import Carry, PackingPlan, Pieces, PlannerState, StepMetrics, UserError
+from wlb.plan.arrays import first_true
 
 _MOST_SLOTS = 1024
 """Slots of a carry beyond one for each waiting piece and batch, of a policy that is not wlb's."""
 
 
-class _Slots(Enum):
-    """Which slots the carry of a policy can have.
-
-    ONE: 0. HELD: 1, then 0. NUMBERED: 1, 2, ..., each with a piece, and 0 before them, in this
-    order. WINDOWS: as NUMBERED, but from 0 on. BY_LENGTH: those above 0 have longer pieces the
-    higher they are.
-    """
-
-    ONE = auto()
-    HELD = auto()
-    NUMBERED = auto()
-    WINDOWS = auto()
-    BY_LENGTH = auto()
-
-
-_SLOTS = {
-    "bounded": _Slots.ONE,
-    "examples": _Slots.ONE,
-    "saved": _Slots.ONE,
-    "original": _Slots.WINDOWS,
-    "fixed": _Slots.HELD,
-    "ilp_fixed": _Slots.HELD,
-    "capacity": _Slots.NUMBERED,
-    "ilp_var_len": _Slots.NUMBERED,
-    "var_len": _Slots.BY_LENGTH,
-}
-"""By the name of each policy of `wlb.packing`."""
-_AHEAD = ("fixed", "ilp_fixed", "capacity", "ilp_var_len")
-"""Policies that let batches wait for each other: pieces are due in a step after the next one."""
-
-
-def hold_state(state: PlannerState, source: object, *, own: Collection[str] = ()) -> None:
+def hold_state(state: PlannerState, source: object, *, own: Collection[Packer] = ()) -> None:
     """UserError for a state that contradicts itself or the data that it goes on from.
 
     Held: every token that the source gave was trained, is planned or waits, exactly once; pieces
     are of documents that it gave and wait where their policy puts them; steps follow each other;
     all numbers are finite. source: what gives a planner its global batches; one that is no
-    `AccountedStream` is taken at its word. own: policies of the planner, known besides wlb's.
+    `AccountedStream` is taken at its word. own: packers of the planner, known besides wlb's.
     Cost: 30 ns for each document that the state's epoch has given (a hundred million: 3 s).
     """
     try:
@@ -74,10 +34,12 @@ def hold_state(state: PlannerState, source: object, *, own: Collection[str] = ()
         waiting = Pieces.concat(state.carry.pieces, *(plan.pieces for plan in state.ready))
         _hold_once(waiting)
         _hold_once(state.baseline.pieces)
-        _hold_policies(state, own)
-        _hold_carry(state, state.carry)
-        _hold_carry(state, state.baseline)
-        ahead = state.num_batches if state.carry.policy not in _SLOTS.keys() - {*_AHEAD} else 0
+        packers = {packer.policy: packer for packer in (*own, *PACKERS)}
+        _hold_policies(state, packers)
+        for carry in (state.carry, state.baseline):
+            _hold_carry(state, carry, packers[carry.policy])
+        waits = getattr(packers[state.carry.policy], "batches_wait", True)
+        ahead = state.num_batches if waits else 0
         _hold_arrival(waiting, state.carry.next_step + ahead)
         _hold_arrival(state.baseline.pieces, state.carry.next_step + state.num_batches)
         if state.exhausted and len(state.carry.pieces):
@@ -148,10 +110,10 @@ def _hold_steps(state: PlannerState) -> None:
         )
 
 
-def _hold_policies(state: PlannerState, own: Collection[str]) -> None:
+def _hold_policies(state: PlannerState, known: Collection[str]) -> None:
     """What is planned and what waits are of one policy, and one that there is."""
     for policy in (state.carry.policy, state.baseline.policy):
-        if policy not in _SLOTS and policy not in own:
+        if policy not in known:
             raise UserError(
                 f"pieces wait for the policy {policy!r}, which is not known; go on with the packer "
                 f"that made the state, or start a new run"
@@ -164,37 +126,16 @@ def _hold_policies(state: PlannerState, own: Collection[str]) -> None:
             )
 
 
-def _hold_carry(state: PlannerState, carry: Carry) -> None:
+def _hold_carry(state: PlannerState, carry: Carry, packer: object) -> None:
+    """packer: that made the carry, or its class. One of a user's own may say nothing of slots."""
     slot, length = carry.slot, carry.pieces.length
     most = max(len(carry.pieces), state.num_batches) + _MOST_SLOTS
-    match _SLOTS.get(carry.policy):
-        case _Slots.ONE:
-            wrong = slot != 0
-        case _Slots.HELD:
-            wrong = (slot > 1) | _steps(slot, 1)
-        case _Slots.NUMBERED | _Slots.WINDOWS as kind:
-            first = 0 if kind == _Slots.WINDOWS else 1
-            taken = distinct(slot[slot >= first])
-            wrong = (slot >= first + taken.size) | _steps(slot, -1)
-        case _Slots.BY_LENGTH:
-            order = np.lexsort((slot, length))
-            reached = np.maximum.accumulate(slot[order])
-            wrong = np.zeros(slot.size, bool)
-            wrong[order] = (slot[order] > 0) & (slot[order] < reached)
-            # Thresholds are whole numbers above 0, each larger than the one before.
-            wrong |= slot > length
-        case None:
-            wrong = slot > most
-    if (i := first_true(wrong | (slot < 0))) is not None:
+    slots: CarrySlots = getattr(packer, "slots", CarrySlots.ANY)
+    if (i := first_true(slots.misplaced(slot, length, most=most))) is not None:
         raise UserError(
             f"{carry.pieces[i]} of policy {carry.policy!r} waits in slot {slot[i]}, where the "
             f"policy puts no such piece"
         )
-
-
-def _steps(slot: IntArray, sign: int) -> BoolArray:
-    """Where a slot is above (sign = 1) or below (-1) the one before it, shape [n]."""
-    return np.diff(slot, prepend=slot[:1]) * sign > 0
 
 
 def _hold_once(pieces: Pieces) -> None:

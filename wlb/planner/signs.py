@@ -11,6 +11,8 @@ from pathlib import Path
 from wlb.data.leftovers import own_name
 from wlb.plan import RunError, UserError
 
+SILENCE_S = 60.0
+"""A planner process that gives no sign of life for this long counts as stopped."""
 _LONGEST = 100
 _BAD_INPUT = f"{UserError.__module__}.{UserError.__qualname__}: "
 """Beginning of the last line of a UserError's traceback."""

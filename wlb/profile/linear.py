@@ -138,7 +138,7 @@ def linear_tasks(
 
     counts = sorted(set(tokens))
     matrices: dict[tuple[int, int], int] = {}  # and the first TP degree that has each
-    for tp, (_, kind) in product(tp_degrees, model.layer_parts):
+    for tp, (kind, *_) in product(tp_degrees, model.layer_kinds):
         for matrix in rank_matrices(kind, tp):
             matrices.setdefault(matrix, tp)
     for count, ((rows, columns), tp) in product(counts, matrices.items()):
@@ -182,7 +182,7 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
             "hidden size of a token's experts"
             if kind.experts.num
             else "ffn_hidden_size": kind.active_ffn_size
-            for _, kind in model.layer_parts
+            for kind, *_ in model.layer_kinds
         },
     }
     for tp in tp_degrees:
@@ -203,7 +203,7 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
     for tp in tp_degrees:
         of_heads = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
         widths |= set(product(of_heads, (model.q_dim // tp, model.kv_dim // tp)))
-        widths |= {("swiglu", kind.active_ffn_size // tp) for _, kind in model.layer_parts}
+        widths |= {("swiglu", kind.active_ffn_size // tp) for kind, *_ in model.layer_kinds}
     return sorted(widths)
 
 

@@ -86,7 +86,7 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
         stop_file="",
         memory_gib=spec.run.memory_gib or spec.cluster.memory_gib,
     )
-    training = replace(spec.training, steps=steps, heartbeat_s=0.0)
+    training = replace(spec.training, steps=steps)
     # A timeline is made of messages between hosts, which have no content here.
     telemetry = replace(spec.telemetry, timeline_interval=0)
     planner = replace(spec.planner, baseline=False)

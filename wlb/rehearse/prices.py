@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.cost import AttentionCall, ProfiledWorkload, attention_workspace_bytes, rows_ns
+from wlb.cost import AttentionCall, ProfiledWorkload, all_to_all_ns, attention_workspace_bytes
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
@@ -137,11 +137,12 @@ class Prices:
         node = np.array(ranks) // profile.ranks_per_node
         span = int(ranks[-1] - ranks[0] + 1)
         spans = 1 if node[0] == node[-1] else max(span, profile.ranks_per_node + 1)
-        alpha = profile.collective(Collective.ALL_GATHER, span_ranks=spans).alpha_ns
         rows = np.array(splits, np.int64)
         rows[:, own] = 0
-        times = rows_ns(profile, rows, node == node[own], row_bytes=row_bytes).sum(1)
-        return float(rows.sum(1).max() * row_bytes), alpha + float(times.max())
+        time_ns = all_to_all_ns(
+            profile, rows, node == node[own], row_bytes=row_bytes, span_ranks=spans, axes=(1,)
+        )
+        return float(rows.sum(1).max() * row_bytes), time_ns
 
 
 def _segments(args: tuple[Any, ...]) -> Segments:

@@ -186,7 +186,6 @@ def _trainer(
         cuda.DEVICE,
         shard_size=spec.fsdp.shard_size,
         experts=bool(spec.model.experts.num),
-        passes_on=spec.passes_rows_on,
     )
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)

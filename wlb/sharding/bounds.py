@@ -47,8 +47,7 @@ def _least_rows_of(reach: FloatArray, length: int) -> int:
 
 
 def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[float, float]:
-    """Least time of a micro-batch's attention and waits, by an all-gather and by need, rows of
-    other nodes once a node where they may be passed on.
+    """Least time of a micro-batch's attention and waits, by an all-gather and by need.
 
     UserError for a workload that does not know what hides an exchange.
     """
@@ -61,10 +60,9 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     waits = _LeastWaits(int(pieces.sum()), cp, cost)
     if cost.overlaps:
         waits.own = _most_hidden(pieces, cp, cost)
-    forward, backward = cost.segment_times_ns(pieces, pieces)
-    mean = (float(forward.sum()) / cp, float(backward.sum()) / cp)
     if cost.overlaps and cost.stages > 1:
-        waits.all_attention = mean
+        forward, backward = cost.segment_times_ns(pieces, pieces)
+        waits.all_attention = (float(forward.sum()) / cp, float(backward.sum()) / cp)
     gather = ideal + waits.of(None)
     share, near = -(-int(pieces.sum()) // cp), min(cp, cost.cp_ranks_per_node)
     longest = int(pieces.max())
@@ -73,15 +71,11 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
     # Say the node of the document's last token holds all but `away` of its tokens. Each of its
     # ranks that reads that far receives those from other nodes, and the node's work is at least
     # that of as many first tokens as it holds.
-    # Rows that land on a node's ranks in equal parts also hide behind attention over its keys.
-    landing = near if cost.overlaps else 1
-    if landing > 1:
-        waits.all_attention = mean
     away = np.unique(np.linspace(max(0, longest - near * share), longest - 1, TRIED_SPLITS))
     held = longest - away.astype(np.int64)
     forward, backward = cost.segment_times_ns(held, held)
     times = [
-        max(ideal, work / near) + waits.of(_received(cp, near, -(-rows // landing)))
+        max(ideal, work / near) + waits.of(_received(cp, near, rows))
         for work, rows in zip((forward + backward).tolist(), (longest - held).tolist(), strict=True)
     ]
     return gather, min(times)

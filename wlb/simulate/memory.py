@@ -7,12 +7,12 @@ many bytes as forward keeps without recompute.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from wlb.cost import memory_of_rank
+from wlb.cost.experts import layer_kinds
 from wlb.cost.memory import (
     FLOAT32_BYTES,
     layer_activation_bytes,
@@ -48,19 +48,19 @@ def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
 
 def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
     """Bytes of the passes of each stage; tokens as in `pass_bytes`."""
-    counts = list(zip(spec.stage_layers, spec.stage_expert_layers, strict=True))
-    routed = pass_bytes(spec, tokens)
-    is_mixed = any(layers > with_experts for layers, with_experts in counts)
-    dense = pass_bytes(replace(spec, model=spec.model.dense), tokens) if is_mixed else routed
-    of_kind = {
-        (layers, r): PassBytes(
-            kept=dense.kept * (layers - r) + routed.kept * r,
-            output=routed.output,
-            waiting=dense.waiting * (layers - r) + routed.waiting * r,
+    kinds = [(pass_bytes(kind, tokens), counts) for kind, counts in layer_kinds(spec)]
+    by_stage = list(zip(*(counts for _, counts in kinds), strict=True))
+    made = {
+        numbers: PassBytes(
+            kept=np.sum([one.kept * n for (one, _), n in zip(kinds, numbers, strict=True)], axis=0),
+            output=kinds[0][0].output,
+            waiting=np.sum(
+                [one.waiting * n for (one, _), n in zip(kinds, numbers, strict=True)], axis=0
+            ),
         )
-        for layers, r in set(counts)
+        for numbers in set(by_stage)
     }
-    return [of_kind[both] for both in counts]
+    return [made[numbers] for numbers in by_stage]
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:

@@ -335,7 +335,7 @@ def prices_of(
     """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
     stages have unequal shares of sliding layers, of `cost.of_sliding_layers`."""
     own = times(cost)
-    routed, *dense = (replace(cost.linear, model=model) for _, model in spec.model.layer_parts)
+    routed, *dense = (replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds)
     stages = [StageLayers.of(spec, stage) for stage in range(spec.num_stages)]
     return StepPrices(
         tokens=tokens,

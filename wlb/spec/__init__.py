@@ -37,7 +37,6 @@ from wlb.spec.run import Schedule as Schedule
 from wlb.spec.run import VerifyData as VerifyData
 from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
 from wlb.spec.sharding import Remainder as Remainder
-from wlb.spec.sharding import StageChoice as StageChoice
 from wlb.spec.sharding import Strategy as Strategy
 from wlb.spec.systems import SYSTEMS as SYSTEMS
 from wlb.spec.systems import system_choices as system_choices

@@ -6,12 +6,12 @@ Every message holds the offending value and a remedy.
 from dataclasses import replace
 from pathlib import Path
 
-from wlb.plan import UserError, check_at_least
+from wlb.plan import UserError
 from wlb.spec.blend import parse_blend
 from wlb.spec.keys import check_declared
 from wlb.spec.packing import Policy
 from wlb.spec.run import RunSpec, Schedule
-from wlb.spec.sharding import ExchangeChoice, Remainder, StageChoice, Strategy
+from wlb.spec.sharding import Remainder, Strategy
 from wlb.spec.training import DecayShape, RateSchedule
 
 _MOST_RANKS = 2**20
@@ -102,10 +102,6 @@ def _check_ranges(spec: RunSpec) -> None:
             f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
             f"set; use data.blend alone, and add data.store to it if it should be mixed in"
         )
-    heartbeat_s = spec.training.heartbeat_s
-    if heartbeat_s:
-        remedy = " second, or 0 for ranks that do not watch each other"
-        check_at_least("training.heartbeat_s", heartbeat_s, 1, remedy)
 
 
 def _check_spikes(spec: RunSpec) -> None:
@@ -289,22 +285,6 @@ def _check_overlap(spec: RunSpec) -> None:
         raise UserError(
             f"cp.stages = {spec.cp.stages} with cp.overlap = false: nothing would run while "
             f"a stage travels; set cp.overlap = true or cp.stages = 1"
-        )
-    if spec.sharding.stages == StageChoice.AUTO:
-        if spec.cp.stages == 1:
-            raise UserError(
-                "sharding.stages = auto with cp.stages = 1 leaves no choice; set cp.stages to the "
-                "most stages of a micro-batch, such as 4, or sharding.stages = fixed"
-            )
-        if spec.training.compile:
-            raise UserError(
-                "sharding.stages = auto with training.compile = true: each number of stages would "
-                "be a graph of its own, of which torch keeps few; set sharding.stages = fixed"
-            )
-    if spec.sharding.exchange == ExchangeChoice.RELAYED and not spec.cp.overlap:
-        raise UserError(
-            "sharding.exchange = relayed with cp.overlap = false: rows are passed on while own "
-            "keys are attended to; set cp.overlap = true, or sharding.exchange = needed"
         )
 
 

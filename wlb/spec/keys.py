@@ -25,7 +25,12 @@ _LEARNED = "runs no longer learn prices while they train, and packing.price_rang
 REMOVED = dict.fromkeys(
     ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
     _LEARNED,
-)
+) | {
+    "sharding.stages": "one number of stages for all micro-batches is at most 2.5% of a CP layer's "
+    "time slower than one chosen for each; cp.stages sets it",
+    "training.heartbeat_s": "ranks no longer watch each other: a rank that stops or hangs ends the "
+    "run after training.timeout_s",
+}
 """Keys that there were, and why there are no more. They are refused where a user sets them, and
 left out where wlb wrote them."""
 

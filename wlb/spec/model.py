@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from wlb.plan import UserError
 from wlb.spec.experts import ExpertsSpec
@@ -82,6 +83,14 @@ class RopeScaling:
                 f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
                 f"below high_freq_factor = {self.high_freq_factor}"
             )
+
+
+class LayerKind(NamedTuple):
+    """The layers of a model that are of one kind."""
+
+    model: "ModelSpec"  # a model that has such layers alone
+    has_experts: bool  # instead of an MLP
+    share: float  # of all layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,17 +220,21 @@ class ModelSpec:
     @property
     def dense(self) -> "ModelSpec":
         """A model whose layers all are as those of this one that have an MLP."""
-        return replace(self, experts=ExpertsSpec())
+        return replace(self, experts=ExpertsSpec()) if self.experts.num else self
 
     @property
-    def layer_parts(self) -> "tuple[tuple[float, ModelSpec], ...]":
-        """Layers with experts and those with an MLP: (share of all layers, a model of such layers
-        alone); no part is empty."""
+    def layer_kinds(self) -> "tuple[LayerKind, ...]":
+        """Layers with experts, then those with an MLP; one entry if all are alike."""
+        if not self.num_expert_layers:
+            return (LayerKind(model=self.dense, has_experts=False, share=1.0),)
+        if self.num_expert_layers == self.num_layers:
+            return (LayerKind(model=self, has_experts=True, share=1.0),)
         share = self.num_expert_layers / self.num_layers
-        if share in (0, 1):
-            return ((1.0, self),)
-        every_layer = replace(self.experts, every=1, dense_layers=())
-        return (share, replace(self, experts=every_layer)), (1 - share, self.dense)
+        routed = replace(self, experts=replace(self.experts, every=1, dense_layers=()))
+        return (
+            LayerKind(model=routed, has_experts=True, share=share),
+            LayerKind(model=self.dense, has_experts=False, share=1 - share),
+        )
 
     @property
     def active_ffn_size(self) -> int:

@@ -15,7 +15,7 @@ from wlb.spec.machine import ClusterSection, EpSection, FsdpSection, TpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
-from wlb.spec.sharding import ExchangeChoice, ShardingSection
+from wlb.spec.sharding import ShardingSection
 from wlb.spec.training import Dtype, LossNormalizer, TrainingSection
 
 
@@ -207,8 +207,7 @@ class CpSection:
     stages: int = key(
         1,
         "with overlap, exchanges in which a micro-batch's keys arrive one after the other, each "
-        "hidden behind attention over those before; pays between nodes; costs a launch each; with "
-        "sharding.stages = auto the most that a micro-batch may have",
+        "hidden behind attention over those before; pays between nodes; costs a launch each",
         at_least=1,
         at_most=64,
     )
@@ -354,14 +353,6 @@ class RunSpec:
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     telemetry: TelemetrySection = field(default_factory=TelemetrySection)
-
-    @property
-    def passes_rows_on(self) -> bool:
-        """Whether CP ranks may pass keys of other nodes on to each other, for which a CP group has
-        a second communicator."""
-        choices = (ExchangeChoice.AUTO, ExchangeChoice.RELAYED)
-        is_split = self.parallel.cp > 1 and self.cp.overlap
-        return is_split and self.sharding.exchange in choices
 
     @property
     def num_windows(self) -> int:

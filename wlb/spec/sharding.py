@@ -27,14 +27,6 @@ class ExchangeChoice(StrEnum):
     AUTO = "auto"
     GATHER = "gather"
     NEEDED = "needed"
-    RELAYED = "relayed"
-
-
-class StageChoice(StrEnum):
-    """Stages of a micro-batch's exchange: `cp.stages`, or at most as many."""
-
-    FIXED = "fixed"
-    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +46,6 @@ class ShardingSection:
     exchange: ExchangeChoice = key(
         ExchangeChoice.GATHER,
         "how CP ranks get keys and values of others: gather = all rows, by an all-gather; needed = "
-        "each rank the rows that its spans read, by an all-to-all; relayed = the same, a row of "
-        "another node once a node, passed on within it (needs cp.overlap); auto = whichever is "
-        "predicted to be fastest for the micro-batch",
-    )
-    stages: StageChoice = key(
-        StageChoice.FIXED,
-        "in how many stages others' keys arrive: fixed = cp.stages in every micro-batch; auto = 1 "
-        "to cp.stages, whichever is predicted to be fastest for the micro-batch",
+        "each rank the rows that its spans read, by an all-to-all; auto = whichever is predicted "
+        "to be faster for the micro-batch",
     )

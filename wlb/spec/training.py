@@ -159,11 +159,3 @@ class TrainingSection:
         at_least=0,
         at_most=10**9,
     )
-    heartbeat_s: float = key(
-        60.0,
-        "a rank that gives no sign of life for this long (stopped process, lost node) ends the "
-        "run with a report of all ranks; 0 = ranks do not watch each other",
-        unit="s",
-        at_least=0,
-        at_most=1e7,
-    )

@@ -293,9 +293,8 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
 
 
 def _sharded(sharding: ShardingPlan) -> str:
-    """Its strategy, exchange, and stages where it has a number of its own."""
-    stages = f" in {sharding.stages} stages" if sharding.stages > 1 else ""
-    return sharding.strategy + (f", {sharding.exchange}{stages}" if sharding.cp > 1 else "")
+    """Its strategy and, with several CP ranks, its exchange of keys."""
+    return sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else "")
 
 
 def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:

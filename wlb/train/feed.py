@@ -12,7 +12,7 @@ from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner
 from wlb.planner.service import PlanClient, PlannerProcess
-from wlb.planner.signs import Address
+from wlb.planner.signs import SILENCE_S, Address
 from wlb.spec import RunSpec
 
 
@@ -43,12 +43,12 @@ class PlanFeed:
                 ahead=spec.planner.ahead,
                 num_clients=world.local_world_size,
                 address=address,
-                silence_s=spec.training.heartbeat_s,
+                silence_s=SILENCE_S,
             )
         dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.
         self._client = PlanClient(
-            address, mesh.at.dp, needs_state=world.rank == 0, silence_s=spec.training.heartbeat_s
+            address, mesh.at.dp, needs_state=world.rank == 0, silence_s=SILENCE_S
         )
         self.waited_ns = 0
 

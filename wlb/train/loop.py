@@ -241,7 +241,7 @@ class Trainer:
 
     def _load(self, saved_in: Path) -> LoadedRun:
         """Load weights and optimiser from a checkpoint, or an older one if it is damaged."""
-        self.position.enter(f"loading {saved_in.name}", is_slow=True)
+        self.position.enter(f"loading {saved_in.name}")
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)

@@ -83,7 +83,7 @@ def refuse_early(
 def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
     """UserError unless a checkpoint's planner state agrees with itself, the data and the updates
     that its weights had: at most one a step, since steps without labels update nothing."""
-    hold_state(state, planner.source, own=planner.policies)
+    hold_state(state, planner.source, own=planner.packers)
     run = checkpoint.read_run(saved_in)
     if (updates := run["step"]) > state.next_step:
         raise UserError(

@@ -18,8 +18,9 @@ from rich.filesize import decimal
 
 from wlb.data.folder import refuse_nowhere
 from wlb.data.leftovers import temporary_folder
+from wlb.launch.failure import new_records, records_of
 from wlb.launch.local import run_local
-from wlb.launch.position import Position
+from wlb.launch.report import FLIGHT_RECORDS, LOGS, compose_report, keep_report
 from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
@@ -35,9 +36,9 @@ from wlb.train.checkpoint.room import hold_room, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
+from wlb.train.faults.recorded import recorded
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
 from wlb.train.faults.verify import RECORD, StoreCheck, uses_of
-from wlb.train.faults.watched import watched
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
 from wlb.train.loop import Trainer
@@ -126,7 +127,7 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
                 choice.kind,
                 told,
                 device=choice.kind,
-                awaits_report=bool(checked.training.heartbeat_s),
+                records=records_of(directory, job.started_s),
             )
 
 
@@ -137,6 +138,7 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
     )
     checked = resolve_dp(spec, world.world_size)
     device = worlds.rank_device(world, choice.kind)
+    _keep_flight_records(directory_of(checked), choice.kind)
     with ExitStack() as waiting:
         waiting.enter_context(ended_by_signals(was_asked=asked.signals.came))
         # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
@@ -178,6 +180,7 @@ def _answer(
 
 def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
     """Life of a local rank. told: the file its launcher makes when it is asked to stop."""
+    _keep_flight_records(job.directory, device_kind)
     with Signals() as signals:
         request = StopRequest(job.spec.run, rank=world.rank, signals=signals, told=told)
         _started_rank(world, job, device_kind, request)
@@ -187,6 +190,12 @@ def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest
     device = worlds.rank_device(world, device_kind)
     with worlds.in_group(world, device, timeout_s=job.spec.training.timeout_s):
         run_rank(world, job, device, request)
+
+
+def _keep_flight_records(directory: Path, device_kind: str) -> None:
+    """Have NCCL write its last operations to the run's logs when a collective times out."""
+    if device_kind == "cuda":
+        worlds.set_flight_records(str(directory / LOGS / FLIGHT_RECORDS))
 
 
 def _in_own_process(fn: Callable[..., Any], *args: Any) -> Any:
@@ -223,11 +232,21 @@ def _claimed_job(
         # are read next.
         with claiming(spec):
             lock.take()
+        _tell_failure(lock.directory, asked.console)
     job = _job(spec, stores, world_size, choice, asked, probe)
     claim_directory(job, asked.console, lock)
+    new_records(job.directory, job.started_s)
     if spec.data.verify == VerifyData.START:
         _verify(job, asked)
     return job
+
+
+def _tell_failure(directory: Path, console: Console) -> None:
+    """Say what ended the run's last start, if it failed; the lock says that it is over."""
+    if (report := compose_report(directory)) is not None:
+        keep_report(directory, report)
+        text = f"the last start of this run failed: {report.text}"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _verify(job: Job, asked: _Request) -> None:
@@ -376,24 +395,10 @@ def run_rank(world: World, job: Job, device: torch.device, request: StopRequest)
             within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
         )
     mesh = build_mesh(
-        spec.parallel,
-        device,
-        shard_size=spec.fsdp.shard_size,
-        passes_on=spec.passes_rows_on,
-        experts=bool(spec.model.experts.num),
+        spec.parallel, device, shard_size=spec.fsdp.shard_size, experts=bool(spec.model.experts.num)
     )
-    limit_s = collective_limit_s(spec, world, device)
-    limit_collectives(limit_s)
-    limit_collectives(limit_s, mesh)
-    position = Position()
-    with watched(job.directory, spec, world=world, mesh=mesh, position=position):
+    limit_collectives(spec.training.timeout_s)
+    limit_collectives(spec.training.timeout_s, mesh)
+    records = records_of(job.directory, job.started_s)
+    with recorded(job.directory, records, world=world, mesh=mesh) as position:
         return Trainer(job, world, mesh, position, request).run()
-
-
-def collective_limit_s(spec: RunSpec, world: World, device: torch.device) -> float:
-    """How long a collective may take. With a watch on CUDA it is longer than the watch gives a rank
-    that hangs: NCCL would end the rank that waits, and that one would be reported. Gloo raises,
-    which the watch knows as waiting."""
-    is_watched = bool(spec.training.heartbeat_s) and world.world_size > 1
-    timeout_s = spec.training.timeout_s
-    return 2 * timeout_s + 30 if is_watched and device.type == "cuda" else timeout_s

@@ -26,7 +26,7 @@ class ConnectRanks(Hook):
     def begin(self, run: RunContext) -> None:
         if dist.get_world_size() == 1:
             return
-        run.position.enter("connecting communicators", is_slow=True)
+        run.position.enter("connecting communicators")
         done = warm(run.mesh, all_to_all=run.spec.sharding.exchange != ExchangeChoice.GATHER)
         run.report.write("connected", **done._asdict())
         run.report.say(
@@ -51,7 +51,7 @@ class CompileAttention(Hook):
         if not calls:
             return
         begin = time.perf_counter()
-        run.position.enter("compiling attention kernels", is_slow=True)
+        run.position.enter("compiling attention kernels")
         for segments in calls:
             _attend(run.spec, backend, segments, device)
         run.report.say(

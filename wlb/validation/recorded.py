@@ -17,7 +17,7 @@ from wlb.plan import FloatArray, MeasuredStep, UserError
 from wlb.report.run.records import read_run
 from wlb.report.run.simulated import learned_remark, simulate_again
 from wlb.simulate import Simulation
-from wlb.spec import RunSpec
+from wlb.spec import AttentionBackend, RunSpec
 from wlb.train.refuse import with_backend
 from wlb.train.stores import open_stores, ready
 
@@ -66,7 +66,8 @@ class RecordedRun:
 def simulate_recorded(
     folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
 ) -> RecordedRun:
-    """Simulate the run in `folder` (run.output_dir/run.name), on the device that it would use here.
+    """Simulate the run in `folder` (run.output_dir/run.name), on the kind of device that it had, so
+    that runs of a GPU are simulated on any machine.
 
     profile: name or path of a kernel profile; "" = the run's own. skip: first steps that are left
     out; None = telemetry.warmup_steps.
@@ -85,8 +86,13 @@ def simulate_recorded(
     if not metrics:
         raise UserError(f"{written}: {remark}")
     stores = open_stores(spec, console or Console(quiet=True))
-    device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
-    spec = with_backend(ready(spec, stores, spec.parallel.world_size), device)
+    spec = ready(spec, stores, spec.parallel.world_size)
+    device = records.starts[-1].get("device") if records.starts else None
+    if device is None:
+        # Written by a version that did not say it.
+        device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
+    if spec.kernels.attention == AttentionBackend.AUTO:
+        spec = with_backend(spec, device)
     trained = {m.step: m for m in metrics}
     simulations = simulate_again(
         spec, stores.train, device, trained, profile=profile, written=written

@@ -359,7 +359,7 @@ def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> lis
 
 def _build_rank(job: _ReplaySettings) -> _Rank:
     device = torch.device("cpu")
-    mesh = build_mesh(job.spec.parallel, device, passes_on=job.spec.passes_rows_on)
+    mesh = build_mesh(job.spec.parallel, device)
     timer = _Timer(mesh.group("cp") if mesh.parallel.cp > 1 else None)
     stages = [
         _WaitingStage(

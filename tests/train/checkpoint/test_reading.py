@@ -1,16 +1,22 @@
-"""Tests that a checkpoint's tensors are those of the whole model, neither more nor fewer."""
+"""Tests that a checkpoint's tensors are those of the whole model, and that its files are whole."""
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.train.checkpoint.test_headers import part
+from wlb.launch.local import run_local
 from wlb.model import Llama
+from wlb.parallel.world import World
 from wlb.plan import UserError
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec
-from wlb.train.checkpoint.folder import DamagedCheckpoint
-from wlb.train.checkpoint.reading import hold_names
+from wlb.train.checkpoint import saver
+from wlb.train.checkpoint.folder import DamagedCheckpoint, write_manifest
+from wlb.train.checkpoint.reading import hold_files, hold_names
 
 MODEL = ModelSpec(vocab_size=256, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2)
 GEMMA = replace(MODEL, branch_norms=True, tied_embeddings=True)
@@ -52,3 +58,34 @@ def test_the_state_of_experts_balance_may_be_another() -> None:
     for saved in models:
         for model in models:
             hold_names(HERE, names_of(saved), model)
+
+
+def loading_fails(world: World, folder: Path) -> tuple[type[Exception], str, int]:
+    """Returns the error of this rank, and how often it read the headers of all files."""
+    reads: list[Path] = []
+
+    def counted(saved_in: Path) -> None:
+        reads.append(saved_in)
+        hold_files(saved_in)
+
+    mesh: Any = SimpleNamespace(rank=world.rank, world_size=world.world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "hold_files", counted)
+        with pytest.raises(UserError) as caught:
+            saver.load(folder, mesh, stages={}, optimizers=mesh)
+    return type(caught.value), str(caught.value), len(reads)
+
+
+@pytest.mark.dist
+def test_rank_0_alone_holds_the_headers_and_all_ranks_refuse_what_it_found(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000003"
+    folder.mkdir()
+    for i in range(2):
+        part(folder / f"{i}.safetensors", [2, 4], [0, 0])
+    (folder / "run.json").write_text("{}", "utf-8")
+    write_manifest(folder)
+    found = run_local(loading_fails, 2, folder, start_group=True, timeout_s=600)
+    for error, said, _ in found:
+        assert error is DamagedCheckpoint
+        assert "w is there more than once in the files of the checkpoint" in said
+    assert [reads for *_, reads in found] == [1, 0]

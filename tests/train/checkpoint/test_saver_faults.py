@@ -125,7 +125,7 @@ def rank_whose_disk_fills(world: World, job: Job) -> None:
 def test_all_ranks_try_again_where_one_has_no_room(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "texts")
     spec = spec_of(tmp_path, corpus, parallel={"dp": 2})
-    run_local(rank_whose_disk_fills, 2, job_of(spec), timeout_s=600, awaits_report=True)
+    run_local(rank_whose_disk_fills, 2, job_of(spec), timeout_s=600)
     run = Run(spec)
     assert run.checkpoints == ["step-00000004", "step-00000006"]
     saves = [line for line in run.lines if line["kind"] == "checkpoint"]

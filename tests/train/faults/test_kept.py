@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.case import small_spec, write_corpus
-from tests.train.faults.test_watched_ranks import broken_run
+from tests.train.faults.test_recorded_ranks import broken_run
 from wlb.cli.main import main
 from wlb.parallel.execute import Executor
 from wlb.spec import to_toml

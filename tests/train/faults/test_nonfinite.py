@@ -177,7 +177,7 @@ def rank_with_an_old_listing(world: World, job: Job) -> None:
 def test_all_ranks_go_back_to_the_checkpoint_that_rank_0_sees(corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(tmp_path, corpus, "rollback")
     spec = replace(spec, parallel=replace(spec.parallel, dp=2))
-    run_local(rank_with_an_old_listing, 2, job_of(spec), timeout_s=600, awaits_report=True)
+    run_local(rank_with_an_old_listing, 2, job_of(spec), timeout_s=600)
     starts = [line["resumed_from"] for line in Run(spec).lines if line["kind"] == "start"]
     assert starts[1].endswith("step-00000002")
 

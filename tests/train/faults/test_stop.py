@@ -201,7 +201,7 @@ def test_a_signal_ends_a_run_after_its_step(
     with started(spec, tmp_path) as process:
         wait_for_steps(process, tmp_path / "runs" / "small", 3)
         if kind == signal.SIGINT:
-            # A terminal signals all processes of its job: launcher, forkserver, planner, watch.
+            # A terminal signals all processes of its job: launcher, forkserver, planner.
             os.killpg(process.pid, kind)
         else:
             process.send_signal(kind)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from experiments.kill_points.__main__ import survive, write_store
 from tests.sets import nightly
 from tests.train.case import Run, small_spec, train, write_corpus
+from tests.train.telemetry.killed_runs import survive, write_store
 from wlb.plan import PlannerState
 from wlb.planner import Planner, open_planner
 from wlb.spec import RunSpec

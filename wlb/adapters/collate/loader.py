@@ -54,7 +54,7 @@ class PlannedRank:
         UserError for a state that contradicts itself or the planner's data.
         """
         resumed = PlannerState.from_json(state)
-        hold_state(resumed, self.planner.source, own=self.planner.policies)
+        hold_state(resumed, self.planner.source, own=self.planner.packers)
         self._state = resumed.reopened()
 
 

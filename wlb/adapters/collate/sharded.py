@@ -22,7 +22,6 @@ from wlb.spec import ExchangeChoice
 
 ROWS_KEY = "wlb_context"
 """The batch's key, and the argument of a model's forward, that holds `ContextRows`."""
-EXCHANGES = (ExchangeChoice.AUTO, ExchangeChoice.GATHER, ExchangeChoice.NEEDED)
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -69,11 +68,11 @@ class ContextSharder:
             raise UserError(f"rank = {self.rank} is not one of the {self.cp} CP ranks")
         if self.strategy not in NAMES:
             raise UserError(f"strategy = {self.strategy!r} is not one of {', '.join(NAMES)}")
-        if self.exchange not in EXCHANGES:
-            known = ", ".join(EXCHANGES)
+        if self.exchange not in set(ExchangeChoice):
+            known = ", ".join(ExchangeChoice)
             raise UserError(f"exchange = {self.exchange!r} is not one of {known}")
         if isinstance(self.cost, ProfiledWorkload) and self.cost.overlaps:
-            # Attention is one call here, so it hides no exchange, and no rows are passed on.
+            # Attention is one call here, so it hides no exchange.
             object.__setattr__(self, "cost", replace(self.cost, overlaps=False, stages=1))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from wlb.packing.fixed import FixedPacker, Window, greedy
 from wlb.packing.ilp.fluid import Shape, items_of, placed
 from wlb.packing.ilp.model import Objective, solve
 from wlb.packing.ilp.solvers import Solver, SolverLimits
+from wlb.packing.slots import CarrySlots
 from wlb.packing.var_len import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
@@ -236,6 +237,7 @@ class IlpVarLenPacker(PolicyPacker):
     """
 
     policy: ClassVar[str] = "ilp_var_len"
+    slots: ClassVar[CarrySlots] = CarrySlots.NUMBERED
     s_max: int
     window_batches: int = 1
     ilp: IlpOptions = field(default_factory=IlpOptions)

@@ -51,6 +51,23 @@ def hold_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None
         )
 
 
+def hold_files(saved_in: Path) -> None:
+    """Hold the headers of all files of a checkpoint against each other.
+
+    This takes 46 us for each tensor of each file, so one rank does it for all.
+
+    Raises:
+        DamagedCheckpoint: If the files do not hold each element of each tensor once.
+        UserError: If a file cannot be read now.
+    """
+    try:
+        held_headers(saved_in, remedy="use another one")
+    except UserError as error:
+        raise DamagedCheckpoint(f"{saved_in} is not a whole checkpoint: {error}") from error
+    except OSError as error:
+        raise UserError(f"the checkpoint {saved_in} cannot be read: {error}") from error
+
+
 class CheckpointReader:
     """Reads the tensors of `saved_in`. names: of all of them, for which headers are read once.
 
@@ -107,17 +124,11 @@ class CheckpointReader:
 
 
 class TensorFiles(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files only once, and holds them before."""
+    """Reads the headers of all files only once. `hold_files` comes before, on one rank."""
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
         if self._known is None:
-            try:
-                held_headers(Path(self.path), remedy="use another one")
-            except UserError as error:
-                raise DamagedCheckpoint(
-                    f"{self.path} is not a whole checkpoint: {error}"
-                ) from error
             self._known = super().read_metadata()
         return self._known

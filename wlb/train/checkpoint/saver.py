@@ -36,7 +36,7 @@ from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
-from wlb.train.checkpoint.reading import CheckpointReader, hold_names
+from wlb.train.checkpoint.reading import CheckpointReader, hold_files, hold_names
 from wlb.train.checkpoint.room import is_full, says_full, to_drop, to_prune
 from wlb.train.checkpoint.tensors import (
     Stages,
@@ -376,6 +376,7 @@ def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
     """Load only weights, in place, from any layout, on all ranks; mesh: None for one process."""
     if mesh is None:
         checkpoint.check_share(saved_in, index=0, num=1)
+        hold_files(saved_in)
     else:
         _verify(saved_in, mesh)
     tensors = weights(stages)
@@ -391,12 +392,16 @@ def _model(stages: Stages) -> ModelSpec:
 
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
+    """Check a share of the checksums on each rank, and all headers on rank 0; if a rank has a
+    problem, all raise it."""
     problem = None
     try:
         # Another node may not see the folder yet, because rank 0 may have just renamed it.
         if mesh.world_size > 1:
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
+        if mesh.rank == 0:
+            hold_files(saved_in)
     except UserError as error:
         problem = error
     group = host_group() if mesh.world_size > 1 else None

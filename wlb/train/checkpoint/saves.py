@@ -80,7 +80,7 @@ class SaveCheckpoints(Hook):
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
         """Save unless this state is saved already; wait for the last save of a run."""
-        run.position.enter("saving a checkpoint", is_slow=True)
+        run.position.enter("saving a checkpoint")
         began_s = time.perf_counter()
         ended = self.saver.wait()
         self._count(run, ended)

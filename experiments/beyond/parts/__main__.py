@@ -1,0 +1,243 @@
+"""Simulates more than the paper: each part of ours alone and together, and other schedules.
+
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` trains Table 1's
+configurations with each part of ours, alone and together. `--take` writes the page again from its
+table.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.harness import constants
+from experiments.harness.constants import TABLE_1, configuration, title
+from experiments.harness.drawing import COLOURS, HATCHES, new_figure
+from experiments.harness.evaluation import (
+    AGAIN,
+    BY_NEED,
+    EARLIER_GIB,
+    GIB,
+    Case,
+    Outcome,
+    arguments,
+    mean,
+    outcomes,
+    steps_of,
+)
+from experiments.harness.pages import (
+    Against,
+    How,
+    Picture,
+    Table,
+    commit_of,
+    read_table,
+    show,
+    write_results,
+)
+
+FOLDER = Path(__file__).parent
+ZERO_BUBBLE = "pp.schedule=interleaved_zero_bubble"
+LATE = "pp.weight_delay=2"
+BOUNDED = (
+    "packing.policy=bounded",
+    "packing.s_max=2.0",
+    "packing.step_tokens=1.5",
+    "packing.price_range=[0.7,1.6]",
+)
+MEMORY = f"packing.memory_gib={EARLIER_GIB:g}"
+PLAIN = ("packing.policy=original", "packing.window_cut=short", "sharding.strategy=per_sequence")
+HYBRID, BALANCED = "sharding.strategy=hybrid", "sharding.strategy=balanced"
+RECOMPUTE = ("training.recompute=none", "training.recompute=selective")
+CHUNKS, MORE, NEED = "+ all chunks", "+ more micro-batches", "bounded + balanced + keys by need"
+PLAIN_TOO = "Plain-4D, zero-bubble, late weights, all chunks"
+DELAYS = ("pp.weight_delay=2", "pp.weight_delay=4")
+NUMBERS = (4, 5, 6)
+"""A global batch of 4 windows per pipeline is packed into this many micro-batches per pipeline."""
+
+
+def chunks(config: str) -> str:
+    """Returns the setting of as many virtual stages as a pipeline rank has layers."""
+    spec = configuration(config)
+    return f"pp.virtual_stages={spec.model.num_layers // spec.parallel.pp}"
+
+
+def variants(config: str) -> dict[str, tuple[str, ...]]:
+    """Returns the variants that are compared, by name; the first is the baseline.
+
+    A name that begins with "+" adds to the row above; all others say all that they have.
+    """
+    ours = (*BOUNDED, MEMORY)
+    return {
+        "Plain-4D": PLAIN,
+        "zero-bubble": (*PLAIN, ZERO_BUBBLE),
+        "hybrid": (*PLAIN[:2], HYBRID),
+        "balanced": (*PLAIN[:2], BALANCED),
+        "bounded": (*ours, PLAIN[2]),
+        "bounded + hybrid": (*ours, HYBRID),
+        "bounded + balanced": (*ours, BALANCED),
+        "+ zero-bubble": (*ours, BALANCED, ZERO_BUBBLE),
+        "+ late weights": (*ours, BALANCED, ZERO_BUBBLE, LATE),
+        CHUNKS: (*ours, BALANCED, ZERO_BUBBLE, LATE, chunks(config)),
+        MORE: (*ours, BALANCED, ZERO_BUBBLE, LATE, chunks(config)),
+        NEED: (*ours, BALANCED),
+        f"bounded + balanced {MORE}": (*ours, BALANCED),
+        PLAIN_TOO: (*PLAIN, ZERO_BUBBLE, LATE, chunks(config)),
+    }
+
+
+def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> list[Case]:
+    """Returns a variant's alternatives, of which the fastest that fits counts.
+
+    They are without and with recomputed MLPs, though baselines never recompute. With all chunks,
+    weight gradients may also wait longer, and each of NUMBERS is tried where there may be more
+    micro-batches.
+    """
+    recomputes = RECOMPUTE if "packing.policy=bounded" in overrides else RECOMPUTE[:1]
+    delays = DELAYS if name in (CHUNKS, MORE) else ()
+    dp = max(1, configuration(config).parallel.dp)
+    numbers = [f"packing.num_micro_batches={n * dp}" for n in NUMBERS if MORE in name]
+    ways = (BY_NEED,) if name == NEED else ((),)
+    return [
+        Case(name=name, config=config, overrides=(*overrides, *way, *chosen), **options)
+        for way in ways
+        for chosen in product(recomputes, *(some for some in (delays, numbers) if some))
+    ]
+
+
+PARTS: dict[str, Any] = {
+    "title": "Speed-up over Plain-4D with interleaved 1F1B",
+    "formats": dict.fromkeys([*map(title, TABLE_1), "mean", "of bound", "least"], ".3f")
+    | {"GiB": ".1f"},
+    "note": "A row that begins with + adds to the one above. of bound, least: mean and least of "
+    "configurations: time with every micro-batch and CP rank at its step's mean over time, same "
+    "schedule and tokens. GiB: the fullest GPU.",
+}
+"""What is said of the table beside its figures."""
+
+
+def parts(steps: int, seed: int) -> Table:
+    """Simulates the parts of ours on Table 1's configurations, alone and together.
+
+    These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
+    that wait twice as long; also with as many virtual stages as a rank has layers), and packing
+    into more micro-batches than the global batch has windows. The bound of perfect balance and
+    Plain-4D with zero-bubble stand beside them.
+    """
+    keys = [(c, name) for c in TABLE_1 for name in variants(c)]
+    groups = [group(name, c, variants(c)[name], steps=steps, seed=seed) for c, name in keys]
+    found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}
+    for (config, name), result in zip(keys, outcomes(groups), strict=True):
+        found[config][name] = result
+    names = list(variants(TABLE_1[0]))
+    rows = [
+        [
+            name,
+            *(found[c][name].over(found[c][names[0]]) for c in TABLE_1),
+            mean(found[c][name].over(found[c][names[0]]) for c in TABLE_1),
+            mean(found[c][name].of_bound for c in TABLE_1),
+            min(found[c][name].of_bound for c in TABLE_1),
+            max(found[c][name].memory_bytes for c in TABLE_1) / GIB,
+        ]
+        for name in names
+    ]
+    columns = ["system", *map(title, TABLE_1), "mean", "of bound", "least", "GiB"]
+    return Table(name="parts", columns=columns, rows=rows, **PARTS)
+
+
+def earlier_parts() -> Table:
+    """Returns the table of earlier results, whose means are taken again for their digits."""
+    table = read_table(FOLDER, "parts", **PARTS)
+    at, num = table.columns.index("mean"), len(TABLE_1)
+    rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
+    return replace(table, rows=rows)
+
+
+def draw(table: Table) -> Any:
+    """Draws the mean over configurations, one bar per system, and each configuration's dot."""
+    names = [row[0] for row in table.rows]
+    figure, (axes,) = new_figure(height=4.2)
+    at = np.arange(len(names))
+    gains = np.array([row[1 : 1 + len(TABLE_1)] for row in table.rows], float).T
+    colours = [COLOURS[1 if n.startswith("Plain") else 0] for n in names]
+    bars = axes.barh(at, gains.mean(axis=0), color=colours, edgecolor="white")
+    for bar, name in zip(bars, names, strict=True):
+        bar.set_hatch(HATCHES[1] if name.startswith("Plain") else HATCHES[0])
+    for row in gains:
+        axes.plot(row, at, "o", color="#000000", markersize=2.5, alpha=0.7)
+    for y, gain in zip(at, gains.mean(axis=0), strict=True):
+        axes.text(0.91, y, f"{gain:.2f}", color="white", va="center", fontsize=9, weight="bold")
+    axes.set_yticks(at, names)
+    axes.invert_yaxis()
+    axes.set(xlabel="speed-up over Plain-4D (bars: mean of 8 configurations; dots: each)")
+    axes.set_xlim(0.9, None)
+    return figure
+
+
+def text_of(table: Table) -> str:
+    """Returns what the page says of the parts."""
+    of = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    hybrid, need, plain = of["bounded + hybrid"], of[NEED], of[PLAIN_TOO]["mean"]
+    alone, best = of[CHUNKS]["mean"], of[MORE]["mean"]
+    return (
+        f"`bounded` with hybrid sharding reaches {hybrid['of bound']:.1%} of the bound of perfect "
+        f"balance on average and {hybrid['least']:.1%} at least (held and flushed tokens counted). "
+        f"With balanced sharding, zero-bubble, weights' gradients that wait longer "
+        f"(`pp.weight_delay = 2` or 4, whichever is faster) and as many virtual stages as a "
+        f"rank has layers it is {alone:.2f} times as fast as Plain-4D with interleaved 1F1B "
+        f"and 4 virtual stages, on average, and packed into more micro-batches "
+        f"(`packing.num_micro_batches`: 4, 5 or 6 a pipeline, whichever is fastest, of the 4 "
+        f"windows that Plain-4D has to run as 4) {best:.2f} times: bubbles get shorter, and "
+        f"documents of a window still find company.\n\n"
+        f"Not all of it is balance. Plain-4D with the same schedule (zero-bubble, "
+        f"`pp.weight_delay = 2`, all chunks) is {plain:.2f} times as fast as without, so that "
+        f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need "
+        f"({need['mean']:.2f} without the schedule) stand in a row of their own and in no other; "
+        f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
+        f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, as a run did when this was "
+        f"simulated, and MLPs are recomputed where a larger S_max or T is worth it "
+        f"(`training.recompute = selective`, tried for each)."
+    )
+
+
+def main(arguments_: Sequence[str] | None = None) -> None:
+    parser = arguments(__doc__ or "", takes=AGAIN)
+    options = parser.parse_args(arguments_)
+    steps = steps_of(options)
+    table = earlier_parts() if options.take else parts(steps, options.seed)
+    (best,) = (row[table.columns.index("mean")] for row in table.rows if row[0] == MORE)
+    against = [
+        Against(
+            what="average with everything but keys by need (the paper's system)",
+            paper=1.23,
+            ours=round(best, 3),
+        )
+    ]
+    show(table, against=against, width=180)
+    if options.quick:
+        return
+    write_results(
+        FOLDER,
+        title="Beyond the paper: parts and schedules",
+        how=How.SIMULATED,
+        profile=constants.profile(),
+        seed=options.seed,
+        text=text_of(table),
+        against=against,
+        tables=[table],
+        figures=[
+            Picture(
+                name="parts",
+                caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B.",
+                figure=draw(table),
+            )
+        ],
+        figures_of=commit_of(FOLDER) if options.take else "",
+    )
+
+
+if __name__ == "__main__":
+    main()

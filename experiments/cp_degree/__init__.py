@@ -1,1 +1,0 @@
-"""Compares fixed CP degrees, Megatron's schedulers of dynamic CP, and what dynamic degrees add."""

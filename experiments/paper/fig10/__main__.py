@@ -1,0 +1,188 @@
+"""Predicts Figure 10: how an attention kernel handles few query rows and many keys.
+
+`python -m experiments.paper.fig10 [--profile h100 ...] [--backend NAME]` reads a kernel profile's
+attention table. The left plot shows the forward time of a segment of 16 to 256 query rows at the
+end of 1K to 64K keys, the right one TFLOP/s of the pairs that the mask leaves (not of the tiles
+that are computed). Both are of one layer of LLaMA2-7B, all 32 heads, and one segment of a call that
+fills the GPU, without the constant cost of a call.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
+from experiments.harness.drawing import (
+    COLOURS,
+    LINES,
+    MARKERS,
+    new_figure,
+    tokens_axis,
+    tokens_text,
+)
+from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
+from wlb.cost import AttentionTable, KernelProfile, attention_forward_flops, load_profile
+from wlb.plan import IntArray
+
+MODEL = configuration("7b_128k").model
+FEW_ROWS = np.arange(16, 257, 8)
+ROWS = 2 ** np.arange(4, 14)
+KEYS = (1024, 4096, 16384, 65536)
+
+
+def forward_us(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
+    """Returns a segment's forward kernel time in one layer, in microseconds."""
+    forward, _ = table.times_ns(
+        q.astype(float), kv.astype(float), num_heads=MODEL.num_heads, head_dim=MODEL.head_size
+    )
+    return forward / 1e3
+
+
+def tflops(table: AttentionTable, q: IntArray, kv: IntArray) -> np.ndarray:
+    """Returns the achieved TFLOP/s of the pairs that the mask leaves."""
+    work = attention_forward_flops(q, kv, num_heads=MODEL.num_heads, head_dim=MODEL.head_size)
+    return work / forward_us(table, q, kv) / 1e6
+
+
+def table_of(profile: KernelProfile, backend: str | None) -> AttentionTable:
+    return profile.table(
+        backend=backend,
+        head_dim=MODEL.head_size,
+        num_heads=MODEL.num_heads,
+        num_kv_heads=MODEL.num_kv_heads,
+    )
+
+
+def draw(table: AttentionTable) -> Any:
+    """Draws forward time by query rows left, TFLOP/s by query rows and keys right.
+
+    The paper's left plot is flat up to 128 rows, a tile, and rises after; its right plot rises from
+    128 to 256 rows, which the paper puts down to multicast loads. The steps at multiples of a tile
+    are in any profile, by its tile_rows; how throughput grows with rows is what was published or
+    measured.
+    """
+    figure, (left, right) = new_figure(ncols=2, height=4.0)
+    for i, keys in enumerate(KEYS):
+        style = {"color": COLOURS[i], "ls": LINES[i], "marker": MARKERS[i], "markersize": 4}
+        few, many = np.full(FEW_ROWS.size, keys), ROWS[keys >= ROWS]
+        left.plot(FEW_ROWS, forward_us(table, FEW_ROWS, few), lw=1.4, **style)
+        achieved = tflops(table, many, np.full(many.size, keys))
+        right.plot(many, achieved, lw=1.4, label=f"{tokens_text(keys)} keys", **style)
+    left.axvline(table.tile_rows, color="black", linewidth=0.8, linestyle=":")
+    left.set(yscale="log", xticks=range(0, 257, 32), xlabel="query rows")
+    left.set_ylabel("forward of a segment, one layer (\N{MICRO SIGN}s)")
+    right.set(ylim=(0, None), xlabel="query rows", ylabel="achieved TFLOP/s, forward")
+    tokens_axis(right)
+    figure.legend(loc="outside lower center", ncols=len(KEYS), frameon=False)
+    return figure
+
+
+def rows_table(table: AttentionTable, name: str) -> Table:
+    columns = (
+        "query rows",
+        *(f"us, {tokens_text(k)} keys" for k in KEYS),
+        *(f"TFLOP/s, {tokens_text(k)} keys" for k in KEYS),
+    )
+    rows: list[list[Any]] = []
+    for q in np.unique(np.concatenate([FEW_ROWS, ROWS])).tolist():
+        known = [(np.array([q]), np.array([keys])) if q <= keys else None for keys in KEYS]
+        times = [float(forward_us(table, *at)[0]) if at else None for at in known]
+        rates = [float(tflops(table, *at)[0]) if at else None for at in known]
+        rows.append([q, *times, *rates])
+    return Table(
+        name=f"kernel_{name}",
+        title=f"All points, {name}",
+        columns=columns,
+        rows=rows,
+        formats={columns[0]: ",d"} | dict.fromkeys(columns[1:5], ".1f") | _whole(columns[5:]),
+        most_rows=0,
+    )
+
+
+def _whole(columns: tuple[str, ...]) -> dict[str, str]:
+    return dict.fromkeys(columns, ".0f")
+
+
+def against_of(table: AttentionTable, label: str) -> list[Against]:
+    """Compares, at 4K keys, 16 rows with one tile and one tile with two."""
+    q, keys = np.array([16, 128, 256]), np.full(3, 4096)
+    time, rate = forward_us(table, q, keys), tflops(table, q, keys)
+    return [
+        Against(
+            what=f"time of 128 rows over that of 16, 4K keys, {label}",
+            paper="constant",
+            ours=float(time[1] / time[0]),
+            note="by construction",
+        ),
+        Against(
+            what=f"time of 256 rows over that of 128, 4K keys, {label}",
+            paper="rises significantly",
+            ours=float(time[2] / time[1]),
+            note="a second tile",
+        ),
+        Against(
+            what=f"TFLOP/s at 256 rows over that at 128, 4K keys, {label}",
+            paper="increase significantly",
+            ours=float(rate[2] / rate[1]),
+        ),
+    ]
+
+
+def worth(table: AttentionTable, label: str) -> str:
+    """Describes the table and the cost of a call in a line of the page."""
+    source = table.provenance
+    return (
+        f"- {label}: {source.kind} ({source.source}). Tiles of {table.tile_rows} rows; "
+        f"{table.launch_forward_ns / 1e3:.0f} us a call on top, which the figure leaves out."
+    )
+
+
+def main() -> None:
+    parser = experiment_parser(__doc__)
+    parser.add_argument("--profile", nargs="+", default=["h100"], help="names or JSON files")
+    parser.add_argument("--backend", help="attention kernel; default: the profile's first")
+    options = parser.parse_args()
+    profiles = [load_profile(name) for name in options.profile]
+    made: list[Table] = []
+    figures: list[Picture] = []
+    against: list[Against] = []
+    sources: list[str] = []
+    for profile in profiles:
+        table = table_of(profile, options.backend)
+        kernel = options.backend or " = ".join(table.backends)
+        label = f"{profile.name}, {kernel}"
+        made.append(rows_table(table, profile.name))
+        against += against_of(table, profile.name)
+        sources.append(worth(table, label))
+        caption = (
+            f"{label}: forward time of a segment of few rows (left), achieved TFLOP/s by query "
+            f"rows and keys (right)"
+        )
+        name = f"kernel_{profile.name}"
+        figures.append(Picture(name=name, caption=caption, figure=draw(table)))
+    show(against=against, width=160)
+    write_results(
+        Path(__file__).parent,
+        title="Figure 10: attention kernel by query rows and keys",
+        how=How.PREDICTED,
+        profile=priced_with(*profiles),
+        text=(
+            "Forward of one layer of LLaMA2-7B (32 heads of 128) for a segment of a call that "
+            "fills the GPU; the segment is the end of its document, so that its last row sees all "
+            "the keys. TFLOP/s count what the mask leaves: rows that only fill up a tile are lost. "
+            "The step at a tile is a rule of the price (FLOPs of whole tiles); what a profile "
+            "knows is throughput from a tile on.\n\nThe paper draws its figure without numbers in "
+            "the text, and explains the higher throughput from 256 rows on by TMA multicast, which "
+            "kernels of FlashAttention 2's class do not use.\n\nWhat the attention tables are:\n"
+            + "\n".join(sources)
+        ),
+        against=against,
+        tables=made,
+        figures=figures,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Compares a layer's attention under each CP sharding and the gain of choosing one (Figure 15).
+
+`python -m experiments.paper.fig15 [--device none|cuda|cpu]`; `device_of` describes the
+devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with windows of 64K and
+128K and the micro-batches of Plain-4D's loader on the fitted stream.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.pages import commit, show
+from experiments.harness.streams import WINDOW
+from experiments.paper.fig15.case import (
+    STATIC,
+    STRATEGIES,
+    distinct,
+    layer_cost,
+    micro_batches,
+    plans_of,
+)
+from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
+from experiments.paper.fig15.rank_times import slowest_ns, times_ns
+from experiments.paper.fig15.report import ALL, OPTIMAL, mean_line, note_of, table_of, write
+from wlb.cost import ProfiledWorkload, attention_latency
+from wlb.plan import IntArray, ShardingPlan
+
+Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]
+"""Maps a micro-batch's plans to forward and backward ns of the slowest rank, shape [plans, 2]."""
+
+
+def predicted(cost: ProfiledWorkload) -> Measure:
+    def measure(plans: Sequence[ShardingPlan]) -> np.ndarray:
+        found = [attention_latency(plan, cost) for plan in plans]
+        return np.array([(x.forward_ns.max(), x.backward_ns.max()) for x in found], float)
+
+    return measure
+
+
+def measured(case: Case, rounds: int) -> Measure:
+    layout = case.layout()
+    return lambda plans: slowest_ns(times_ns(plans, layout, rounds=rounds))
+
+
+def rest_ns(pieces: Sequence[IntArray], cost: ProfiledWorkload) -> dict[str, float]:
+    """Predicts the rest of the layer in ms: collectives of keys and values, linear layers."""
+    cp = cost.parallel.cp
+    exchange = np.sum([cost.kv_exchange_ns(int(p.sum()), cp=cp) for p in pieces], axis=0)
+    terms = [cost.terms(p) for p in pieces]
+    linear = sum(
+        int(ns.sum())
+        for of in terms
+        for name, ns in of.items()
+        if not name.startswith(("attention_", "cp_comm_"))
+    )
+    return {
+        "gather_ms": float(exchange[0]) / 1e6,
+        "exchange_ms": float(exchange[1]) / 1e6,
+        "linear_ms": linear / 1e6,
+    }
+
+
+def run_window(case: Case | None, window: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the milliseconds of each row of the table; without a case they are predicted.
+
+    They are sums over micro-batches of the slowest rank's forward plus the slowest rank's backward,
+    kernels alone. adaptive, hybrid and balanced choose by prediction. "optimal" is the better of
+    the two static strategies for each micro-batch in hindsight, as in the paper; "optimal of all"
+    is the best of all five. With measured times hindsight also profits from noise.
+    """
+    pieces = micro_batches("original", window=window, count=options.count, seed=options.seed)
+    cost = case.cost() if case else layer_cost(window=window, cp=options.cp)
+    measure = predicted(cost) if case is None else measured(case, options.rounds)
+    times: dict[str, list[np.ndarray]] = {name: [] for name in STRATEGIES}
+    expected: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    chosen: list[str] = []
+    for lengths in pieces:
+        scaled = lengths if case is None else case.lengths(lengths)
+        plans = plans_of(scaled, cp=options.cp, cost=cost)
+        chosen.append(plans["adaptive"].strategy)
+        unique, index = distinct(plans)
+        found = measure(unique) / 1e6
+        guess = predicted(cost)(unique).sum(axis=1) / 1e6
+        for name in STRATEGIES:
+            expected[name].append(guess[index[name]])
+            times[name].append(found[index[name]])
+    arrays = {name: np.array(rows) for name, rows in times.items()}
+    for name, among in ((OPTIMAL, STATIC), (ALL, STRATEGIES)):
+        stacked = np.stack([arrays[other] for other in among])
+        best = stacked.sum(axis=2).argmin(axis=0)
+        arrays[name] = stacked[best, np.arange(len(pieces))]
+    foreseen = None
+    if case is not None:
+        foreseen = {name: float(np.sum(ms)) for name, ms in expected.items()}
+    return {
+        "ms": {name: rows.sum(axis=0).tolist() for name, rows in arrays.items()},
+        "micro_batches": len(pieces),
+        "chose_per_document": chosen.count("per_document"),
+        "predicted_ms": foreseen,
+        "rest": rest_ns(pieces, cost) if case is None else None,
+    }
+
+
+def device_of(requested: str) -> torch.device | None:
+    """Returns the device, None to predict.
+
+    - none: nothing is measured; `attention_latency` predicts with the h100 profile (published
+      numbers).
+    - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
+    - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
+    """
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "none"
+    return None if requested == "none" else torch.device(requested)
+
+
+def heading(case: Case | None, rounds: int) -> tuple[str, str]:
+    """Returns the title of a table and a sentence about how the times came about."""
+    if case is None:
+        return (
+            "predicted, h100 profile, collectives apart",
+            "Nothing was measured: `wlb.cost.attention_latency` with `kernels_profile/h100.json`.",
+        )
+    layout = describe(case.layout())
+    if case.device.type == "cuda":
+        machine = torch.cuda.get_device_name(case.device)
+        clock = "CUDA events"
+    else:
+        machine = f"one thread of {os.cpu_count()} CPU cores, {platform.machine()}"
+        clock = "the thread's own time"
+    return (
+        f"measured kernels, {case.device.type}, no collectives",
+        f"Each rank's kernels in turn on {machine}, torch {torch.__version__}: {layout}, lengths x "
+        f"{case.scale}, {clock}, medians of {rounds} rounds.",
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = experiment_parser(__doc__, quick="time 8 micro-batches", seed=0)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu", "none"), default="auto")
+    parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--count", type=int, default=64, help="micro-batches per window")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each rank")
+    parser.add_argument(
+        "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
+    )
+    parser.add_argument(
+        "--profile", default="h100", help="kernel profile that predicts and chooses on CUDA"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the times as JSON to this file, and no page"
+    )
+    options = parser.parse_args()
+    if options.quick:
+        options.count = min(options.count, 8)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    device = device_of(options.device)
+    windows: dict[str, Any] = {}
+    title = note = ""
+    for window in options.windows:
+        case = None
+        if device is not None:
+            if device.type == "cpu":
+                torch.set_num_threads(1)
+            scale = options.scale or (CPU_SCALE if device.type == "cpu" else Fraction(1))
+            case = Case(
+                window=window, cp=options.cp, device=device, scale=scale, profile=options.profile
+            )
+        title, note = heading(case, options.rounds)
+        found = windows[str(window)] = run_window(case, window, options)
+        show(table_of("fig15", window, found, title))
+        print(note_of(found))
+    print(mean_line(windows))
+    if options.out:
+        options.out.write_text(json.dumps({"title": title, "note": note, "windows": windows}))
+    if options.quick or options.out:
+        return
+    write(
+        "predicted" if device is None else device.type,
+        {
+            "title": title,
+            "note": note,
+            "command": shlex.join(["python", "-m", "experiments.paper.fig15", *sys.argv[1:]]),
+            "commit": commit(),
+            "date": datetime.date.today().isoformat(),
+            "cp": options.cp,
+            "seed": options.seed,
+            "windows": windows,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

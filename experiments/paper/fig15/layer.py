@@ -1,0 +1,82 @@
+"""Describes the work of a device in this study: heads, dtype, kernel, lengths, cost model."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from experiments.harness.streams import WINDOW
+from experiments.paper.fig15.case import MODEL, TP, layer_cost
+from experiments.paper.fig15.rank_times import Layout
+from wlb.cost import ProfiledWorkload, load_profile
+from wlb.kernels import select_backend
+from wlb.plan import IntArray
+from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
+
+CPU_SCALE = Fraction(1, 16)
+CPU_MODEL = ModelSpec(hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=4)
+"""The cpu profile has curves of this shape, 4 heads of 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Describes a window on a device.
+
+    scale: factor on its documents' lengths and on the window
+    profile: kernel profile by which CUDA's shardings are chosen, a name or a file
+    """
+
+    window: int
+    cp: int
+    device: torch.device
+    scale: Fraction
+    profile: str = "h100"
+
+    def lengths(self, pieces: IntArray) -> IntArray:
+        """Returns the scaled lengths, each at least one token."""
+        top, bottom = self.scale.numerator, self.scale.denominator
+        return -(-pieces * top // bottom)
+
+    def cost(self) -> ProfiledWorkload:
+        """Returns the cost that adaptive, hybrid and balanced choose by."""
+        if self.device.type == "cuda":
+            return layer_cost(
+                window=self.window, cp=self.cp, profile=self.profile, backend=self.layout().backend
+            )
+        return ProfiledWorkload(
+            model=CPU_MODEL,
+            parallel=ParallelSpec(tp=1, cp=self.cp, pp=1, dp=1),
+            profile=load_profile("cpu"),
+            micro_batch_tokens=max(1, int(self.window * self.scale)),
+        )
+
+    def layout(self) -> Layout:
+        """Returns full size in bf16 on CUDA, CPU_MODEL in float32 on CPU."""
+        is_cuda = self.device.type == "cuda"
+        dtype = torch.bfloat16 if is_cuda else torch.float32
+        model = MODEL if is_cuda else CPU_MODEL
+        tp = TP.get(self.window, TP[WINDOW]) if is_cuda else 1
+        backend = select_backend(
+            AttentionBackend.AUTO, device=self.device, dtype=dtype, head_size=model.head_size
+        )
+        return Layout(
+            num_heads=model.num_heads // tp,
+            num_kv_heads=model.num_kv_heads // tp,
+            head_dim=model.head_size,
+            dtype=dtype,
+            device=self.device,
+            backend=str(backend),
+        )
+
+
+def scale_of(text: str) -> Fraction:
+    """Reads an argument such as 1/16 or 0.0625."""
+    scale = Fraction(text)
+    if not 0 < scale <= 1:
+        raise ValueError(f"scale = {text} must be above 0 and at most 1")
+    return scale
+
+
+def describe(layout: Layout) -> str:
+    dtype = str(layout.dtype).removeprefix("torch.")
+    return f"{layout.num_heads} heads of {layout.head_dim}, {dtype}, {layout.backend}"

@@ -1,0 +1,37 @@
+"""Draws the loss curves of the convergence study again from its committed runs.
+
+`python -m experiments.paper.fig16.redraw` needs neither the corpus nor the counts of its packing,
+of which the rest of the page is made, and trains nothing.
+"""
+
+import json
+from pathlib import Path
+
+from experiments.paper.fig16.arms import ARMS, SMALL
+from experiments.paper.fig16.outcome import result_from_json
+from experiments.paper.fig16.page import draw_curves
+from experiments.paper.fig16.summary import groups_of
+
+SEEDS = 3
+
+
+def redraw(results: Path) -> Path:
+    """Writes `curves.png` from the runs in `results`/runs and returns its path."""
+    kept = {
+        (arm.name, seed): result_from_json(json.loads(path.read_text("utf-8")))
+        for seed in range(SEEDS)
+        for arm in ARMS
+        if (path := results / "runs" / f"{arm.name}-seed{seed}.json").exists()
+    }
+    groups = groups_of(kept, None)
+    if not groups:
+        raise ValueError(f"{results} holds no run beside the one that it is compared with")
+    every = SMALL.eval_tokens
+    grid = range(0, groups[0].results[0].num_tokens + 1, every)
+    made = results / "curves.png"
+    draw_curves(groups, grid).savefig(made, dpi=150)
+    return made
+
+
+if __name__ == "__main__":
+    redraw(Path(__file__).parent / "results")

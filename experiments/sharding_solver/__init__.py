@@ -1,1 +1,0 @@
-"""Compares `balanced` by need with an integer program's plans and bounds, offline."""

@@ -1,0 +1,319 @@
+"""Compose the report of a failed run from the files that its ranks left in the run's folder.
+
+Whoever ends a run calls it: the local launcher, the script of a Slurm job, the next start of the
+run, and `wlb report`. It names the rank that failed first, and says where each rank was.
+
+Ranks that fail because another one did say so: their collectives time out, or lose a connection.
+So the cause is, in this order, a rank that died, one that raised something else, one that left no
+word, and one that lives and does not wait for the others.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+
+from wlb.launch.failure import (
+    FailureKind,
+    RankError,
+    began_s,
+    fatal_error,
+    main_stack,
+    newest_records,
+    read_failures,
+    read_stack,
+    stack_path,
+)
+from wlb.launch.position import SeenPosition, process_start, process_status, read_positions
+
+LOGS = "logs"
+FAILURE = "failure.txt"
+FLIGHT_RECORDS = "nccl-rank-"
+"""Beginning of the names of NCCL's flight records in `logs`."""
+_LAST_LINES = 20
+_MOST_OTHERS = 16
+_CONSEQUENCES = (
+    "timed out",
+    "timeout",
+    "Timed out",
+    "Timeout",
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "DistNetworkError",
+)
+"""Parts of the errors of a rank whose peer is gone or does not come."""
+_WAITS = (
+    "torch/distributed/",
+    "wlb/parallel/collectives.py",
+    "wlb/parallel/context_op.py",
+    "wlb/train/reduce.py",
+    "wlb/train/evaluate.py",
+    "wlb/parallel/warm.py",
+)
+"""Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
+collectives are asynchronous: a rank waits where it reads their result."""
+_INNERMOST = 8
+
+
+class _Life(Enum):
+    """Whether the process of a rank exists."""
+
+    RUNS = "runs"
+    ENDED = "had ended"  # its work is done
+    STOPPED = "is stopped"
+    GONE = "is gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What is known of a rank."""
+
+    rank: int
+    world_size: int
+    at: SeenPosition | None  # None for a rank that says nothing about its work
+    failure: RankError | None
+    life: _Life
+    stacks: str  # of all threads, "" if it wrote none
+
+    @property
+    def stack(self) -> list[str]:
+        """Of the main thread, most recent call first."""
+        return main_stack(self.stacks)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its main thread waits for other ranks, judging by the innermost frames."""
+        return any(part in line for line in self.stack[:_INNERMOST] for part in _WAITS)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it failed as ranks do whose peer failed. NCCL's watchdog aborts those."""
+        failure = self.failure
+        if failure is None:
+            return False
+        if failure.kind == FailureKind.DIED:
+            return is_abort(failure.error) and self.waits
+        return failure.kind == FailureKind.RAISED and is_consequence(failure.error)
+
+    @property
+    def is_wordless(self) -> bool:
+        """Whether the process is gone or stopped, and left nothing that says why."""
+        if self.failure is not None:
+            return self.failure.kind == FailureKind.SILENT
+        return self.life in (_Life.GONE, _Life.STOPPED) and not self.stacks
+
+    @property
+    def where(self) -> str:
+        return self.at.describe() if self.at else "a place that it did not tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """Report of a failed run."""
+
+    rank: int  # that failed first
+    error: str  # one line
+    text: str  # the whole report
+
+
+def is_consequence(error: str) -> bool:
+    """Whether an error is that of a rank whose peer failed or does not come."""
+    return any(part in error for part in _CONSEQUENCES)
+
+
+def is_abort(error: str) -> bool:
+    return "SIGABRT" in error or "Aborted" in error
+
+
+def compose_report(
+    directory: Path, *, is_over: bool = True, known: Iterable[RankError] = ()
+) -> FailureReport | None:
+    """Report what ended the last start of a run.
+
+    Args:
+        directory: The run's folder.
+        is_over: Nothing of the run works any more. Otherwise processes of other machines may.
+        known: Failures that may not be in the folder, because its disk is full.
+
+    Returns:
+        None if all ranks have done their work, or work.
+    """
+    records = newest_records(directory)
+    ranks = _read_ranks(records, known, is_over=is_over)
+    size = max((seen.world_size for seen in ranks), default=0)
+    if not any(seen.failure or seen.is_wordless for seen in ranks):
+        return None
+    first, what = _cause(ranks)
+    cause = first[0]
+    lines = [f"rank {cause.rank} of {size} {what}", *_about(cause, directory)]
+    for other in first[1:_MOST_OTHERS]:
+        lines += [f"rank {other.rank} as well", *_about(other, directory)]
+    lines += _more(first)
+    named = {seen.rank for seen in first}
+    error = cause.failure.error if cause.failure else what
+    alike = [s for s in ranks if s.failure and s.failure.error == error and s.rank not in named]
+    if alike:
+        lines.append(f"the same on rank {_listed([seen.rank for seen in alike])}")
+    named |= {seen.rank for seen in alike}
+    rest = [s for s in ranks if s.rank not in named and (s.at or s.failure)]
+    rest.sort(key=_failed_first)
+    lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
+    told = {seen.rank for seen in ranks if seen.at}
+    if told and (never := sorted(set(range(size)) - {seen.rank for seen in ranks})):
+        lines.append(f"no position ever of rank {_listed(never)}")
+    lines += _flight(directory, records)
+    return FailureReport(rank=cause.rank, error=error, text="\n".join(lines))
+
+
+def keep_report(directory: Path, report: FailureReport) -> None:
+    """Add a report to the run's `failure.txt`, unless it is there. A full disk may be the cause of
+    the failure, so that one that cannot be written is no error."""
+    path = directory / FAILURE
+    with contextlib.suppress(OSError):
+        if path.exists() and report.text in path.read_text("utf-8", errors="replace"):
+            return
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
+
+
+def _read_ranks(folder: Path, known: Iterable[RankError], *, is_over: bool) -> list[RankState]:
+    """What is known of the ranks that left anything."""
+    positions = read_positions(folder)
+    failures = {failure.rank: failure for failure in known} | read_failures(folder)
+    sizes = [found.world_size for found in (*positions.values(), *failures.values())]
+    size = max(sizes, default=0)
+    ranks: list[RankState] = []
+    for rank in range(size):
+        at, stacks = positions.get(rank), read_stack(folder, rank)
+        if not (at or stacks or rank in failures):
+            continue
+        failure = failures.get(rank) or _fatal(folder, rank, size, stacks)
+        life = _life(at, is_over=is_over) if at else _Life.GONE
+        state = RankState(
+            rank=rank, world_size=size, at=at, failure=failure, life=life, stacks=stacks
+        )
+        ranks.append(state)
+    return ranks
+
+
+def _fatal(folder: Path, rank: int, size: int, stacks: str) -> RankError | None:
+    """The failure of a process that a fatal signal ended, such as SIGABRT by NCCL's watchdog."""
+    if not (signal := fatal_error(stacks)):
+        return None
+    time_s = stack_path(folder, rank).stat().st_mtime
+    return RankError(
+        rank=rank, world_size=size, kind=FailureKind.DIED, error=f"died: {signal}", time_s=time_s
+    )
+
+
+def _life(at: SeenPosition, *, is_over: bool) -> _Life:
+    if at.has_ended:
+        return _Life.ENDED
+    if at.host != socket.gethostname():
+        return _Life.GONE if is_over else _Life.RUNS
+    if process_start(at.pid) != at.started:
+        return _Life.GONE
+    try:
+        state = process_status(at.pid)[0]
+    except OSError:
+        state = "X"
+    return {"T": _Life.STOPPED, "t": _Life.STOPPED, "Z": _Life.GONE, "X": _Life.GONE}.get(
+        state, _Life.RUNS
+    )
+
+
+def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
+    """The ranks that caused the failure, and what they did."""
+    failed = sorted((s for s in ranks if s.failure), key=lambda s: s.failure.time_s)  # type: ignore
+    own = [s for s in failed if not (s.is_consequence or s.is_wordless)]
+    if died := [s for s in own if s.failure and s.failure.kind == FailureKind.DIED]:
+        return died, died[0].failure.error if died[0].failure else ""
+    if own and own[0].failure:
+        return own[:1], f"failed: {own[0].failure.error}"
+    if wordless := [s for s in ranks if s.is_wordless]:
+        return wordless, _wordless(wordless, ranks)
+    alive = [s for s in ranks if s.failure is None and s.life != _Life.ENDED and s.stacks]
+    if apart := [s for s in alive if not s.waits]:
+        return apart, "has not joined the collective that others waited for"
+    failure = failed[0].failure
+    return failed[:1], f"failed: {failure.error if failure else ''}"
+
+
+def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
+    first = wordless[0]
+    if first.failure is not None:
+        return first.failure.error
+    if first.life == _Life.STOPPED:
+        return "gave no sign of life: its process is stopped"
+    if len(wordless) == len(ranks) > 1:
+        return "ended without a word, as all ranks did: they or their launcher were killed"
+    return "ended without a word: it was killed, lacked memory, or its node was lost"
+
+
+def _about(seen: RankState, directory: Path) -> list[str]:
+    lines: list[str] = []
+    if seen.at is not None:
+        since = datetime.fromtimestamp(seen.at.changed_s).strftime("%H:%M:%S")
+        preposition = "last seen in" if seen.is_wordless or _has_died(seen) else "in"
+        lines = [f"  {preposition} {seen.where} (since {since})", f"  {seen.at.place}"]
+    if seen.failure and seen.failure.kind == FailureKind.RAISED:
+        return lines + _tail(seen.failure.traceback[-_LAST_LINES:], "last lines of its traceback")
+    lines += _tail(seen.stack[:_LAST_LINES], "its stack, most recent call first")
+    return lines + _tail(_log_lines(directory, seen.rank), "last lines of its log")
+
+
+def _has_died(seen: RankState) -> bool:
+    return seen.failure is not None and seen.failure.kind == FailureKind.DIED
+
+
+def _log_lines(directory: Path, rank: int) -> list[str]:
+    try:
+        text = (directory / LOGS / f"rank-{rank}.log").read_text("utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.splitlines()[-_LAST_LINES:]
+
+
+def _flight(directory: Path, records: Path) -> list[str]:
+    """Where NCCL's last operations are, if ranks of this start wrote them."""
+    path = directory / LOGS / f"{FLIGHT_RECORDS}*"
+    dumped = [found.stat().st_mtime for found in path.parent.glob(path.name)]
+    if any(time_s > began_s(records) for time_s in dumped):
+        return [f"NCCL's last operations: {path} (torchfrtrace reads them)"]
+    return []
+
+
+def _failed_first(seen: RankState) -> tuple[bool, float, int]:
+    return seen.failure is None, seen.failure.time_s if seen.failure else 0.0, seen.rank
+
+
+def _line(seen: RankState) -> str:
+    what = "was running"
+    if seen.failure and seen.failure.kind == FailureKind.RAISED:
+        what = f"then failed: {seen.failure.error}"
+    elif seen.failure:
+        what = f"then {seen.failure.error}"
+    elif seen.life == _Life.ENDED:
+        what = "had ended"
+    elif seen.is_wordless:
+        what = "ended without a word"
+    return f"rank {seen.rank} {what} (in {seen.where})"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = len(ranks) - _MOST_OTHERS
+    return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
+
+
+def _more(ranks: Sequence[RankState]) -> list[str]:
+    return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
+
+
+def _tail(lines: list[str], title: str) -> list[str]:
+    return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

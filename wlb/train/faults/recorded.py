@@ -1,0 +1,118 @@
+"""Run a rank's training with its own log, its position, and a record of its failure.
+
+`wlb.launch.report` makes one report of what all ranks have left in the run's folder.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from wlb.launch.failure import RankError, stack_path, stacks_to, write_failure
+from wlb.launch.position import Position, SlotOwner
+from wlb.launch.report import LOGS
+from wlb.parallel.mesh import Mesh
+from wlb.parallel.world import Origin, World
+from wlb.train.faults.full import full_disk
+from wlb.train.telemetry.appended import AppendedFile
+
+
+@contextlib.contextmanager
+def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Iterator[Position]:
+    """One rank's part of a run in `directory`, which gets the rank's position.
+
+    A failure is written to `records` first. A local rank then raises it, and its launcher ends the
+    others; a rank of torchrun or Slurm ends, which makes them end the others.
+    """
+    c = mesh.at
+    words = (
+        f"tp {c.tp}, cp {c.cp}, pp {c.pp}, dp {c.dp}; process {os.getpid()} on "
+        f"{socket.gethostname()}, {mesh.device}"
+    )
+    records.mkdir(parents=True, exist_ok=True)
+    position = Position.opened(records, _owner(world, words))
+    is_alone, is_given = world.world_size == 1, world.origin in (Origin.TORCHRUN, Origin.SLURM)
+    with contextlib.ExitStack() as opened:
+        if not is_alone:
+            opened.enter_context(rank_log(directory / LOGS, world.rank, words))
+        if is_given:
+            # torchrun sends it to all ranks after one failed, before it kills them; so does srun.
+            path = stack_path(records, world.rank)
+            opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
+        try:
+            yield position
+        except Exception as raised:
+            error = full_disk(raised) or raised
+            where = position.now().describe()
+            failure = RankError.of(error, world.rank, world.world_size, position=where)
+            write_failure(records, failure)
+            if is_given and not is_alone:
+                _leave(failure, world)
+            error.add_note(f"in {where}")
+            if error is raised:
+                raise
+            raise error from raised
+        except BaseException:
+            # A signal ended this rank, as somebody asked.
+            position.end()
+            raise
+        position.end()
+
+
+def _owner(world: World, words: str) -> SlotOwner:
+    return SlotOwner(
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank,
+        local_world_size=world.local_world_size,
+        node_rank=world.node_rank,
+        words=words,
+    )
+
+
+def _leave(failure: RankError, world: World) -> None:
+    """Say what failed, and end this process, so that its launcher ends the others."""
+    lines = [
+        f"wlb train: rank {failure.rank} of {world.world_size} failed: {failure.error}",
+        f"  in {failure.position}",
+        *failure.traceback,
+    ]
+    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.flush()
+    # sys.exit would join threads that wait for lost ranks in a save or a collective.
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
+    """Copy stderr, and stdout except on rank 0, as written by Python, to `folder/rank-<n>.log`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
+        log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}: {place}\n")
+        out = (
+            contextlib.redirect_stdout(_Tee(sys.stdout, log)) if rank else contextlib.nullcontext()
+        )
+        with contextlib.redirect_stderr(_Tee(sys.stderr, log)), out:
+            yield
+
+
+class _Tee:
+    """A stream that also writes to a log."""
+
+    def __init__(self, stream: IO[str], log: AppendedFile) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
