@@ -287,7 +287,8 @@ def text_of(found: Sequence[Prediction]) -> str:
         *assumed,
         f"- A GPU of 500 W runs products at {clock_ratio(H100_500W, measured=H100_SXM):.2f} of the "
         f"clock of one of 700 W: the cube root of what is left of both after {FIXED_W:g} W. With "
-        "100 W or 250 W in their place, rows of titan move by +3% or -2%.",
+        "100 W or 250 W in their place, rows of titan move by +3% or -2%. No row was used to "
+        "choose it.",
         "",
         "What the table of parts says, by kind of row:",
         "",
@@ -299,7 +300,8 @@ def text_of(found: Sequence[Prediction]) -> str:
         "- **torchtitan** was off by the GPU's power limit and memory. Without torch.compile, "
         "norms and rotations in float32 explain the rest; no constant is fitted for that.",
         "- **Llama 3 at 128K** was off by the kernel's generation. The paper does not name the "
-        "kernel, nor whether its TFLOP/s count pairs across documents.",
+        "kernel, nor whether its TFLOP/s count pairs across documents. The kernel was chosen with "
+        "the row's error in sight, so this row is explained and not predicted.",
         "- **Products** run at 0.8 of the measured profile in all sources alike. The profile's own "
         "card does not show that in runs on a single GPU, so clocks of a long run, the slowest of "
         "many GPUs and older libraries are in it, and published runs cannot tell them apart.",
