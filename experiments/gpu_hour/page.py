@@ -29,6 +29,7 @@ def conditions(setting: Setting) -> dict[str, Any]:
     if setting.device == "cpu":
         return found
     import pynvml
+    from torch.cuda import nccl
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -37,7 +38,7 @@ def conditions(setting: Setting) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(0),
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / (1 << 30),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl.version())),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
         "most_sm_clock_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),

@@ -40,6 +40,20 @@ def test_documents_are_text_behind_each_other_and_end_with_eos(tmp_path: Path) -
         assert tokens[:-1].tolist() == expected[:-1].tolist()
 
 
+def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("abc")
+    (tmp_path / "text" / "b.bin").write_bytes(b"\xff\xfe")
+    documents = folder_documents(tmp_path / "text")
+    store = made(tmp_path / "drawn", documents=documents, num_tokens=500)
+    tokens = np.concatenate([store.read(i) for i in range(store.num_documents)])
+    assert set(tokens.tolist()) <= {*b"abc", EOS}
+    (tmp_path / "text" / "a.txt").unlink()
+    documents = folder_documents(tmp_path / "text")
+    with pytest.raises(UserError, match="has no text to fill documents with"):
+        made(tmp_path / "none", documents=documents)
+
+
 def test_a_larger_store_begins_as_a_smaller_one_does(tmp_path: Path) -> None:
     small = made(tmp_path / "small", window=256, num_tokens=5_000)
     large = made(tmp_path / "large", window=256, num_tokens=50_000)

@@ -41,6 +41,7 @@ from wlb.cost.memory import in_flight as in_flight
 from wlb.cost.memory import memory_estimate as memory_estimate
 from wlb.cost.memory import memory_of_rank as memory_of_rank
 from wlb.cost.profile import AttentionTable as AttentionTable
+from wlb.cost.profile import BlockCost as BlockCost
 from wlb.cost.profile import Collective as Collective
 from wlb.cost.profile import CollectiveCost as CollectiveCost
 from wlb.cost.profile import Elementwise as Elementwise

@@ -202,6 +202,8 @@ def _slower_tables(
             rest.append(table)
             continue
         slower = replace(table, **_slower(table, factors, *_ATTENTION), provenance=provenance)
+        if table.blocks is not None:
+            slower = replace(slower, blocks=table.blocks.times(*factors))
         others = tuple(b for b in table.backends if backend is not None and b != backend)
         # Other backends were not measured and keep their prices.
         if others:

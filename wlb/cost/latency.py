@@ -94,9 +94,11 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     """`slowest_kernels_ns` if `cp` ranks shared uncut documents evenly; lengths: [num_pieces].
 
     A yardstick, not a bound: spans cost mostly more than whole documents, sometimes a little less.
+    A rank's call is taken to hold every `cp`-th document, the longest one with them.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
-    calls = cost.attention_call_ns(lengths, lengths, np.array([0, forward.size]))
+    mine = np.sort(np.asarray(lengths))[::-1][::cp]
+    calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
 
 

@@ -73,6 +73,59 @@ class Provenance:
             raise UserError("provenance.source is empty; name who measured or published it")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCost:
+    """What a varlen call takes beyond the sum of its segments: its grid of blocks and its tail.
+
+    A call launches as many blocks for each segment and head as its longest segment has tiles, of
+    rows forward and of keys backward; those beyond a shorter segment's end do nothing, but take
+    time. The last block of the longest segment runs while others have none left.
+    """
+
+    forward_ns: float  # of a block in forward; the grid has heads x segments x most tiles of rows
+    backward_ns: float  # of a block in backward; the grid has heads x segments x most tiles of keys
+    tail_forward_ns: float  # of a key that the longest block of forward reads
+    tail_backward_ns: float  # of a query row that the longest block of backward reads
+
+    def __post_init__(self) -> None:
+        costs = [getattr(self, f.name) for f in fields(self)]
+        if not all(0 <= cost < np.inf for cost in costs):
+            raise UserError(f"blocks have costs {costs} ns, which must be finite and not below 0")
+
+    def ns(
+        self,
+        num_segments: FloatArray | IntArray,
+        most_q: FloatArray,
+        most_kv: FloatArray,
+        *,
+        tile_rows: int,
+        sliding: int = 0,
+    ) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward ns of calls in one layer, shape [num_calls].
+
+        num_segments: times heads. most_q, most_kv: most rows, and most keys, of a call's segments.
+        sliding: keys that a query sees, 0 = all.
+        """
+        tiles_q, tiles_kv = (np.ceil(most / tile_rows) for most in (most_q, most_kv))
+        # A tile of rows reads the keys of all its rows' windows.
+        reach = sliding + tile_rows if sliding else np.inf
+        return (
+            num_segments * tiles_q * self.forward_ns
+            + np.minimum(most_kv, reach) * self.tail_forward_ns,
+            num_segments * tiles_kv * self.backward_ns
+            + np.minimum(most_q, reach) * self.tail_backward_ns,
+        )
+
+    def times(self, forward: float, backward: float) -> "BlockCost":
+        """The costs if passes take these factors times as long."""
+        return BlockCost(
+            forward_ns=self.forward_ns * forward,
+            backward_ns=self.backward_ns * backward,
+            tail_forward_ns=self.tail_forward_ns * forward,
+            tail_backward_ns=self.tail_backward_ns * backward,
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionTable:
     """One attention kernel at one head layout.
@@ -84,7 +137,7 @@ class AttentionTable:
     measured apart; used where it exceeds the surface. heads, heads_efficiency: throughput at a
     number of heads a rank, relative to the surface. launch_*_ns: once a varlen call. group_*_ns:
     once for each group of segments (`groups`). reach: largest measured keys by row of the surface,
-    [rows], if not all keys were measured.
+    [rows], if not all keys were measured. blocks: what a call's grid takes, None if not measured.
     """
 
     backends: tuple[str, ...]
@@ -105,6 +158,7 @@ class AttentionTable:
     square_forward: Curve | None = None
     square_backward: Curve | None = None
     reach: FloatArray | None = None
+    blocks: BlockCost | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
@@ -197,6 +251,28 @@ class AttentionTable:
         forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / rates[0]
         backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / rates[1]
         return forward, backward
+
+    def calls_ns(
+        self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
+    ) -> tuple[FloatArray, FloatArray]:
+        """Forward and backward ns of each call in one layer without its segments, [num_calls].
+
+        They never fall as a segment grows or is added. offsets, sliding: see `groups`, `times_ns`.
+        """
+        groups = self.groups(q, kv, offsets)
+        forward = self.launch_forward_ns + self.group_forward_ns * groups.astype(np.float64)
+        backward = self.launch_backward_ns + self.group_backward_ns * groups.astype(np.float64)
+        if self.blocks is None:
+            return forward, backward
+        call = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+        most_q, most_kv = np.zeros(forward.shape), np.zeros(forward.shape)
+        np.maximum.at(most_q, call, q)
+        np.maximum.at(most_kv, call, np.where(q > 0, kv, 0.0))
+        num_segments = np.bincount(call[q > 0], minlength=forward.size) * num_heads
+        grid = self.blocks.ns(
+            num_segments, most_q, most_kv, tile_rows=self.tile_rows, sliding=sliding
+        )
+        return forward + grid[0], backward + grid[1]
 
     def groups(self, q: FloatArray, kv: FloatArray, offsets: IntArray) -> IntArray:
         """Groups of segments that each call computes one after the other, shape [num_calls].

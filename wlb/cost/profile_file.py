@@ -16,6 +16,7 @@ from wlb.cost.flops import FloatArray
 from wlb.cost.machine import is_same
 from wlb.cost.profile import (
     AttentionTable,
+    BlockCost,
     CollectiveCost,
     ElementwiseCost,
     GemmCost,
@@ -282,6 +283,7 @@ def _attention(data: Mapping[str, Any]) -> AttentionTable:
         **_surfaces(data, data["q"], data["kv"]),
         padded_lengths=tuple(data["padded_lengths"]),
         reach=data.get("reach"),
+        blocks=BlockCost(**data["blocks"]) if "blocks" in data else None,
         heads=data["heads"],
         heads_efficiency=data["heads_efficiency"],
         provenance=_provenance(data),
@@ -295,6 +297,8 @@ def _attention_json(table: AttentionTable) -> dict[str, Any]:
         data["square"] = {"lengths": lengths} | _tflops(table.square_forward, table.square_backward)
     if table.reach is not None:
         data["reach"] = table.reach.tolist()
+    if table.blocks is not None:
+        data["blocks"] = asdict(table.blocks)
     return data | {
         "backends": list(table.backends),
         "padded_lengths": list(table.padded_lengths),

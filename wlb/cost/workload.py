@@ -281,11 +281,15 @@ class ProfiledWorkload:
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        layers, table = self.num_layers_per_rank, self.table
-        groups = table.groups(*segment_sizes(q, kv), offsets)
-        forward = (table.launch_forward_ns + table.group_forward_ns * groups) * layers
-        backward = (table.launch_backward_ns + table.group_backward_ns * groups) * layers
-        return forward, backward + forward * self.linear.again.attention
+        rows, keys = segment_sizes(q, kv)
+        forward, backward = np.zeros(offsets.size - 1), np.zeros(offsets.size - 1)
+        for layers, window in self._layers_by_window():
+            calls = self.table.calls_ns(
+                *(rows, keys, offsets), num_heads=self.heads_per_rank, sliding=window
+            )
+            forward, backward = forward + calls[0] * layers, backward + calls[1] * layers
+        again = whole_ns(forward) * self.linear.again.attention
+        return whole_ns(forward), whole_ns(backward) + again
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
@@ -373,20 +377,21 @@ class ProfiledWorkload:
     def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Of all layers of a pipeline rank: of those that see all keys, and of the sliding ones."""
         forward, backward = np.zeros(q.shape), np.zeros(q.shape)
-        sliding = self.num_layers_per_rank * self.sliding_share
-        for layers, window in (
-            (self.num_layers_per_rank - sliding, 0),
-            (sliding, self.model.sliding_window),
-        ):
-            if layers:
-                times = self.table.times_ns(
-                    *(q, kv),
-                    num_heads=self.heads_per_rank,
-                    head_dim=self.model.head_size,
-                    sliding=window,
-                )
-                forward, backward = forward + times[0] * layers, backward + times[1] * layers
+        for layers, window in self._layers_by_window():
+            times = self.table.times_ns(
+                *(q, kv),
+                num_heads=self.heads_per_rank,
+                head_dim=self.model.head_size,
+                sliding=window,
+            )
+            forward, backward = forward + times[0] * layers, backward + times[1] * layers
         return forward, backward + forward * self.linear.again.attention
+
+    def _layers_by_window(self) -> list[tuple[float, int]]:
+        """Numbers of layers and their windows, 0 for those that see all keys."""
+        sliding = self.num_layers_per_rank * self.sliding_share
+        both = ((self.num_layers_per_rank - sliding, 0), (sliding, self.model.sliding_window))
+        return [(layers, window) for layers, window in both if layers]
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:

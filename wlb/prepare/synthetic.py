@@ -14,7 +14,7 @@ import numpy as np
 from wlb.data.lengths import lengths_of_family
 from wlb.data.store import StoreInfo, TokenStore, TokenStoreWriter, store_path
 from wlb.plan import IntArray, UserError, check_at_least
-from wlb.prepare.text import TextDocuments, stdlib_documents
+from wlb.prepare.text import Skip, TextDocuments, stdlib_documents
 
 EOS = 256
 """Token behind each document; tokens below it are bytes of the text."""
@@ -81,7 +81,7 @@ def _endless_text(documents: TextDocuments) -> Iterator[IntArray]:
         found = False
         for row in range(len(documents.names)):
             text = documents.read(row)
-            if isinstance(text, str) and text:
+            if text and not isinstance(text, Skip):
                 found = True
                 yield np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         if not found:

@@ -2,9 +2,11 @@
 
 A tiny call gives the cost of a call and of a group; grid points give throughput (tile-quantised
 FLOPs over the call's time without that cost). Robust least squares on random batches then fits
-factors for short and long segments (with and without a prefix) and divides a call's own cost.
-Growth is limited so that predicted time never falls. Errors are of the finished table, by the path
-that runs use, over all held-out points. wlb/profile/README.md has the steps.
+factors for short and long segments (with and without a prefix) and divides a call's own cost. Of
+kernels whose blocks are tiles it also fits what a call's grid of blocks takes (`BlockCost`); the
+grid points are then read again without that, and batches fitted again. Growth is limited so that
+predicted time never falls. Errors are of the finished table, by the path that runs use, over all
+held-out points. wlb/profile/README.md has the steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from scipy.optimize import least_squares
 
 from wlb.cost import (
     AttentionTable,
+    BlockCost,
     Curve,
     Provenance,
     Surface,
@@ -36,6 +39,11 @@ EQUAL_CALLS_WEIGHT = 0.3
 MOST_FACTOR = 2.0
 """Factors are clipped to [1 / this, this] with a note: outside it grid and batches contradict each
 other, as after a sweep on a busy machine."""
+
+NUM_FACTORS_FROM = 4
+"""Columns of features before those of segments: a call, its groups, its blocks, its tail."""
+FIRST_BLOCK_NS = 0.1
+"""Where the fit of a block's and of a tail's cost begins."""
 
 Call = tuple[IntArray, IntArray]
 """Rows and keys of a call's segments, shape [num_segments] each."""
@@ -79,7 +87,14 @@ def fit_attention(
 ) -> FittedAttention:
     """Fits a table; raises UserError where too little of the grid was measured."""
     table = _from_grid(attention, backends, provenance)
-    table, notes = _fit_batches(attention, table)
+    fitted, notes = _fit_batches(attention, table, has_blocks=False)
+    # Kernels that group similar segments compute no grid of tiles. After notes the times are not to
+    # be trusted, and a grid's cost would hide that.
+    if attention.layout.tile_rows > 1 and not notes:
+        fitted, _ = _fit_batches(attention, table, has_blocks=True)
+        table = _from_grid(attention, backends, provenance, blocks=fitted.blocks)
+        fitted, notes = _fit_batches(attention, table, has_blocks=True)
+    table = fitted
     table = replace(table, **_heads(attention))
     points = tuple(held_out(attention, table))
     residuals = errors(points) | retest(attention)
@@ -89,8 +104,13 @@ def fit_attention(
 
 
 def _from_grid(
-    attention: AttentionRecords, backends: tuple[str, ...], provenance: Provenance
+    attention: AttentionRecords,
+    backends: tuple[str, ...],
+    provenance: Provenance,
+    *,
+    blocks: BlockCost | None = None,
 ) -> AttentionTable:
+    """The table of equal segments alone. blocks: what is not of the segments in a call's time."""
     layout = attention.layout
     calls, grid = attention.of("call"), attention.of("grid")
     if not calls or len({r.point["q"] for r in grid}) < 2:
@@ -106,7 +126,7 @@ def _from_grid(
         values |= {
             f"launch_{name}_ns": round(alone - group),
             f"group_{name}_ns": round(group),
-            **_rates(layout, grid, name, alone, group),
+            **_rates(layout, grid, name, _own_ns(attention, grid, name, alone, group, blocks)),
         }
     return AttentionTable(
         backends=backends,
@@ -115,6 +135,7 @@ def _from_grid(
         head_dim=layout.head_dim,
         tile_rows=layout.tile_rows,
         padded_lengths=layout.padded_lengths,
+        blocks=blocks,
         heads=np.array([layout.num_heads]),
         heads_efficiency=np.ones(1),
         provenance=provenance,
@@ -122,21 +143,54 @@ def _from_grid(
     )
 
 
-def _rates(
-    layout: HeadLayout, grid: Sequence[Record], name: str, call_ns: float, group_ns: float
-) -> dict[str, object]:
-    """TFLOP/s of segments; for kernels with groups, those without a prefix are apart.
+def _own_ns(
+    attention: AttentionRecords,
+    grid: Sequence[Record],
+    name: str,
+    call_ns: float,
+    group_ns: float,
+    blocks: BlockCost | None,
+) -> list[float]:
+    """What each grid point's call takes without its segments.
 
     call_ns: cost of a call with its first group. group_ns: of the group of the other segment.
     """
+    layout = attention.layout
+    return [
+        call_ns
+        + group_ns * record.point["has_other"]
+        + _grid_ns(layout, blocks, attention.call_of(record))[PASSES.index(name)]
+        for record in grid
+    ]
+
+
+def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[float, float]:
+    """Forward and backward ns of a call's grid of blocks and of its tail."""
+    if blocks is None:
+        return 0.0, 0.0
+    q, kv = call
+    most_q, most_kv = (np.array([x.max()], np.float64) for x in (q, kv))
+    forward, backward = blocks.ns(
+        np.array([q.size * layout.num_heads]), most_q, most_kv, tile_rows=layout.tile_rows
+    )
+    return float(forward[0]), float(backward[0])
+
+
+def _rates(
+    layout: HeadLayout, grid: Sequence[Record], name: str, own_ns: Sequence[float]
+) -> dict[str, object]:
+    """TFLOP/s of segments; for kernels with groups, those without a prefix are apart.
+
+    own_ns: what each call takes without its segments.
+    """
     is_apart = bool(layout.padded_lengths)
     found: dict[tuple[bool, int, int], list[float]] = {}
-    for record in grid:
+    for record, own in zip(grid, own_ns, strict=True):
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
         took = record.numbers[f"{name}_ns"]
         # At least a fifth of the time is attributed to the segments, because the cost of a call is
         # uncertain.
-        price = max(took - call_ns - group_ns * record.point["has_other"], 0.2 * took) / count
+        price = max(took - own, 0.2 * took) / count
         rows = next((n for n in layout.padded_lengths if n >= q), q)  # that the kernel computes
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
         work = float(tile_pairs(*sides, tile_rows=layout.tile_rows)[0])
@@ -188,12 +242,9 @@ def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> Fl
 def predict(table: AttentionTable, call: Call) -> tuple[float, float]:
     """Forward and backward ns of one varlen call of the table's own layout."""
     q, kv, *times = _times(table, call)
-    groups = int(table.groups(q, kv, np.array([0, q.size]))[0])
-    forward, backward = (float(t.sum()) for t in times)
-    return (
-        table.launch_forward_ns + table.group_forward_ns * groups + forward,
-        table.launch_backward_ns + table.group_backward_ns * groups + backward,
-    )
+    calls = table.calls_ns(q, kv, np.array([0, q.size]), num_heads=table.num_heads)
+    forward, backward = (float(a[0] + t.sum()) for a, t in zip(calls, times, strict=True))
+    return forward, backward
 
 
 def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
@@ -204,9 +255,12 @@ def _times(table: AttentionTable, call: Call) -> tuple[FloatArray, ...]:
 
 
 def _fit_batches(
-    attention: AttentionRecords, table: AttentionTable
+    attention: AttentionRecords, table: AttentionTable, *, has_blocks: bool
 ) -> tuple[AttentionTable, list[str]]:
-    """Fits factors and costs of calls to random batches; returns the table and notes."""
+    """Fits factors and costs of calls to random batches; returns the table and notes.
+
+    has_blocks: whether a call's grid may take time, which is fitted too.
+    """
     batches = attention.of("batch")
     if not batches:
         return table, ["no random batch was measured: prices are those of equal segments alone"]
@@ -217,29 +271,37 @@ def _fit_batches(
     evidence = [*batches, *alone]
     calls = [attention.call_of(r) for r in evidence]
     changed: dict[str, object] = {}
+    of_grid: dict[str, float] = {}
     for i, name in enumerate(PASSES):
         of_call = [getattr(table, f"{what}_{name}_ns") for what in ("launch", "group")]
+        of_call += [FIRST_BLOCK_NS * has_blocks] * 2
         features = np.array([_features(table, call, i) for call in calls])
         took = np.array([r.numbers[f"{name}_ns"] for r in evidence])
         is_grouped = bool(table.padded_lengths)
-        start = np.append(of_call, np.ones(features.shape[1] - 2))
+        start = np.append(of_call, np.ones(features.shape[1] - NUM_FACTORS_FROM))
         found = _robust(features, took, weights, start, is_grouped=is_grouped)
-        bad = [round(x, 2) for x in found[2:].tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
+        factors = found[NUM_FACTORS_FROM:]
+        bad = [round(x, 2) for x in factors.tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
         if bad:
             notes.append(
                 f"{attention.layout.backend}, {table.num_heads} heads: {name} of segments in "
                 f"random batches took {', '.join(map(str, bad))} times what it took alone; was "
                 f"the machine busy or throttled? Remove the records and measure again"
             )
-            found[2:] = np.clip(found[2:], 1 / MOST_FACTOR, MOST_FACTOR)
+            factors = np.clip(factors, 1 / MOST_FACTOR, MOST_FACTOR)
         changed |= {f"launch_{name}_ns": round(found[0]), f"group_{name}_ns": round(found[1])}
-        changed |= _scaled(table, name, found[2:])
+        changed |= _scaled(table, name, factors)
+        block_ns, tail_ns = (round(x, 2) for x in found[2:NUM_FACTORS_FROM].tolist())
+        of_grid |= {f"{name}_ns": block_ns, f"tail_{name}_ns": tail_ns}
+    changed["blocks"] = BlockCost(**of_grid) if has_blocks and any(of_grid.values()) else None
     return replace(table, **changed), notes  # pyright: ignore[reportArgumentType]
 
 
 def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
-    """[1, groups, ns of short segments, ns of long ones]; kernels with groups have the last two for
-    segments with a prefix, then for those without."""
+    """[1, groups, blocks, tail, ns of short segments, ns of long ones].
+
+    Kernels with groups have the last two for segments with a prefix, then for those without.
+    """
     q, kv, *passes = _times(table, call)
     times = passes[which]
     # groups() returns 0 for kernels whose groups cost nothing.
@@ -248,7 +310,10 @@ def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     is_long, is_square = q >= LONG_ROWS, (q == kv) & (table.square_forward is not None)
     sides = (~is_square, is_square) if table.square_forward is not None else (~is_square,)
     kinds = [a & b for a in sides for b in (~is_long, is_long)]
-    return [1.0, groups, *(float(times[kind].sum()) for kind in kinds)]
+    most = (q.max(), kv.max())
+    tiles = np.ceil(most[which] / table.tile_rows)
+    blocks, tail = table.num_heads * q.size * tiles, most[1 - which]
+    return [1.0, groups, blocks, tail, *(float(times[kind].sum()) for kind in kinds)]
 
 
 def _robust(
@@ -263,7 +328,9 @@ def _robust(
     kinds that hardly occur in batches (weight 1) stay at `start`."""
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped
-    is_free[2:] = ((features[:, 2:] > 0.05 * took[:, None]) & (weights == 1)[:, None]).sum(0) >= 5
+    is_free[2:NUM_FACTORS_FROM] = start[2:NUM_FACTORS_FROM] > 0
+    of_segments = features[:, NUM_FACTORS_FROM:] > 0.05 * took[:, None]
+    is_free[NUM_FACTORS_FROM:] = (of_segments & (weights == 1)[:, None]).sum(0) >= 5
     scale = np.where(start > 0, start, 1.0)
 
     def all_of(x: FloatArray) -> FloatArray:

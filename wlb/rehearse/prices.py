@@ -95,9 +95,9 @@ class Prices:
         seen = causal_pairs(q.astype(np.int64), k.astype(np.int64), sliding=sliding)
         pairs = float((seen * share).sum()) * heads * head_dim
         times = self.table.times_ns(q, k, num_heads=heads, head_dim=head_dim, sliding=sliding)
-        launch = self.table.launch_backward_ns if is_backward else self.table.launch_forward_ns
+        calls = self.table.calls_ns(q, k, np.array([0, q.size]), num_heads=heads, sliding=sliding)
         per_pair = BACKWARD_FLOPS_PER_PAIR if is_backward else FORWARD_FLOPS_PER_PAIR
-        time_ns = max(LAUNCH_NS, float((times[is_backward] * share).sum()) + launch)
+        time_ns = max(LAUNCH_NS, float((times[is_backward] * share).sum() + calls[is_backward][0]))
         workspace = 0
         if is_backward:
             call = AttentionCall(

@@ -12,7 +12,7 @@ import pytest
 from tests.report.profile.sweep import MODEL, gpu_profile, held_of, residuals_of, sweep_of
 from tests.sets import full
 from tests.words import lacks
-from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
+from wlb.cost import BlockCost, KernelProfile, ProfiledWorkload, load_profile
 from wlb.report.profile.page import HeldPoint, profile_page
 from wlb.report.profile.plots import held_figure, kernel_figure, shown_keys
 from wlb.report.profile.points import (
@@ -23,6 +23,7 @@ from wlb.report.profile.points import (
     grid_samples,
     layer_samples,
     measured_of,
+    segment_ns,
     terms_of,
     without_layer,
 )
@@ -309,6 +310,24 @@ def test_a_cpu_with_groups_padding_and_few_points() -> None:
     assert "GFLOP/s" in page
     if table.group_forward_ns:
         assert f"each such group costs {time_text(table.group_forward_ns)}" in page
+
+
+def test_what_a_calls_grid_takes_is_told_and_drawn() -> None:
+    blocks = BlockCost(forward_ns=1.5, backward_ns=5.5, tail_forward_ns=27.5, tail_backward_ns=23.0)
+    first, *others = PROFILE.attention
+    table = replace(first, blocks=blocks)
+    page = page_of(profile=replace(PROFILE, attention=(table, *others)))
+    assert (
+        "one costs 1.5 ns forward and 5.5 ns backward, and the end of a call 27.5 ns for each key "
+        "of the longest segment and 23 ns for each row."
+    ) in page
+    q, kv, count = (np.array([n]) for n in (256, 1024, 10))
+    with_grid, without = (segment_ns(t, q, kv, count) for t in (table, first))
+    heads = table.num_heads
+    # The call's grid and tail, divided by its 10 segments.
+    tiles_q, tiles_kv = -(-256 // table.tile_rows), -(-1024 // table.tile_rows)
+    assert with_grid[0] - without[0] == pytest.approx(heads * tiles_q * 1.5 + 1024 * 2.75)
+    assert with_grid[1] - without[1] == pytest.approx(heads * tiles_kv * 5.5 + 256 * 2.3)
 
 
 @pytest.mark.full

@@ -91,9 +91,15 @@ def segment_ns(
         num_heads=table.num_heads,
         head_dim=table.head_dim,
     )
+    grid = np.zeros((2, count.size))
+    if table.blocks is not None:
+        heads = count * table.num_heads
+        grid = table.blocks.ns(
+            heads, q.astype(np.float64), kv.astype(np.float64), tile_rows=table.tile_rows
+        )
     return (
-        forward + (table.launch_forward_ns + table.group_forward_ns) / count,
-        backward + (table.launch_backward_ns + table.group_backward_ns) / count,
+        forward + (table.launch_forward_ns + table.group_forward_ns + grid[0]) / count,
+        backward + (table.launch_backward_ns + table.group_backward_ns + grid[1]) / count,
     )
 
 
