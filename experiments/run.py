@@ -90,6 +90,7 @@ REGISTRY = (
     Experiment("beyond.overview", "", 0.5, "README's picture: a step of equal work"),
     Experiment("beyond.parts", "", 20, "parts of ours, schedules, tails", "--quick"),
     Experiment("beyond.system_defaults", "", 25, "defaults of system wlb", "--quick"),
+    Experiment("beyond.published_runs", "", 1, "published H100 runs, simulated", "--quick"),
     Experiment("beyond.robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("beyond.step_balance", "", 10, "one step, beside other frameworks", "--quick"),
     Experiment("beyond.rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
