@@ -90,6 +90,7 @@ REGISTRY = (
     Experiment("beyond.overview", "", 0.5, "README's picture: a step of equal work"),
     Experiment("beyond.parts", "", 20, "parts of ours, schedules, tails", "--quick"),
     Experiment("beyond.system_defaults", "", 25, "defaults of system wlb", "--quick"),
+    Experiment("beyond.published_runs", "", 1, "published H100 runs, simulated", "--quick"),
     Experiment("beyond.robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("beyond.step_balance", "", 10, "one step, beside other frameworks", "--quick"),
     Experiment("beyond.rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
@@ -121,16 +122,17 @@ class State:
         half.replace(self.path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """Pairs an experiment with this call's arguments.
-
-    key: name of the experiment in the state
-    """
+    """Pairs an experiment with this call's arguments."""
 
     experiment: Experiment
     command: list[str]
-    key: str
+
+    @property
+    def key(self) -> str:
+        """Returns the experiment's name in the state."""
+        return self.experiment.name + " --quick" * ("--quick" in self.command)
 
 
 def source_version() -> str:
@@ -138,14 +140,6 @@ def source_version() -> str:
     differences = source_differences()
     digest = f"-{hashlib.sha256(differences.encode()).hexdigest()[:8]}" if differences else ""
     return commit() + digest
-
-
-def jobs_of(chosen: Sequence[Experiment], options: argparse.Namespace) -> list[Job]:
-    return [
-        Job(experiment=e, command=command, key=e.name + " --quick" * ("--quick" in command))
-        for e in chosen
-        for command in [e.command(options)]
-    ]
 
 
 def choose(names: Sequence[str], registry: Sequence[Experiment]) -> list[Experiment]:
@@ -274,7 +268,7 @@ def main(
         print(error, file=sys.stderr)
         return 2
     version = source_version()
-    jobs = jobs_of(chosen, options)
+    jobs = [Job(e, e.command(options)) for e in chosen]
     skipped: list[Job] = []
     if "all" in options.names and not options.again:
         skipped = [j for j in jobs if state.finished(j.key, version=version, command=j.command)]

@@ -291,10 +291,7 @@ def source_differences() -> str:
 
 
 def _against(against: Sequence[Against]) -> list[str]:
-    if not against:
-        return []
-    table = _against_table(against)
-    return table.markdown()[:-2]
+    return _against_table(against).markdown()[:-2] if against else []
 
 
 def _against_table(against: Sequence[Against]) -> Table:

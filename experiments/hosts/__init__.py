@@ -1,1 +1,0 @@
-"""Shows the planner in other libraries' loops: an example each, and its effect on balance."""

@@ -34,18 +34,15 @@ def test_days_follow_from_tokens_a_second(spec: RunSpec, batches: list[GlobalBat
     assert made.checkpoint_bytes == 12 * spec.model.num_parameters
     assert made.mfu == simulation.mfu(peak_tflops=989.0)
     assert made.first.plan.step == 0
-    assert made.left_out == ()
     on_cpu = replace(made, is_cpu=True)
     assert (on_cpu.peak_tflops, on_cpu.mfu) == (0.0, None)
 
 
-def test_what_is_not_simulated_is_said(spec: RunSpec, batches: list[GlobalBatch]) -> None:
+def test_gathers_of_every_pass_take_time(spec: RunSpec, batches: list[GlobalBatch]) -> None:
     sharded = replace(spec, fsdp=replace(spec.fsdp, reshard_after_forward=True))
     cost = workload_for(spec, "cuda")
     made, plain = (forecast(s, cost, batches[:4]) for s in (sharded, spec))
-    assert made.days == plain.days
-    (said,) = made.left_out
-    assert "fsdp.reshard_after_forward" in said
+    assert made.days > plain.days
 
 
 def test_what_is_saved_is_of_the_same_documents(spec: RunSpec, batches: list[GlobalBatch]) -> None:

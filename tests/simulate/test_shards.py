@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.simulate.runs import cost_of, made, spec_of
 from wlb.cost import Collective, Elementwise
 from wlb.cost.memory import stage_parameters
-from wlb.simulate import Node, NodeKind
+from wlb.simulate import FsdpExecution, Node, NodeKind, PassKind, Simulator
 from wlb.simulate.shards import ShardCosts, fsdp_span, shard_costs
 from wlb.spec import ExpertsSpec, FsdpSection, ParallelSpec, RunSpec, Schedule
 
@@ -124,9 +125,101 @@ def test_more_pipelines_share_the_optimizer() -> None:
     assert of(wide, NodeKind.OPTIMIZER) < of(two, NodeKind.OPTIMIZER)
 
 
-def test_an_option_without_a_price_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"reshard_after_forward = true is not simulated"):
-        costs(replace(spec_of(), fsdp=FsdpSection(reshard_after_forward=True)))
+def priced(execution: FsdpExecution, **changed: object) -> ShardCosts:
+    """A stage of 4 layers whose gathers take 40 ns and whose reductions take 80 ns."""
+    made = ShardCosts(
+        gather_ns=(40,),
+        reduce_ns=(80,),
+        norm_ns=1,
+        optimizer_ns=(1,),
+        gather_parts=(4,),
+        reduce_parts=(4,),
+        layers=(4,),
+        copy_ns=((3.0, 5.0),),
+        reshards=True,
+        execution=execution,
+    )
+    return replace(made, **changed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduces", "computes_ns", "expected"),
+    [
+        # One gather of 10 ns before the first layer; three hide behind layers of 100 ns.
+        (PassKind.FORWARD, False, 400, 400 + 10 + 3),
+        # Layers of 4 ns hide 4 of each of the three others' 10 ns.
+        (PassKind.FORWARD, False, 16, 16 + 10 + 3 * 6 + 3),
+        # Backward: the first gather and the last reduction are waited for.
+        (PassKind.BACKWARD, True, 400, 400 + 10 + 20 + 3 + 5),
+        (PassKind.BACKWARD, False, 400, 400 + 10 + 3),
+        # Each layer of 16 ns hides as much of the others' 10 + 20 ns.
+        (PassKind.BACKWARD, True, 64, 64 + 10 + 20 + 3 * 14 + 3 + 5),
+        # The weights' pass of a split backward needs no parameters.
+        (PassKind.BACKWARD_WEIGHT, True, 400, 400 + 20 + 5),
+    ],
+)
+def test_a_pass_that_gathers_its_layers(kind, reduces, computes_ns: int, expected: int) -> None:
+    found = priced(FsdpExecution()).pass_ns(np.array([computes_ns]), 0, kind, reduces=reduces)
+    assert found.tolist() == [expected]
+
+
+def test_backward_without_prefetch_waits_for_every_gather() -> None:
+    late = priced(FsdpExecution(prefetches_backward=False), copy_ns=((0.0, 0.0),))
+    computes = np.array([400])
+    backward = late.pass_ns(computes, 0, PassKind.BACKWARD, reduces=True)
+    assert backward.tolist() == [400 + 4 * 10 + 20]
+    assert late.pass_ns(computes, 0, PassKind.FORWARD, reduces=False).tolist() == [400 + 10]
+
+
+def test_hidden_collectives_slow_down_what_hides_them() -> None:
+    slow = priced(FsdpExecution(slowdown=0.5), copy_ns=((0.0, 0.0),))
+    computes = np.array([400])
+    # 30 of 40 ns are hidden; in backward 90 of 120.
+    assert slow.pass_ns(computes, 0, PassKind.FORWARD, reduces=False).tolist() == [410 + 15]
+    assert slow.pass_ns(computes, 0, PassKind.BACKWARD, reduces=True).tolist() == [430 + 45]
+
+
+def test_nodes_of_collectives_take_no_time_where_passes_gather() -> None:
+    spec = replace(spec_of(pp=1), fsdp=FsdpSection(reshard_after_forward=True))
+    kinds = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.REDUCE_AHEAD)
+    assert [of(spec, kind) for kind in kinds] == [0] * 4
+    assert of(spec, NodeKind.OPTIMIZER) == of(spec_of(pp=1), NodeKind.OPTIMIZER) > 0
+    alone = replace(spec_of(tp=1, cp=1, pp=1, dp=1), fsdp=spec.fsdp)
+    assert not costs(alone).reshards
+
+
+@pytest.mark.parametrize(("bytes_of", "reduced"), [(4, 1.0), (2, 0.5)])
+def test_gradients_travel_in_their_own_dtype(bytes_of: int, reduced: float) -> None:
+    spec = spec_of(pp=1)
+    cost = cost_of(spec)
+    plain = shard_costs(spec, cost)
+    found = shard_costs(spec, cost, FsdpExecution(gradient_bytes=bytes_of, update_values=21))
+    alpha = 8 * cost.profile.collective(Collective.REDUCE_SCATTER, span_ranks=8).alpha_ns
+    expected = alpha + (plain.reduce_ns[0] - alpha) * reduced
+    assert found.reduce_ns[0] == pytest.approx(expected, abs=4)
+    assert found.gather_ns == plain.gather_ns
+    assert found.optimizer_ns[0] == pytest.approx(3 * plain.optimizer_ns[0], abs=4)
+
+
+def test_a_slowdown_is_a_share() -> None:
+    with pytest.raises(ValueError, match="slowdown"):
+        FsdpExecution(slowdown=1.5)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_that_are_gathered_in_every_pass_take_longer(pp: int) -> None:
+    """Two micro-batches: gathers of all passes but one are more, and reductions of the first."""
+    spec = spec_of(pp=pp, schedule=Schedule.ONE_F_ONE_B)
+    again = replace(spec, fsdp=FsdpSection(reshard_after_forward=True))
+    times = [_step_s(s, FsdpExecution()) for s in (spec, again)]
+    always = _step_s(again, FsdpExecution(reduces_every_pass=True))
+    assert times[0] < times[1] < always
+
+
+def _step_s(spec: RunSpec, execution: FsdpExecution) -> float:
+    simulator, steps = made(spec, [4096] * 4)
+    other = Simulator(spec=spec, cost=simulator.cost, fsdp=execution)
+    return float(other.run(other.price(steps)).step_time_s.sum())
 
 
 @pytest.mark.parametrize("ep", [0, 1, 2, 4])

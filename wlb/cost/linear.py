@@ -6,8 +6,8 @@ head belong to single stages and are apart, as are forward and backward. With `t
 backward includes the recomputed part (`RECOMPUTED_WORK`) at forward's price.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,13 +35,25 @@ Passes = tuple[float, float]
 Work = tuple[float, float, float]
 """Forward, backward without recompute, and the part of forward that backward runs again."""
 
+PLAIN_TORCH: dict[str, Passes] = {
+    "norm": (18 / 2, 34 / 3),
+    "head_norm": (18 / 2, 34 / 3),
+    "rotary": (10 / 2, 10 / 2),
+    "swiglu": (5 / 3, 9 / 5),
+}
+"""Traffic of element-wise operators that torch runs one kernel at a time, over that of fused ones
+(`elementwise_values`). Norms are cast to float32, squared, averaged, multiplied, cast back and
+multiplied by their weight: 18 two-byte values of each one, and 34 in backward; rotations run in
+float32 complex numbers: 10; SiLU and the gate's product are two kernels: 5 and 9. Additions are one
+kernel in any case."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedWork:
     """The part of a layer that backward recomputes: matrices (of `layer_matrices`), calls of
     element-wise operators, TP's (all-gathers, reduce-scatters), attention with CP's gather."""
 
-    matrices: range
+    matrices: Sequence[int]
     calls: dict[str, int]
     tp: tuple[int, int]
     attention: bool
@@ -70,7 +82,10 @@ class LinearCost:
     tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
     kv_gradient_bytes: of a value of dK and dV on its way between CP ranks. expert_stages: as
     ep.stages. defers_weights: the schedule computes weights' gradients in passes of their own.
-    expert_load: rows of the EP rank that a layer waits for over the mean rank's.
+    expert_load: rows of the EP rank that a layer waits for over the mean rank's. traffic: bytes
+    that element-wise operators move in each pass over those of the profile's fused kernels, by
+    operator, for trainers without such kernels (`PLAIN_TORCH`). recomputed: what backward computes
+    again in a trainer that recomputes other parts of a layer than `recompute`; None: those.
     """
 
     model: ModelSpec
@@ -84,6 +99,8 @@ class LinearCost:
     expert_stages: int = 1
     defers_weights: bool = False
     expert_load: float = 1.0
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
+    recomputed: RecomputedWork | None = None
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -95,8 +112,8 @@ class LinearCost:
 
     @property
     def again(self) -> RecomputedWork:
-        work = RECOMPUTED_WORK[self.recompute]
-        if self.recompute != Recompute.FULL:
+        work = self.recomputed or RECOMPUTED_WORK[self.recompute]
+        if self.recomputed or self.recompute != Recompute.FULL:
             return work
         calls = elementwise_calls(self.model)
         calls |= {"residual": calls["residual"] - 1}
@@ -412,9 +429,10 @@ class LinearCost:
         for op, values in elementwise_values(model).items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
-                once = values[0] * size / cost.forward_bytes_per_s * 1e9
+                more = self.traffic.get(op, (1.0, 1.0))
+                once = values[0] * more[0] * size / cost.forward_bytes_per_s * 1e9
                 forward += once
-                backward += values[1] * size / cost.backward_bytes_per_s * 1e9
+                backward += values[1] * more[1] * size / cost.backward_bytes_per_s * 1e9
                 again += once * self.again.calls.get(op, 0) / calls[op]
         return forward, backward, again
 

@@ -7,6 +7,7 @@ the cheaper of two shardings (Section 5.3): per-document chunks, or the whole pi
 and gradient communication are left out: they do not depend on which documents share a micro-batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.cost.linear import GRADIENT_BYTES, LinearCost
+from wlb.cost.linear import GRADIENT_BYTES, LinearCost, Passes, RecomputedWork
 from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
@@ -187,6 +188,8 @@ class ProfiledWorkload:
     stages: int = 1  # cp.stages
     expert_stages: int = 1  # as in `LinearCost`
     defers_weights: bool = False  # as in `LinearCost`
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
+    recomputed: RecomputedWork | None = None  # as in `LinearCost`
     machine: str = ""  # for `notes` only; "" if unknown
     dtype: str = ""  # for `notes` only; "" if unknown
     longest: int = 0  # most tokens of a piece, for `notes` only; 0 if unknown

@@ -15,6 +15,7 @@ from wlb.simulate.run import check_memory as check_memory
 from wlb.simulate.run import planner_of as planner_of
 from wlb.simulate.run import sharded_steps as sharded_steps
 from wlb.simulate.run import simulate_run as simulate_run
+from wlb.simulate.shards import FsdpExecution as FsdpExecution
 from wlb.simulate.step import Simulation as Simulation
 from wlb.simulate.step import Simulator as Simulator
 from wlb.simulate.trace import write_trace as write_trace

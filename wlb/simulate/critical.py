@@ -16,6 +16,8 @@ from wlb.simulate.step import Simulation
 
 K = TypeVar("K", bound=Hashable)
 
+SHARDS = "sharded parameters"
+"""Term of what a pass takes longer because it gathers and reduces parameters itself."""
 CP_IMBALANCE = "attention, slowest CP rank"
 
 
@@ -111,6 +113,8 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
+    if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
+        terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(
         node=node,
         pipeline=pipeline,

@@ -13,7 +13,7 @@ from wlb.cost.budget import CHECKPOINT_BYTES
 from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.prices import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
-from wlb.spec import FsdpSection, PackingSection, RunSpec
+from wlb.spec import PackingSection, RunSpec
 
 SIMULATED_MICRO_BATCHES = 64
 """Approximate number of micro-batches that are simulated, in 2 to 8 steps."""
@@ -24,14 +24,13 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """spec: filled in. first: the run's first step. left_out: what the simulation does without.
-    is_cpu: ranks are processes on a CPU, of which no peak is known."""
+    """spec: filled in. first: the run's first step. is_cpu: ranks are processes on a CPU, of which
+    no peak is known."""
 
     spec: RunSpec
     cost: ProfiledWorkload
     first: ShardedStep
     simulation: RunSimulation
-    left_out: tuple[str, ...] = ()
     is_cpu: bool = False
 
     @property
@@ -81,8 +80,7 @@ def simulated_shares(
     # A method and packs of the run's own would contradict another policy.
     sections = [replace(section, method="", packs="") for section in (best, *usual)]
     own, *times = [
-        simulate_run(replace(_simulable(spec), packing=section), cost, batches).time_s
-        for section in sections
+        simulate_run(replace(spec, packing=section), cost, batches).time_s for section in sections
     ]
     return [1 - own / time for time in times]
 
@@ -90,13 +88,6 @@ def simulated_shares(
 def batches_to_compare(spec: RunSpec) -> int:
     """Number of global batches that `simulated_shares` takes seconds for."""
     return max(8, COMPARED_MICRO_BATCHES // spec.num_micro_batches)
-
-
-def _simulable(spec: RunSpec) -> RunSpec:
-    """The spec as the simulator takes it: with parameters that are gathered once a step, the only
-    way that it models."""
-    fsdp = FsdpSection(shard_size=spec.fsdp.shard_size)
-    return replace(spec, fsdp=fsdp)
 
 
 def steps_to_simulate(spec: RunSpec) -> int:
@@ -115,15 +106,10 @@ def forecast(
     steps = tuple(sharded_steps(planner, dp=spec.parallel.dp))
     if not steps:
         raise UserError("the corpus gives no step; raise data.epochs or use a larger corpus")
-    plain = _simulable(spec)
-    left_out = ""
-    if plain != spec:
-        left_out = "gathers by fsdp.reshard_after_forward are not predicted"
     return Forecast(
         spec=spec,
         cost=cost,
         first=steps[0],
-        simulation=simulate_run(plain, cost, batches, label="run", steps=steps),
-        left_out=(left_out,) if left_out else (),
+        simulation=simulate_run(spec, cost, batches, label="run", steps=steps),
         is_cpu=is_cpu,
     )

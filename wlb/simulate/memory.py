@@ -14,10 +14,12 @@ import numpy as np
 from wlb.cost import memory_of_rank
 from wlb.cost.experts import layer_kinds
 from wlb.cost.memory import (
+    FLOAT32_BYTES,
     layer_activation_bytes,
     layer_waiting_bytes,
     stage_gradient_bytes,
     stage_output_bytes,
+    stage_parameters,
 )
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, PassKind, pipeline_order
@@ -113,6 +115,11 @@ def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
     return estimate.total_bytes - held
 
 
-def stage_gradients(spec: RunSpec) -> list[int]:
-    """Bytes of each stage's gradients on one rank."""
-    return [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]
+def stage_gradients(spec: RunSpec, *, shards_only: bool = False) -> list[int]:
+    """Bytes of each stage's gradients on one rank. shards_only: every pass reduces them layer by
+    layer, so that no stage's are whole."""
+    made = [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]
+    if not shards_only:
+        return made
+    whole = (FLOAT32_BYTES * stage_parameters(spec, stage=s) for s in range(spec.num_stages))
+    return [a - b for a, b in zip(made, whole, strict=True)]

@@ -19,6 +19,7 @@ from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, U
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
 from wlb.simulate.program import Wires
+from wlb.simulate.shards import FsdpExecution
 from wlb.simulate.step import Simulation, Simulator, chunked
 from wlb.spec import RunSpec
 
@@ -110,6 +111,7 @@ def simulate_run(
     label: str = "",
     steps: Iterable[ShardedStep] | None = None,
     wires: Wires = Wires.LINKS,
+    fsdp: FsdpExecution | None = None,
 ) -> RunSimulation:
     """Simulates all steps made of `batches`, including the flush of documents that wait at the end.
 
@@ -120,8 +122,9 @@ def simulate_run(
         label: Name of the run in tables.
         steps: The sharded steps, where they are known already.
         wires: Transfers between pipeline ranks that wait for each other.
+        fsdp: What the trainer does with sharded parameters; by default as wlb does.
     """
-    simulator = Simulator(spec=spec, cost=cost, wires=wires)
+    simulator = Simulator(spec=spec, cost=cost, wires=wires, fsdp=fsdp or FsdpExecution())
     if steps is None:
         steps = sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp)
     parts: list[Simulation] = []

@@ -6,42 +6,113 @@ experts have a collective of their own, over the ranks that hold equal ones. Wit
 the ranks of one copy, and shards of gradients are then all-reduced over copies. The norm reads the
 gradients and all-reduces a few bytes. AdamW is bound by memory: it reads weight, two moments and
 gradient and writes the first three, priced as the residual addition is.
+
+With `fsdp.reshard_after_forward` every pass gathers its layers again, one ahead of the layer that
+computes. `FsdpExecution` says what other trainers do otherwise.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from wlb.cost import Collective, CollectiveCost, Elementwise, KernelProfile, ProfiledWorkload
 from wlb.cost.experts import experts_of_layer, sharing_ranks, stored_parameters
 from wlb.cost.linear import GRADIENT_BYTES
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES
-from wlb.plan import UserError
+from wlb.plan import IntArray, check_between
 from wlb.simulate.graph import Node, NodeKind
+from wlb.simulate.order import PassKind
 from wlb.simulate.program import looks_ahead
 from wlb.spec import ParallelSpec, RunSpec
 
 Stages = tuple[int, ...]
+COLLECTIVE_NODES = frozenset(
+    (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.REDUCE_AHEAD)
+)
 ADAMW_VALUES, NORM_VALUES = 7, 1
 """float32 values read and written for one parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpExecution:
+    """How a trainer shards, reduces and updates parameters. The defaults are what wlb does."""
+
+    # Gradients are reduced after every backward pass, as FSDP does unless it is told to wait.
+    # False: after the last one of a step.
+    reduces_every_pass: bool = False
+    # Bytes of a gradient's value while it is reduced.
+    gradient_bytes: int = GRADIENT_BYTES
+    # Bytes that copies of one parameter move on the GPU for each gather and each reduction: FSDP2
+    # copies out of the gathered buffer and into the reduced one, FSDP1 does not. Counted where
+    # passes gather for themselves, as the next two are.
+    gather_copy_bytes: int = 0
+    reduce_copy_bytes: int = 0
+    # Whether backward gathers a layer while the one before it computes. False: after it.
+    prefetches_backward: bool = True
+    # Seconds that computing loses for each second of a collective beside it, because NCCL occupies
+    # SMs and memory bandwidth.
+    slowdown: float = 0.0
+    # float32 values that the optimizer reads and writes for one parameter: 7 in a fused kernel.
+    update_values: int = ADAMW_VALUES
+
+    def __post_init__(self) -> None:
+        check_between("slowdown", self.slowdown, 0, 1, closed=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """Durations in ns. gather_ns, reduce_ns: by stage. optimizer_ns: by pipeline rank.
-    gather_parts, reduce_parts: layers of a stage where all but one hide behind passes, else 1.
+    """Prices of a step's work on sharded parameters; durations in ns.
+
+    With `fsdp.reshard_after_forward` every pass gathers its layers itself: the collectives are then
+    part of passes (`pass_ns`), and their own nodes take no time.
     """
 
-    gather_ns: tuple[int, ...]
-    reduce_ns: tuple[int, ...]
+    gather_ns: tuple[int, ...]  # by stage
+    reduce_ns: tuple[int, ...]  # by stage
     norm_ns: int
-    optimizer_ns: tuple[int, ...]
-    gather_parts: tuple[int, ...]
-    reduce_parts: tuple[int, ...]
+    optimizer_ns: tuple[int, ...]  # by pipeline rank
+    gather_parts: tuple[int, ...]  # layers of a stage, where all but one hide behind passes; or 1
+    reduce_parts: tuple[int, ...]  # likewise
+    layers: tuple[int, ...]  # by stage, at least 1
+    copy_ns: tuple[tuple[float, float], ...]  # by stage, for a gather and for a reduction
+    reshards: bool = False  # whether each pass gathers its layers
+    execution: FsdpExecution = FsdpExecution()
+
+    def pass_ns(
+        self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool
+    ) -> IntArray:
+        """Duration of a pass that gathers, and perhaps reduces, layer by layer.
+
+        Each layer's collectives run beside the computation of one layer, so that what is longer
+        than it is waited for, and so are the first gather and the last reduction.
+
+        Args:
+            computes_ns: The pass without collectives of parameters.
+            stage: Its stage.
+            kind: Its kind.
+            reduces: Whether it reduces the gradients of its layers.
+        """
+        layers, how = self.layers[stage], self.execution
+        # The weights' pass of a split backward needs no parameters.
+        gathers = kind != PassKind.BACKWARD_WEIGHT
+        gather = self.gather_ns[stage] * gathers / layers
+        reduce = self.reduce_ns[stage] * reduces / layers
+        is_ahead = kind == PassKind.FORWARD or how.prefetches_backward
+        beside = gather * is_ahead + reduce
+        late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
+        exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
+        hidden = (gather + reduce) * layers - exposed
+        of_gather, of_reduction = self.copy_ns[stage]
+        out = computes_ns + of_gather * gathers + of_reduction * reduces + exposed
+        return np.rint(out + how.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
+        if self.reshards and node.kind in COLLECTIVE_NODES:
+            return 0
         match node.kind:
             case NodeKind.GATHER | NodeKind.PREFETCH:
                 whole, parts = self.gather_ns[node.stage], self.gather_parts[node.stage]
@@ -55,9 +126,11 @@ class ShardCosts:
                 return self.optimizer_ns[node.rank]
 
 
-def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
-    """Prices for a layout; UserError for options of [fsdp] that have no price."""
-    _refuse_unpriced(spec)
+def shard_costs(
+    spec: RunSpec, cost: ProfiledWorkload, execution: FsdpExecution | None = None
+) -> ShardCosts:
+    """Prices for a layout. execution: of the trainer, wlb's own by default."""
+    how = execution or FsdpExecution()
     parallel, profile = spec.parallel, cost.profile
     parts = tuple(max(1, layers) for layers in spec.stage_layers)
     whole = (1,) * spec.num_stages
@@ -69,8 +142,8 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
     of_experts = experts_of_layer(spec)
     with_experts = spec.stage_expert_layers
     dense = [c - n * of_experts for c, n in zip(counts, with_experts, strict=True)]
-    whole_layers = _sharing(spec, profile, spec.shard_size)
-    experts = _sharing(spec, profile, sharing_ranks(spec))
+    whole_layers = _sharing(spec, profile, spec.shard_size, how.gradient_bytes)
+    experts = _sharing(spec, profile, sharing_ranks(spec), how.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
         """A stage's collectives, one a layer and one for its experts."""
@@ -87,9 +160,18 @@ def shard_costs(spec: RunSpec, cost: ProfiledWorkload) -> ShardCosts:
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
-        optimizer_ns=tuple(round(c * ADAMW_VALUES * GRADIENT_BYTES / copy * 1e9) for c in of_rank),
+        optimizer_ns=tuple(
+            round(c * how.update_values * GRADIENT_BYTES / copy * 1e9) for c in of_rank
+        ),
         gather_parts=whole if is_ahead else parts,
         reduce_parts=parts if parallel.pp == 1 else whole,
+        layers=parts,
+        copy_ns=tuple(
+            (c * how.gather_copy_bytes / copy * 1e9, c * how.reduce_copy_bytes / copy * 1e9)
+            for c in counts
+        ),
+        reshards=spec.fsdp.reshard_after_forward and parallel.fsdp_size > 1,
+        execution=how,
     )
 
 
@@ -102,17 +184,18 @@ class _Sharing(NamedTuple):
     scatter: CollectiveCost
     add: CollectiveCost
     dtype_bytes: int
+    gradient_bytes: int
 
     def gather_ns(self, count: float) -> float:
         return self.gather.time_ns(count * self.dtype_bytes, num_ranks=self.shards)
 
     def reduce_ns(self, count: float) -> float:
-        size = count * GRADIENT_BYTES
+        size = count * self.gradient_bytes
         within = self.scatter.time_ns(size, num_ranks=self.shards)
         return within + self.add.time_ns(size / self.shards, num_ranks=self.copies)
 
 
-def _sharing(spec: RunSpec, profile: KernelProfile, shards: int) -> _Sharing:
+def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int) -> _Sharing:
     """How `shards` ranks of each copy share parameters."""
     parallel, copies = spec.parallel, spec.parallel.fsdp_size // spec.shard_size
     node = profile.ranks_per_node
@@ -129,6 +212,7 @@ def _sharing(spec: RunSpec, profile: KernelProfile, shards: int) -> _Sharing:
         scatter=scatter,
         add=profile.collective(Collective.ALL_REDUCE, span_ranks=whole, num_ranks=copies),
         dtype_bytes=DTYPE_BYTES[profile.dtype],
+        gradient_bytes=gradient_bytes,
     )
 
 
@@ -137,14 +221,6 @@ def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
     stages = list(spec.stages_of(pp_rank))
     with_experts = sum(spec.stage_expert_layers[stage] for stage in stages)
     return stored_parameters(spec, sum(counts[stage] for stage in stages), with_experts)
-
-
-def _refuse_unpriced(spec: RunSpec) -> None:
-    if spec.fsdp.reshard_after_forward:
-        raise UserError(
-            "fsdp.reshard_after_forward = true is not simulated: parameters are priced as gathered "
-            "once a step; set fsdp.reshard_after_forward = false here"
-        )
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:

@@ -16,7 +16,7 @@ from wlb.cost import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
 from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
-from wlb.simulate.order import Order, PassKind
+from wlb.simulate.order import Action, Order, PassKind
 from wlb.simulate.prices import (
     CALLS,
     ShardedStep,
@@ -26,7 +26,7 @@ from wlb.simulate.prices import (
     step_prices,
 )
 from wlb.simulate.program import Wires, step_graph
-from wlb.simulate.shards import ShardCosts, shard_costs
+from wlb.simulate.shards import FsdpExecution, ShardCosts, shard_costs
 from wlb.spec import RunSpec, check
 
 T = TypeVar("T")
@@ -50,6 +50,8 @@ class Simulator:
     cost: ProfiledWorkload
     # Transfers that wait for each other. wlb runs with LINKS; ONE prices what other trainers have.
     wires: Wires = Wires.LINKS
+    # What another trainer does with sharded parameters; wlb's own way by default.
+    fsdp: FsdpExecution = field(default_factory=FsdpExecution)
     order: Order = field(init=False)
     graph: Graph = field(init=False, repr=False)
     shards: ShardCosts = field(init=False)
@@ -80,7 +82,7 @@ class Simulator:
             meeting_stages=frozenset(stage for stage, layers in with_experts if layers),
         )
         object.__setattr__(self, "graph", meeting)
-        object.__setattr__(self, "shards", shard_costs(self.spec, self.cost))
+        object.__setattr__(self, "shards", shard_costs(self.spec, self.cost, self.fsdp))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
         """Durations of all passes of `steps`."""
@@ -101,6 +103,20 @@ class Simulator:
         starts = range(0, prices.shape[0], CHUNK)
         changed = (change(prices.select(slice(i, i + CHUNK))) for i in starts)
         return sum(float(self.run(part).step_time_s.sum()) for part in changed)
+
+    def _sharded(self, computes_ns: IntArray, action: Action) -> IntArray:
+        """Duration of a pass with the collectives of parameters that are part of it."""
+        if not self.shards.reshards:
+            return computes_ns
+        is_last = action.micro_batch == self.spec.micro_batches_per_pipeline - 1
+        # A split backward leaves gradients of weights to its second pass.
+        makes = (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT)
+        return self.shards.pass_ns(
+            computes_ns,
+            action.stage,
+            action.kind,
+            reduces=action.kind in makes and (is_last or self.fsdp.reduces_every_pass),
+        )
 
     def _durations(self, prices: StepPrices) -> IntArray:
         steps, dp, _, _ = prices.shape
@@ -128,7 +144,7 @@ class Simulator:
             key = (kind, *prices.stage_key(stage))
             if key not in known:
                 known[key] = prices.pass_ns(kind, stage)
-            out[i] = known[key][:, :, micro_batch]
+            out[i] = self._sharded(known[key][:, :, micro_batch], node.action)
             busy += out[i].mean(axis=1) / self.spec.parallel.pp
         return out
 
@@ -213,7 +229,8 @@ class Simulation:
         """Peak of resident bytes, [steps, pp]: activations and gradients from the step's own
         passes, all else as `wlb.cost.memory` estimates it for its longest micro-batch."""
         spec = self.simulator.spec
-        out = self._peaks(stage_gradients(spec))
+        shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
+        out = self._peaks(stage_gradients(spec, shards_only=shards_only))
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):
             for rank in range(spec.parallel.pp):
                 out[s, rank] += rest_bytes(spec, pp_rank=rank, longest=longest)

@@ -63,7 +63,7 @@ def show(spec: RunSpec, console: Console) -> None:
     console.print(_facts(made, documents.note, _machine(made, budget, known)))
     console.print(_layout(spec))
     console.print(_memory(spec, budget))
-    notes = [f"times: {note}" for note in (*made.cost.notes, *made.left_out)]
+    notes = [f"times: {note}" for note in made.cost.notes]
     for line in [*lines, caps_line(spec, budget), *notes]:
         console.print(line, soft_wrap=True, markup=False)
     _first_step(made, console)

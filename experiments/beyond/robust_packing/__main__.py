@@ -8,20 +8,167 @@ table has the imbalance of the forward pass, of forward + backward (F+B), and of
 costs 0.7 to 1.6 times its price, beside the delay.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import islice, pairwise
 from pathlib import Path
 
-from experiments.beyond.robust_packing.cases import (
-    CAPS,
-    FACTORS,
-    POLICIES,
-    PROFILE,
-    STREAMS,
-    batches_of,
-    measure,
-    title_of,
-)
+import numpy as np
+
+from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import configuration
 from experiments.harness.pages import How, Table, show, write_results
+from experiments.harness.streams import WINDOW, source_of
+from wlb.cost import load_profile, workload_of
+from wlb.cost.flops import FloatArray
+from wlb.data import GlobalBatches, LengthSource
+from wlb.packing import BoundedPacker, Packer, PackerOptions, PriceRange, VarLenPacker
+from wlb.plan import GlobalBatch, IntArray, PackingPlan
+
+PROFILE = load_profile("h100")
+COST = workload_of(configuration("7b_128k"), PROFILE)
+FACTORS = (0.7, 0.8, 1.0, 1.25, 1.6)
+"""What attention costs, in parts of its price, forward and backward together."""
+STREAMS = ("fitted", "tail 2", "chunked", "library")
+ONE_PRICE, NARROW, WIDE_RANGE = (
+    PriceRange(low=low, high=high) for low, high in ((1.0, 1.0), (0.7, 1.25), (0.7, 1.6))
+)
+BEFORE = 0.15
+"""The delay price, times sqrt(N), of `bounded` when it knew one price only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """Holds T in global batches and S_max in windows; D is 10 steps."""
+
+    step_tokens: float
+    s_max: float
+
+
+CAPS = (Caps(step_tokens=1.5, s_max=2.0), Caps(step_tokens=1.1, s_max=1.5))
+Make = Callable[[Caps, int], Packer]
+
+
+def options(n: int) -> PackerOptions:
+    return PackerOptions(num_micro_batches=n, context_window=WINDOW, cost=COST)
+
+
+def bounded(caps: Caps, n: int, prices: PriceRange, price: float | None = None) -> BoundedPacker:
+    """Returns `bounded`; price: of delay, times sqrt(N)."""
+    return BoundedPacker(
+        options=options(n),
+        s_max=int(caps.s_max * WINDOW),
+        step_tokens=int(caps.step_tokens * n * WINDOW),
+        delay_price=None if price is None else price / n**0.5,
+        price_range=prices,
+    )
+
+
+def algorithm_1(caps: Caps, n: int, prices: PriceRange) -> VarLenPacker:
+    """Returns Algorithm 1 with the paper's two queues, under the same caps."""
+    return VarLenPacker(
+        options=options(n),
+        s_max=int(caps.s_max * WINDOW),
+        step_tokens=int(caps.step_tokens * n * WINDOW),
+        queue_thresholds=tuple(int(level * WINDOW) for level in constants.QUEUES[2]),
+        price_range=prices,
+    )
+
+
+POLICIES: dict[str, Make] = {
+    "Algorithm 1": lambda caps, n: algorithm_1(caps, n, ONE_PRICE),
+    "Algorithm 1, robust placement": lambda caps, n: algorithm_1(caps, n, WIDE_RANGE),
+    "bounded, one price (default)": lambda caps, n: bounded(caps, n, ONE_PRICE, BEFORE),
+    "bounded, 0.7 to 1.25": lambda caps, n: bounded(caps, n, NARROW),
+    "bounded, 0.7 to 1.6": lambda caps, n: bounded(caps, n, WIDE_RANGE),
+}
+
+
+def source(name: str, *, num_tokens: int, seed: int) -> LengthSource:
+    """Returns a stream's documents.
+
+    "tail 2" has a Pareto tail that falls twice as steeply; "chunked" is the fitted stream as a
+    loader leaves it that cuts the text every 128K tokens, wherever a document is.
+    """
+    if name == "library":
+        return source_of("stdlib", num_tokens=num_tokens, seed=seed)
+    if name not in STREAMS:
+        return source_of(name, num_tokens=num_tokens, seed=seed)
+    family = constants.FAMILY
+    if name == "tail 2":
+        family = replace(family, tail_exponent=2.0)
+    mean = int(family.sample(4096, window=WINDOW, seed=seed).mean())
+    lengths = family.sample(num_tokens * 5 // 4 // mean, window=WINDOW, seed=seed)
+    if name == "chunked":
+        ends = np.cumsum(lengths)
+        cuts = np.union1d(ends, np.arange(WINDOW, ends[-1], WINDOW))
+        lengths = np.diff(cuts, prepend=0)
+    return LengthSource(name=name, lengths=lengths)
+
+
+@cache
+def batches_of(name: str, n: int, steps: int, seed: int) -> tuple[GlobalBatch, ...]:
+    stream = GlobalBatches(
+        source(name, num_tokens=n * WINDOW * steps, seed=seed),
+        tokens_per_batch=n * WINDOW,
+        seed=seed,
+    )
+    return tuple(batch for batch, _ in islice(stream.iterate(), steps))
+
+
+def title_of(name: str) -> str:
+    return name if name in STREAMS else Path(name).stem
+
+
+def loads(plan: PackingPlan, work: FloatArray | IntArray) -> FloatArray:
+    """Returns the micro-batches' sums of the pieces' work."""
+    return np.array([work[a:b].sum() for a, b in pairwise(plan.offsets.tolist())], float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Means over the steps before the flush; delay of all tokens, the flush's too, in steps.
+
+    mispriced: imbalance of forward + backward by factor of attention's price
+    """
+
+    forward: float
+    mispriced: dict[float, float]
+    mean_delay: float
+    max_delay: int
+
+    @property
+    def step(self) -> float:
+        """Returns the imbalance of forward + backward at the price."""
+        return self.mispriced[1.0]
+
+
+def measure(packer: Packer, batches: tuple[GlobalBatch, ...]) -> Measured:
+    carry, plans = packer.start(), list[PackingPlan]()
+    for batch in batches:
+        made, carry = packer.push(batch, carry)
+        plans += made
+    flushed = packer.push(None, carry)[0]
+    ratios: dict[float, list[float]] = {factor: [] for factor in (0.0, *FACTORS)}
+    for plan in plans:
+        length = plan.pieces.length
+        attention, work = COST.attention_ns(length), COST.workload_ns(length)
+        scenarios = {factor: work + (factor - 1) * attention for factor in FACTORS}
+        for key, priced in ({0.0: COST.forward_latency_ns(length)} | scenarios).items():
+            load = loads(plan, priced)
+            ratios[key].append(float(load.max() / load.mean()))
+    tokens, delay, longest = 0, 0, 0
+    for plan in (*plans, *flushed):
+        late = np.maximum(0, plan.step - plan.pieces.arrival_step)
+        tokens, delay = tokens + plan.num_tokens, delay + int(late @ plan.pieces.length)
+        longest = max(longest, int(late.max(initial=0)))
+    means = {key: float(np.mean(values)) for key, values in ratios.items()}
+    return Measured(
+        forward=means.pop(0.0), mispriced=means, mean_delay=delay / tokens, max_delay=longest
+    )
+
 
 SEED = 1
 STEPS = {4: 640, 16: 120, 64: 30, 256: 12}

@@ -28,8 +28,6 @@ from wlb.spec import Schedule
 
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000
 FREE = TermPrices(per_token={}, per_call={})
-STUDY = {("1f1b", 1): 0.13, ("interleaved_1f1b", 4): 0.30, ("interleaved_1f1b", 8): 0.36}
-"""An independent study gives these slow-downs for one micro-batch of 1.44, pp = n = 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +171,6 @@ def positions_table(*, pp: int, slow: float) -> Table:
     )
 
 
-def study_table(*, slow: float) -> Table:
-    rows: list[list[Any]] = []
-    for layout in LAYOUTS:
-        theirs = STUDY.get((str(layout.schedule), layout.v))
-        if theirs is None:
-            continue
-        kept = slow_downs(layout, pp=4, n=4, slow=slow)
-        added = slow_downs(layout, pp=4, n=4, slow=slow, is_added=True)
-        rows.append([layout.name, theirs, *(float(x) for x in (kept[0], kept.mean(), added[0]))])
-    columns = ("schedule", "study", "ours, first, work kept", "ours, mean of positions",
-               "ours, first, work added")  # fmt: skip
-    return Table(
-        name="study",
-        title="Beside an independent study, pp = n = 4",
-        columns=columns,
-        rows=rows,
-        formats=dict.fromkeys(columns[1:], ".1%"),
-    )
-
-
 def timelines(layout: Layout, *, pp: int, n: int, slow: float, position: int = 0) -> Any:
     """Draws the balanced step above the unbalanced one, on one time axis."""
     rows = one_slow(n, slow, is_added=False)[[0, position + 1]]
@@ -285,12 +263,9 @@ Its place matters as much as its size: in 1F1B with n = pp the second costs {lea
 {most:.1%}. Nothing here reorders micro-batches; the slow-downs say what reordering could gain at
 most.
 
-**The independent study's 13 %, 30 % and 36 %** are met within 0.6 points by the slow micro-batch
-in the first place, with the step's work kept and 1F1B for v = 1. Its numbers are not general: the
-mean over positions is lower for v = 1 and equal for v = 4 and 8; if instead the others keep their
-time and the slow one's work is added, all are higher; interleaved 1F1B with one stage a rank, which
-warms up with twice the forward passes, is slowed by {one:.1%} only. Zero-bubble takes the weights'
-passes off the slow one's path: {zero:.1%} with v = 4.
+**Schedules**: interleaved 1F1B with one stage a rank, which warms up with twice the forward passes,
+is slowed by {one:.1%} only. Zero-bubble takes the weights' passes off the slow one's path:
+{zero:.1%} with v = 4.
 
 **Left out:** messages, collectives, memory, and unequal ratios of forward to backward. Below 0 in
 the table: the others take less than in the balanced step, and the slow one hides behind them.
@@ -327,10 +302,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     pp, slow = options.pp, options.slow
-    made = [study_table(slow=slow), summary_table(pp=pp, slow=slow)]
-    made.append(positions_table(pp=pp, slow=slow))
+    made = [summary_table(pp=pp, slow=slow), positions_table(pp=pp, slow=slow)]
     rows = against(pp=pp, slow=slow)
-    show(*made[:2], against=rows, width=160)
+    show(made[0], against=rows, width=160)
     shown = (("1f1b", LAYOUTS[0]), ("interleaved", LAYOUTS[3]))
     write_results(
         Path(__file__).parent,

@@ -7,12 +7,11 @@ of which the rest of the page is made, and trains nothing.
 import json
 from pathlib import Path
 
+from experiments.paper.fig16.__main__ import SEEDS
 from experiments.paper.fig16.arms import ARMS, SMALL
 from experiments.paper.fig16.outcome import result_from_json
 from experiments.paper.fig16.page import draw_curves
 from experiments.paper.fig16.summary import groups_of
-
-SEEDS = 3
 
 
 def redraw(results: Path) -> Path:

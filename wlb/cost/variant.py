@@ -1,0 +1,128 @@
+"""Kernel profiles of GPUs that have the same chip and another power limit or other memory.
+
+Products run at the clock that the power limit allows. Dynamic power goes with the clock and the
+square of the voltage, which goes with the clock too, so that the clock goes with the cube root of
+the power that is left for it. Operators bound by memory run at the ratio of the memories' peaks.
+"""
+
+from dataclasses import dataclass, replace
+
+from wlb.cost.profile import (
+    AttentionTable,
+    GemmCost,
+    HeadCost,
+    KernelProfile,
+    Provenance,
+    ProvenanceKind,
+)
+from wlb.cost.surface import Curve, Surface
+from wlb.plan import UserError
+
+FIXED_W = 200.0
+"""Power in W that a lower clock does not save: memory, links and leakage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuVariant:
+    """A board: one chip at a power limit, with one kind of memory."""
+
+    name: str
+    power_w: float  # power limit
+    memory_bytes_per_s: float  # peak of the memory
+
+    def __post_init__(self) -> None:
+        if not self.power_w > FIXED_W:
+            raise UserError(
+                f"{self.name}: power_w = {self.power_w:g} must be above {FIXED_W:g}, which memory "
+                f"and leakage take at any clock"
+            )
+        if not self.memory_bytes_per_s > 0:
+            raise UserError(
+                f"{self.name}: memory_bytes_per_s = {self.memory_bytes_per_s:g} must be above 0"
+            )
+
+
+H100_SXM = GpuVariant(name="h100_sxm", power_w=700.0, memory_bytes_per_s=3.35e12)
+H100_500W = GpuVariant(name="h100_500w", power_w=500.0, memory_bytes_per_s=2.4e12)
+VARIANTS = {variant.name: variant for variant in (H100_SXM, H100_500W)}
+
+
+def clock_ratio(variant: GpuVariant, *, measured: GpuVariant) -> float:
+    """Clock of a GPU that its power limit holds back, over that of the measured one."""
+    return ((variant.power_w - FIXED_W) / (measured.power_w - FIXED_W)) ** (1 / 3)
+
+
+def profile_of_variant(
+    profile: KernelProfile, variant: GpuVariant, *, measured: GpuVariant = H100_SXM
+) -> KernelProfile:
+    """Prices of `variant` from a profile of `measured`; collectives stay."""
+    if variant == measured:
+        return profile
+    clock = clock_ratio(variant, measured=measured)
+    memory = variant.memory_bytes_per_s / measured.memory_bytes_per_s
+    provenance = Provenance(
+        kind=ProvenanceKind.ASSUMED,
+        source=f"profile {profile.name}: products x {clock:.3f}, the cube root of "
+        f"({variant.power_w:g} - {FIXED_W:g}) / ({measured.power_w:g} - {FIXED_W:g}) W; operators "
+        f"bound by memory x {memory:.3f}",
+    )
+    return replace(
+        profile,
+        name=variant.name,
+        device=variant.name,
+        provenance=provenance,
+        attention=tuple(with_speed(table, clock, provenance) for table in profile.attention),
+        gemm=GemmCost(
+            forward=_scaled(profile.gemm.forward, clock),
+            backward=_scaled(profile.gemm.backward, clock),
+            provenance=provenance,
+        ),
+        elementwise=tuple(
+            replace(
+                cost,
+                forward_bytes_per_s=cost.forward_bytes_per_s * memory,
+                backward_bytes_per_s=cost.backward_bytes_per_s * memory,
+                provenance=provenance,
+            )
+            for cost in profile.elementwise
+        ),
+        head=HeadCost(
+            tflops=profile.head.tflops * clock,
+            backward_bytes_per_s=profile.head.backward_bytes_per_s * memory,
+            provenance=provenance,
+        ),
+    )
+
+
+def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
+    """A profile with the throughput of matrix products, the head's too, multiplied by `factor`."""
+    return replace(
+        profile,
+        gemm=replace(
+            profile.gemm,
+            forward=_scaled(profile.gemm.forward, factor),
+            backward=_scaled(profile.gemm.backward, factor),
+        ),
+        head=replace(profile.head, tflops=profile.head.tflops * factor),
+    )
+
+
+def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> AttentionTable:
+    """An attention table with its throughput multiplied by `factor`."""
+    forward, backward = table.square_forward, table.square_backward
+    return replace(
+        table,
+        forward=_scaled(table.forward, factor),
+        backward=_scaled(table.backward, factor),
+        square_forward=None if forward is None else _scaled_curve(forward, factor),
+        square_backward=None if backward is None else _scaled_curve(backward, factor),
+        provenance=provenance,
+    )
+
+
+def _scaled(surface: Surface, factor: float) -> Surface:
+    return replace(surface, values=surface.values * factor)
+
+
+def _scaled_curve(curve: Curve, factor: float) -> Curve:
+    return replace(curve, values=curve.values * factor)
