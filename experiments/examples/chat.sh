@@ -2,7 +2,7 @@
 # Fine-tunes on conversations:   bash chat.sh FOLDER MODEL CHATS.jsonl [KEY=VALUE ...]
 # MODEL is a Llama's Hugging Face folder with a chat template. A line of CHATS is {"messages": [{"role", "content"}, ...]}
 # (also ShareGPT, Alpaca, prompt and completion, tool calls: wlb/prepare/README.md). Only what assistants say is trained.
-# Keys are any of `wlb train --help`, such as parallel.tp=8 data.context_window=8192 training.dtype=bfloat16.
+# Keys are any of `wlb train --help-all`, such as parallel.tp=8 data.context_window=8192 training.dtype=bfloat16.
 set -euo pipefail
 out=$1 model=$2 chats=$3
 

@@ -34,6 +34,7 @@ def completed(script: str, line: str) -> list[str]:
         ("wlb tr", ["train"]),
         ("wlb train 7b_1", ["7b_128k"]),
         ("wlb train demo --dry", ["--dry-run"]),
+        ("wlb train demo --help", ["--help", "--help-all"]),
         ("wlb train demo --set training.lear", ["training.learning_rate="]),
         ("wlb train demo --set a=1 parallel.t", ["parallel.tp="]),
         ("wlb train demo --set a=1 --res", ["--resume"]),

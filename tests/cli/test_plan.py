@@ -310,14 +310,6 @@ def test_other_bad_input(
     assert message in capsys.readouterr().err
 
 
-def test_long_documents_are_refused_where_the_run_refuses_them(
-    lengths: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["plan", "--lengths", lengths, *SMALL, "data.long_documents=refuse"]
-    assert main(arguments) == 2
-    assert "more than the context window of 2048" in capsys.readouterr().err
-
-
 def test_at_most_one_source(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["plan", "--lengths", "a", "--synthetic", "wlb_paper"])

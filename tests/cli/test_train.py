@@ -13,6 +13,7 @@ import pytest
 from tests.train.case import write_corpus, write_store
 from tests.words import lacks
 from wlb.cli import main
+from wlb.cli.train import COMMON
 from wlb.parallel import world as worlds
 from wlb.planner.signs import PlanningError
 from wlb.spec import RunSpec, list_keys, load
@@ -69,9 +70,21 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, started)
 
 
-def test_help_lists_every_key_with_its_default_and_unit(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+def test_help_lists_the_common_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {*COMMON} < {key.name for key in list_keys(RunSpec)}
+    with pytest.raises(SystemExit) as exit_:
         main(["train", "--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^  (\w+\.[\w.]+) = ", text, re.MULTILINE) == [*COMMON]
+    assert f"--help-all shows all {len(list_keys(RunSpec))}" in text
+
+
+def test_help_all_lists_every_key_with_its_default_and_unit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help-all"])
     assert end.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  data.context_window = 4096 tokens  (int)" in lines
@@ -166,11 +179,6 @@ BAD_INPUT = [
         ["data.store={folder}/store", "model.vocab_size=319"],
         "model.vocab_size = 319 is smaller than the 320 entries of the store {folder}/store",
         "raise it or set it to 0",
-    ),
-    (
-        ["data.store={folder}/store", "data.long_documents=refuse"],
-        "document 1 of the store {folder}/store has 70 tokens",
-        "use data.long_documents = split",
     ),
     (
         ["data.store={folder}/ones"],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import cpu_budget, gpu_budget, memory_estimate, planned_gib
-from wlb.cost.budget import GIB, ROUNDING, num_communicators
+from wlb.cost.budget import COMMUNICATOR_GIB, GIB, ROUNDING, num_communicators
 from wlb.packing import caps_of, first_with_room
 from wlb.spec import FsdpSection, ParallelSpec, RunSpec, load, presets, resolve_dp, system_overrides
 
@@ -42,7 +42,7 @@ def test_a_communicator_is_two_connections_of_nccl() -> None:
     page = 2 << 20
     received = -(-(simple + ll + ll128) // page) * page
     assert received + page == 12 << 20  # and a page for what is sent
-    assert RunSpec().cluster.communicator_gib * GIB == 2 * 24 * (received + page)
+    assert 2 * 24 * (received + page) == COMMUNICATOR_GIB * GIB
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,7 @@ def test_a_cpu_rank_has_no_context() -> None:
 
 @given(gib=st.floats(0.001, 300), gaps=st.floats(0, 0.99))
 def test_terms_and_plans_are_the_device(gib: float, gaps: float) -> None:
-    spec = RunSpec()
-    spec = replace(spec, cluster=replace(spec.cluster, allocator_gaps=gaps))
-    budget = gpu_budget(spec, gib=gib)
+    budget = replace(gpu_budget(RunSpec(), gib=gib), gaps=gaps)
     assert budget.planned_bytes >= 0
     if budget.planned_bytes:
         assert budget.planned_bytes + sum(budget.terms.values()) == int(gib * GIB)

@@ -23,7 +23,6 @@ from wlb.packing import (
     OriginalPacker,
     Packer,
     PackerOptions,
-    StepGrouping,
     VarLenPacker,
     WindowCut,
 )
@@ -214,10 +213,7 @@ def packers(window: int, num: int) -> list[Packer]:
     s_max = 2 * window
     return [
         *(OriginalPacker(options=options, cut=cut) for cut in WindowCut),
-        *(
-            FixedPacker(options=options, window_batches=2, grouping=grouping)
-            for grouping in StepGrouping
-        ),
+        FixedPacker(options=options, window_batches=2),
         VarLenPacker(options=options, s_max=s_max, queue_thresholds=(window // 2 + 1,)),
         VarLenPacker(options=options, s_max=s_max, queue_thresholds=(), literal=True),
         BoundedPacker(options=options, s_max=s_max),

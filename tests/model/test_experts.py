@@ -181,8 +181,9 @@ def test_the_same_rows_give_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_biases_choose_and_do_not_weigh() -> None:
-    experts = replace(PLAIN, balance=ExpertBalance.BIAS, bias_rate=0.25)
+def test_biases_choose_and_do_not_weigh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_module, "BIAS_RATE", 0.25)
+    experts = replace(PLAIN, balance=ExpertBalance.BIAS)
     mlp, x_TC = mixture(experts), some_rows(23)
     mlp.load = torch.tensor([0, 10, 4, 4, 4, 4, 4, 2])  # the mean is 4
     mlp.rebalance()

@@ -5,18 +5,16 @@ import pytest
 
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource
-from wlb.packing import FixedPacker, PackerOptions, StepGrouping
+from wlb.packing import FixedPacker, PackerOptions
 from wlb.packing.fixed import greedy, take_tokens
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, int_array
 
 SQUARES = FlopsWorkload(quadratic_ns=1)
 
 
-def packer(
-    *, n: int = 2, window: int = 8, w: int = 1, grouping: StepGrouping = StepGrouping.BY_LOAD
-) -> FixedPacker:
+def packer(*, n: int = 2, window: int = 8, w: int = 1) -> FixedPacker:
     options = PackerOptions(num_micro_batches=n, context_window=window, cost=SQUARES)
-    return FixedPacker(options=options, window_batches=w, grouping=grouping)
+    return FixedPacker(options=options, window_batches=w)
 
 
 def batch(index: int, lengths: list[int], first_id: int = 0) -> GlobalBatch:
@@ -123,10 +121,6 @@ def test_a_window_of_batches_is_grouped_into_steps_by_load() -> None:
     assert sorted(sorted(p.workload_ns.tolist()) for p in plans) == [[26, 28], [32, 32]]
     assert [p.step for p in plans] == [0, 1]
     assert carry.next_step == 2
-    in_order = packer(w=2, grouping=StepGrouping.IN_ORDER)
-    _, carry = in_order.push(batch(0, [5, 4, 4, 3]), in_order.start())
-    plans, _ = in_order.push(batch(1, [4, 4, 4, 1, 1, 1, 1], first_id=4), carry)
-    assert [p.workload_ns.tolist() for p in plans] == [[28, 32], [32, 26]]
 
 
 def test_a_document_is_due_when_its_batch_would_have_been_trained() -> None:

@@ -13,7 +13,6 @@ from wlb.packing import (
     FixedPacker,
     OriginalPacker,
     PriceRange,
-    StepGrouping,
     VarLenPacker,
     WindowCut,
     baseline_for,
@@ -46,17 +45,13 @@ def test_each_policy_has_its_packer_and_options() -> None:
     original = packer_for(spec(policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT), COST)
     assert isinstance(original, OriginalPacker)
     assert (original.cut, original.num_micro_batches) == (WindowCut.SHORT, 8)
-    fixed = packer_for(
-        spec(policy=Policy.FIXED, window_batches=4, grouping=StepGrouping.IN_ORDER), COST
-    )
+    fixed = packer_for(spec(policy=Policy.FIXED, window_batches=4), COST)
     assert isinstance(fixed, FixedPacker)
-    assert (fixed.window_batches, fixed.grouping) == (4, StepGrouping.IN_ORDER)
-    var_len = packer_for(
-        spec(s_max=1.25, step_tokens=1.2, queue_thresholds=(0.5,), literal=True), COST
-    )
+    assert fixed.window_batches == 4
+    var_len = packer_for(spec(s_max=1.25, step_tokens=1.2, queue_thresholds=(0.5,)), COST)
     assert isinstance(var_len, VarLenPacker)
     assert (var_len.s_max, var_len.step_tokens) == (1250, 9600)
-    assert (var_len.queue_thresholds, var_len.literal) == ((500,), True)
+    assert (var_len.queue_thresholds, var_len.literal) == ((500,), False)
     bounded = packer_for(
         spec(policy=Policy.BOUNDED, s_max=2.0, step_tokens=1.5, max_delay=7, delay_price=0.5), COST
     )
@@ -70,12 +65,11 @@ def test_each_policy_has_its_packer_and_options() -> None:
         assert isinstance(packer, BoundedPacker | VarLenPacker)
         assert packer.price_range == PriceRange(low=0.9, high=1.2)
     capacity = packer_for(
-        spec(policy=Policy.CAPACITY, bin_method=BinMethod.BEST_FIT, window_batches=2, open_bins=5),
-        COST,
+        spec(policy=Policy.CAPACITY, bin_method=BinMethod.BEST_FIT, window_batches=2), COST
     )
     assert isinstance(capacity, CapacityPacker)
     assert (capacity.method, capacity.pack_batches) == (BinMethod.BEST_FIT, 2)
-    assert (capacity.open_bins, capacity.bin_tokens) == (5, 1000)
+    assert capacity.bin_tokens == 1000
 
 
 def test_another_number_of_micro_batches_leaves_the_global_batch_as_it_is() -> None:
@@ -137,7 +131,6 @@ def test_defaults_mean_what_their_help_says() -> None:
             "windows, 8 per global batch; use var_len or bounded, or set it to 0",
         ),
         ({"num_micro_batches": -1}, "packing.num_micro_batches = -1 must be at least 0"),
-        ({"s_max": 1.0, "literal": True}, "use more than 1"),
         ({"step_tokens": 1.0}, "packing.step_tokens = 1.0 must be above 1 global batch"),
         ({"step_tokens": -2.0}, "packing.step_tokens = -2.0 must be at least 0"),
         ({"memory_gib": -1.0}, "packing.memory_gib = -1.0 must be at least 0"),
@@ -145,14 +138,9 @@ def test_defaults_mean_what_their_help_says() -> None:
         ({"price_range": (1.1, 1.6)}, r"packing.price_range = \[1.1, 1.6\] must be two factors"),
         ({"price_range": (0.7, 0.9)}, r"packing.price_range = \[0.7, 0.9\] must be two factors"),
         ({"price_range": (0.0, 1.6)}, r"packing.price_range = \[0.0, 1.6\] must be two factors"),
-        (
-            {"price_range": (0.7, 1.6), "literal": True, "policy": Policy.VAR_LEN},
-            r"packing.price_range = \[0.7, 1.6\] with packing.literal",
-        ),
         ({"delay_price": -0.1}, "packing.delay_price = -0.1 must be at least 0"),
         ({"max_delay": 0}, "packing.max_delay = 0 must be at least 1"),
         ({"window_batches": 0}, "packing.window_batches = 0 must be at least 1"),
-        ({"open_bins": 0}, "packing.open_bins = 0 must be at least 1"),
         ({"delay_price": float("nan")}, "packing.delay_price = nan must be a finite number"),
         ({"queue_thresholds": (0.5, 0.2)}, "entry 1 must be above 0.5"),
     ],

@@ -67,7 +67,6 @@ class Case:
     stage_layers: tuple[int, ...] = ()
     shard_size: int = 0
     reshard: bool = False
-    prefetch: int = 1
     compile_backend: str = ""
     overlap: bool = False
     own_first: bool = False
@@ -92,7 +91,6 @@ class Case:
         name += "".join(f"-{layers}" for layers in self.stage_layers)
         name += f"-shard{self.shard_size}" if self.shard_size else ""
         name += "-reshard" if self.reshard else ""
-        name += "" if self.prefetch == 1 else f"-ahead{self.prefetch}"
         name += f"-{self.compile_backend}" if self.compile_backend else ""
         name += "-overlap" if self.overlap else ""
         name += "-own_first" if self.own_first else ""
@@ -141,11 +139,7 @@ def spec_of(case: Case) -> RunSpec:
             ),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             ep=EpSection(stages=case.ep_stages),
-            fsdp=FsdpSection(
-                shard_size=case.shard_size,
-                reshard_after_forward=case.reshard,
-                prefetch=case.prefetch,
-            ),
+            fsdp=FsdpSection(shard_size=case.shard_size, reshard_after_forward=case.reshard),
             pp=replace(
                 spec.pp,
                 schedule=case.schedule,

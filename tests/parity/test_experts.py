@@ -97,7 +97,7 @@ NIGHTLY = [
         cp=2, pp=2, dp=2, experts=PLAIN, ep=4, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8
     ),
     Case(tp=2, cp=2, pp=2, v=2, experts=SHARED, exchange=NEEDED, recompute=Recompute.FULL),
-    Case(cp=2, dp=2, experts=SHARED, ep=2, num_micro_batches=8, reshard=True, prefetch=2),
+    Case(cp=2, dp=2, experts=SHARED, ep=2, num_micro_batches=8, reshard=True),
     Case(cp=2, pp=2, dp=2, experts=PLAIN, ep=2, v=2, schedule=IZB, num_micro_batches=8),
     Case(cp=2, dp=2, experts=SHARED, ep=4, recompute=Recompute.FULL, num_micro_batches=8),
     Case(tp=2, cp=2, dp=2, experts=SHARED, ep=2, shard_size=2, num_micro_batches=8, reshard=True),

@@ -24,7 +24,7 @@ from wlb.plan import (
 OLD_LINES = Path(__file__).parent / "data" / "step_lines_0.1.jsonl"
 """These are two steps of a run that was trained when one class held both records.
 
-Only the second has telemetry (telemetry.interval = 2).
+Only the second has telemetry, which runs of then could record of every second step.
 """
 
 

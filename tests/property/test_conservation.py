@@ -23,7 +23,6 @@ from wlb.packing import (
     Packer,
     PackerOptions,
     PriceRange,
-    StepGrouping,
     VarLenPacker,
     WindowCut,
 )
@@ -76,11 +75,7 @@ def packers(draw: st.DrawFn, window: int, policy: str | None = None) -> Packer:
         case "original":
             return OriginalPacker(options=options, cut=draw(st.sampled_from(list(WindowCut))))
         case "fixed":
-            return FixedPacker(
-                options=options,
-                window_batches=draw(st.integers(1, 3)),
-                grouping=draw(st.sampled_from(list(StepGrouping))),
-            )
+            return FixedPacker(options=options, window_batches=draw(st.integers(1, 3)))
         case "capacity":
             return CapacityPacker(
                 options=options,

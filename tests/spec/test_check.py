@@ -39,7 +39,6 @@ def test_what_is_right_is_returned_as_it_is() -> None:
     [
         # FSDP.
         ({"fsdp__shard_size": -1}, "fsdp.shard_size = -1 must be at least 0"),
-        ({"fsdp__prefetch": -1}, "fsdp.prefetch = -1 must be at least 0"),
         (
             {"fsdp__shard_size": 4, "parallel__dp": 3, "parallel__cp": 2},
             "fsdp.shard_size = 4 does not divide the dp 3 x cp 2 = 6 ranks that share parameters; "
@@ -99,13 +98,10 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"data__row_multiple": 0}, "data.row_multiple = 0 must be at least 1"),
         ({"data__num_windows": -1}, "data.num_windows = -1 must be at least 0"),
         ({"data__epochs": -1}, "data.epochs = -1 must be at least 0"),
-        ({"telemetry__interval": 0}, "telemetry.interval = 0 must be at least 1"),
         ({"telemetry__warmup_steps": -1}, "telemetry.warmup_steps = -1 must be at least 0"),
-        ({"telemetry__drift_threshold": 0}, "telemetry.drift_threshold = 0.0 must be above 0"),
         ({"data__bpe_vocab_size": 299}, "data.bpe_vocab_size = 299 must be at least 300"),
         ({"data__heldout_fraction": 0.5}, "data.heldout_fraction = 0.5 must be in [0, 0.5)"),
         ({"data__heldout_fraction": -0.1}, "data.heldout_fraction = -0.1 must be in [0, 0.5)"),
-        ({"planner__ahead": 1}, "planner.ahead = 1 must be at least 2"),
         ({"pp__virtual_stages": 0}, "pp.virtual_stages = 0 must be at least 1"),
         ({"training__steps": 0}, "training.steps = 0 must be at least 1"),
         ({"training__warmup_steps": -1}, "training.warmup_steps = -1 must be at least 0"),
@@ -138,15 +134,9 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ),
         (
             {"training__decay_steps": 10},
-            "training.decay_steps = 10 and training.decay_shape = linear belong to "
-            "training.schedule = wsd; leave them out with cosine",
+            "training.decay_steps = 10 belongs to training.schedule = wsd; leave it out with "
+            "cosine",
         ),
-        (
-            {"training__schedule": "constant", "training__decay_shape": "sqrt"},
-            "training.decay_shape = sqrt belong to training.schedule = wsd; leave them out with "
-            "constant",
-        ),
-        ({"training__adam_eps": 0}, "training.adam_eps = 0.0 must be above 0"),
         ({"training__timeout_s": 0}, "training.timeout_s = 0.0 must be above 0"),
         ({"training__beta1": 1}, "training.beta1 = 1.0 must be in [0, 1)"),
         ({"training__beta2": -0.1}, "training.beta2 = -0.1 must be in [0, 1)"),
@@ -161,9 +151,6 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"training__skip_spikes": -1.0}, "training.skip_spikes = -1.0 must be at least 0"),
         ({"training__skip_spikes": 1.0}, "skip_spikes = 1.0 would skip half of all steps"),
         ({"checkpoint__interval": -1}, "checkpoint.interval = -1 must be at least 0"),
-        ({"checkpoint__interval_minutes": -1.0}, "interval_minutes = -1.0 must be at least 0"),
-        ({"checkpoint__interval_minutes": 2e6}, "interval_minutes = 2000000.0 must be at most"),
-        ({"checkpoint__max_failed": -1}, "checkpoint.max_failed = -1 must be at least 0"),
         ({"checkpoint__keep_every": -2}, "checkpoint.keep_every = -2 must be at least 0"),
         ({"checkpoint__keep_every": 50}, "set checkpoint.interval = 50 or a divisor"),
         (
@@ -299,8 +286,7 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "could never be placed",
         ),
         ({"packing__hold": -1}, "packing.hold = -1 must be at least 0"),
-        ({"packing__hold": 3, "packing__literal": True}, "packing.hold = 3 must be at least 0"),
-        ({"packing__hold": 3, "packing__queue_thresholds": []}, "packing.hold = 3 must be at"),
+        ({"packing__hold": 3, "packing__queue_thresholds": []}, "packing.hold = 3 must be 0"),
         (
             {"packing__queue_thresholds": [0.5, 0.5]},
             "packing.queue_thresholds = [0.5, 0.5]: entry 1 must be above 0.5 and at most 1",
@@ -372,9 +358,9 @@ def test_stages_may_have_different_numbers_of_layers() -> None:
 def test_bounds_themselves_are_accepted() -> None:
     check(changed(packing__s_max=1, packing__queue_thresholds=[1.0]))
     check(changed(training__schedule="wsd", training__decay_steps=900))
-    check(changed(training__schedule="wsd", training__decay_steps=2, training__decay_shape="sqrt"))
+    check(changed(training__schedule="wsd", training__decay_steps=2))
     check(changed(data__heldout_fraction=0, training__warmup_steps=0, training__clip_norm=0))
-    check(changed(data__context_window=2, training__loss_chunk=8192, planner__ahead=2))
+    check(changed(data__context_window=2, training__loss_chunk=8192))
     check(changed(parallel__tp=8, model__head_dim=6, training__beta1=0))
 
 

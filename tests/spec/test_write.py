@@ -18,7 +18,7 @@ def test_every_preset_reads_back(name: str, tmp_path: Path) -> None:
 
 
 def test_any_text_and_nested_sections_read_back(tmp_path: Path) -> None:
-    spec = load("demo", ["model.rope_scaling.factor=8.0", "training.adam_eps=1e-12"])
+    spec = load("demo", ["model.rope_scaling.factor=8.0", "training.beta2=1e-12"])
     odd = 'a "b" \\ c\t\x7f é \U0001f600\n'
     spec = replace(spec, data=replace(spec.data, corpus=odd))
     text = to_toml(spec, comments=["one\nline", "another"])
@@ -34,4 +34,4 @@ def test_sections_that_a_search_chooses_are_written_whole() -> None:
     assert sorted(values) == ["packing", "parallel", "pp", "sharding"]
     assert values["parallel"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 0, "ep": 1}
     assert values["packing"]["queue_thresholds"] == [0.2, 0.63]
-    assert values["packing"]["literal"] is False
+    assert values["packing"]["by_length"] is False

@@ -16,7 +16,7 @@ from wlb.cost import Budget, cpu_budget, gpu_budget, memory_estimate, planned_gi
 from wlb.cost.memory import GIB
 from wlb.packing import caps_of
 from wlb.parallel import world as worlds
-from wlb.spec import OverMemory, RunSpec, apply, load, system_choices
+from wlb.spec import RunSpec, apply, load, system_choices
 from wlb.train import dry_run, start
 from wlb.train.memory import budget_of, hold_against, within
 
@@ -76,9 +76,6 @@ def test_the_rank_and_bytes_are_those_of_the_estimate(corpus: Path, tmp_path: Pa
     assert line.startswith(f"memory: pipeline rank {estimate.pp_rank} needs most, about ")
     with pytest.raises(ValueError, match="that plans may use of"):
         hold_against(spec, replace(exactly, gib=exactly.gib * 0.99))
-    warns = replace(spec, run=replace(spec.run, over_memory=OverMemory.WARN))
-    line, warning = hold_against(warns, replace(exactly, gib=exactly.gib * 0.99))
-    assert warning.startswith("warning: pipeline rank ")
 
 
 def test_caps_on_a_step_count(corpus: Path, tmp_path: Path) -> None:
@@ -136,8 +133,6 @@ def test_packing_plans_with_what_the_device_has(preset: str) -> None:
         assert aside in line
     assert len(hold_against(planned, budget)) == 1
     assert within(planned, budget) == (planned, [])
-    warned = replace(spec, run=replace(spec.run, over_memory=OverMemory.WARN))
-    assert within(warned, budget) == (warned, [])
     assert within(spec, None) == (spec, [])
 
 

@@ -15,7 +15,7 @@ from wlb.model import Llama
 from wlb.parallel.build import build_stages
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
-from wlb.spec import DecayedWeights, RunSpec, apply, check
+from wlb.spec import RunSpec, apply, check
 from wlb.train.optimizer import Optimizers, learning_rate, peak_missed, rate_change
 
 pytestmark = pytest.mark.process
@@ -41,14 +41,6 @@ SCHEDULES: list[tuple[dict[str, Any], list[float]]] = [
         [*WARM, 1, 0.96194, 0.853553, 0.691342, 0.5, 0.308658, 0.146447, 0.03806, 0],
     ),
     ({"schedule": "wsd", "decay_steps": 4}, [*WARM, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
-    (
-        {"schedule": "wsd", "decay_steps": 4, "decay_shape": "sqrt"},
-        [*WARM, 1, 1, 1, 1, 1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0],
-    ),
-    (
-        {"schedule": "wsd", "decay_steps": 4, "decay_shape": "cosine"},
-        [*WARM, 1, 1, 1, 1, 1, 0.853553, 0.5, 0.146447, 0],
-    ),
 ]
 
 
@@ -63,10 +55,9 @@ def test_the_cosine_is_the_default_and_ends_at_the_minimum() -> None:
     assert rates(min_learning_rate=0.2, schedule="constant")[-1] == 1.0
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_a_decay_as_long_as_the_run_is_the_schedule_of_that_name(shape: str) -> None:
-    decay = rates(schedule="wsd", decay_steps=8, decay_shape=shape)
-    assert decay == pytest.approx(rates(schedule=shape), abs=1e-12)
+def test_a_decay_as_long_as_the_run_is_the_linear_schedule() -> None:
+    decay = rates(schedule="wsd", decay_steps=8)
+    assert decay == pytest.approx(rates(schedule="linear"), abs=1e-12)
 
 
 def test_more_steps_prolong_the_stable_part() -> None:
@@ -142,7 +133,7 @@ def kind(name: str) -> str:
     return "end" if "embed" in name or "lm_head" in name else "linear"
 
 
-DECAYED = {"matrices": {"end", "linear"}, "linear": {"linear"}, "all": {"end", "linear", "norm"}}
+DECAYED = {"end", "linear"}
 
 
 def shrunk(stages: dict[int, Llama], spec: RunSpec) -> dict[str, float]:
@@ -163,26 +154,19 @@ def shrunk(stages: dict[int, Llama], spec: RunSpec) -> dict[str, float]:
     return out
 
 
-def decay_spec(which: str, case: Case) -> RunSpec:
+def decay_spec(case: Case) -> RunSpec:
     made = spec_of(case)
-    training = replace(
-        made.training,
-        decay=DecayedWeights(which),
-        weight_decay=0.5,
-        learning_rate=0.1,
-        warmup_steps=0,
-    )
+    training = replace(made.training, weight_decay=0.5, learning_rate=0.1, warmup_steps=0)
     return replace(made, training=training)
 
 
-def shrunk_on_rank(world: World, which: str, case: Case) -> dict[str, float]:
-    spec = decay_spec(which, case)
+def shrunk_on_rank(world: World, case: Case) -> dict[str, float]:
+    spec = decay_spec(case)
     return shrunk(build_stages(spec, build_mesh(spec.parallel, torch.device("cpu"))), spec)
 
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("which", list(DECAYED))
 @pytest.mark.parametrize(
     "case",
     [
@@ -192,41 +176,13 @@ def shrunk_on_rank(world: World, which: str, case: Case) -> dict[str, float]:
     ],
     ids=["one", "tp2-fsdp2", "head-alone"],
 )
-def test_what_decays(which: str, case: Case) -> None:
-    found = run_local(shrunk_on_rank, case.world, which, case, start_group=True, timeout_s=600)
+def test_what_decays(case: Case) -> None:
+    found = run_local(shrunk_on_rank, case.world, case, start_group=True, timeout_s=600)
     names = {name for rank in found for name in rank}
     assert {kind(name) for name in names} == {"norm", "end", "linear"}
     for rank in found:
         for name, left in rank.items():
-            expected = 0.95 if kind(name) in DECAYED[which] else 1.0
+            expected = 0.95 if kind(name) in DECAYED else 1.0
             assert left == pytest.approx(expected, rel=1e-5, nan_ok=True), name
     # Every parameter was seen by some rank.
     assert names == {name for rank in found for name, left in rank.items() if left == left}
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param({"dp": 1}, id="one"),
-        pytest.param({"tp": 2, "dp": 2}, id="tp2-fsdp2", marks=pytest.mark.nightly),
-    ],
-)
-def test_checkpoints_go_on_with_other_groups(
-    corpus: Path, tmp_path: Path, layout: dict[str, int]
-) -> None:
-    """Moments are by parameter: without decay, what is in which group changes nothing."""
-
-    def spec(name: str, which: str, steps: int) -> RunSpec:
-        training = {"steps": steps, "decay": which, "weight_decay": 0.0, "min_learning_rate": 0.02}
-        return small_spec(
-            tmp_path / name, corpus, parallel=layout, training=training, eval={"steps": 0}
-        )
-
-    whole, _ = train(spec("whole", "matrices", 5))
-    train(spec("parts", "matrices", 2))
-    train(spec("parts", "linear", 3), resume=True)
-    train(spec("parts", "all", 4), resume=True)
-    parts, _ = train(spec("parts", "matrices", 5), resume=True)
-    assert parts.losses == whole.losses

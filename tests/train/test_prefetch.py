@@ -1,7 +1,6 @@
 """Tests inputs loaded ahead: the same as those loaded when due, failures, waits counted."""
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
-from tests.train.case import small_spec, train, write_corpus
 from wlb.launch.local import run_local
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
@@ -91,17 +89,3 @@ def test_steps_are_the_same() -> None:
     case = Case(cp=2, pp=2, v=2)
     for ahead, direct in run_local(same_loss, case.world, case, start_group=True):
         assert ahead == direct
-
-
-@pytest.mark.full
-def test_a_run_loads_ahead_and_says_what_it_waited(tmp_path: Any) -> None:
-    corpus = write_corpus(tmp_path / "corpus")
-    losses: list[list[float]] = []
-    for prefetch in (0, 2):
-        spec = small_spec(tmp_path, corpus, run={"name": f"p{prefetch}"})
-        spec = replace(spec, data=replace(spec.data, prefetch=prefetch))
-        run, _ = train(spec)
-        losses.append(run.losses)
-        records = [line["measured"]["telemetry"] for line in run.steps]
-        assert all(r["loading_s"] > 0 for r in records if r is not None)
-    assert losses[0] == losses[1]

@@ -27,7 +27,6 @@ from wlb.plan import (
 )
 from wlb.sharding import STRATEGIES as SHARDINGS
 from wlb.spec import ParallelSpec
-from wlb.train.faults.stop import Stop
 from wlb.train.reduce import PlanMismatch, StepReducer
 
 STRATEGIES = ("per_sequence", "per_document")
@@ -137,20 +136,6 @@ def sums(world: World) -> tuple[float, float, dict[str, int], KeyRows | None]:
         done=mine,
     )
     return got.loss, got.gradient_norm, got.shardings, got.key_rows
-
-
-def due(world: World, rank: int) -> tuple[bool, bool]:
-    mesh = build_mesh(ParallelSpec(tp=2, dp=1), torch.device("cpu"))
-    reducer = StepReducer(mesh, STRATEGIES)
-    got = [reducer.reduce([], save_due=world.rank == rank, stop=Stop.FILE) for _ in range(2)]
-    return got[0].save_due, got[1].stop == Stop.FILE
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("rank", [0, *full(1)])
-def test_rank_0_alone_says_that_a_save_is_due(rank: int) -> None:
-    results = run_local(due, 2, rank, start_group=True, timeout_s=600)
-    assert results == [(rank == 0, True)] * 2
 
 
 @pytest.mark.full

@@ -70,7 +70,6 @@ def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Pa
 HARMLESS = {
     "init_std": "drawn weights are replaced by the checkpoint's",
     "experts.balance": "its state begins anew; `hold_weights` refuses a change from bias",
-    "experts.bias_rate": "of training alone",
     "experts.aux_coefficient": "of training alone",
     "experts.z_loss": "of training alone",
 }

@@ -51,9 +51,6 @@ def dry(tmp_path: Path, **sections: dict[str, object]) -> str:
 
 def test_what_is_refused_names_the_store(tmp_path: Path, blend: list[str]) -> None:
     assert "one 75.0%" in dry(tmp_path, data={"blend": blend})
-    data = {"blend": blend, "long_documents": "refuse", "context_window": 80}
-    with pytest.raises(ValueError, match=r"document 3 of the store .*one has 90 tokens, more"):
-        dry(tmp_path, data=data)
     with pytest.raises(ValueError, match=r"smaller than the 320 entries of .*one, .*two"):
         dry(tmp_path, data={"blend": blend}, model={"vocab_size": 300})
     with pytest.raises(ValueError, match=r"no token store at .*gone"):

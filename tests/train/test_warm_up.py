@@ -90,8 +90,11 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     gc.enable()
 
 
-def test_garbage_is_collected_between_steps_and_nowhere_else(collected: list[str]) -> None:
-    hook, run = CollectGarbage(3), SimpleNamespace()
+def test_garbage_is_collected_between_steps_and_nowhere_else(
+    collected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm_up, "GARBAGE_INTERVAL", 3)
+    hook, run = CollectGarbage(), SimpleNamespace()
     nothing: Any = run
     hook.begin(nothing)
     assert not gc.isenabled()
@@ -110,7 +113,7 @@ def test_garbage_is_collected_between_steps_and_nowhere_else(collected: list[str
 def test_a_collector_that_someone_else_turned_off_stays_off(collected: list[str]) -> None:
     nothing: Any = SimpleNamespace()
     gc.disable()
-    hook = CollectGarbage(1)
+    hook = CollectGarbage()
     hook.begin(nothing)
     hook.close()
     assert not gc.isenabled()
@@ -125,7 +128,7 @@ def test_a_run_records_what_it_connected(tmp_path: Path) -> None:
         tmp_path,
         write_corpus(tmp_path / "texts"),
         parallel={"pp": 2, "dp": 1},
-        training={"steps": 1, "gc_interval": 1},
+        training={"steps": 1},
     )
     run, _ = train(spec)
     (line,) = (line for line in run.lines if line["kind"] == "connected")

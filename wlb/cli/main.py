@@ -27,10 +27,11 @@ from wlb.cli import (
 from wlb.cli.output import never_fail_to_encode
 from wlb.plan import UserError
 from wlb.plan.errors import shortened
-from wlb.spec import RenamedKeyWarning, did_you_mean
+from wlb.spec import RemovedKeyWarning, RenamedKeyWarning, did_you_mean
 
 _EPILOG = """\
-wlb COMMAND --help describes a command; wlb train --help lists all keys of the configuration.
+wlb COMMAND --help describes a command; wlb train --help lists the common keys of the
+configuration, wlb train --help-all all of them.
 Commands that need no torch: completion, init, pack, plan, prepare, report, simulate, tune, and
 wlb train --dry-run.
 
@@ -106,11 +107,11 @@ def parser_of() -> tuple[argparse.ArgumentParser, Any]:
 
 @contextmanager
 def _one_line_warnings(command: str) -> Generator[None]:
-    """Print a RenamedKeyWarning without the source line of wlb that raised it."""
+    """Print a warning of an old key without the source line of wlb that raised it."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, RenamedKeyWarning):
+        if issubclass(category, RemovedKeyWarning | RenamedKeyWarning):
             print(f"wlb {command}: warning: {message}", file=sys.stderr)
         else:
             before(message, category, *where)

@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
         "Several runs are compared on one page: loss by tokens, speed, balance, keys that differ. "
         "Needs matplotlib (extra [plot]), not torch.",
         epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "
-        "telemetry.straggler_threshold in telemetry.straggler_records consecutive tables of ranks.",
+        "15% in three consecutive tables of ranks.",
     )
     text = "folder of a run: run.output_dir/run.name"
     parser.add_argument("folders", metavar="RUN", nargs="+", help=text)

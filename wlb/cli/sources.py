@@ -26,7 +26,7 @@ from wlb.data.folder import refuse_file
 from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
 from wlb.report import SourceFacts, facts_of, require_matplotlib
-from wlb.spec import LongDocuments, RunSpec, presets
+from wlb.spec import RunSpec, presets
 
 MOST_PASSES = 1000
 MOST_TOKENS = 1 << 40
@@ -88,7 +88,6 @@ def add_arguments(
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     """Open the requested lengths; UserError if they cannot be planned."""
     check_at_least("--steps", options.steps, 1)
-    window = spec.data.context_window
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
         raise UserError(
             f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are too "
@@ -99,11 +98,6 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     longest = int(source.lengths[row])
     if longest > MOST_TOKENS:
         raise UserError(f"{source.name}: document {row} has {longest} tokens; check the lengths")
-    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
-        raise UserError(
-            f"{source.name}: document {row} has {longest} tokens, more than the context window of "
-            f'{window}; use data.long_documents = "split" or a larger window'
-        )
     return source
 
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from wlb.cli.options import add_flag, add_overrides, add_text
@@ -44,14 +45,74 @@ fits a better one); token delay = steps that a token waited; model FLOP/s counts
 causal attention, without recomputation and padding."""
 
 
+COMMON = (
+    "run.name",
+    "run.output_dir",
+    "run.seed",
+    "run.device",
+    "model.vocab_size",
+    "model.hidden_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.ffn_hidden_size",
+    "model.tied_embeddings",
+    "model.rope_theta",
+    "parallel.tp",
+    "parallel.cp",
+    "parallel.pp",
+    "parallel.dp",
+    "parallel.ep",
+    "pp.schedule",
+    "pp.virtual_stages",
+    "data.store",
+    "data.heldout_store",
+    "data.corpus",
+    "data.context_window",
+    "data.num_windows",
+    "data.row_multiple",
+    "packing.method",
+    "packing.policy",
+    "packing.s_max",
+    "packing.step_tokens",
+    "packing.queue_thresholds",
+    "sharding.strategy",
+    "cost.profile",
+    "kernels.attention",
+    "training.steps",
+    "training.learning_rate",
+    "training.min_learning_rate",
+    "training.warmup_steps",
+    "training.dtype",
+    "training.loss_normalizer",
+    "training.recompute",
+    "training.compile",
+    "eval.interval",
+    "checkpoint.interval",
+    "checkpoint.keep",
+)
+"""Keys of `wlb train --help`: those that presets and README.md vary."""
+
+
+class _HelpOfAllKeys(argparse.Action):
+    """Prints the command's help with every key, and exits as `--help` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        parser.epilog = _keys_help([key.name for key in list_keys(RunSpec)])
+        parser.print_help()
+        parser.exit()
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train a preset or a TOML file",
         description=_DESCRIPTION,
-        epilog=_keys_help(),
+        epilog=_keys_help(COMMON),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    text = "show this help message with every key, not only the common ones, and exit"
+    parser.add_argument("--help-all", action=_HelpOfAllKeys, nargs=0, help=text)
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
     text = "override keys, as in --set training.steps=100 parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
@@ -119,10 +180,14 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
     return 0
 
 
-def _keys_help() -> str:
-    lines = ["keys of a TOML file and of --set (section.key, default, unit):"]
-    section = ""
-    for item in list_keys(RunSpec):
+def _keys_help(names: Sequence[str]) -> str:
+    keys = list_keys(RunSpec)
+    shown = [key for key in keys if key.name in names]
+    title = "keys of a TOML file and of --set (section.key, default, unit)"
+    if len(shown) < len(keys):
+        title = f"common {title}; --help-all shows all {len(keys)}"
+    lines, section = [f"{title}:"], ""
+    for item in shown:
         head = item.name.rsplit(".", 1)[0]
         if head != section:
             section = head

@@ -1,7 +1,7 @@
 """The memory of a device that plans may use: all of it less the parts that tensors cannot have.
 
 On a GPU these are the CUDA context, NCCL's buffers and the gaps that torch's caching allocator
-leaves between tensors, each with a key of [cluster]. The defaults come from NCCL's sources, from a
+leaves between tensors, each with a constant below. They come from NCCL's sources, from a
 replay of the allocator's rules and from reports of others; none was measured on a GPU by us.
 """
 
@@ -14,6 +14,15 @@ from wlb.spec import RunSpec
 GIB = 2**30
 CHECKPOINT_BYTES = 12
 """Of a parameter: float32 master weight and both AdamW moments."""
+CONTEXT_GIB = 1.0
+"""What the CUDA context, loaded kernels and cuBLAS hold. A guess, not measured: more of it leaves
+less to plans, and less of it may run out of memory."""
+COMMUNICATOR_GIB = 0.5625
+"""What NCCL holds for each communicator of a rank: two connections (ring; tree or NVLink SHARP) of
+24 channels of 12 MiB (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL), in pages of 2 MiB."""
+ALLOCATOR_GAPS = 0.06
+"""Share of the memory left for tensors that stays unused between them, in torch's caching allocator
+with expandable segments. Less of it lets plans be larger, and allocations fail."""
 ROUNDING = 1.001
 """Tolerance of comparisons: caps fit to the byte, while estimates round rows up."""
 
@@ -74,19 +83,18 @@ def gpu_budget(
     spec: RunSpec, *, gib: float | None = None, source: str = "cluster.memory_gib"
 ) -> Budget:
     """The budget of a GPU with `gib` of memory, or with cluster.memory_gib."""
-    cluster = spec.cluster
     return Budget(
-        gib=cluster.memory_gib if gib is None else gib,
+        gib=spec.cluster.memory_gib if gib is None else gib,
         source=source,
-        context_bytes=int(cluster.context_gib * GIB),
-        nccl_bytes=int(num_communicators(spec) * cluster.communicator_gib * GIB),
-        gaps=cluster.allocator_gaps,
+        context_bytes=int(CONTEXT_GIB * GIB),
+        nccl_bytes=int(num_communicators(spec) * COMMUNICATOR_GIB * GIB),
+        gaps=ALLOCATOR_GAPS,
     )
 
 
 def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
     """The budget of a CPU rank, which has neither a CUDA context nor NCCL."""
-    return Budget(gib=gib, source=source, gaps=spec.cluster.allocator_gaps)
+    return Budget(gib=gib, source=source, gaps=ALLOCATOR_GAPS)
 
 
 def planned_gib(spec: RunSpec) -> float:
@@ -98,7 +106,7 @@ def num_communicators(spec: RunSpec) -> int:
     """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, of the
     groups of HSDP, and of experts. Groups of one rank have none.
 
-    The two links of a pipeline rank count as one. `cluster.communicator_gib` is two connections of
+    The two links of a pipeline rank count as one. `COMMUNICATOR_GIB` is two connections of
     every channel, for ring and tree, and a link has one, for transfers. The group of the axis pp
     carries nothing, and NCCL connects ranks at their first call.
     """

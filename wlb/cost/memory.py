@@ -26,6 +26,7 @@ from wlb.spec import (
     Schedule,
     Strategy,
 )
+from wlb.spec.machine import LAYERS_AHEAD
 
 FLOAT32_BYTES = 4
 DEALT_MARGIN = 0.88
@@ -414,7 +415,7 @@ def _gathered(spec: RunSpec, pp_rank: int) -> int:
         return count
     stages = spec.stages_of(pp_rank)
     most = max(spec.stage_layers[stage] for stage in stages)
-    at_once = min(most, 1 + max(1, spec.fsdp.prefetch))
+    at_once = min(most, 1 + LAYERS_AHEAD)
     # Layers of the larger kind are taken to follow each other.
     of_layers = experts.sum_over(spec, stages, layer_parameters)
     largest = max(map(layer_parameters, experts.kinds_of(spec, stages)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from wlb.cost import planned_gib
-from wlb.cost.budget import CHECKPOINT_BYTES
+from wlb.cost.budget import ALLOCATOR_GAPS, CHECKPOINT_BYTES
 from wlb.doctor.facts import Patient, affinity
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.doctor.gpu import NO_GPU
@@ -122,7 +122,7 @@ def memory(patient: Patient) -> Finding:
         room = budget.planned_gib if budget else planned_gib(spec)
         filled = with_s_max(spec, planned_gib=room)
         filled, _ = within(filled, budget)
-        told = hold_against(filled, budget)
+        hold_against(filled, budget)
         need = estimate_of(filled).total_bytes
     except UserError as error:
         remedy = "training.recompute, a smaller data.context_window, or more ranks (parallel.*)"
@@ -140,12 +140,10 @@ def memory(patient: Patient) -> Finding:
             "nvidia-smi: end other processes that hold memory; training.recompute, or more ranks"
         )
         return failed(name, found, remedy)
-    # `hold_against` has a second line if run.over_memory = warn let an excess pass.
-    if told[1:]:
-        return warned(name, told[-1], "a lower packing.s_max, or more ranks")
-    gaps = spec.cluster.allocator_gaps
-    if need > free * (1 - gaps):
-        return warned(name, found, f"less than {gaps:.0%} is left for gaps: lower packing.s_max")
+    if need > free * (1 - ALLOCATOR_GAPS):
+        return warned(
+            name, found, f"less than {ALLOCATOR_GAPS:.0%} is left for gaps: lower packing.s_max"
+        )
     return passed(name, found)
 
 

@@ -22,6 +22,9 @@ from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
 BALANCE = "mlp.balance"
 """End of the name of a layer's buffer, `MixtureMlp.balance`."""
+BIAS_RATE = 1e-3
+"""Change of an expert's bias a step (balance = bias), as in DeepSeek-V3. A larger one balances
+sooner and swings more around the balance."""
 
 Compute = Callable[[], Sequence[Tensor]]
 Defer = Callable[[Sequence[Tensor], Compute], None]
@@ -322,7 +325,7 @@ class MixtureMlp(nn.Module):
             return
         load = self.load.double()
         if self.spec.balance == ExpertBalance.BIAS:
-            self.balance += self.spec.bias_rate * (load.mean() - load).sign().float()
+            self.balance += BIAS_RATE * (load.mean() - load).sign().float()
         else:
             self.balance.copy_(load / load.sum().clamp(min=1))
 

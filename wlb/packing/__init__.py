@@ -9,7 +9,6 @@ from wlb.packing.bounded import BoundedPacker as BoundedPacker
 from wlb.packing.capacity import CapacityPacker as CapacityPacker
 from wlb.packing.examples import ExamplesPacker as ExamplesPacker
 from wlb.packing.fixed import FixedPacker as FixedPacker
-from wlb.packing.fixed import StepGrouping as StepGrouping
 from wlb.packing.ilp.model import Objective as Objective
 from wlb.packing.ilp.packers import IlpFixedPacker as IlpFixedPacker
 from wlb.packing.ilp.packers import IlpOptions as IlpOptions

@@ -26,7 +26,8 @@ class CapacityPacker(PolicyPacker):
     Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
     method: of bin packing, `packing.bin_method`. capacity: tokens of a bin, at least the context
     window, which is the default. pack_batches: packing waits until so many batches with documents
-    are there. open_bins: of best_fit.
+    are there. open_bins: bins open at a time with best_fit; more of them pack fuller and hold more
+    documents back.
     """
 
     policy: ClassVar[str] = "capacity"

@@ -3,7 +3,7 @@
 W * N * C tokens of the stream become W * N micro-batches of exactly C tokens: documents in
 descending length go to the micro-batch with the least predicted attention that has room; one that
 fits nowhere is cut to fill the gaps, since only cuts make windows exactly full. The paper does not
-say which micro-batches share a step; here, neighbours by load (`StepGrouping`), in a seeded order.
+say which micro-batches share a step; here, neighbours by load, in a seeded order.
 Guarantees: exactly C tokens except in the flush; a token is trained within two windows, 2 W steps.
 Cost: O(n log n + n log(W * N)).
 """
@@ -28,7 +28,6 @@ from wlb.plan import (
     cut_at,
     hold_whole,
 )
-from wlb.spec import StepGrouping
 
 Part = tuple[int, int, int]
 """A document or a part of one: (its row, first token of the part in it, micro-batch)."""
@@ -57,14 +56,12 @@ class FixedPacker(PolicyPacker):
     """Fixed-length packing behind the packer protocol.
 
     Carry: the stream not yet packed; slot 1 = held back by a window that was packed.
-    window_batches: W, global batches packed together. grouping: which of the packed micro-batches
-    make a step, `packing.grouping`.
+    window_batches: W, global batches packed together. Those of like load make a step.
     """
 
     policy: ClassVar[str] = "fixed"
     slots: ClassVar[CarrySlots] = CarrySlots.HELD
     window_batches: int = 1
-    grouping: StepGrouping = StepGrouping.BY_LOAD
 
     def __post_init__(self) -> None:
         hold_whole(self, window_batches=1)
@@ -102,10 +99,9 @@ class FixedPacker(PolicyPacker):
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
         window = self.pack(pieces, num_steps * num)
+        window = window.by_load(self.options.workloads(window.pieces))
         order = list(range(num_steps))
-        if self.grouping == StepGrouping.BY_LOAD:
-            window = window.by_load(self.options.workloads(window.pieces))
-            order = permuted(order, self.options, step=step, index=STEP_ORDER).tolist()
+        order = permuted(order, self.options, step=step, index=STEP_ORDER).tolist()
         steps = [window.rows[i * num : (i + 1) * num] for i in order]
         return self._plans(step, window.pieces, steps, num_waiting_tokens=waiting)
 

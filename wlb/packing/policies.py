@@ -44,7 +44,6 @@ def options_for(spec: RunSpec, cost: WorkloadModel) -> PackerOptions:
         num_windows=spec.num_windows,
         context_window=spec.data.context_window,
         cost=cost,
-        long_documents=str(spec.data.long_documents),
         seed=spec.run.seed,
         layout=spec.packing.layout,
     )
@@ -75,16 +74,13 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
         case Policy.ORIGINAL:
             return OriginalPacker(options=options, cut=packing.window_cut)
         case Policy.FIXED:
-            return FixedPacker(
-                options=options, window_batches=packing.window_batches, grouping=packing.grouping
-            )
+            return FixedPacker(options=options, window_batches=packing.window_batches)
         case Policy.CAPACITY:
             return CapacityPacker(
                 options=options,
                 method=packing.bin_method,
                 capacity=packing.bin_windows * spec.data.context_window,
                 pack_batches=packing.window_batches,
-                open_bins=packing.open_bins,
             )
         case Policy.EXAMPLES:
             return ExamplesPacker(
@@ -97,7 +93,6 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
                 s_max=s_max,
                 step_tokens=step_tokens,
                 queue_thresholds=spec.queue_thresholds,
-                literal=packing.literal,
                 hold=packing.hold,
                 price_range=_price_range(packing),
             )

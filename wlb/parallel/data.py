@@ -23,6 +23,7 @@ from wlb.parallel.experts import experts_of, sharding_of_experts
 from wlb.parallel.mesh import EXPERT_SHARD, Mesh
 from wlb.parallel.tensor import local_tensor, placement
 from wlb.spec import FsdpSection
+from wlb.spec.machine import LAYERS_AHEAD
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
@@ -55,7 +56,7 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         # (https://github.com/pytorch/pytorch/pull/155915).
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    _gather_ahead(whole, units, fsdp.prefetch)
+    _gather_ahead(whole, units)
     if fsdp.reshard_after_forward:
         _drop_after_each_pass(whole, layers)
 
@@ -96,16 +97,15 @@ def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
     return divided or dtype != torch.float32
 
 
-def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]], ahead: int) -> None:
-    """Make each module prefetch the next `ahead` ones: forward in order, backward in reverse.
+def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
+    """Make each module prefetch the next one: forward in order, backward in reverse.
 
     units: what each layer gathers. The stage begins both passes. By default torch posts a gather
     when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
     backward torch prefetches the module that ran before in forward, which is not always the next
     layer if several micro-batches are in flight.
     """
-    if not ahead:
-        return
+    ahead = LAYERS_AHEAD
     forward, backward = (
         [stage, *(module for unit in order for module in unit)] for order in (units, units[::-1])
     )

@@ -75,7 +75,7 @@ class StagedTrip:
     """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for.
 
     It holds no reference to the `StagedWay` that holds it: in a reference cycle both would live
-    until the next garbage collection, which comes every `training.gc_interval` steps.
+    until the next garbage collection, which comes 50 steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:

@@ -271,7 +271,7 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
             f"document {piece.document} has {piece.num_targets} labels on "
             f"{piece.stop - piece.start} tokens, so how many fall into each part of a cut is not "
             f"known; plan with wlb.planner.Planner on their store, which counts them, or use "
-            f'data.long_documents = "refuse" and a window that holds it'
+            f'long_documents = "refuse" and a window that holds it'
         )
     return Pieces(
         document=pieces.document[row],
@@ -299,7 +299,7 @@ def split_long(
     if long_documents == "refuse":
         raise UserError(
             f"document {documents.id[row]} has {documents.length[row]} tokens, more than the "
-            f'context window of {window}; use data.long_documents = "split" or a larger window'
+            f'context window of {window}; use long_documents = "split" or a larger window'
         )
     if long_documents != "split":
         raise UserError(f'long_documents must be "split" or "refuse", got {long_documents!r}')

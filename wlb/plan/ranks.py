@@ -1,6 +1,6 @@
 """Records of single ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
 
-Times are integers of microseconds. The records are written rarely (`telemetry.ranks_interval`,
+Times are integers of microseconds. The records are written rarely (`RANKS_INTERVAL`,
 `telemetry.timeline_interval`) and read by `wlb report`.
 """
 
@@ -14,6 +14,15 @@ from wlb.plan.arrays import FloatArray, IntArray
 from wlb.plan.errors import UserError
 from wlb.plan.plain import PlainRecord
 from wlb.plan.schema import COUNT, Schema, schema_of
+
+RANKS_INTERVAL = 10
+"""Steps between tables of every rank's times. Fewer steps name a straggler sooner; a table costs a
+gather of 35 bytes a rank."""
+STRAGGLER_THRESHOLD = 0.15
+"""A rank is slow if its measured over predicted time exceeds the median rank's by this fraction.
+Less than this is usual noise of clocks and prices."""
+STRAGGLER_TABLES = 3
+"""Tables in a row in which a rank must be slow to be named. One alone may be a disturbance."""
 
 
 class Place(NamedTuple):

@@ -95,8 +95,8 @@ class RehearsedTrainer(loop.Trainer):
     results: list[StepResult]
 
     def _open_feed(self, state: PlannerState | None) -> tuple[Any, InputPrefetcher]:
-        inputs = InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
-        setattr(inputs, "_pool", _InlinePool() if self.spec.data.prefetch else None)  # noqa: B010
+        inputs = InputPrefetcher(self.executor, self.reader)
+        setattr(inputs, "_pool", _InlinePool())  # noqa: B010
         return PlannedFeed(self.items), inputs
 
     def _step(self, plan: StepPlan, pipeline: PipelinePlan) -> None:

@@ -6,6 +6,7 @@ from wlb.spec.experts import ExpertBalance as ExpertBalance
 from wlb.spec.experts import ExpertsSpec as ExpertsSpec
 from wlb.spec.experts import Scoring as Scoring
 from wlb.spec.keys import KeyHelp as KeyHelp
+from wlb.spec.keys import RemovedKeyWarning as RemovedKeyWarning
 from wlb.spec.keys import RenamedKeyWarning as RenamedKeyWarning
 from wlb.spec.keys import apply as apply
 from wlb.spec.keys import did_you_mean as did_you_mean
@@ -21,15 +22,12 @@ from wlb.spec.model import RopeScaling as RopeScaling
 from wlb.spec.packing import BinMethod as BinMethod
 from wlb.spec.packing import PackingSection as PackingSection
 from wlb.spec.packing import Policy as Policy
-from wlb.spec.packing import StepGrouping as StepGrouping
 from wlb.spec.packing import WindowCut as WindowCut
 from wlb.spec.run import AttentionBackend as AttentionBackend
 from wlb.spec.run import Device as Device
 from wlb.spec.run import EpSection as EpSection
 from wlb.spec.run import FsdpSection as FsdpSection
 from wlb.spec.run import FusedKernels as FusedKernels
-from wlb.spec.run import LongDocuments as LongDocuments
-from wlb.spec.run import OverMemory as OverMemory
 from wlb.spec.run import ParallelSpec as ParallelSpec
 from wlb.spec.run import PipelineSection as PipelineSection
 from wlb.spec.run import RunSpec as RunSpec
@@ -41,8 +39,6 @@ from wlb.spec.sharding import Strategy as Strategy
 from wlb.spec.systems import SYSTEMS as SYSTEMS
 from wlb.spec.systems import system_choices as system_choices
 from wlb.spec.systems import system_overrides as system_overrides
-from wlb.spec.training import DecayedWeights as DecayedWeights
-from wlb.spec.training import DecayShape as DecayShape
 from wlb.spec.training import Dtype as Dtype
 from wlb.spec.training import LossNormalizer as LossNormalizer
 from wlb.spec.training import OnNonfinite as OnNonfinite

@@ -12,7 +12,7 @@ from wlb.spec.keys import check_declared
 from wlb.spec.packing import Policy
 from wlb.spec.run import RunSpec, Schedule
 from wlb.spec.sharding import Remainder, Strategy
-from wlb.spec.training import DecayShape, RateSchedule
+from wlb.spec.training import RateSchedule
 
 _MOST_RANKS = 2**20
 _MOST_STEP_TOKENS = 2**40
@@ -114,7 +114,7 @@ def _check_spikes(spec: RunSpec) -> None:
 
 
 def _check_rates(spec: RunSpec) -> None:
-    """The rate must not rise after warm-up; decay keys are valid only for schedule = wsd."""
+    """The rate must not rise after warm-up; decay_steps is valid only for wsd."""
     t = spec.training
     if t.schedule != RateSchedule.CONSTANT and t.min_learning_rate > t.learning_rate:
         raise UserError(
@@ -123,11 +123,10 @@ def _check_rates(spec: RunSpec) -> None:
             f"peak is usual, {t.learning_rate / 10:g}"
         )
     if t.schedule != RateSchedule.WSD:
-        if t.decay_steps or t.decay_shape != DecayShape.LINEAR:
+        if t.decay_steps:
             raise UserError(
-                f"training.decay_steps = {t.decay_steps} and training.decay_shape = "
-                f"{t.decay_shape} belong to training.schedule = wsd; leave them out with "
-                f"{t.schedule}"
+                f"training.decay_steps = {t.decay_steps} belongs to training.schedule = wsd; leave "
+                f"it out with {t.schedule}"
             )
         return
     after = t.steps - t.warmup_steps

@@ -71,9 +71,6 @@ class ExpertsSpec:
         "sees, moved after each step by the sign of its missing load; aux_loss = an auxiliary "
         "loss; both by the tokens of all ranks",
     )
-    bias_rate: float = key(
-        1e-3, "change of an expert's bias a step (balance = bias)", at_least=0, at_most=1
-    )
     aux_coefficient: float = key(
         1e-3,
         "factor of the auxiliary loss (balance = aux_loss): experts x sum of an expert's share of "
@@ -81,7 +78,6 @@ class ExpertsSpec:
         at_least=0,
         at_most=1000,
     )
-
     z_loss: float = key(
         0.0,
         "factor of the router's z-loss: mean over the step's tokens of its logits' squared "

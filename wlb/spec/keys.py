@@ -21,22 +21,101 @@ T = TypeVar("T")
 
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
 """Old names of keys, which still work with a RenamedKeyWarning."""
-_LEARNED = "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
-REMOVED = dict.fromkeys(
-    ("cost.online", "cost.online_interval", "cost.online_threshold", "cost.online_max_change"),
-    _LEARNED,
-) | {
-    "sharding.stages": "one number of stages for all micro-batches is at most 2.5% of a CP layer's "
-    "time slower than one chosen for each; cp.stages sets it",
-    "training.heartbeat_s": "ranks no longer watch each other: a rank that stops or hangs ends the "
-    "run after training.timeout_s",
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedKey:
+    """A key that there was."""
+
+    why: str  # completes "was removed, because", and says what to do instead if there is anything
+    value: Any = None  # what wlb does as if it were set to; None = no value of it matters any more
+
+
+_LEARNED = RemovedKey(
+    "runs no longer learn prices while they train, and packing.price_range covers wrong ones"
+)
+
+
+def _constant(value: Any, name: str, file: str) -> RemovedKey:
+    """A key that became the constant `name` of `file`, because all runs had its default."""
+    return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
+
+
+REMOVED: dict[str, RemovedKey] = {
+    "checkpoint.fallback": RemovedKey(
+        "--resume auto always passes over a damaged checkpoint, and says so; --resume alone "
+        "refuses it",
+        True,
+    ),
+    "checkpoint.interval_minutes": RemovedKey(
+        "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
+    ),
+    "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
+    "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "cost/budget.py"),
+    "cluster.communicator_gib": _constant(0.5625, "COMMUNICATOR_GIB", "cost/budget.py"),
+    "cluster.context_gib": _constant(1.0, "CONTEXT_GIB", "cost/budget.py"),
+    "cost.online": _LEARNED,
+    "cost.online_interval": _LEARNED,
+    "cost.online_max_change": _LEARNED,
+    "cost.online_threshold": _LEARNED,
+    "data.long_documents": RemovedKey(
+        "documents longer than the context window are always split; PackerOptions of wlb.packing "
+        "can refuse them",
+        "split",
+    ),
+    "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
+    "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
+    "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
+    "packing.grouping": RemovedKey(
+        "micro-batches of like load always share a step, which balances better", "by_load"
+    ),
+    "packing.literal": RemovedKey(
+        "no run trained by it; VarLenPacker(literal=True) of wlb.packing has it", False
+    ),
+    "packing.open_bins": RemovedKey(
+        "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
+    ),
+    "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
+    "run.over_memory": RemovedKey(
+        "a run whose memory estimate exceeds the device is always refused; a larger run.memory_gib "
+        "starts it anyway",
+        "refuse",
+    ),
+    "sharding.stages": RemovedKey(
+        "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
+        "than one chosen for each; cp.stages sets it"
+    ),
+    "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
+    "telemetry.interval": RemovedKey("every step is recorded", 1),
+    "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
+    "telemetry.snapshot_oom": RemovedKey(
+        "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
+        False,
+    ),
+    "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
+    "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
+    "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
+    "training.adam_eps": _constant(1e-8, "ADAM_EPS", "train/optimizer.py"),
+    "training.decay": RemovedKey("all weights except norms and biases decay", "matrices"),
+    "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
+    "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
+    "training.heartbeat_s": RemovedKey(
+        "ranks no longer watch each other: a rank that stops or hangs ends the run after "
+        "training.timeout_s"
+    ),
+    "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }
-"""Keys that there were, and why there are no more. They are refused where a user sets them, and
-left out where wlb wrote them."""
+"""Keys that there were. They are refused where a user sets them. Where wlb wrote them they are left
+out, with a RemovedKeyWarning if another value than the one that is left was written."""
 
 
 class RenamedKeyWarning(FutureWarning):
     """A user's settings hold an old name of a key; the command line prints it as one line."""
+
+
+class RemovedKeyWarning(FutureWarning):
+    """A record of a run holds a key that was removed, with a value that no longer has an effect;
+    the command line prints it as one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +193,7 @@ def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> 
 
 @dataclass(frozen=True, slots=True)
 class KeyHelp:
-    """One line of `wlb train --help`."""
+    """One key of `wlb train --help` and `--help-all`."""
 
     name: str
     type: str
@@ -151,8 +230,8 @@ def apply(
     """Return `spec` with nested `values` set; UserError naming `source`, the key and the remedy.
 
     is_stored: wlb wrote the values (checkpoint, metrics.jsonl), so old names of keys are no reason
-    for a warning, and removed keys none for a refusal. whole: type of the outermost section, in
-    which a misplaced key is looked for.
+    for a warning, and removed keys none for a refusal (`REMOVED`). whole: type of the outermost
+    section, in which a misplaced key is looked for.
     """
     section = cast("type[Any]", type(spec))
     whole = whole or section
@@ -168,11 +247,8 @@ def apply(
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
         if dotted in REMOVED:
-            if is_stored:
-                continue
-            raise UserError(
-                f"{source}: {dotted} was removed, because {REMOVED[dotted]}; remove the key"
-            )
+            _meet_removed(dotted, value, source=source, is_stored=is_stored)
+            continue
         if name not in hints:
             raise UserError(
                 f"{source}: unknown key {dotted!r}{_nearest(dotted, hints, prefix, whole)}"
@@ -193,6 +269,19 @@ def apply(
         else:
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
     return cast(T, replace(cast(Any, spec), **changes))
+
+
+def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
+    """Refuse a removed key of a user; warn of one that wlb wrote, if its value was another one."""
+    removed = REMOVED[dotted]
+    if not is_stored:
+        raise UserError(f"{source}: {dotted} was removed, because {removed.why}; remove the key")
+    if removed.value is not None and value != removed.value:
+        warnings.warn(
+            f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
+            RemovedKeyWarning,
+            stacklevel=3,
+        )
 
 
 def nest(dotted: str, value: Any) -> dict[str, Any]:

@@ -4,6 +4,11 @@ from dataclasses import dataclass
 
 from wlb.spec.keys import key
 
+LAYERS_AHEAD = 1
+"""Layers whose parameters FSDP gathers before they are needed. More of them hide longer gathers,
+and with fsdp.reshard_after_forward hold more layers at once. `wlb.parallel` executes it, and
+`wlb.cost` counts its memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSection:
@@ -21,13 +26,6 @@ class FsdpSection:
         False,
         "free the gathered parameters of a layer after every pass and gather them again: less "
         "memory, two gathers per micro-batch instead of one per step",
-    )
-    prefetch: int = key(
-        1,
-        "layers whose parameters are gathered ahead of the current one; 0 = torch's default order",
-        unit="layers",
-        at_least=0,
-        at_most=10_000,
     )
 
 
@@ -55,30 +53,6 @@ class ClusterSection:
         unit="GiB",
         above=0,
         at_most=1e6,
-    )
-    context_gib: float = key(
-        1.0,
-        "GPU memory that the CUDA context, loaded kernels and cuBLAS hold; set aside from plans, "
-        "also in a run",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
-    communicator_gib: float = key(
-        0.5625,
-        "GPU memory that NCCL holds for each communicator of a rank, set aside from plans, also in "
-        "a run; by default two connections (ring; tree or NVLink SHARP) of 24 channels of 12 MiB: "
-        "4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
-    allocator_gaps: float = key(
-        0.06,
-        "share of the memory left for tensors that stays unused between them, in torch's caching "
-        "allocator with expandable segments; set aside from plans, also in a run",
-        at_least=0,
-        below=1,
     )
     peak_tflops: float = key(
         989.0,

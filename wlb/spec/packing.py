@@ -31,13 +31,6 @@ class WindowCut(StrEnum):
     SHORT = "short"
 
 
-class StepGrouping(StrEnum):
-    """How micro-batches of a packing window are grouped into steps (fixed)."""
-
-    BY_LOAD = "by_load"
-    IN_ORDER = "in_order"
-
-
 class BinMethod(StrEnum):
     """How `capacity` fills its bins."""
 
@@ -113,7 +106,6 @@ class PackingSection:
         above=0,
         at_most=1,
     )
-    literal: bool = key(False, "follow Algorithm 1 line by line, with its pitfalls (var_len)")
     hold: int = key(
         0,
         "every outlier document waits exactly this many steps, to study what delay does to "
@@ -152,19 +144,12 @@ class PackingSection:
         at_least=1,
         at_most=10**6,
     )
-    grouping: StepGrouping = key(
-        StepGrouping.BY_LOAD,
-        "which micro-batches of a packing window are trained in the same step (fixed)",
-    )
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
         "documents that are cut at the end of a window (original and the baseline): anywhere = "
         "any document; short = only short ones",
     )
     bin_method: BinMethod = key(BinMethod.BEST_FIT_DECREASING, "how bins are filled (capacity)")
-    open_bins: int = key(
-        32, "bins open at a time with best_fit (capacity)", at_least=1, at_most=10**6
-    )
     bin_windows: int = key(
         1,
         "size of a bin; bs in the paper's flat micro-batches (capacity)",
@@ -197,21 +182,14 @@ class PackingSection:
                 f"packing.s_max = {self.s_max} context windows must be at least 1, or a document "
                 f"of {window} tokens could never be placed (or 0 = what fits the memory)"
             )
-        if self.hold < 0 or (self.hold and (self.literal or not self.queue_thresholds)):
+        if self.hold and not self.queue_thresholds:
             raise UserError(
-                f"packing.hold = {self.hold} must be at least 0, and must be 0 with "
-                f"packing.literal or without packing.queue_thresholds"
+                f"packing.hold = {self.hold} must be 0 without packing.queue_thresholds"
             )
         if self.step_tokens and not self.step_tokens > 1.0:
             raise UserError(
                 f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
                 f"no cap), or delayed documents could never be caught up with"
-            )
-        is_literal = self.policy == Policy.VAR_LEN and self.literal and self.s_max > 0
-        if is_literal and self.s_max_tokens(window) <= window:
-            raise UserError(
-                f"packing.s_max = {self.s_max} with packing.literal: Algorithm 1 itself "
-                f"keeps micro-batches strictly below S_max; use more than 1"
             )
         if self.layout != Layout.SEPARATE and self.policy not in METHOD_POLICIES:
             raise UserError(
@@ -227,11 +205,6 @@ class PackingSection:
             raise UserError(
                 f"packing.price_range = {given} must be two factors of attention's price, one "
                 f"above 0 and at most 1 and one of at least 1; [1.0, 1.0] = the price only"
-            )
-        if self.literal and given != [1.0, 1.0]:
-            raise UserError(
-                f"packing.price_range = {given} with packing.literal: Algorithm 1 itself has one "
-                f"price; leave out one of them"
             )
 
     def _check_method(self) -> None:

@@ -36,14 +36,6 @@ class CheckpointSection:
     interval: int = key(
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
-    interval_minutes: float = key(
-        0.0,
-        "minutes after a checkpoint at which another one is saved, with the next step, beside "
-        "those of interval; rank 0's clock counts; 0 = off",
-        unit="min",
-        at_least=0,
-        at_most=1e6,
-    )
     keep: int = key(
         2,
         "number of checkpoints that are kept; older ones are removed once a new one is complete, "
@@ -59,20 +51,8 @@ class CheckpointSection:
         at_least=0,
         at_most=10**9,
     )
-    max_failed: int = key(
-        3,
-        "saves in a row that could not be written after which the run ends, because it trains "
-        "unsaved; 0 = it goes on",
-        at_least=0,
-        at_most=10**6,
-    )
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"
-    )
-    fallback: bool = key(
-        True,
-        "--resume auto goes on from an earlier checkpoint if the newest is damaged, and says so; "
-        "false = it refuses",
     )
     init_from: str = key(
         "",
@@ -92,12 +72,6 @@ class TelemetrySection:
     enabled: bool = key(
         True, "time every micro-batch and compare it with the prediction of the kernel profile"
     )
-    interval: int = key(
-        1,
-        "steps between all-reduces of what ranks measured; raise it for short steps on many ranks",
-        at_least=1,
-        at_most=10**9,
-    )
     peak_tflops: float = key(
         0.0,
         "dense peak of a rank's device in training.dtype, for MFU; 0 = of known GPUs in "
@@ -112,34 +86,6 @@ class TelemetrySection:
         unit="steps",
         at_least=0,
         at_most=10**9,
-    )
-    drift_threshold: float = key(
-        0.15,
-        "--calibrate calls a term drifted if its measured / predicted ratio, over the median "
-        "ratio of the other terms, is further from 1 than this",
-        above=0,
-        at_most=1000,
-    )
-    ranks_interval: int = key(
-        10,
-        "steps between tables of every rank's times, used by the heat map and to find "
-        "stragglers; 0 = none",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
-    )
-    straggler_threshold: float = key(
-        0.15,
-        "a rank is a straggler if its measured / predicted time exceeds the median rank's by "
-        "this fraction",
-        above=0,
-        at_most=1000,
-    )
-    straggler_records: int = key(
-        3,
-        "number of consecutive tables of ranks in which a straggler must be slow",
-        at_least=1,
-        at_most=10**6,
     )
     timeline_interval: int = key(
         100,
@@ -156,18 +102,13 @@ class TelemetrySection:
         at_least=1,
         at_most=10**9,
     )
-    trace_ranks: tuple[int, ...] = key(
-        (0,), "ranks of which traces are written", at_least=0, at_most=2**20
-    )
     snapshot_steps: tuple[int, ...] = key(
         (),
         "steps, as the run's table counts them, after which every rank writes a snapshot of its "
-        "GPU's memory to memory/ in the run's folder; on CUDA only",
+        "GPU's memory to memory/ in the run's folder; with any, also where an allocation on a GPU "
+        "fails; on CUDA only",
         at_least=1,
         at_most=10**9,
-    )
-    snapshot_oom: bool = key(
-        False, "write such a snapshot where an allocation on a GPU fails; on CUDA only"
     )
     tensorboard: bool = key(
         False, "also write TensorBoard event files to the run's folder (package tensorboard)"

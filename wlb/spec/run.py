@@ -40,22 +40,10 @@ class VerifyData(StrEnum):
     OFF = "off"
 
 
-class LongDocuments(StrEnum):
-    SPLIT = "split"
-    REFUSE = "refuse"
-
-
 class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
-
-
-class OverMemory(StrEnum):
-    """Reaction to a memory estimate above the device memory."""
-
-    REFUSE = "refuse"
-    WARN = "warn"
 
 
 class AttentionBackend(StrEnum):
@@ -100,11 +88,6 @@ class RunSection:
         unit="GiB",
         at_least=0,
         at_most=1e6,
-    )
-    over_memory: OverMemory = key(
-        OverMemory.REFUSE,
-        "whether a run whose memory estimate exceeds what plans may use of the device (its memory "
-        "less what [cluster] sets aside) is refused or only warned about",
     )
 
 
@@ -252,15 +235,6 @@ class DataSection:
         at_least=0,
         at_most=2**17,
     )
-    long_documents: LongDocuments = key(
-        LongDocuments.SPLIT, "what is done with documents longer than the context window"
-    )
-    prefetch: int = key(
-        1,
-        "steps whose inputs a thread loads ahead; 0 = load them when they are needed",
-        at_least=0,
-        at_most=1000,
-    )
     epochs: int = key(
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
@@ -284,13 +258,6 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    ahead: int = key(
-        3,
-        "steps planned ahead of the requested one; at least 2",
-        unit="steps",
-        at_least=2,
-        at_most=1000,
-    )
     baseline: bool = key(True, "also predict Plain-4D on the same documents")
 
 
@@ -331,7 +298,7 @@ class KernelSection:
 class RunSpec:
     """Configuration of a run, one field per TOML section; `wlb.spec.load` reads and checks it.
 
-    `wlb train --help` prints all keys with units and defaults.
+    `wlb train --help-all` prints all keys with units and defaults.
     """
 
     run: RunSection = field(default_factory=RunSection)

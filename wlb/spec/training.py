@@ -41,22 +41,6 @@ class RateSchedule(StrEnum):
     CONSTANT = "constant"
 
 
-class DecayShape(StrEnum):
-    """Shape of the decay of wsd; sqrt = 1 - sqrt(progress)."""
-
-    LINEAR = "linear"
-    SQRT = "sqrt"
-    COSINE = "cosine"
-
-
-class DecayedWeights(StrEnum):
-    """matrices: all except norms. linear: also without embedding and output head."""
-
-    MATRICES = "matrices"
-    LINEAR = "linear"
-    ALL = "all"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection:
     steps: int = key(1000, "optimiser steps", unit="steps", at_least=1, at_most=10**9)
@@ -73,7 +57,7 @@ class TrainingSection:
     schedule: RateSchedule = key(
         RateSchedule.COSINE,
         "learning rate after warm-up: cosine or linear = decay to min_learning_rate at "
-        "training.steps; wsd = stable, then decay over the last decay_steps; constant",
+        "training.steps; wsd = stable, then linear over the last decay_steps; constant",
     )
     decay_steps: int = key(
         0,
@@ -82,22 +66,10 @@ class TrainingSection:
         at_least=0,
         at_most=10**9,
     )
-    decay_shape: DecayShape = key(
-        DecayShape.LINEAR, "wsd: shape of the final decay; sqrt = 1 - sqrt(progress)"
-    )
     beta1: float = key(0.9, "AdamW beta1", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW beta2", at_least=0, below=1)
-    adam_eps: float = key(1e-8, "AdamW epsilon", above=0, at_most=1)
     weight_decay: float = key(
-        0.1,
-        "AdamW weight decay of the weights that training.decay selects",
-        at_least=0,
-        at_most=1000,
-    )
-    decay: DecayedWeights = key(
-        DecayedWeights.MATRICES,
-        "weights that decay: matrices = all except norms; linear = also without embedding and "
-        "output head; all = norms too",
+        0.1, "AdamW weight decay of all weights except norms and biases", at_least=0, at_most=1000
     )
     clip_norm: float = key(
         1.0, "gradients are clipped to this norm; 0 = off", at_least=0, at_most=1e12
@@ -130,18 +102,11 @@ class TrainingSection:
         "on a loss or gradient that is not finite: stop; skip the update of the step; or "
         "rollback = train again from the last checkpoint, and skip the step if it fails again",
     )
-    max_nonfinite: int = key(
-        10,
-        "most consecutive updates that are skipped before the run stops",
-        unit="steps",
-        at_least=1,
-        at_most=10**9,
-    )
     skip_spikes: float = key(
         0.0,
         "skip the update of a step whose gradient norm, before clipping, exceeds this many times "
-        "the median of the last 128 steps, from the 17th on; max_nonfinite bounds such skips too; "
-        "0 = off",
+        "the median of the last 128 steps, from the 17th on; more than 10 skips in a row stop "
+        "the run; 0 = off",
         at_least=0,
         at_most=1e6,
     )
@@ -150,12 +115,4 @@ class TrainingSection:
     )
     timeout_s: float = key(
         600.0, "a collective that takes longer stops the run", unit="s", above=0, at_most=1e7
-    )
-    gc_interval: int = key(
-        50,
-        "steps between Python's garbage collections, which all ranks then make at the same time; "
-        "0 = whenever Python decides, in the middle of steps",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
     )

@@ -15,6 +15,10 @@ from wlb.planner.service import PlanClient, PlannerProcess
 from wlb.planner.signs import SILENCE_S, Address
 from wlb.spec import RunSpec
 
+STEPS_AHEAD = 3
+"""Steps that the planner makes ahead of the requested one. More of them hide a slow step of the
+planner, and hold more plans in memory. At least 2: the loop looks at the step after the next."""
+
 
 class PlanFeed:
     """Gives this rank its steps in order, and lets it look at those that follow.
@@ -40,7 +44,7 @@ class PlanFeed:
                 open_planner,
                 (spec, store, mesh.device.type),
                 state=state,
-                ahead=spec.planner.ahead,
+                ahead=STEPS_AHEAD,
                 num_clients=world.local_world_size,
                 address=address,
                 silence_s=SILENCE_S,

@@ -64,7 +64,7 @@ class Trainer:
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
         self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
-        self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite, spec.training.max_nonfinite)
+        self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run, rank=mesh.rank)
         self.context = self._context(clock)
         heldout = job.heldout_store if spec.eval.steps else ""
@@ -174,7 +174,6 @@ class Trainer:
             expert_load=load,
             done=pipeline,
             stop=self.stop_request.now(),
-            save_due=self.saves.is_overdue(self.spec),
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
@@ -250,4 +249,4 @@ class Trainer:
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:
         feed = PlanFeed(self.priced, self.job.train_store, self.world, self.mesh, state)
-        return feed, InputPrefetcher(self.executor, self.reader, ahead=self.spec.data.prefetch)
+        return feed, InputPrefetcher(self.executor, self.reader)

@@ -13,7 +13,7 @@ from wlb.cost.budget import ROUNDING, size_text
 from wlb.cost.memory import GIB
 from wlb.packing import caps_of
 from wlb.plan import UserError
-from wlb.spec import OverMemory, RunSpec
+from wlb.spec import RunSpec
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
@@ -44,7 +44,7 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
     """`spec` with packing.memory_gib lowered to what the device has, and a line if it was lowered:
     systems and `wlb tune layout` compute it from cluster.memory_gib, of which a device may lack a
     GiB."""
-    if budget is None or spec.run.over_memory != OverMemory.REFUSE:
+    if budget is None:
         return spec, []
     planned, given = budget.planned_gib, spec.packing.memory_gib
     if given * GIB <= budget.planned_bytes or not planned:
@@ -56,7 +56,7 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
 
 def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
     """Lines for the log; none without a budget. UserError if the estimate
-    exceeds what plans may use of it and over_memory = refuse."""
+    exceeds what plans may use of it."""
     if budget is None:
         return []
     estimate = estimate_of(spec)
@@ -67,10 +67,7 @@ def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
     )
     if estimate.total_bytes <= budget.planned_bytes * ROUNDING:
         return [line]
-    message = too_much(estimate, budget)
-    if spec.run.over_memory == OverMemory.REFUSE:
-        raise UserError(message)
-    return [line, f"warning: {message}"]
+    raise UserError(too_much(estimate, budget))
 
 
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
@@ -82,7 +79,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
         f"({size_text(estimate.total_bytes)}), more than the {budget.explanation}: "
         f"{listed}. Use training.recompute, a lower packing.s_max (0 = what "
         f"fits) or data.context_window, fsdp.reshard_after_forward, or more ranks (parallel.tp, "
-        f"cp, pp, dp); run.over_memory = warn starts anyway"
+        f"cp, pp, dp); a larger run.memory_gib starts anyway"
     )
 
 

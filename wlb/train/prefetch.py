@@ -16,19 +16,24 @@ from wlb.parallel.world import device_thread
 from wlb.plan import PipelinePlan
 from wlb.train.feed import PlanFeed
 
+STEPS_LOADED = 1
+"""Steps whose inputs are loaded ahead. One hides the loading behind a step; more only hold
+memory of the device."""
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
     """Loads up to `ahead` steps ahead; `take` gives them in any order and loads a step that was not
-    started (with ahead = 0, each). exposed_ns: how long the last `take` waited."""
+    started. exposed_ns: how long the last `take` waited."""
 
-    def __init__(self, executor: Executor, reader: TokenReader, *, ahead: int) -> None:
+    def __init__(
+        self, executor: Executor, reader: TokenReader, *, ahead: int = STEPS_LOADED
+    ) -> None:
         self.executor, self.reader, self.ahead = executor, reader, ahead
         self.exposed_ns = 0
         self._waiting: dict[int, Future[Loaded]] = {}
         device = executor.mesh.device
-        self._pool = device_thread("inputs", device) if ahead else None
+        self._pool = device_thread("inputs", device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The loading stream reads the rotary frequencies, which the current stream wrote.
         if self._stream is not None:
@@ -36,7 +41,7 @@ class InputPrefetcher:
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
         """Begin to load `plan`, unless it is being loaded or `ahead` others are."""
-        if self._pool is None or plan.step in self._waiting or len(self._waiting) >= self.ahead:
+        if plan.step in self._waiting or len(self._waiting) >= self.ahead:
             return
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
@@ -73,6 +78,5 @@ class InputPrefetcher:
 
     def close(self) -> None:
         """Drop steps that were begun and not taken."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._waiting.clear()

@@ -40,8 +40,7 @@ class StepSums:
     """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
     cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
     micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
-    without any. experts: None without them. stop: the strongest request to stop. save_due:
-    rank 0's clock says that a checkpoint is due."""
+    without any. experts: None without them. stop: the strongest request to stop."""
 
     loss: float
     gradient_norm: float
@@ -50,7 +49,6 @@ class StepSums:
     key_rows: KeyRows | None = None
     experts: ExpertLoad | None = None
     stop: Stop = Stop.NO
-    save_due: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -85,18 +83,14 @@ class StepReducer:
         expert_load: Tensor | None = None,
         done: PipelinePlan | None = None,
         stop: Stop = Stop.NO,
-        save_due: bool = False,
     ) -> StepSums:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
-        loss, gradient_square, stop: this rank's share. save_due: counts on rank 0 alone.
-        expert_load: of its layers (`wlb.parallel.experts.load_values`). done: the executed
-        pipeline plan.
+        loss, gradient_square, stop: this rank's share. expert_load: of its layers
+        (`wlb.parallel.experts.load_values`). done: the executed pipeline plan.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
-        # Clocks differ between nodes, so one of them decides.
-        counts.append(float(save_due and mesh.rank == 0))
         before = _SUMS + self._num_loads
         host = np.concatenate([np.zeros(before), counts, self._digests(ahead)])
         # The copy does not wait for the device.
@@ -116,8 +110,7 @@ class StepReducer:
         num_values = before + len(counts)
         self._check(total[num_values:], ahead)
         slowest, mean, by_need, received, gathered, *rest = total[before:num_values]
-        num_asked = len(_STOPS) + 1
-        counts, (*asked, is_due) = rest[:-num_asked], rest[-num_asked:]
+        counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
             gradient_norm=math.sqrt(total[1]),
@@ -130,7 +123,6 @@ class StepReducer:
             else None,
             experts=self._expert_load(total[_SUMS:before]),
             stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
-            save_due=bool(is_due),
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from wlb.data import BlendedStore, StoreName, TokenStore, check_tokenizers, open_store
 from wlb.plan import UserError
-from wlb.spec import ExpertBalance, LongDocuments, ModelSpec, RunSpec, apply
+from wlb.spec import ExpertBalance, ModelSpec, RunSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
 
 SHAPES = (
@@ -39,22 +39,19 @@ def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
             f"every document of the store {store.prefix} has {has}, so there is nothing to "
             f"predict; use another data.store or data.corpus"
         )
-    _hold_documents(spec, store)
     if spec.eval.steps and heldout:
         held_out = TokenStore(heldout)
-        _hold_documents(spec, held_out)
         _hold_vocabulary(spec, store, held_out)
 
 
 def refuse_snapshots(spec: RunSpec, device: str) -> None:
     """UserError for memory snapshots of a device that has no such allocator."""
-    steps, on_failure = list(spec.telemetry.snapshot_steps), spec.telemetry.snapshot_oom
-    if device == "cuda" or not (steps or on_failure):
+    steps = list(spec.telemetry.snapshot_steps)
+    if device == "cuda" or not steps:
         return
-    named = f"telemetry.snapshot_steps = {steps}" if steps else "telemetry.snapshot_oom = true"
     raise UserError(
-        f"{named} writes what CUDA's allocator knows of GPUs, and this run computes on {device}; "
-        f"leave it out, or set run.device = cuda"
+        f"telemetry.snapshot_steps = {steps} writes what CUDA's allocator knows of GPUs, and this "
+        f"run computes on {device}; leave it out, or set run.device = cuda"
     )
 
 
@@ -67,21 +64,6 @@ def _hold_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: T
         raise UserError(
             f"model.vocab_size = {spec.model.vocab_size} is smaller than the "
             f"{heldout.vocab_size} entries of the held-out store {heldout.prefix}; raise it"
-        )
-
-
-def _hold_documents(spec: RunSpec, store: TokenStore | BlendedStore) -> None:
-    if isinstance(store, BlendedStore):
-        for one in store.stores:
-            _hold_documents(spec, one)
-        return
-    lengths = store.lengths
-    window, longest = spec.data.context_window, int(lengths.max(initial=0))
-    if spec.data.long_documents == LongDocuments.REFUSE and longest > window:
-        raise UserError(
-            f"document {int(lengths.argmax())} of the store {store.prefix} has {longest} tokens, "
-            f"more than data.context_window = {window}; use data.long_documents = split or a "
-            f"larger window"
         )
 
 

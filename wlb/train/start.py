@@ -342,7 +342,7 @@ def _title(spec: RunSpec, device: str) -> str:
 
 def _resumed(spec: RunSpec, asked: _Request) -> checkpoint.ToResume:
     folder = directory_of(spec) / "checkpoints"
-    return checkpoint.resolve_resume(folder, asked.resume, fallback=spec.checkpoint.fallback)
+    return checkpoint.resolve_resume(folder, asked.resume)
 
 
 def _rate_change(spec: RunSpec, saved_in: Path) -> str:

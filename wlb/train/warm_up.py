@@ -18,6 +18,10 @@ from wlb.parallel.warm import warm
 from wlb.spec import ExchangeChoice, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
+GARBAGE_INTERVAL = 50
+"""Steps between collections of garbage. Rarer ones hold cycles of objects, and their tensors, for
+longer; each takes milliseconds of all ranks."""
+
 
 class ConnectRanks(Hook):
     """Uses every communicator once, before hooks that communicate begin, and reports their
@@ -109,8 +113,7 @@ class CollectGarbage(Hook):
     that only objects of later steps are walked.
     """
 
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
+    def __init__(self) -> None:
         self._num_steps = 0
         self._is_frozen = False
 
@@ -123,7 +126,7 @@ class CollectGarbage(Hook):
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
         self._num_steps += 1
-        if self._num_steps % self.interval == 0:
+        if self._num_steps % GARBAGE_INTERVAL == 0:
             gc.collect()
 
     def close(self) -> None:

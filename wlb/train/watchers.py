@@ -16,7 +16,7 @@ from wlb.train.telemetry.measure import MeasureSteps
 from wlb.train.telemetry.ranks import RankMeter, RecordRanks
 from wlb.train.telemetry.snapshots import SnapshotMemory
 from wlb.train.telemetry.steps import RecordSteps
-from wlb.train.telemetry.traces import TraceSteps
+from wlb.train.telemetry.traces import TRACED_RANK, TraceSteps
 from wlb.train.warm_up import CollectGarbage, CompileAttention, ConnectRanks
 
 
@@ -38,9 +38,7 @@ def hooks_of(
         # `wlb.train.start` refuses --calibrate without telemetry.
         assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
-    interval = spec.training.gc_interval
-    traces = spec.telemetry.trace_steps and mesh.rank in spec.telemetry.trace_ranks
-    snapshots = spec.telemetry.snapshot_steps or spec.telemetry.snapshot_oom
+    traces = spec.telemetry.trace_steps and mesh.rank == TRACED_RANK
     verifies = spec.data.verify == VerifyData.BACKGROUND and mesh.rank == 0
     hooks = (
         # This hook is first, because the others record its measurements.
@@ -63,8 +61,8 @@ def hooks_of(
         calibration,
         # After the hooks whose work between steps is not to be in a trace.
         TraceSteps(job.directory, mesh.rank) if traces else None,
-        SnapshotMemory(job.directory, mesh.rank) if snapshots else None,
+        SnapshotMemory(job.directory, mesh.rank) if spec.telemetry.snapshot_steps else None,
         # Garbage is collected last, when the other hooks have dropped their objects of the step.
-        CollectGarbage(interval) if interval else None,
+        CollectGarbage(),
     )
     return tuple(hook for hook in hooks if hook is not None)

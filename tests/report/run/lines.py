@@ -29,7 +29,7 @@ SPEC = apply(
         "parallel": {"tp": 2, "cp": 2, "pp": 2, "dp": 2},
         "pp": {"virtual_stages": 2},
         "training": {"steps": 20},
-        "telemetry": {"ranks_interval": 4, "warmup_steps": 2},
+        "telemetry": {"warmup_steps": 2},
     },
     source="made",
 )

@@ -25,10 +25,6 @@ KEYS = [
     "training.dtype=bfloat16",
     "cost.profile=h100",
     "planner.baseline=false",
-    # All but 5% of cluster.memory_gib is left to tensors: the model is small, and so is its device.
-    "cluster.context_gib=0",
-    "cluster.communicator_gib=0",
-    "cluster.allocator_gaps=0.05",
 ]
 """The settings are for eight devices."""
 

@@ -70,7 +70,7 @@ def main(folder: Path, kinds: tuple[str, ...], *, again: bool) -> None:
         checkpoints = folder / str(at) / "checkpoints"
         checkpoints.parent.mkdir()
         status = run(spec, checkpoints, steps=(1, last), at=at, kinds=kinds)
-        found = checkpoint.resolve_resume(checkpoints, "auto", fallback=False).checkpoint
+        found = checkpoint.resolve_resume(checkpoints, "").checkpoint
         if found is None:
             raise SystemExit(f"after a kill at change {at} no checkpoint is left")
         checkpoint.check_share(found, index=0, num=1)

@@ -265,17 +265,6 @@ def test_auto_goes_on_from_the_one_before_a_damaged_one(
     assert (at(tmp_path, 6).parent / "aside-1-step-00000006").is_dir()
 
 
-@pytest.mark.parametrize("name", ["planner.json", "shard-00001-model-00001-of-00001.safetensors"])
-def test_auto_refuses_a_damaged_one_if_asked(
-    whole: Run, corpus: Path, tmp_path: Path, name: str
-) -> None:
-    saved = {"interval": 2, "keep": 9, "fallback": False}
-    spec = copied(whole, tmp_path, corpus, checkpoint=saved)
-    damaged(at(tmp_path, 6) / name, "a bit")
-    with pytest.raises(ValueError, match=r"is corrupt: .*--resume 4"):
-        train(spec, resume="auto")
-
-
 def test_a_stray_that_nothing_reads_costs_no_checkpoint(
     whole: Run, corpus: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
 from wlb.train import start
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.train.faults import nonfinite
 from wlb.train.faults.nonfinite import NonfiniteSteps
 from wlb.train.job import Job
 from wlb.train.loop import Trainer
@@ -48,8 +49,8 @@ def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return arrange
 
 
-def spec_of(folder: Path, corpus: Path, action: str, most: int = 10) -> RunSpec:
-    training = {"on_nonfinite": action, "max_nonfinite": most}
+def spec_of(folder: Path, corpus: Path, action: str) -> RunSpec:
+    training = {"on_nonfinite": action}
     return small_spec(folder, corpus, training=training, checkpoint={"interval": 2})
 
 
@@ -99,11 +100,12 @@ def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
 
 @pytest.mark.process
 def test_many_in_a_row_stop_the_run(
-    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]]
+    corpus: Path, tmp_path: Path, fail_at: Callable[..., list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(nonfinite, "MOST_SKIPPED", 3)
     fail_at({2, 3, 4, 5}, 9)
-    with pytest.raises(FloatingPointError, match=r"step 5: loss nan.*4 steps in a row.*= 3\."):
-        train(spec_of(tmp_path, corpus, "skip", 3))
+    with pytest.raises(FloatingPointError, match=r"step 5: loss nan.*4 steps in a row.*the 3 that"):
+        train(spec_of(tmp_path, corpus, "skip"))
 
 
 @pytest.mark.full
@@ -182,8 +184,9 @@ def test_all_ranks_go_back_to_the_checkpoint_that_rank_0_sees(corpus: Path, tmp_
     assert starts[1].endswith("step-00000002")
 
 
-def test_what_follows_what() -> None:
-    steps = NonfiniteSteps(OnNonfinite.ROLLBACK, 2)
+def test_what_follows_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite, "MOST_SKIPPED", 2)
+    steps = NonfiniteSteps(OnNonfinite.ROLLBACK)
 
     def decide(step: int) -> OnNonfinite:
         return steps.decide(step, loss=math.inf, norm=1.0, has_checkpoint=True)

@@ -36,7 +36,7 @@ from wlb.planner import open_planner
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, RunSpec, check
 from wlb.train import start
 from wlb.train.stores import open_stores, ready
-from wlb.train.telemetry.calibrate import Calibration, profile_path
+from wlb.train.telemetry.calibrate import DRIFT_THRESHOLD, Calibration, profile_path
 from wlb.train.telemetry.clock import Cell, Part, Pass, StepTimes
 from wlb.train.telemetry.meter import TelemetryMeter
 
@@ -167,7 +167,7 @@ def measured(run: Run) -> list[MeasuredStep]:
     return [MeasuredStep.from_json(line["measured"]) for line in run.steps]
 
 
-def test_records_come_at_their_interval_and_at_the_end(
+def test_every_step_has_a_record(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small_spec(
@@ -175,18 +175,15 @@ def test_records_come_at_their_interval_and_at_the_end(
         corpus,
         training={"steps": 5},
         eval={"steps": 1, "interval": 2},
-        telemetry={"interval": 2, "warmup_steps": 2},
+        telemetry={"warmup_steps": 2},
     )
     run, _ = train(spec)
     steps = measured(run)
-    assert [s["measured"]["max_workload_ns"] > 0 for s in run.steps] == [
-        step.telemetry is not None for step in steps
-    ]
-    assert [m.telemetry and m.telemetry.num_steps for m in steps] == [None, 2, None, 2, 1]
-    assert [m.imbalance is None for m in steps] == [True, False, True, False, False]
+    assert len(steps) == 5
+    assert all(s["measured"]["max_workload_ns"] > 0 for s in run.steps)
     for step in steps:
-        if step.telemetry is None:
-            continue
+        assert step.telemetry is not None
+        assert step.telemetry.num_steps == 1
         assert step.imbalance == step.telemetry.imbalance
         # 4 micro-batches on one stage (an empty one has no cell).
         for _, term in step.telemetry.terms:
@@ -321,7 +318,7 @@ def test_a_slower_term_is_detected_and_changes_the_next_runs_plans(tmp_path: Pat
     spec = heavy_spec(tmp_path)
     before = calibrated(spec, name="before")
     next_spec = replace(spec, cost=replace(spec.cost, profile=str(before)))
-    threshold = spec.telemetry.drift_threshold
+    threshold = DRIFT_THRESHOLD
     assert drifted(calibrated(next_spec, name="control"), threshold) == ()
     after = calibrated(next_spec, name="after", factor=1.3)
     assert drifted(after, threshold) == ("attention_forward",)

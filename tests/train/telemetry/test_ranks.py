@@ -16,6 +16,7 @@ from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import MeasuredTimeline, Place, RankTable, TimedPass, places_from_json, places_to_json
 from wlb.spec import ParallelSpec, RunSpec, apply
+from wlb.train.telemetry import ranks
 from wlb.train.telemetry.clock import Cell, Pass, StepSpans
 from wlb.train.telemetry.ranks import (
     RankMeter,
@@ -40,9 +41,8 @@ def table(measured: list[int], predicted: list[int] | None = None, steps: int = 
     )
 
 
-def watch(**telemetry: float) -> StragglerWatch:
-    spec = apply(spec_of_ranks(cp=2, pp=2, dp=1), {"telemetry": telemetry}, source="test")
-    return StragglerWatch(spec, PLACES)
+def watch() -> StragglerWatch:
+    return StragglerWatch(spec_of_ranks(cp=2, pp=2, dp=1), PLACES)
 
 
 def test_over_the_median_leaves_work_and_a_common_factor_out() -> None:
@@ -55,7 +55,7 @@ def test_over_the_median_leaves_work_and_a_common_factor_out() -> None:
 
 
 def test_a_rank_is_named_after_three_tables_in_a_row_with_its_place() -> None:
-    seen = watch(straggler_threshold=0.15, straggler_records=3)
+    seen = watch()
     slow, even = table([100, 100, 120, 100]), table([100, 100, 114, 100])
     assert seen.see(slow) == seen.see(slow) == ()
     assert seen.see(even) == ()  # and it begins anew
@@ -71,11 +71,12 @@ def test_a_rank_is_named_after_three_tables_in_a_row_with_its_place() -> None:
     assert seen.see(even) == ()
 
 
-def test_the_slowest_straggler_comes_first() -> None:
-    seen = watch(straggler_records=1)
+def test_the_slowest_straggler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "STRAGGLER_TABLES", 1)
+    seen = watch()
     assert [s.rank for s in seen.see(table([130, 100, 100, 100, 100, 160][:4]))] == [0]
     assert [s.rank for s in seen.see(table([130, 100, 100, 190]))] == [3]  # median 115
-    assert [s.rank for s in watch(straggler_records=1).see(table([160, 100, 300, 100]))] == [2, 0]
+    assert [s.rank for s in watch().see(table([160, 100, 300, 100]))] == [2, 0]
 
 
 def test_few_ranks_are_drawn_whatever_the_layout() -> None:
@@ -135,9 +136,12 @@ def tables_of(run: Run) -> list[RankTable]:
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_tables_and_timelines_come_at_their_intervals(tmp_path: Path) -> None:
+def test_tables_and_timelines_come_at_their_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "RANKS_INTERVAL", 2)
     corpus = write_corpus(tmp_path / "corpus")
-    telemetry = {"warmup_steps": 1, "ranks_interval": 2, "timeline_interval": 4}
+    telemetry = {"warmup_steps": 1, "timeline_interval": 4}
     run, _ = train(small_spec(tmp_path, corpus, eval={"steps": 0}, telemetry=telemetry))
     assert [(t.steps_done, t.num_steps) for t in tables_of(run)] == [(3, 2), (5, 2), (6, 1)]
     found = [MeasuredTimeline.from_json(x) for x in run.lines if x["kind"] == "timeline"]
@@ -151,24 +155,27 @@ def test_tables_and_timelines_come_at_their_intervals(tmp_path: Path) -> None:
         ends = [p.begin_us + p.time_us for p in passes]
         assert all(end <= p.begin_us + 1 for end, p in zip(ends, passes[1:], strict=False))
         assert ends[-1] <= made.wall_us[0] + 1
-    off = {"ranks_interval": 0, "timeline_interval": 0}
+    off = {"timeline_interval": 0}
     spec = small_spec(tmp_path, corpus, run={"name": "off"}, eval={"steps": 0}, telemetry=off)
     assert {line["kind"] for line in train(spec)[0].lines} == {
-        *("start", "step", "checkpoint", "wall")
+        *("start", "step", "ranks", "checkpoint", "wall")
     }
 
 
 @pytest.mark.nightly
 @pytest.mark.dist
-def test_a_slow_rank_is_named_in_log_summary_and_record(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_in_log_summary_and_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Attention's forward pass burns four times its CPU time on rank 2 of four."""
+    monkeypatch.setattr(ranks, "RANKS_INTERVAL", 2)
     spec: RunSpec = heavy_spec(tmp_path)
     spec = apply(
         spec,
         {
             "parallel": {"cp": 2, "pp": 2},
             "training": {"steps": 10},
-            "telemetry": {"warmup_steps": 2, "ranks_interval": 2, "straggler_records": 3},
+            "telemetry": {"warmup_steps": 2},
         },
         source="test",
     )

@@ -43,7 +43,7 @@ def test_snapshots_are_written_after_steps_and_where_memory_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     allocator, said = Allocator(monkeypatch), list[str]()
-    telemetry = ["telemetry.snapshot_steps=[2]", "telemetry.snapshot_oom=true"]
+    telemetry = ["telemetry.snapshot_steps=[2]"]
     hook, run = SnapshotMemory(tmp_path, 3), run_of(load("demo", telemetry), said)
     hook.begin(run)
     assert allocator.recorded == [{"max_entries": MOST_EVENTS}]
@@ -69,24 +69,22 @@ def test_a_snapshot_that_cannot_be_written_hides_no_failure(
 ) -> None:
     allocator = Allocator(monkeypatch)
     hook = SnapshotMemory(tmp_path / "renamed", 0)
-    hook.begin(run_of(load("demo", ["telemetry.snapshot_oom=true"]), []))
+    hook.begin(run_of(load("demo", ["telemetry.snapshot_steps=[9]"]), []))
     allocator.observers[0](0, 4096, 2**30, 1024)
     assert "could not be written" in capsys.readouterr().err
     assert not (tmp_path / "renamed").exists()
 
 
-@pytest.mark.parametrize("key", ["snapshot_steps=[1]", "snapshot_oom=true"])
-def test_snapshots_of_a_run_without_gpus_are_refused(
-    key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = load("demo", [f"telemetry.{key}"])
-    message = rf"telemetry\.{key.split('=')[0]} = .* GPUs, and this run computes on cpu; leave it"
+def test_snapshots_of_a_run_without_gpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "telemetry.snapshot_steps=[1]"
+    spec = load("demo", [key])
+    message = r"telemetry\.snapshot_steps = .* GPUs, and this run computes on cpu; leave it"
     with pytest.raises(UserError, match=message):
         refuse_snapshots(spec, "cpu")
     refuse_snapshots(spec, "cuda")
     refuse_snapshots(replace(spec, telemetry=load("demo", []).telemetry), "cpu")
     assert "computes on cpu" in refused(
-        ["demo", "--dry-run", "--set", "run.device=cpu", f"telemetry.{key}"], capsys
+        ["demo", "--dry-run", "--set", "run.device=cpu", key], capsys
     )
 
 

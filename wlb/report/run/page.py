@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from wlb.plan import TERMS, UserError, late_remark
+from wlb.plan.ranks import RANKS_INTERVAL, STRAGGLER_TABLES, STRAGGLER_THRESHOLD
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
 from wlb.report.render import render
@@ -45,6 +46,11 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         figures={name: svg(figure, name) for name, figure in figures.items()},
         ranks=_ranks(records) if records.tables else None,
         timeline=_timeline(records, step),
+        straggler={
+            "threshold": STRAGGLER_THRESHOLD,
+            "tables": STRAGGLER_TABLES,
+            "interval": RANKS_INTERVAL,
+        },
         command=command,
         toml=to_toml(
             spec,
@@ -70,7 +76,7 @@ def _ranks(records: RunRecords) -> dict[str, Any]:
     tables, spec = records.tables, records.spec
     num_steps = sum(t.num_steps for t in tables)
     compute = np.sum([t.compute_us for t in tables], axis=0).astype(np.float64)
-    over_time = plots.ranks_over_time_figure(tables, threshold=spec.telemetry.straggler_threshold)
+    over_time = plots.ranks_over_time_figure(tables, threshold=STRAGGLER_THRESHOLD)
     return {
         "num_steps": num_steps,
         "mean_s": compute.mean() / num_steps * 1e-6,

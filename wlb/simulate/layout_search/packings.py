@@ -51,8 +51,7 @@ class PackingChoices:
         out: list[PackingSection] = []
         for policy in self.policies:
             if policy in (Policy.FIXED, Policy.ORIGINAL):
-                whole = replace(base, policy=policy, window_batches=1, memory_gib=0.0)
-                out.append(replace(whole, literal=False))
+                out.append(replace(base, policy=policy, window_batches=1, memory_gib=0.0))
             elif candidate.caps is not None:
                 out += self._capped(replace(base, policy=policy), candidate.spec)
         return out
@@ -85,7 +84,7 @@ class PackingChoices:
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
-        section = replace(section, literal=False, memory_gib=planned_gib(spec))
+        section = replace(section, memory_gib=planned_gib(spec))
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
                 if step_tokens and step_tokens >= s_max:

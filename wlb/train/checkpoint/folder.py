@@ -74,17 +74,17 @@ def list_complete(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if _STEP.fullmatch(p.name[5:]))
 
 
-def resolve_resume(directory: Path, asked: str | None, *, fallback: bool = False) -> ToResume:
+def resolve_resume(directory: Path, asked: str | None) -> ToResume:
     """Return the checkpoint that `--resume` names; UserError if there is none. One that a crash
     left between its old and its new name is put back first.
 
     asked: None = no --resume, "" = the newest, "auto" = the newest if any, else a step or a folder.
-    fallback: "auto" passes over newest ones that `check_files` refuses, if there is another.
+    "auto" passes over newest ones that `check_files` refuses, if there is another.
     """
     if asked is not None:
         put_back(directory)
     if asked == AUTO:
-        return _newest_sound(directory, fallback=fallback)
+        return _newest_sound(directory)
     return ToResume(None if asked is None else _asked_for(directory, asked))
 
 
@@ -105,16 +105,15 @@ def put_back(directory: Path) -> None:
             replaced.rename(final)
 
 
-def _newest_sound(directory: Path, *, fallback: bool) -> ToResume:
+def _newest_sound(directory: Path) -> ToResume:
     passed_over: list[str] = []
-    found = list_complete(directory)
-    for checkpoint in reversed(found if fallback else found[-1:]):
+    for checkpoint in reversed(list_complete(directory)):
         try:
             check_files(checkpoint)
         except DamagedCheckpoint as error:
             passed_over.append(str(error))
         else:
-            return ToResume(checkpoint, tuple(passed_over), fallback)
+            return ToResume(checkpoint, tuple(passed_over), falls_back=True)
     if passed_over:
         raise DamagedCheckpoint("; ".join(passed_over))
     return ToResume(None)

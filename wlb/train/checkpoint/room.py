@@ -28,9 +28,6 @@ def num_milestones(spec: RunSpec) -> int:
     saved, steps = spec.checkpoint, spec.training.steps
     if not saved.keep_every:
         return 0
-    # Saves by the clock displace others, so that any milestone may be older than the newest.
-    if saved.interval_minutes:
-        return steps // saved.keep_every
     num_older = max(0, -(-steps // saved.interval) - saved.keep - 1)
     return num_older * saved.interval // saved.keep_every
 
@@ -92,8 +89,6 @@ def _what_is_kept(spec: RunSpec) -> str:
 
 
 def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
-    if spec.checkpoint.interval_minutes:
-        return most_at_once(spec)
     interval, steps = spec.checkpoint.interval, spec.training.steps
     done = checkpoint.step_of(resumed) if resumed is not None else 0
     # The last save is that of the run's end.

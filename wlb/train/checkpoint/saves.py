@@ -2,7 +2,6 @@
 rollback."""
 
 import time
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +16,15 @@ from wlb.train.checkpoint.saver import CheckpointError, CheckpointSaver, Saved
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.wall import Phase
 
+MOST_FAILED = 3
+"""Saves in a row that may fail before the run ends, because it trains unsaved. More of them outlast
+a longer disturbance of the disk, and lose more steps where it stays."""
+
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
     it goes on from."""
-    if spec.checkpoint.interval or spec.checkpoint.interval_minutes:
+    if spec.checkpoint.interval:
         return ""
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
     after = f" after step {begin:,}" if begin else ""
@@ -33,32 +36,23 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 
 class SaveCheckpoints(Hook):
-    """Saves every checkpoint.interval updates, checkpoint.interval_minutes after the save before,
-    and at the end; all ranks save together. It ends the run after checkpoint.max_failed saves in a
-    row that failed."""
+    """Saves every checkpoint.interval updates and at the end; all ranks save together. It ends the
+    run after MOST_FAILED saves in a row that failed."""
 
     phase = Phase.CHECKPOINTS
 
-    def __init__(self, saver: CheckpointSaver, clock: Callable[[], float] = time.monotonic) -> None:
-        self.saver, self._clock = saver, clock
-        self._saved_s = clock()
+    def __init__(self, saver: CheckpointSaver) -> None:
+        self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
         self._tallies: dict[int, Tally] = {}
         """The tally as of each checkpoint that a rollback may lead to, by executed steps."""
 
-    def is_overdue(self, spec: RunSpec) -> bool:
-        """Whether this rank's clock says that a save is due. Rank 0's counts, and reaches the
-        others with a step's sums."""
-        minutes = spec.checkpoint.interval_minutes
-        return bool(minutes) and self._clock() - self._saved_s >= 60 * minutes
-
     def begin(self, run: RunContext) -> None:
-        self._saved_s = self._clock()
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        if step.updated and (run.is_due(run.spec.checkpoint.interval) or step.sums.save_due):
+        if step.updated and run.is_due(run.spec.checkpoint.interval):
             self._save(run)
         self._tell(run, self.saver.poll())
 
@@ -87,10 +81,10 @@ class SaveCheckpoints(Hook):
         # States are compared instead of steps_done, because a step without a label changes only the
         # state.
         is_new = run.progress is not None and run.progress is not run.saved
-        if is_new and (is_last or not self._failed_too_often(run)):
+        if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
             # If its failure would end the run, training does not go on before it is known.
-            if is_last or (self._failed_in_a_row and self._failed_too_often(run, more=1)):
+            if is_last or (self._failed_in_a_row and self._failed_too_often(more=1)):
                 saved += self.saver.wait()
             self._count(run, saved)
             ended += saved
@@ -101,12 +95,11 @@ class SaveCheckpoints(Hook):
                 f"{ended[-1].error}. Those before it in {run.job.checkpoints} are intact; "
                 f"make room or correct run.output_dir, and go on with --resume"
             )
-        if not is_last and self._failed_too_often(run):
+        if not is_last and self._failed_too_often():
             raise CheckpointError(
-                f"checkpoint.max_failed = {run.spec.checkpoint.max_failed} saves in a row could "
-                f"not be written, the last one after step {ended[-1].step}: {ended[-1].error}. "
-                f"Those before them in {run.job.checkpoints} are intact; make room or correct "
-                f"run.output_dir, and go on with --resume"
+                f"{MOST_FAILED} saves in a row could not be written, the last one after step "
+                f"{ended[-1].step}: {ended[-1].error}. Those before them in {run.job.checkpoints} "
+                f"are intact; make room or correct run.output_dir, and go on with --resume"
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
@@ -116,7 +109,6 @@ class SaveCheckpoints(Hook):
             self._tallies[run.steps_done] = deepcopy(run.tally)
         state = run.progress.state
         run.saved = run.progress
-        self._saved_s = self._clock()
         norms = run.norms.to_json()
         return self.saver.save(run.steps_done, state, began_s=began_s, norms=norms)
 
@@ -127,10 +119,9 @@ class SaveCheckpoints(Hook):
             if saved.error:
                 run.saved = None
 
-    def _failed_too_often(self, run: RunContext, *, more: int = 0) -> bool:
+    def _failed_too_often(self, *, more: int = 0) -> bool:
         """Whether the run ends, if `more` saves fail as well."""
-        most = run.spec.checkpoint.max_failed
-        return bool(most) and self._failed_in_a_row + more >= most
+        return self._failed_in_a_row + more >= MOST_FAILED
 
     def _tell(self, run: RunContext, ended: list[Saved]) -> None:
         """Count and report saves that ended; `poll` and `wait` may return the same one twice."""

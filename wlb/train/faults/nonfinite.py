@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 
 from wlb.spec import OnNonfinite
 
+MOST_SKIPPED = 10
+"""Updates in a row that may be skipped. A run that skips more has diverged, and each further step
+is wasted."""
+
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """most_in_a_row: consecutive skipped updates that are tolerated. A step that fails again after
-    a rollback is skipped, because the cause is then its documents rather than a transient hardware
-    fault.
+    """A step that fails again after a rollback is skipped, because the cause is then its documents
+    rather than a transient hardware fault.
     """
 
     action: OnNonfinite
-    most_in_a_row: int
     _in_a_row: int = 0
     _failed: set[int] = field(default_factory=set[int])
 
@@ -50,9 +52,8 @@ class NonfiniteSteps:
 
     def _skip(self, found: str, what: str, remedy: str) -> None:
         self._in_a_row += 1
-        if self._in_a_row > self.most_in_a_row:
+        if self._in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"{found}; {self._in_a_row} steps in a row {what}, more than "
-                f"training.max_nonfinite = {self.most_in_a_row}. {remedy} and continue from a "
-                f"checkpoint with --resume"
+                f"{found}; {self._in_a_row} steps in a row {what}, more than the {MOST_SKIPPED} "
+                f"that a run may skip. {remedy} and continue from a checkpoint with --resume"
             )

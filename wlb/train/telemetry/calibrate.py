@@ -30,6 +30,10 @@ from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
+DRIFT_THRESHOLD = 0.15
+"""A term is called drifted if its measured over predicted ratio, over the median ratio of the other
+terms, is further from 1 than this. Smaller differences are usual between runs."""
+
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
     """Path of the profile that --calibrate writes. wanted: a path ending in .json, a name for a
@@ -115,7 +119,7 @@ class Calibration:
         save_profile(path, replace(made, name=path.stem))
         if path != taken:
             console.print(f"{taken} was written by another run meanwhile")
-        _say(scales, self.spec.telemetry.drift_threshold, old, console)
+        _say(scales, DRIFT_THRESHOLD, old, console)
         console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
 
 

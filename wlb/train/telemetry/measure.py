@@ -1,4 +1,4 @@
-"""The hook that measures steps: a record of all ranks' times every telemetry.interval steps."""
+"""The hook that measures steps: a record of all ranks' times each step."""
 
 import time
 from dataclasses import replace
@@ -13,13 +13,13 @@ from wlb.train.telemetry.work import WorkMeter
 
 
 class MeasureSteps(Hook):
-    """Puts the record of the steps since the last one into `ExecutedStep.telemetry`."""
+    """Puts the record of a step into `ExecutedStep.telemetry`."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, clock: StepClock) -> None:
         self.clock, self.mesh = clock, mesh
         self.meter = TelemetryMeter(spec, mesh)
         self.work = WorkMeter(spec, mesh)
-        self._num_measured = self._num_recorded = 0
+        self._num_recorded = 0
 
     def begin(self, run: RunContext) -> None:
         if self.work.note:
@@ -30,14 +30,8 @@ class MeasureSteps(Hook):
         if has_targets:
             times, experts = self.clock.take(), expert_tokens(step, self.mesh)
             meter.add(step.pipeline, times, self._exposed(run, step), experts)
-        self._num_measured += has_targets
-        # A record ends with the warm-up, so that none holds steps of both.
-        ends_warm_up = self._num_measured == run.spec.telemetry.warmup_steps
-        is_full = meter.num_steps == run.spec.telemetry.interval
-        is_due = is_full or run.is_last_step or ends_warm_up
-        own_ns, reduced = meter.own_ns, None
-        if is_due and meter.num_steps:
-            reduced = meter.reduce()
+        own_ns = meter.own_ns
+        reduced = meter.reduce() if meter.num_steps else None
         if has_targets:
             self.work.add(step.plan.packing, time.perf_counter() - step.began_s)
         if reduced is None:

@@ -1,6 +1,6 @@
 """Tables of all ranks' times, the ranks that are slower than others, and timelines of a few ranks.
 
-A table gathers five integers from each rank every telemetry.ranks_interval steps (35 bytes a rank
+A table gathers five integers from each rank every RANKS_INTERVAL steps (35 bytes a rank
 in the file); a timeline is a message from each of at most `MOST_TIMED` ranks, TP rank 0 of the
 first pipelines (20 bytes a pass). On CPU a timeline's ranks begin when their hosts' clocks say,
 unless those are further apart than the step is long; on CUDA all begin at 0, because a host may be
@@ -21,13 +21,14 @@ from wlb.parallel.mesh import Mesh, coordinates, rank_grid
 from wlb.parallel.observe import Pass
 from wlb.parallel.world import World
 from wlb.plan import MeasuredTimeline, Place, RankTable, Straggler, TimedPass
+from wlb.plan.ranks import RANKS_INTERVAL, STRAGGLER_TABLES, STRAGGLER_THRESHOLD
 from wlb.spec import ParallelSpec, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepClock, StepSpans
 from wlb.train.telemetry.report import RunReport
 
 LEAST_SHARE = 0.5
-"""Least share of telemetry.ranks_interval that a table needs to change who is a straggler; the last
+"""Least share of RANKS_INTERVAL that a table needs to change who is a straggler; the last
 table of a run may be shorter."""
 _TABLED = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
 _KINDS = tuple(Pass)
@@ -38,7 +39,7 @@ class StragglerWatch:
     """Takes a run's tables in order and names the ranks that are slower for the same work.
 
     A straggler's ratio of measured to predicted time exceeds the median rank's by
-    telemetry.straggler_threshold in telemetry.straggler_records tables in a row; the first table
+    STRAGGLER_THRESHOLD in STRAGGLER_TABLES tables in a row; the first table
     without it ends that. Times are of decoder layers on CPU, of attention kernels alone on CUDA,
     where the rest of a layer holds the wait for slower ranks of its TP and CP groups. A rank that
     is late for another reason (host, link) is not named; its neighbours' bubble shows it.
@@ -51,13 +52,12 @@ class StragglerWatch:
 
     def see(self, table: RankTable) -> tuple[Straggler, ...]:
         """The stragglers as of `table`, slowest first."""
-        telemetry = self.spec.telemetry
-        if table.num_steps < LEAST_SHARE * telemetry.ranks_interval:
+        if table.num_steps < LEAST_SHARE * RANKS_INTERVAL:
             return self._named
         over = table.over_median
-        slow = (over > 1 + telemetry.straggler_threshold).nonzero()[0].tolist()
+        slow = (over > 1 + STRAGGLER_THRESHOLD).nonzero()[0].tolist()
         self._streaks = {rank: self._streaks.get(rank, 0) + 1 for rank in slow}
-        known = [r for r, n in self._streaks.items() if n >= telemetry.straggler_records]
+        known = [r for r, n in self._streaks.items() if n >= STRAGGLER_TABLES]
         known.sort(key=lambda rank: (-over[rank], rank))
         self._named = tuple(
             Straggler(
@@ -90,8 +90,7 @@ class RankMeter:
         self._num_steps += num_steps
 
     def is_table_due(self, *, is_last: bool) -> bool:
-        interval = self.spec.telemetry.ranks_interval
-        return bool(interval and self._num_steps) and (is_last or self._num_steps >= interval)
+        return self._num_steps > 0 and (is_last or self._num_steps >= RANKS_INTERVAL)
 
     def table(self, step: int, steps_done: int) -> RankTable | None:
         """The table of the steps since the last one, on rank 0. A collective call."""

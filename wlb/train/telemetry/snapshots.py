@@ -1,4 +1,4 @@
-"""The hook that writes snapshots of CUDA's allocator: `telemetry.snapshot_steps`, `snapshot_oom`.
+"""The hook that writes snapshots of CUDA's allocator: `telemetry.snapshot_steps`.
 
 A snapshot holds every block of a rank's GPU memory and the calls that allocated it, for
 https://docs.pytorch.org/memory_viz. It has not run on a GPU.
@@ -20,17 +20,16 @@ _ATTACH = "_cuda_attach_out_of_memory_observer"
 
 class SnapshotMemory(Hook):
     """Writes a snapshot of this rank after each step of `telemetry.snapshot_steps`, as the table of
-    steps counts them, and with `telemetry.snapshot_oom` where an allocation fails."""
+    steps counts them, and where an allocation fails."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank
 
     def begin(self, run: RunContext) -> None:
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
-        if run.spec.telemetry.snapshot_oom:
-            # It is called while the tensors of the failing step are still there.
-            attach = getattr(torch._C, _ATTACH)  # a name that torch's stubs lack
-            attach(self._out_of_memory)
+        # It is called while the tensors of the failing step are still there.
+        attach = getattr(torch._C, _ATTACH)  # a name that torch's stubs lack
+        attach(self._out_of_memory)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
         if step.updated and run.steps_done in run.spec.telemetry.snapshot_steps:

@@ -14,6 +14,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.wall import Phase
 
 FOLDER = "traces"
+TRACED_RANK = 0
+"""The rank whose steps are traced. More ranks write more files of hundreds of megabytes."""
 
 
 class TraceSteps(Hook):
