@@ -116,6 +116,7 @@ def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> 
         backward=_scaled(table.backward, factor),
         square_forward=None if forward is None else _scaled_curve(forward, factor),
         square_backward=None if backward is None else _scaled_curve(backward, factor),
+        blocks=None if table.blocks is None else table.blocks.times(1 / factor, 1 / factor),
         provenance=provenance,
     )
 

@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parent
 RUNS = FOLDER / "runs.csv"
 PROFILE = "h100_sxm"
 """Measured on one H100 SXM of 700 W (`wlb profile`); its collectives are those of `h100`."""
-CONSTANTS = Constants(product_speed=0.79, fsdp_slowdown=0.36, triton_speed=0.61)
+CONSTANTS = Constants(product_speed=0.77, fsdp_slowdown=0.32, triton_speed=0.5)
 """Fitted to the BF16 rows of all sources with this profile (`fitting`)."""
 EXPLAINED = (2, 5, 10, 14, 19, 20, 21, 22, 28, 29)
 """Lines of the rows of which the page shows what each part of the model is worth."""
