@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.beyond.published_runs.mapping import Mapped
 from wlb.cost import KernelProfile, workload_of
+from wlb.cost.budget import ALLOCATOR_GAPS
 from wlb.cost.variant import profile_of_variant, with_product_speed, with_speed
 from wlb.plan import Documents, GlobalBatch
 from wlb.simulate import ShardedStep, Simulator, critical_path, planner_of
@@ -105,7 +106,7 @@ def peak_gib(case: Mapped, own_bytes: int) -> float:
         # Checkpointing by operator also keeps the products of gate and down projection.
         values = rows * (model.ffn_hidden_size + model.hidden_size) * model.num_layers
         out += 2 * values // spec.parallel.tp
-    return float(out) / (1 - spec.cluster.allocator_gaps) / GIB
+    return float(out) / (1 - ALLOCATOR_GAPS) / GIB
 
 
 def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:
