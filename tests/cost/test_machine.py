@@ -104,7 +104,7 @@ def test_the_machines_own_measured_profile_is_taken_and_one_with_the_kernel_firs
     """Profiles of other devices need not even load."""
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_2").name == "h200"
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name == "h200_fa3"
-    assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100"
+    assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100_sxm"
     assert matching_profile("cuda", "NVIDIA L4").name == "h100"
     assert matching_profile("cuda", "").name == "h100"
     assert matching_profile("cpu", "Some CPU").name == "cpu"
