@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.gpu_hour.running import Ended, State
 from experiments.gpu_hour.setting import Setting
-from wlb.cost.machine import program_version
+from experiments.harness.pages import commit
 
 TEMPLATES = Path(__file__).parent
 
@@ -20,7 +20,7 @@ def conditions(setting: Setting) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
-        "wlb": program_version(),
+        "wlb": commit(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": setting.device,
