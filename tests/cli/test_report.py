@@ -12,12 +12,14 @@ def test_a_run_that_failed_is_explained_without_its_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", "--failure", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}: no rank of its last start failed\n"
-    write_failure(new_records(tmp_path, 1.0), RankError.of(ValueError("wrong"), 3, 4))
-    assert main(["report", "--failure", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith(
-        f"{tmp_path}: rank 3 of 4 failed: ValueError: wrong\n"
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: no rank of it left a record of a failure; see the log\n"
     )
+    write_failure(new_records(tmp_path, 86400.0), RankError.of(ValueError("wrong"), 3, 4))
+    assert main(["report", "--failure", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{tmp_path}, started 1970-01-0")
+    assert ": rank 3 of 4 failed: ValueError: wrong\n" in shown
     assert [path.name for path in tmp_path.iterdir()] == ["ranks"]
 
 

@@ -1,10 +1,13 @@
 """Tests whom the report of a failed run names, from files as ranks leave them."""
 
+import errno
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from wlb.launch import failure as failures
 from wlb.launch import position as positions
 from wlb.launch.failure import FailureKind, RankError, new_records, stack_path, write_failure
 from wlb.launch.position import Position, SlotOwner
@@ -247,6 +250,64 @@ def test_a_report_is_kept_once(left: Left) -> None:
     for _ in range(2):
         keep_report(left.directory, left.report())
     assert (left.directory / "failure.txt").read_text().count("rank 0 of 1") == 1
+
+
+def test_a_death_long_after_an_exception_is_no_cause(left: Left) -> None:
+    """NCCL's watchdog aborts a rank whose peer has left, also where it does not seem to wait."""
+    left.at(0)
+    left.at(3)
+    left.failed(3, "KeyError: 'x'", 10.0)
+    left.stack(0, READS, fatal="Aborted")
+    os.utime(stack_path(left.records, 0), (30.0, 30.0))
+    report = left.report()
+    assert report.rank == 3
+    assert "rank 0 then died: Aborted" in report.text
+
+
+def test_a_death_that_a_launcher_notices_a_moment_later_is_the_cause(left: Left) -> None:
+    left.at(0)
+    left.at(3)
+    left.failed(3, "KeyError: 'x'", 10.0)
+    left.stack(0, READS, fatal="Segmentation fault")
+    os.utime(stack_path(left.records, 0), (10.5, 10.5))
+    assert left.report().rank == 0
+
+
+def test_records_of_another_start_are_told_if_asked_for(left: Left) -> None:
+    left.at(0)
+    left.failed(0, "KeyError: 'x'", 10.0)
+    new_records(left.directory, 200.0)
+    assert compose_report(left.directory) is None
+    report = compose_report(left.directory, records=left.records)
+    assert report is not None
+    assert report.error == "KeyError: 'x'"
+
+
+def test_a_report_with_names_that_are_not_utf8_is_kept(tmp_path: Path) -> None:
+    report = FailureReport(rank=0, error="x", text="no file named \udcff")
+    keep_report(tmp_path, report)
+    assert "\\udcff" in (tmp_path / "failure.txt").read_text("utf-8")
+
+
+def test_files_that_are_no_records_are_left_out(left: Left) -> None:
+    left.at(1)
+    left.failed(1, "KeyError: 'x'", 10.0)
+    (left.records / "failure-0.json").write_text("{}")
+    left.records.with_name(f"{left.records.name}.bak").mkdir()
+    assert left.report().rank == 1
+
+
+def test_a_failure_is_written_where_there_are_no_hard_links(
+    left: Left, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(failures.os, "link", link)
+    left.at(1)
+    left.failed(1, "KeyError: 'x'", 10.0)
+    left.failed(1, "KeyError: 'later'", 11.0)
+    assert left.report().error == "KeyError: 'x'"
 
 
 def test_the_records_of_one_start_before_are_kept(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """`wlb report`: write a page about runs, or say what ended one; needs no torch."""
 
 import argparse
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from wlb.cli import output, sources
 from wlb.cli.options import add_flag, add_text, number
+from wlb.launch.failure import began_s, newest_records
 from wlb.launch.report import compose_report
 from wlb.plan import UserError
 from wlb.report import read_run, run_page, runs_page
@@ -66,12 +68,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _started(folder: Path) -> str:
+    """When the start began that a report is of, "" without records of one."""
+    records = newest_records(folder)
+    if not records.exists():
+        return ""
+    began = datetime.fromtimestamp(began_s(records)).isoformat(sep=" ", timespec="seconds")
+    return f", started {began}"
+
+
 def _failure(folders: list[Path]) -> int:
     """Print what ended the last start of each run."""
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder; give that of a run: run.output_dir/run.name")
         report = compose_report(folder)
-        text = report.text if report else "no rank of its last start failed"
-        print(f"{folder}: {text}")
+        text = report.text if report else "no rank of it left a record of a failure; see the log"
+        print(f"{folder}{_started(folder)}: {text}")
     return 0

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -104,7 +105,13 @@ def began_s(records: Path) -> float:
 
 
 def _starts(directory: Path) -> list[Path]:
-    return sorted((directory / _RECORDS).glob(f"{_START}*"), key=began_s)
+    found = (directory / _RECORDS).glob(f"{_START}*")
+    return sorted((path for path in found if _is_number(path.name[len(_START) :])), key=began_s)
+
+
+def _is_number(text: str) -> bool:
+    """Somebody may have copied a folder of records beside itself, as start-1.000.bak."""
+    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
@@ -124,7 +131,14 @@ def write_failure(folder: Path, failure: RankError) -> None:
     with contextlib.suppress(OSError):
         try:
             part.write_text(json.dumps(asdict(failure)), "utf-8")
-            os.link(part, final)
+            try:
+                os.link(part, final)
+            except FileExistsError:
+                raise
+            except OSError:
+                # Some network file systems have no hard links.
+                if not final.exists():
+                    part.replace(final)
         finally:
             part.unlink(missing_ok=True)
 
@@ -133,7 +147,7 @@ def read_failures(folder: Path) -> dict[int, RankError]:
     """Failures of a folder by rank. A file that is no failure of this version is left out."""
     found: dict[int, RankError] = {}
     for path in sorted(folder.glob("failure-*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             read = json.loads(path.read_text("utf-8"))
             failure = RankError(**{**read, "kind": FailureKind(read["kind"])})
             found[failure.rank] = failure
@@ -142,13 +156,21 @@ def read_failures(folder: Path) -> dict[int, RankError]:
 
 @contextlib.contextmanager
 def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]:
-    """Write the stacks of all threads to a file on a fatal signal (SIGSEGV, SIGABRT, ...) and when
-    signal `number` comes, also while this process waits in C. chain: the signal does what it did
-    before as well."""
+    """Write stacks to a file: of all threads on a fatal signal (SIGSEGV, SIGABRT, ...), and of the
+    thread that gets it when signal `number` comes, also while this process waits in C.
+
+    The kernel gives a process's signal to its main thread. Stacks of threads that run on cannot be
+    read safely: on Python 3.12 and later that ends a healthy process now and then.
+
+    Args:
+        path: Of the file, which is replaced.
+        number: The signal.
+        chain: Whether the signal does what it did before as well.
+    """
     was_enabled = faulthandler.is_enabled()
     with path.open("w") as file:
         faulthandler.enable(file=file)
-        faulthandler.register(number, file=file, all_threads=True, chain=chain)
+        faulthandler.register(number, file=file, all_threads=False, chain=chain)
         try:
             yield
         finally:

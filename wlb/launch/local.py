@@ -291,7 +291,8 @@ class _LocalRanks:
         code = process.exitcode
         error = f"died with exit code {code}"
         if code is not None and code < 0:
-            error = f"died from {signal.Signals(-code).name} (exit code {code})"
+            names = {int(known): known.name for known in signal.Signals}
+            error = f"died from {names.get(-code, f'signal {-code}')} (exit code {code})"
         return self._failure(rank, FailureKind.DIED, error)
 
     def _failure(self, rank: int, kind: FailureKind, error: str) -> RankError:
@@ -306,7 +307,7 @@ class _LocalRanks:
         for failure in failures:
             write_failure(self.records, failure)
         directory = self.records.parents[1]
-        report = compose_report(directory, known=failures)
+        report = compose_report(directory, known=failures, records=self.records)
         assert report is not None
         keep_report(directory, report)
         return RankFailure(report.text, rank=report.rank, error=report.error)

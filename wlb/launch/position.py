@@ -126,6 +126,10 @@ class Position:
         """Say that this rank has done its work, so that nobody looks for a failure."""
         self._has_ended = True
         self._change()
+        if isinstance(self._buffer, mmap.mmap):
+            # Over a network file system other machines would see it half a minute later.
+            with contextlib.suppress(OSError):
+                self._buffer.flush()
 
     def now(self) -> SeenPosition:
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
@@ -136,9 +140,9 @@ class Position:
 
     def _write(self) -> None:
         kind, stage, micro_batch = self._cell
-        _WHERE.pack_into(
-            self._buffer,
-            self._offset + _WHO.size,
+        begin = self._offset + _WHO.size
+        # One copy; packing into the slot would zero it first, and readers would see that.
+        self._buffer[begin : begin + _WHERE.size] = _WHERE.pack(
             self.num_changes,
             self._has_ended,
             self._step,

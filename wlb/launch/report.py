@@ -59,6 +59,8 @@ _WAITS = (
 """Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
 collectives are asynchronous: a rank waits where it reads their result."""
 _INNERMOST = 8
+_NOTICED_S = 1.0
+"""A launcher notices a death at most so much later than it happened, in seconds."""
 
 
 class _Life(Enum):
@@ -132,19 +134,24 @@ def is_abort(error: str) -> bool:
 
 
 def compose_report(
-    directory: Path, *, is_over: bool = True, known: Iterable[RankError] = ()
+    directory: Path,
+    *,
+    is_over: bool = True,
+    known: Iterable[RankError] = (),
+    records: Path | None = None,
 ) -> FailureReport | None:
-    """Report what ended the last start of a run.
+    """Report what ended a start of a run.
 
     Args:
         directory: The run's folder.
+        records: The start's folder of records; that of the last start if None.
         is_over: Nothing of the run works any more. Otherwise processes of other machines may.
         known: Failures that may not be in the folder, because its disk is full.
 
     Returns:
         None if all ranks have done their work, or work.
     """
-    records = newest_records(directory)
+    records = newest_records(directory) if records is None else records
     ranks = _read_ranks(records, known, is_over=is_over)
     size = max((seen.world_size for seen in ranks), default=0)
     if not any(seen.failure or seen.is_wordless for seen in ranks):
@@ -178,7 +185,8 @@ def keep_report(directory: Path, report: FailureReport) -> None:
     with contextlib.suppress(OSError):
         if path.exists() and report.text in path.read_text("utf-8", errors="replace"):
             return
-        with path.open("a", encoding="utf-8") as file:
+        # Names of files in a message need not be UTF-8.
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
 
@@ -232,8 +240,12 @@ def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
     """The ranks that caused the failure, and what they did."""
     failed = sorted((s for s in ranks if s.failure), key=lambda s: s.failure.time_s)  # type: ignore
     own = [s for s in failed if not (s.is_consequence or s.is_wordless)]
-    if died := [s for s in own if s.failure and s.failure.kind == FailureKind.DIED]:
-        return died, died[0].failure.error if died[0].failure else ""
+    died = [s for s in own if s.failure and s.failure.kind == FailureKind.DIED]
+    if died and died[0].failure and own[0].failure:
+        later_s = died[0].failure.time_s - own[0].failure.time_s
+        # A rank that raised long before explains the deaths that followed.
+        if later_s <= _NOTICED_S:
+            return died, died[0].failure.error
     if own and own[0].failure:
         return own[:1], f"failed: {own[0].failure.error}"
     if wordless := [s for s in ranks if s.is_wordless]:
@@ -283,6 +295,8 @@ def _log_lines(directory: Path, rank: int) -> list[str]:
 def _flight(directory: Path, records: Path) -> list[str]:
     """Where NCCL's last operations are, if ranks of this start wrote them."""
     path = directory / LOGS / f"{FLIGHT_RECORDS}*"
+    if not records.exists():
+        return []
     dumped = [found.stat().st_mtime for found in path.parent.glob(path.name)]
     if any(time_s > began_s(records) for time_s in dumped):
         return [f"NCCL's last operations: {path} (torchfrtrace reads them)"]

@@ -243,7 +243,14 @@ def _claimed_job(
 
 def _tell_failure(directory: Path, console: Console) -> None:
     """Say what ended the run's last start, if it failed; the lock says that it is over."""
-    if (report := compose_report(directory)) is not None:
+    try:
+        report = compose_report(directory)
+    # Whatever is wrong with old records must not keep a run from going on.
+    except Exception as error:
+        line = f"what ended the last start of this run cannot be read: {error!r}"
+        console.print(line, markup=False)
+        return
+    if report is not None:
         keep_report(directory, report)
         text = f"the last start of this run failed: {report.text}"
         console.print(text, markup=False, soft_wrap=True)

@@ -34,8 +34,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         f"tp {c.tp}, cp {c.cp}, pp {c.pp}, dp {c.dp}; process {os.getpid()} on "
         f"{socket.gethostname()}, {mesh.device}"
     )
-    records.mkdir(parents=True, exist_ok=True)
-    position = Position.opened(records, _owner(world, words))
+    position = _opened(records, _owner(world, words))
     is_alone, is_given = world.world_size == 1, world.origin in (Origin.TORCHRUN, Origin.SLURM)
     with contextlib.ExitStack() as opened:
         if not is_alone:
@@ -43,7 +42,8 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         if is_given:
             # torchrun sends it to all ranks after one failed, before it kills them; so does srun.
             path = stack_path(records, world.rank)
-            opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
+            with _unless_unwritable(path):
+                opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
         try:
             yield position
         except Exception as raised:
@@ -62,6 +62,26 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
             position.end()
             raise
         position.end()
+
+
+def _opened(records: Path, owner: SlotOwner) -> Position:
+    """This rank's position, which only it sees where the folder cannot take it."""
+    with _unless_unwritable(records):
+        records.mkdir(parents=True, exist_ok=True)
+        return Position.opened(records, owner)
+    return Position()
+
+
+@contextlib.contextmanager
+def _unless_unwritable(path: Path) -> Iterator[None]:
+    """Records explain failures; a run does not fail because it cannot write them."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(
+            f"wlb train: {path} cannot be written ({error}): if the run fails, its report will "
+            f"know less\n"
+        )
 
 
 def _owner(world: World, words: str) -> SlotOwner:
