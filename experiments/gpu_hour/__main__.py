@@ -16,7 +16,7 @@ from rich.console import Console
 
 from experiments.gpu_hour.page import conditions, document, write_page
 from experiments.gpu_hour.parts import PARTS, parts_for
-from experiments.gpu_hour.running import run_parts
+from experiments.gpu_hour.running import read_whole, run_parts, write_whole
 from experiments.gpu_hour.setting import Setting
 
 
@@ -48,6 +48,18 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def another_setting(setting: Setting) -> str:
+    """Why the folder cannot be gone on with: it has results of another device or length. "" if it
+    can; the setting is then kept in it."""
+    path = setting.folder / "setting.json"
+    asked = {"device": setting.device, "gpus": setting.gpus, "quick": setting.quick}
+    found = read_whole(path)
+    if found and found != asked:
+        return f"{setting.folder} has results of {found}, not of {asked}; give another --out"
+    write_whole(path, asked)
+    return ""
+
+
 def main() -> int:
     options = arguments()
     setting = Setting(
@@ -60,8 +72,12 @@ def main() -> int:
     except ValueError as error:
         console.print(f"gpu_hour: {error}")
         return 2
+    if other := another_setting(setting):
+        console.print(f"gpu_hour: {other}", markup=False)
+        return 2
+    about = conditions(setting)
     found = run_parts(setting, parts, console, seconds=options.minutes * 60)
-    made = document(setting, found, conditions(setting))
+    made = document(setting, found, about)
     path = setting.folder / "gpu_hour.json"
     path.write_text(json.dumps(made, indent=1), "utf-8")
     page = write_page(made, setting.folder / "gpu_hour.html")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,8 +69,8 @@ def restart(setting: Setting) -> Answer:
     """A run that is killed (SIGKILL) and resumed has the losses of one that was not."""
     folder = setting.of("restart")
     run = restarted(setting)
-    whole = run.write(setting, folder=_made(folder / "whole"))
-    broken = run.write(setting, folder=_made(folder / "killed"))
+    whole = run.write(setting, folder=_empty(folder / "whole"))
+    broken = run.write(setting, folder=_empty(folder / "killed"))
     python("-m", "wlb", "train", str(whole))
     killed_after = _killed(broken, folder / "killed" / "runs" / run.name / "metrics.jsonl")
     python("-m", "wlb", "train", str(broken), "--resume", "auto")
@@ -90,8 +91,10 @@ def restart(setting: Setting) -> Answer:
     return answer
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def _empty(folder: Path) -> Path:
+    """A folder without what an earlier try left, which would be resumed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -99,13 +102,14 @@ def _killed(run: Path, metrics: Path) -> int:
     """Starts a run, kills it once it has done KILLED_AT steps, and returns how many it had done."""
     command = [sys.executable, "-m", "wlb", "train", str(run)]
     print("+", *command[1:], flush=True)
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = subprocess.Popen(command, cwd=ROOT)
     done = 0
     while process.poll() is None and done < KILLED_AT:
         time.sleep(0.02)
         done = len(losses_of(metrics.parent))
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        # Local ranks end with the process that started them.
+        os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return done
 

@@ -11,12 +11,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from experiments.gpu_hour.running import Ended, State
 from experiments.gpu_hour.setting import Setting
 from experiments.harness.pages import commit
+from wlb.cost.machine import start_nvml
 
 TEMPLATES = Path(__file__).parent
 
 
 def conditions(setting: Setting) -> dict[str, Any]:
-    """Versions, and the GPUs with their driver, power limit and clocks."""
+    """Versions, and the GPU with its driver, power limit and clocks as far as NVML tells them."""
     import torch
 
     found: dict[str, Any] = {
@@ -28,21 +29,40 @@ def conditions(setting: Setting) -> dict[str, Any]:
     }
     if setting.device == "cpu":
         return found
-    import pynvml
     from torch.cuda import nccl
 
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    return found | {
+    found |= {
         "gpus": setting.gpus,
         "gpu": torch.cuda.get_device_name(0),
         "memory_gib": torch.cuda.get_device_properties(0).total_memory / (1 << 30),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, nccl.version())),
-        "driver": pynvml.nvmlSystemGetDriverVersion(),
-        "power_limit_w": pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-        "most_sm_clock_mhz": pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
     }
+    return found | _told_by_nvml()
+
+
+def _told_by_nvml() -> dict[str, Any]:
+    nvml, why = start_nvml()
+    if nvml is None:
+        return {"nvml": why}
+    asked = {
+        "driver": lambda handle: nvml.nvmlSystemGetDriverVersion(),
+        "power_limit_w": lambda handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+        "most_sm_clock_mhz": lambda handle: nvml.nvmlDeviceGetMaxClockInfo(
+            handle, nvml.NVML_CLOCK_SM
+        ),
+    }
+    found: dict[str, Any] = {}
+    try:
+        for name, ask in asked.items():
+            try:
+                found[name] = ask(nvml.nvmlDeviceGetHandleByIndex(0))
+            except nvml.NVMLError as error:
+                # Slices of a GPU and virtual GPUs do not tell everything.
+                found[name] = f"unknown: {error}"
+    finally:
+        nvml.nvmlShutdown()
+    return found
 
 
 def document(setting: Setting, parts: Sequence[Ended], found: Mapping[str, Any]) -> dict[str, Any]:

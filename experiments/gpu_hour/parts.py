@@ -50,19 +50,19 @@ PARTS = (
         quick_limit_s=300,
     ),
     Part(
-        name="sharding",
-        title="attention under each CP sharding (Figure 15)",
-        answer=measured.sharding,
-        limit_s=300,
-        quick_limit_s=120,
-    ),
-    Part(
         name="balance",
         title="what balance gains: Plain-4D, the paper's system and ours on the same documents",
         answer=measured.balance,
         limit_s=900,
         quick_limit_s=420,
         least_gpus=8,
+    ),
+    Part(
+        name="sharding",
+        title="attention under each CP sharding (Figure 15)",
+        answer=measured.sharding,
+        limit_s=300,
+        quick_limit_s=120,
     ),
     Part(
         name="restart",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class State(StrEnum):
     TOO_LONG = "took too long"
     LEFT_OUT = "left out"
     """No time was left for it."""
+    CUT_OFF = "cut off"
+    """The hour ended before the part's own limit did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +55,23 @@ class Ended:
 
 def ended_of(setting: Setting, part: Part) -> Ended | None:
     """What is known of a part from an earlier start."""
-    path = setting.of(part.name) / "ended.json"
-    if not path.exists():
-        return None
-    found = json.loads(path.read_text("utf-8"))
-    return Ended(**{**found, "state": State(found["state"])})
+    found = read_whole(setting.of(part.name) / "ended.json")
+    return Ended(**{**found, "state": State(found["state"])}) if found else None
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    """What a part wrote; {} if it wrote nothing, or was lost while it wrote."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return {}
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """Writes JSON so that a lost node leaves the old file or the new one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value), "utf-8")
+    part.replace(path)
 
 
 def run_parts(
@@ -97,6 +111,8 @@ def run_parts(
             markup=False,
         )
         ended = run_part(setting, part, limit_s=limit, worker=worker)
+        if ended.state == State.TOO_LONG and limit < part.limit(setting):
+            ended = replace(ended, state=State.CUT_OFF)
         out.append(ended)
         console.print(f"{part.name}: {ended.state} after {ended.seconds:.0f} s")
     return out
@@ -115,16 +131,15 @@ def run_part(setting: Setting, part: Part, *, limit_s: float, worker: str = WORK
     began = time.monotonic()
 
     def ended(state: State) -> Ended:
-        answer = folder / "answer.json"
         made = Ended(
             name=part.name,
             title=part.title,
             state=state,
             seconds=time.monotonic() - began,
-            answer=json.loads(answer.read_text("utf-8")) if answer.exists() else {},
+            answer=read_whole(folder / "answer.json"),
             log_end="" if state == State.DONE else _last_lines(folder / "log.txt"),
         )
-        (folder / "ended.json").write_text(json.dumps(asdict(made)), "utf-8")
+        write_whole(folder / "ended.json", asdict(made))
         return made
 
     (folder / "log.txt").touch()

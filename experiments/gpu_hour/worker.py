@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.gpu_hour.parts import all_parts
+from experiments.gpu_hour.running import write_whole
 from experiments.gpu_hour.runs import document_window, documents
 from experiments.gpu_hour.setting import Setting
 from wlb.prepare.synthetic import prepare_synthetic
@@ -39,8 +40,7 @@ def main() -> None:
     make_documents(setting)
     part = next(part for part in all_parts(setting) if part.name == name)
     answer = part.answer(setting)
-    path = setting.of(name) / "answer.json"
-    path.write_text(json.dumps(asdict(answer)), "utf-8")
+    write_whole(setting.of(name) / "answer.json", asdict(answer))
 
 
 if __name__ == "__main__":

@@ -63,9 +63,12 @@ def test_a_larger_store_begins_as_a_smaller_one_does(tmp_path: Path) -> None:
 
 def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
     made(tmp_path / "drawn", num_tokens=10)
-    with pytest.raises(UserError, match=r"drawn is a store already, of .*--overwrite"):
+    with pytest.raises(UserError, match=r"drawn is a store already; .*--overwrite"):
         made(tmp_path / "drawn", num_tokens=10)
     made(tmp_path / "drawn", num_tokens=20, overwrite=True)
+    made(tmp_path / "drawn-heldout", num_tokens=10)
+    with pytest.raises(UserError, match="drawn-heldout is a held-out store of other documents"):
+        made(tmp_path / "drawn", num_tokens=20, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +79,18 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         ("x.txt --synthetic wlb_paper --tokens 9 --out OUT", "reads no INPUT; leave out x.txt"),
         ("--synthetic other --tokens 9 --out OUT", "no length family 'other'; known are"),
         ("--synthetic wlb_paper --tokens 0 --out OUT", "--tokens = 0"),
+        ("--synthetic wlb_paper --tokens 9 --out OUT --window 1", "window = 1"),
+        (
+            "--synthetic wlb_paper --tokens 9 --out OUT --tokenizer x",
+            "--tokenizer x has no meaning",
+        ),
+        (
+            "--synthetic wlb_paper --tokens 9 --out OUT --processes 2",
+            "--processes 2 has no meaning",
+        ),
+        ("--synthetic wlb_paper --tokens 9 --out OUT --limit 2", "--limit 2 has no meaning"),
+        ("--synthetic wlb_paper --tokens 9 --out OUT --bos x", "--bos x has no meaning"),
+        ("x.txt --window 9 --out OUT", "--window is for --synthetic FAMILY"),
         ("x.txt --tokens 9 --out OUT", "--tokens is for --synthetic FAMILY"),
         ("--out OUT", "no INPUT is given"),
     ],

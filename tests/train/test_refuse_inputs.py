@@ -8,8 +8,10 @@ import pytest
 
 from tests.train.case import small_spec, write_store
 from wlb.data import TokenStoreWriter, store
-from wlb.spec import ExpertsSpec, ModelSpec, RopeScaling, Scoring
-from wlb.train import refuse
+from wlb.spec import ExpertsSpec, ModelSpec, RopeScaling, Scoring, to_dict
+from wlb.spec.keys import REMOVED, RemovedKeyWarning
+from wlb.train import refuse, refuse_inputs
+from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.refuse_inputs import SHAPES, hold_stores
 
 
@@ -104,3 +106,16 @@ def test_another_choice_of_experts_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     dense = replace(model, experts=ExpertsSpec())
     monkeypatch.setattr(refuse, "model_of", lambda _: dense)
     assert refuse.model_change(replace(dense, experts=ExpertsSpec(per_token=1)), Path("s")) == ""
+
+
+def test_the_model_of_a_checkpoint_of_before_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sections have keys that were removed since, which are named with their section."""
+    saved = to_dict(ModelSpec(num_layers=6))
+    saved["experts"]["bias_rate"] = REMOVED["model.experts.bias_rate"].value
+    monkeypatch.setattr(checkpoint, "read_run", lambda folder: {"spec": {"model": saved}})
+    assert refuse_inputs.model_of(tmp_path) == ModelSpec(num_layers=6)
+    saved["experts"]["bias_rate"] = 0.5
+    with pytest.warns(RemovedKeyWarning, match=r"model\.experts\.bias_rate"):
+        refuse_inputs.model_of(tmp_path)

@@ -23,6 +23,16 @@ DEFAULTS = PrepareOptions(inputs=("-",), out="-")
 CHAT_DEFAULTS = ChatChoice()
 
 SYNTHETIC_WINDOW = 131072
+MOST_WINDOW = 1 << 28
+"""A document is made in memory, in 64-bit tokens."""
+READING_OPTIONS = {
+    "--vocab-size": "vocab_size",
+    "--sample-bytes": "sample_bytes",
+    "--on-error": "on_error",
+    "--heldout-fraction": "heldout_fraction",
+    "--processes": "processes",
+}
+"""Options of reading that --synthetic does not take, and their fields of PrepareOptions."""
 MOST_KEYS = 8
 """Most keys of messages that the report names."""
 TEXT_OPTIONS = {
@@ -147,8 +157,11 @@ def _add_synthetic(group: Any) -> None:
     add_text(group, "--synthetic", "FAMILY", text)
     text = "size of the store that --synthetic makes"
     add_text(group, "--tokens", "TOKENS", text, type=number(int))
-    text = "context window that drawn lengths scale with, the longest document"
-    add_value(group, "--window", SYNTHETIC_WINDOW, text, most=1 << 40)
+    text = (
+        f"context window that drawn lengths scale with, the longest document (default: "
+        f"{SYNTHETIC_WINDOW})"
+    )
+    add_text(group, "--window", "TOKENS", text, type=number(int, MOST_WINDOW))
 
 
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
@@ -190,8 +203,9 @@ def run(options: argparse.Namespace) -> int:
     screen = console(markup=False)
     if options.synthetic is not None:
         return _synthetic(options, screen)
-    if options.tokens is not None:
-        raise UserError("--tokens is for --synthetic FAMILY, which is not given")
+    for option in ("tokens", "window"):
+        if getattr(options, option) is not None:
+            raise UserError(f"--{option} is for --synthetic FAMILY, which is not given")
     if not options.inputs:
         raise UserError(
             "no INPUT is given; name files or folders, or draw documents' lengths with --synthetic "
@@ -242,11 +256,20 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
             f"--synthetic draws its documents and reads no INPUT; leave out "
             f"{' '.join(map(str, options.inputs))}"
         )
+    given = _written(options, TEXT_OPTIONS | CHAT_OPTIONS | READING_OPTIONS)
+    for option in ("chat", "tokenizer"):
+        if (value := getattr(options, option)) is not None:
+            given += f" --{option} {value}"
+    if given:
+        raise UserError(
+            f"--synthetic draws lengths and fills documents with bytes of text, so "
+            f"{given.strip()} has no meaning with it; leave it out"
+        )
     prepare_synthetic(
         options.out,
         family=options.synthetic,
         num_tokens=options.tokens,
-        window=options.window,
+        window=options.window or SYNTHETIC_WINDOW,
         seed=options.seed,
         overwrite=options.overwrite,
     )

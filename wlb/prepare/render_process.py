@@ -174,6 +174,8 @@ def main(seconds: int, most_bytes: int) -> None:
     """Answer until there is nothing more to read."""
     # An interrupt is for the process that asks; this one ends when its input does.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ignored by a shell that started us, it would end no template that takes too long.
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     soft = most_bytes if most == resource.RLIM_INFINITY else min(most_bytes, most)

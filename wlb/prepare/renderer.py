@@ -54,6 +54,12 @@ class TemplateRenderer:
             if not answer:
                 status = process.wait()
                 self.close()
+                if status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
+                    name = signal.Signals(-status).name
+                    raise RuntimeError(
+                        f"the process that renders chat templates was ended from outside ({name}), "
+                        f"perhaps for lack of memory; run the same command again"
+                    )
                 raise TemplateLimit(f"it {_why(status)}; use a template that does less")
         return json.loads(answer)
 

@@ -49,8 +49,12 @@ def prepare_synthetic(
     check_at_least("--tokens", num_tokens, 1)
     if store_path(prefix, ".idx").exists() and not overwrite:
         raise UserError(
-            f"{prefix} is a store already, of {TokenStore(prefix).summary}; give another --out, or "
-            f"--overwrite to replace it"
+            f"{prefix} is a store already; give another --out, or --overwrite to replace it"
+        )
+    if store_path(f"{prefix}-heldout", ".idx").exists():
+        raise UserError(
+            f"{prefix}-heldout is a held-out store of other documents, which would stand beside "
+            f"the drawn ones; give another --out, or remove it"
         )
     text = _endless_text(documents or stdlib_documents())
     about = f"{family} lengths of window {window}, seed {seed}; text of the standard library"

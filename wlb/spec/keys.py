@@ -83,7 +83,8 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "sharding.stages": RemovedKey(
         "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
-        "than one chosen for each; cp.stages sets it"
+        "than one chosen for each; cp.stages sets it",
+        "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
     "telemetry.interval": RemovedKey("every step is recorded", 1),

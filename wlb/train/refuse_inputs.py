@@ -95,4 +95,4 @@ def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
 def model_of(saved_in: Path) -> ModelSpec:
     """The model that a checkpoint was saved for."""
     saved = checkpoint.read_run(saved_in)["spec"]["model"]
-    return apply(ModelSpec(), saved, source=str(saved_in), is_stored=True)
+    return apply(ModelSpec(), saved, source=str(saved_in), prefix="model.", is_stored=True)

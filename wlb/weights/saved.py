@@ -57,7 +57,8 @@ def open_saved(folder: Path) -> SavedModel:
     checkpoint.check_share(folder, index=0, num=1)
     run = checkpoint.read_run(folder)
     with malformed(f"{file} does not describe its model", "use another checkpoint"):
-        spec = apply(ModelSpec(), run["spec"]["model"], source=str(file), is_stored=True)
+        model = run["spec"]["model"]
+        spec = apply(ModelSpec(), model, source=str(file), prefix="model.", is_stored=True)
         spec.check()
     parameters = parameters_of(spec)
     try:
