@@ -20,7 +20,7 @@ FOLDER = ROOT / "slurm"
 TABLE_1 = [
     f"{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")
 ]
-SUBMITTED = [*TABLE_1, "train", "doctor", "profile", "simulate"]
+SUBMITTED = [*TABLE_1, "train", "doctor", "profile", "gpu_hour", "simulate"]
 GPUS_A_NODE = 8
 CPUS_A_NODE = 96
 
