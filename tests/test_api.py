@@ -78,10 +78,17 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_docstrings(value: type[Any]) -> str:
-    """Returns the docstrings of a class and of the fields that have one."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    """Returns the docstrings of a class and of the fields that have one, or a comment behind
+    them."""
+    source = textwrap.dedent(inspect.getsource(value))
+    (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef)
     found = [ast.get_docstring(node) or ""]
+    lines = source.splitlines()
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            _, mark, comment = lines[(field.end_lineno or 0) - 1].partition("  # ")
+            found += [f"{field.target.id}: {comment}"] * bool(mark)
     for before, here in itertools.pairwise(node.body):
         match before, here:
             case (

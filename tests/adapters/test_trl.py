@@ -169,5 +169,5 @@ def test_the_examples_train_two_processes(example: str, what: str) -> None:
 
 def test_examples_have_at_most_forty_lines() -> None:
     for example in ("verl_steps", "trl_sft", "trl_grpo", *OTHERS):
-        path = ROOT / "experiments" / "adapters" / f"{example}.py"
+        path = ROOT / "experiments" / "hosts" / f"{example}.py"
         assert len(path.read_text("utf-8").splitlines()) <= 40

@@ -23,7 +23,6 @@ from wlb.plan import (
     MicroBatch,
     Pieces,
     ShardingPlan,
-    UserError,
     local_tokens,
     split_long,
 )
@@ -195,26 +194,6 @@ def test_a_rank_that_needs_nothing_computes_in_its_first_call() -> None:
         assert made.call.query_rows.tolist() == []
         assert made.call.cu_seqlens_q.tolist() == [0]
         assert made.sent is None or made.sent.splits.tolist() == [[[0, 0], [0, 0]]]
-
-
-def test_a_plan_may_have_its_own_number_of_stages() -> None:
-    """It overrides the run's; one call cannot wait for several exchanges."""
-    plan = per_document([900, 300], cp=2)
-    for exchange in (KeyExchange.GATHER, KeyExchange.NEEDED):
-        run = replace(plan, exchange=exchange)
-        for stages in (1, 2, 3):
-            mine = replace(run, stages=stages)
-            made, same = (
-                attention_rows(one, 0, 600, overlap=True, stages=s)
-                for one, s in ((mine, 2), (run, stages))
-            )
-            assert len(made.calls) == stages
-            for a, b in zip(made.calls, same.calls, strict=True):
-                assert np.array_equal(a.cu_seqlens_k, b.cu_seqlens_k)
-                assert np.array_equal(a.inverse, b.inverse)
-            assert mine.digest() != run.digest()
-        with pytest.raises(UserError, match=r"an exchange in 3 stages needs cp\.overlap = true"):
-            attention_rows(replace(run, stages=3), 0, 600)
 
 
 def test_one_rank_needs_no_gather() -> None:

@@ -49,7 +49,15 @@ VARIANTS = {variant.name: variant for variant in (H100_SXM, H100_500W)}
 
 def clock_ratio(variant: GpuVariant, *, measured: GpuVariant) -> float:
     """Clock of a GPU that its power limit holds back, over that of the measured one."""
-    return ((variant.power_w - FIXED_W) / (measured.power_w - FIXED_W)) ** (1 / 3)
+    return _cube_root((variant.power_w - FIXED_W) / (measured.power_w - FIXED_W))
+
+
+def _cube_root(x: float) -> float:
+    """By Newton's method, whose operations are the same on all CPUs, as a power is not."""
+    root = max(x, 1.0)
+    for _ in range(64):
+        root = (2 * root + x / (root * root)) / 3
+    return root
 
 
 def profile_of_variant(

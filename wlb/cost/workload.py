@@ -174,9 +174,9 @@ class ProfiledWorkload:
     Attention by length is tabled at construction (about 2 ms), so that pricing is a look-up.
     """
 
-    model: ModelSpec
-    parallel: ParallelSpec
-    profile: KernelProfile
+    model: ModelSpec  # whose layers are priced
+    parallel: ParallelSpec  # the layout, which divides them
+    profile: KernelProfile  # the prices
     backend: str | None = None  # attention kernel; without a table of it, the profile's first
     micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
     keep_gathered_kv: bool = False  # of [cp]
