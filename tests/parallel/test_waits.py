@@ -14,7 +14,7 @@ from wlb.parallel import waits
 
 waits.ANSWER_S = 0.1
 signal.signal(signal.SIGTERM, lambda *_: None)
-signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, lambda *_: None)
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
 with waits.ended_by_signals(was_asked=sys.argv[1] == "before"):

@@ -193,11 +193,11 @@ class ProfiledWorkload:
     machine: str = ""  # for `notes` only; "" if unknown
     dtype: str = ""  # for `notes` only; "" if unknown
     longest: int = 0  # most tokens of a piece, for `notes` only; 0 if unknown
-    table: AttentionTable = field(init=False)
-    linear: LinearCost = field(init=False)
+    table: AttentionTable = field(init=False)  # of the profile, for this kernel and these heads
+    linear: LinearCost = field(init=False)  # W_l, by operator
     ns_per_token: dict[str, float] = field(init=False)  # by linear term
     forward_ns: MonotoneTable = field(init=False, repr=False)  # attention by length
-    backward_ns: MonotoneTable = field(init=False, repr=False)
+    backward_ns: MonotoneTable = field(init=False, repr=False)  # of backward
 
     def __post_init__(self) -> None:
         if self.model.num_heads % self.parallel.tp:
