@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by launch.sh, doctor.sh, profile.sh and simulate.sh, which set PRESET before: enters the checkout that sbatch was called in
+# Sourced by launch.sh, doctor.sh, profile.sh and simulate.sh, which set PRESET before, and gpu_hour.sh: enters the checkout that sbatch was called in
 # and finds its Python. sbatch runs a copy of a script, so nothing can be found beside the script itself.
 set -euo pipefail
 cd "${WLB_HOME:-${SLURM_SUBMIT_DIR:?start this by sbatch}}"
-if [[ $PRESET == *.toml ]]; then
+if [[ ${PRESET:-} == *.toml ]]; then
     # A file is named from where sbatch was called, and containers see its folder.
     if [[ $PRESET != /* ]]; then PRESET=$SLURM_SUBMIT_DIR/$PRESET; fi
     [ -f "$PRESET" ] || { echo "$PRESET does not exist; give the path from the folder of sbatch"; exit 2; }
@@ -31,7 +31,7 @@ fi
 cpus_of_task() { echo $(($(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | sed -n 1p) / SLURM_NTASKS_PER_NODE)); }
 # Sets OUTPUT, unless it is set, to a file's run.output_dir, or to the default.
 find_output() {
-    if [ -z "${OUTPUT:-}" ] && [[ $PRESET == *.toml ]]; then
+    if [ -z "${OUTPUT:-}" ] && [[ ${PRESET:-} == *.toml ]]; then
         local read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
         OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
     fi

@@ -11,7 +11,6 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
-PRESET=7b_128k
 source "${WLB_HOME:-$SLURM_SUBMIT_DIR}/slurm/environment.sh"
 
 OUT=${OUT:-runs/gpu_hour-$SLURM_JOB_ID}

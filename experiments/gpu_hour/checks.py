@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from experiments.gpu_hour.runs import restarted, trainings
 from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, python
+from wlb.report import read_run
 
 GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
 CPU_TESTS = ("tests/kernels/test_attend.py", "-k", "sdpa and float32 and cpu")
@@ -74,7 +74,11 @@ def restart(setting: Setting) -> Answer:
     python("-m", "wlb", "train", str(whole))
     killed_after = _killed(broken, folder / "killed" / "runs" / run.name / "metrics.jsonl")
     python("-m", "wlb", "train", str(broken), "--resume", "auto")
-    losses = [losses_of(folder / way / "runs" / run.name) for way in ("whole", "killed")]
+    losses: list[dict[int, float]] = []
+    for way in ("whole", "killed"):
+        # A step that was trained again counts once, as it was last.
+        trained = read_run(folder / way / "runs" / run.name).steps
+        losses.append({step.step: step.measured.loss for step in trained})
     differ = [step for step, loss in losses[0].items() if losses[1].get(step) != loss]
     answer = Answer(
         figures={
@@ -106,23 +110,9 @@ def _killed(run: Path, metrics: Path) -> int:
     done = 0
     while process.poll() is None and done < KILLED_AT:
         time.sleep(0.02)
-        done = len(losses_of(metrics.parent))
+        done = metrics.read_text("utf-8").count('"kind": "step"') if metrics.exists() else 0
     if process.poll() is None:
         # Local ranks end with the process that started them.
         os.kill(process.pid, signal.SIGKILL)
     process.wait()
     return done
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    """Training loss by step; a step that was trained again counts once, as it was last."""
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        return {}
-    lines: list[dict[str, Any]] = []
-    for text in path.read_text("utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:  # the last line while it is written
-            continue
-    return {x["step"]: x["measured"]["loss"] for x in lines if x.get("kind") == "step"}

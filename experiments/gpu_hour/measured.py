@@ -1,13 +1,13 @@
 """Parts of the hour that measure: the kernel profile, Figure 15, step times, memory, systems."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems
 from experiments.gpu_hour.setting import Answer, Setting, Verdict, python
+from wlb.report import read_run
 from wlb.validation.recorded import simulate_recorded
 
 GIB = 1 << 30
@@ -74,7 +74,10 @@ def steps(setting: Setting, run: TrainingRun) -> Answer:
     answer = Answer()
     folder = setting.of(f"steps_{run.name}")
     python("-m", "wlb", "train", str(run.write(setting, folder=folder)))
-    found = compared(setting, folder / "runs" / run.name)
+    profiles = {"": "the shipped profile"}
+    if setting.profile.exists():
+        profiles[str(setting.profile)] = "the measured profile"
+    found = compared(folder / "runs" / run.name, profiles)
     answer.figures = found
     for name, priced in found["profiles"].items():
         claim = f"{run.name}: time of a step, priced by {name}"
@@ -86,29 +89,30 @@ def steps(setting: Setting, run: TrainingRun) -> Answer:
     return answer
 
 
-def compared(setting: Setting, folder: Path) -> dict[str, Any]:
-    """A run's steps after warm-up: measured, and simulated by the shipped profile and by ours."""
-    profiles = {"": "the shipped profile"}
-    if setting.profile.exists():
-        profiles[str(setting.profile)] = "the measured profile"
+def compared(folder: Path, profiles: Mapping[str, str]) -> dict[str, Any]:
+    """A run's steps after warm-up: measured, and simulated by each of the profiles.
+
+    Args:
+        folder: Of the run.
+        profiles: Names under which results are returned, by name or path of the kernel profile; ""
+            is the run's own.
+    """
     out: dict[str, Any] = {"profiles": {}}
     for path, name in profiles.items():
         recorded = simulate_recorded(folder, profile=path)
         out["profiles"][name] = {
             "simulated_s": float(recorded.simulated_s.mean()),
             "simulated_steps_s": recorded.simulated_s.tolist(),
+            "ratio": recorded.ratio,
             "mape": recorded.mape,
             "correlation": recorded.correlation,
         }
         out["measured_s"] = float(recorded.measured_s.mean())
         out["measured_steps_s"] = recorded.measured_s.tolist()
-        tokens = [m.num_tokens for m in recorded.measured]
-        out["tokens_per_s"] = sum(tokens) / float(recorded.measured_s.sum())
-        peaks = [int(s.peak_memory_bytes.max()) for s in recorded.simulations]
-        out["estimated_gib"] = max(peaks) / GIB
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    records = [x for x in map(json.loads, lines) if x["kind"] == "step"]
-    out["peak_gib"] = max(x["memory_bytes"] for x in records) / GIB
+        out["tokens_per_s"] = recorded.tokens_per_s
+        out["estimated_gib"] = recorded.estimated_bytes / GIB
+        if recorded.peak_bytes is not None:
+            out["peak_gib"] = recorded.peak_bytes / GIB
     return out
 
 
@@ -123,7 +127,7 @@ def balance(setting: Setting) -> Answer:
         for system in COMPARED:
             named = ["--system", system, "--set", f"run.name={system}"]
             python("-m", "wlb", "train", str(toml), *named)
-            speeds[system] = tokens_per_s(folder / "runs" / system / "metrics.jsonl")
+            speeds[system] = tokens_per_s(folder / "runs" / system)
         known = f"cost.profile={setting.profile}"
         options = ["--set", known] if setting.profile.exists() else []
         compare = ["--systems", *COMPARED, "--json", str(simulated), "--steps", str(run.steps)]
@@ -142,8 +146,7 @@ def balance(setting: Setting) -> Answer:
     return answer
 
 
-def tokens_per_s(metrics: Path) -> float:
-    records = [x for x in map(json.loads, metrics.read_text("utf-8").splitlines())]
-    steps = [x["measured"] for x in records if x["kind"] == "step"][WARM_UP_STEPS:]
-    seconds = np.array([x["step_time_s"] for x in steps])
-    return float(np.sum([x["num_tokens"] for x in steps]) / seconds.sum())
+def tokens_per_s(folder: Path) -> float:
+    """Of a run's steps after warm-up."""
+    steps = [step.measured for step in read_run(folder).steps][WARM_UP_STEPS:]
+    return sum(m.num_tokens for m in steps) / sum(m.step_time_s or 0.0 for m in steps)

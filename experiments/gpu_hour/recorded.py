@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from experiments.gpu_hour.measured import compared
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import ROOT, How, Table, show, write_results
 from experiments.paper.fig15.case import STATIC, layer_cost, micro_batches
 from wlb.cost import attention_latency
 from wlb.prepare.synthetic import prepare_synthetic
 from wlb.sharding import shard
-from wlb.validation.recorded import simulate_recorded
 
 RECORDS = Path(__file__).parent / "results" / "h100_2026-11-26"
 PROFILES = ("h100", "h100_sxm")
@@ -31,17 +31,16 @@ RUNS = {
     "stack_64k": "4 layers of LLaMA 7B, a window of 64K, FlashAttention-2",
     "stack_128k": "2 layers of LLaMA 7B, a window of 128K, recomputed, FlashAttention-2",
 }
-GIB = 1 << 30
 MEASURED, BEFORE, NOW = "over per sequence", "predicted then", "predicted by h100_sxm"
 TEXT = """
 One H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130, Python 3.12.3, alone on the card.
 It is one GPU, so nothing here is about collectives between GPUs, pipelines or context parallelism
 between ranks.
 
-Besides what the tables show: of `pytest -m gpu` 103 tests passed and 189 were skipped for packages
-or GPUs that were not there. Two failed on remarks of torch, which are allowed since and were not
-run again. `wlb doctor` found nothing. A small run that was killed after {killed} steps and resumed
-had {losses}.
+Besides what the tables show: of `pytest -m gpu` {passed} tests passed and {skipped} were skipped
+for packages or GPUs that were not there. Remarks of torch, which are allowed since, failed {failed}
+more, which were not run again. A small run that was killed after {killed} steps and resumed had
+{losses}.
 
 FlashAttention-3 was version 3.0.0, built for heads of 128, causal and variable-length calls only.
 """
@@ -59,22 +58,19 @@ def make_documents() -> None:
 
 def steps_of(name: str) -> dict[str, Any]:
     """A run's measured step time and memory, beside what is predicted for the same steps."""
-    folder = RECORDS / name
-    row: dict[str, Any] = {"run": RUNS[name]}
-    for profile in PROFILES:
-        recorded = simulate_recorded(folder, profile=profile)
-        row["steps"] = len(recorded.measured)
-        row["measured s"] = float(recorded.measured_s.mean())
-        row[profile] = recorded.ratio
-        row[f"{profile} error"] = recorded.mape
-        peak = max(int(s.peak_memory_bytes.max()) for s in recorded.simulations)
-        row["estimated GiB"] = peak / GIB
-    tokens = sum(m.num_tokens for m in recorded.measured)
-    row["tokens/s"] = tokens / float(recorded.measured_s.sum())
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    found = [x["memory_bytes"] for x in map(json.loads, lines) if x["kind"] == "step"]
-    row["peak GiB"] = max(found) / GIB
-    return row
+    found = compared(RECORDS / name, {profile: profile for profile in PROFILES})
+    row: dict[str, Any] = {
+        "run": RUNS[name],
+        "steps": len(found["measured_steps_s"]),
+        "measured s": found["measured_s"],
+    }
+    for profile, priced in found["profiles"].items():
+        row |= {profile: priced["ratio"], f"{profile} error": priced["mape"]}
+    return row | {
+        "estimated GiB": found["estimated_gib"],
+        "tokens/s": found["tokens_per_s"],
+        "peak GiB": found["peak_gib"],
+    }
 
 
 def steps_table(names: list[str]) -> Table:
@@ -154,6 +150,7 @@ def main() -> None:
     if options.quick:
         return
     restart = json.loads((RECORDS / "restart.json").read_text("utf-8"))["figures"]
+    tests = json.loads((RECORDS / "kernels.json").read_text("utf-8"))
     differ = restart["differ"]
     losses = (
         f"other losses in steps {differ}"
@@ -165,7 +162,7 @@ def main() -> None:
         title="wlb on an H100",
         how=How.MEASURED,
         profile="one NVIDIA H100 80GB HBM3, 2026-11-26",
-        text=TEXT.format(killed=restart["killed_after"], losses=losses),
+        text=TEXT.format(killed=restart["killed_after"], losses=losses, **tests),
         tables=tables,
         command="python -m experiments.gpu_hour.recorded",
     )

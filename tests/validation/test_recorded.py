@@ -13,7 +13,9 @@ from tests.train.case import Run, small_spec, write_corpus
 from wlb.cli.main import main
 from wlb.report import read_run, run_page
 from wlb.report.run.simulated import simulate_step
+from wlb.spec import AttentionBackend
 from wlb.train import start
+from wlb.validation import recorded
 from wlb.validation.recorded import simulate_recorded
 
 pytestmark = pytest.mark.process
@@ -51,6 +53,22 @@ def test_first_steps_are_left_out_and_another_profile_prices(run: Run) -> None:
     assert (other.simulated_s[2:] < own.simulated_s).all()
     with pytest.raises(ValueError, match=r"metrics\.jsonl has no step after the first 6"):
         simulate_recorded(run.folder, skip=6)
+
+
+def test_a_run_of_a_gpu_is_simulated_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = read_run(run.folder)
+    kernels = replace(records.spec.kernels, attention=AttentionBackend.TORCH_VARLEN)
+    records.spec = replace(
+        records.spec, kernels=kernels, cost=replace(records.spec.cost, profile="auto")
+    )
+    records.starts[-1]["device"] = "cuda"
+    monkeypatch.setattr(recorded, "read_run", lambda folder: records)
+    gpu, cpu = simulate_recorded(run.folder, profile="h100", skip=0), records.steps[-1].memory_bytes
+    assert gpu.profile.name == "h100"
+    assert gpu.peak_bytes == cpu
+    assert gpu.estimated_bytes == max(int(s.peak_memory_bytes.max()) for s in gpu.simulations) > 0
+    records.starts[-1]["device"] = "cpu"
+    assert simulate_recorded(run.folder, skip=0).peak_bytes is None
 
 
 def copied(run: Run, folder: Path) -> Path:

@@ -10,6 +10,7 @@ from wlb.report.tables import console, new_table
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
+GIB = 1 << 30
 _UNUSED = "systems steps step in_order device trace timeline html over_memory strict replay"
 """Options of `wlb simulate` that have no effect with --run."""
 
@@ -47,6 +48,8 @@ def show(options: argparse.Namespace) -> int:
         "simulated_s": made.simulated_s.tolist(),
         "ratio": made.ratio,
         "mape": made.mape,
+        "peak_bytes": made.peak_bytes,
+        "estimated_bytes": made.estimated_bytes,
         **({"remark": made.remark} if made.remark else {}),
     }
     if output.write_json(options, data):
@@ -65,6 +68,9 @@ def show(options: argparse.Namespace) -> int:
         f"simulated / measured {made.ratio:.3f}, MAPE {made.mape:.1%}, correlation "
         f"{made.correlation:.3f} ({made.left_out} steps of warm-up left out)"
     )
+    if made.peak_bytes is not None:
+        peak, estimated = made.peak_bytes / GIB, made.estimated_bytes / GIB
+        screen.print(f"peak memory of rank 0 {peak:.2f} GiB, estimated {estimated:.2f} GiB")
     if made.remark:
         screen.print(made.remark)
     return 0

@@ -24,14 +24,16 @@ from wlb.train.stores import open_stores, ready
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordedRun:
-    """Measured and simulated steps of a run. simulations: of consecutive steps. left_out: number of
-    steps before them. remark: on steps after them, "" if there are none."""
+    """Measured and simulated steps of a run."""
 
     spec: RunSpec
-    left_out: int
+    left_out: int  # steps before them
     measured: tuple[MeasuredStep, ...]
-    simulations: tuple[Simulation, ...]
-    remark: str = ""
+    simulations: tuple[Simulation, ...]  # of consecutive steps
+    peak_bytes: int | None = None
+    """Most that rank 0's GPU held for torch since the run began; None of a CPU, whose processes
+    hold more than tensors."""
+    remark: str = ""  # on steps after them, "" if there are none
 
     @property
     def profile(self) -> KernelProfile:
@@ -46,6 +48,16 @@ class RecordedRun:
     @property
     def simulated_s(self) -> FloatArray:
         return np.concatenate([s.step_time_s for s in self.simulations])
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Measured, over all steps."""
+        return sum(m.num_tokens for m in self.measured) / float(self.measured_s.sum())
+
+    @property
+    def estimated_bytes(self) -> int:
+        """What pipeline rank 0 needs at most in these steps, as `wlb.cost` estimates it."""
+        return max(int(s.peak_memory_bytes[:, 0].max()) for s in self.simulations)
 
     @property
     def mape(self) -> float:
@@ -102,5 +114,6 @@ def simulate_recorded(
         left_out=left_out,
         measured=tuple(metrics),
         simulations=tuple(simulations),
+        peak_bytes=records.steps[-1].memory_bytes if device == "cuda" else None,
         remark=remark,
     )

@@ -35,16 +35,19 @@ _REMEDY = "remove the line, which no run wrote"
 
 
 class StepRecord(NamedTuple):
-    """The line of a step. plain: prediction for Plain-4D; None if planner.baseline is off.
-    has_learned_prices: whether it was planned with prices that the run had learned, as earlier
-    versions could (`cost.online`)."""
+    """The line of a step."""
 
     step: int
     steps_done: int
     measured: MeasuredStep
     predicted: StepMetrics
-    plain: StepMetrics | None
+    plain: StepMetrics | None  # prediction for Plain-4D; None if planner.baseline is off
+    memory_bytes: int | None = None
+    """Most that rank 0 has taken since the run began: of its GPU by torch's allocator, or on a CPU
+    of the process."""
     has_learned_prices: bool = False
+    """Whether the step was planned with prices that the run had learned, as earlier versions could
+    (`cost.online`)."""
 
 
 @dataclass(kw_only=True)
@@ -299,6 +302,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
         measured=MeasuredStep.from_json(line["measured"]),
         predicted=StepMetrics.from_json(line["predicted"]),
         plain=None if plain is None else StepMetrics.from_json(plain),
+        memory_bytes=line.get("memory_bytes"),
         has_learned_prices="prices" in line,
     )
 
