@@ -9,7 +9,15 @@ import pytest
 
 from wlb.launch import failure as failures
 from wlb.launch import position as positions
-from wlb.launch.failure import FailureKind, RankError, new_records, stack_path, write_failure
+from wlb.launch.failure import (
+    FailureKind,
+    RankError,
+    began_s,
+    new_records,
+    newest_records,
+    stack_path,
+    write_failure,
+)
 from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import FailureReport, compose_report, keep_report
 
@@ -271,6 +279,40 @@ def test_a_death_that_a_launcher_notices_a_moment_later_is_the_cause(left: Left)
     left.stack(0, READS, fatal="Segmentation fault")
     os.utime(stack_path(left.records, 0), (10.5, 10.5))
     assert left.report().rank == 0
+
+
+@pytest.mark.parametrize(
+    "waits", ["wlb/parallel/expert_exchange.py", "torch/distributed/distributed_c10d.py"]
+)
+def test_a_rank_that_waits_for_rows_of_others_is_no_cause(left: Left, waits: str) -> None:
+    for rank in range(SIZE):
+        left.at(rank)
+    left.stack(0, f'  File "{waits}", line 206 in pull\n  File "wlb/train/loop.py", line 9 in run')
+    shallow = '  File "wlb/model/llama.py", line 3 in forward\n'
+    schedule = '  File "torch/distributed/pipelining/stage.py", line 7 in forward_one_chunk'
+    left.stack(1, shallow + schedule)
+    left.stack(3, WAITS)
+    left.failed(2, LATE, 20.0)
+    assert left.report().rank == 1
+
+
+def test_where_a_rank_was_is_known_without_its_position(left: Left) -> None:
+    failure = RankError(
+        rank=1,
+        world_size=SIZE,
+        kind=FailureKind.RAISED,
+        error="KeyError: 'x'",
+        time_s=1.0,
+        position="step 7: computing",
+    )
+    write_failure(left.records, failure)
+    assert left.report().text.endswith("\n  in step 7: computing")
+
+
+def test_a_folder_of_records_without_a_start_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ranks" / "start-1.bak").mkdir(parents=True)
+    assert compose_report(tmp_path) is None
+    assert began_s(newest_records(tmp_path)) == 0.0
 
 
 def test_records_of_another_start_are_told_if_asked_for(left: Left) -> None:

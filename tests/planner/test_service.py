@@ -253,7 +253,9 @@ def test_a_planner_that_is_stopped_before_a_rank_connects_is_named() -> None:
             PlanClient(made.address, 0, silence_s=1.0)
 
 
-def starts(*args: object, silence_s: float = 0.0, address: Address | None = None) -> PlannerProcess:
+def starts(
+    *args: object, silence_s: float = 60.0, address: Address | None = None
+) -> PlannerProcess:
     return PlannerProcess(
         planner_without_torch,
         args,

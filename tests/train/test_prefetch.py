@@ -43,7 +43,8 @@ def test_what_was_loaded_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
     executor: Any = Slow(0.1)
     clock = SimpleNamespace(perf_counter_ns=lambda: executor.now_ns)
     monkeypatch.setattr("wlb.train.prefetch.time", clock)
-    inputs = InputPrefetcher(executor, Reader(), ahead=2)
+    monkeypatch.setattr("wlb.train.prefetch.STEPS_LOADED", 2)
+    inputs = InputPrefetcher(executor, Reader())
     first: Any = inputs.take(plan(0), loss_scale=0.5)
     assert first.step == 0
     assert inputs.exposed_ns == 100_000_000
@@ -60,7 +61,7 @@ def test_what_was_loaded_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
 def test_a_failure_in_the_thread_is_raised_when_the_step_is_taken() -> None:
     executor: Any = Slow(0.0)
-    inputs = InputPrefetcher(executor, Reader(), ahead=1)
+    inputs = InputPrefetcher(executor, Reader())
     inputs.start(plan(13), loss_scale=1.0)
     with pytest.raises(ValueError, match="no such document"):
         inputs.take(plan(13), loss_scale=1.0)
@@ -74,7 +75,7 @@ def same_loss(world: World, case: Case) -> list[float]:
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
     executor = Executor(spec, mesh)
     mine = pipeline_plan(packing(4), spec, mesh.at.dp, case.strategy)
-    inputs = InputPrefetcher(executor, Reader(), ahead=1)
+    inputs = InputPrefetcher(executor, Reader())
     inputs.start(mine, loss_scale=0.5)
     made = inputs.take(mine, loss_scale=0.5)
     ahead = executor.train_step(mine, Reader(), loss_scale=0.5, inputs=made)

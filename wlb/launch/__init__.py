@@ -1,1 +1,1 @@
-"""Start the ranks of one machine, and watch ranks while they work."""
+"""Start the ranks of one machine, and explain runs that failed."""

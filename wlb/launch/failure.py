@@ -1,4 +1,4 @@
-"""What a rank leaves behind when it fails: its exception, and the stacks of its threads.
+"""What a rank leaves behind when it fails: its exception and its stack.
 
 Each start of a run has a folder of records, `ranks/start-TIME` in the run's folder. A rank writes
 `failure-RANK.json` there, whole or not at all, and faulthandler writes `stack-RANK.txt`. Positions
@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
 
 from wlb.plan import RunError, UserError
 
@@ -89,7 +88,7 @@ def new_records(directory: Path, started_s: float) -> Path:
 
 def newest_records(directory: Path) -> Path:
     """The folder of records of the last start; one that does not exist if there was none."""
-    return [directory / _RECORDS, *_starts(directory)][-1]
+    return [records_of(directory, 0.0), *_starts(directory)][-1]
 
 
 def forget_records(records: Path) -> None:
@@ -155,6 +154,18 @@ def read_failures(folder: Path) -> dict[int, RankError]:
 
 
 @contextlib.contextmanager
+def unless_unwritable(path: Path) -> Iterator[None]:
+    """Records explain failures; a run does not fail because it cannot write them."""
+    try:
+        yield
+    except OSError as error:
+        sys.stderr.write(
+            f"wlb: {path} cannot be written ({error}): if the run fails, its report will know "
+            f"less\n"
+        )
+
+
+@contextlib.contextmanager
 def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]:
     """Write stacks to a file: of all threads on a fatal signal (SIGSEGV, SIGABRT, ...), and of the
     thread that gets it when signal `number` comes, also while this process waits in C.
@@ -175,28 +186,21 @@ def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]
             yield
         finally:
             faulthandler.unregister(number)
-            _disable(was_enabled, sys.__stderr__)
-
-
-def _disable(was_enabled: bool, stream: IO[str] | None) -> None:
-    faulthandler.disable()
-    if was_enabled and stream is not None:
-        faulthandler.enable(file=stream)
+            faulthandler.disable()
+            if was_enabled and sys.__stderr__ is not None:
+                faulthandler.enable(file=sys.__stderr__)
 
 
 def stack_path(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}.txt"
 
 
-def read_stack(folder: Path, rank: int, *, without: str = "") -> str:
-    """The stacks that a rank wrote, newest thread first and most recent call first; "" if none.
-    without: a function whose threads are left out."""
+def read_stack(folder: Path, rank: int) -> str:
+    """The stacks that a rank wrote, newest thread first and most recent call first; "" if none."""
     try:
-        text = stack_path(folder, rank).read_text("utf-8", errors="replace")
+        return stack_path(folder, rank).read_text("utf-8", errors="replace").strip()
     except OSError:
         return ""
-    threads = text.strip().split("\n\n")
-    return "\n\n".join(part for part in threads if not without or without not in part)
 
 
 def main_stack(text: str) -> list[str]:

@@ -38,6 +38,7 @@ from wlb.launch.failure import (
     read_stack,
     stack_path,
     stacks_to,
+    unless_unwritable,
     write_failure,
 )
 from wlb.launch.position import process_status
@@ -69,6 +70,7 @@ _PEER_WAIT_S = 0.2
 _CAUSE_WAIT_S = 2.0
 """Time that a rank has to fail by itself after others failed as its peers do."""
 _JOIN_S = 10.0
+"""Longest wait for a process to end, for stacks, and of a failed rank until it is killed."""
 
 
 class RankFailure(RuntimeError):
@@ -355,12 +357,10 @@ class _LocalRanks:
         running = sorted(self.pending.values())
         self._dump_stacks()
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
-        stacks = [f"--- rank {rank}\n{self._stack(rank) or 'no stack'}" for rank in running]
+        stacks = [
+            f"--- rank {rank}\n{read_stack(self.records, rank) or 'no stack'}" for rank in running
+        ]
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
-
-    def _stack(self, rank: int) -> str:
-        """The stacks of a rank, without the thread that ends it with the launcher."""
-        return read_stack(self.records, rank, without=_end_with_parent.__name__)
 
     def kill(self) -> None:
         for process in self.processes:
@@ -391,7 +391,10 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worlds.adopt_environment(job.environment)
-    with stacks_to(stack_path(job.records, job.world.rank), DUMP_SIGNAL):
+    with contextlib.ExitStack() as opened:
+        path = stack_path(job.records, job.world.rank)
+        with unless_unwritable(path):
+            opened.enter_context(stacks_to(path, DUMP_SIGNAL))
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:

@@ -49,7 +49,6 @@ class SeenPosition(NamedTuple):
     started: float  # of the process, in clock ticks since the machine's start
     host: str
     place: str
-    num_changes: int  # 0 for a rank that says nothing about its work
     has_ended: bool  # the rank has done its work and left
     step: int  # the planned step, -1 before the first
     stage: int
@@ -203,9 +202,7 @@ def _read_slot(file: int, offset: int) -> bytes:
 
 def _seen(slot: bytes) -> SeenPosition:
     _, rank, size, pid, started, host, place = _WHO.unpack_from(slot)
-    changes, ended, step, stage, micro_batch, kind, doing, at_s, _ = _WHERE.unpack_from(
-        slot, _WHO.size
-    )
+    _, ended, step, stage, micro_batch, kind, doing, at_s, _ = _WHERE.unpack_from(slot, _WHO.size)
     return SeenPosition(
         rank=rank,
         world_size=size,
@@ -213,7 +210,6 @@ def _seen(slot: bytes) -> SeenPosition:
         started=started,
         host=_text(host),
         place=_text(place),
-        num_changes=changes,
         has_ended=ended,
         step=step,
         stage=stage,

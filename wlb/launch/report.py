@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import Enum
+from enum import Enum, auto
 from pathlib import Path
 
 from wlb.launch.failure import (
@@ -49,7 +49,11 @@ _CONSEQUENCES = (
 )
 """Parts of the errors of a rank whose peer is gone or does not come."""
 _WAITS = (
-    "torch/distributed/",
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/_functional_collectives.py",
+    "torch/distributed/checkpoint/",
+    "torch/distributed/fsdp/",
+    "wlb/parallel/expert_exchange.py",
     "wlb/parallel/collectives.py",
     "wlb/parallel/context_op.py",
     "wlb/train/reduce.py",
@@ -66,10 +70,10 @@ _NOTICED_S = 1.0
 class _Life(Enum):
     """Whether the process of a rank exists."""
 
-    RUNS = "runs"
-    ENDED = "had ended"  # its work is done
-    STOPPED = "is stopped"
-    GONE = "is gone"
+    RUNS = auto()
+    ENDED = auto()  # its work is done
+    STOPPED = auto()
+    GONE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,7 @@ class RankState:
     at: SeenPosition | None  # None for a rank that says nothing about its work
     failure: RankError | None
     life: _Life
-    stacks: str  # of all threads, "" if it wrote none
+    stacks: str  # of its main thread, or of all at a fatal signal; "" if it wrote none
 
     @property
     def stack(self) -> list[str]:
@@ -100,7 +104,7 @@ class RankState:
         if failure is None:
             return False
         if failure.kind == FailureKind.DIED:
-            return is_abort(failure.error) and self.waits
+            return ("SIGABRT" in failure.error or "Aborted" in failure.error) and self.waits
         return failure.kind == FailureKind.RAISED and is_consequence(failure.error)
 
     @property
@@ -112,7 +116,10 @@ class RankState:
 
     @property
     def where(self) -> str:
-        return self.at.describe() if self.at else "a place that it did not tell"
+        if self.at:
+            return self.at.describe()
+        told = self.failure.position if self.failure else ""
+        return told or "a place that it did not tell"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +134,6 @@ class FailureReport:
 def is_consequence(error: str) -> bool:
     """Whether an error is that of a rank whose peer failed or does not come."""
     return any(part in error for part in _CONSEQUENCES)
-
-
-def is_abort(error: str) -> bool:
-    return "SIGABRT" in error or "Aborted" in error
 
 
 def compose_report(
@@ -274,6 +277,8 @@ def _about(seen: RankState, directory: Path) -> list[str]:
         since = datetime.fromtimestamp(seen.at.changed_s).strftime("%H:%M:%S")
         preposition = "last seen in" if seen.is_wordless or _has_died(seen) else "in"
         lines = [f"  {preposition} {seen.where} (since {since})", f"  {seen.at.place}"]
+    elif seen.failure and seen.failure.position:
+        lines = [f"  in {seen.where}"]
     if seen.failure and seen.failure.kind == FailureKind.RAISED:
         return lines + _tail(seen.failure.traceback[-_LAST_LINES:], "last lines of its traceback")
     lines += _tail(seen.stack[:_LAST_LINES], "its stack, most recent call first")

@@ -98,11 +98,10 @@ class FixedPacker(PolicyPacker):
         """A window's plans; `waiting` tokens stay in the stream after it."""
         num = self.num_micro_batches
         num_steps = -(-pieces.num_tokens // self.options.tokens_per_step)
-        window = self.pack(pieces, num_steps * num)
-        window = window.by_load(self.options.workloads(window.pieces))
-        order = list(range(num_steps))
-        order = permuted(order, self.options, step=step, index=STEP_ORDER).tolist()
-        steps = [window.rows[i * num : (i + 1) * num] for i in order]
+        packed = self.pack(pieces, num_steps * num)
+        window = packed.by_load(self.options.workloads(packed.pieces))
+        order = permuted(list(range(num_steps)), self.options, step=step, index=STEP_ORDER)
+        steps = [window.rows[i * num : (i + 1) * num] for i in order.tolist()]
         return self._plans(step, window.pieces, steps, num_waiting_tokens=waiting)
 
 

@@ -35,7 +35,7 @@ from typing import Any
 from wlb.data.leftovers import made_and_held, sweep
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
-from wlb.planner.signs import Address, PlannerLost, PlanningError, SignsOfLife
+from wlb.planner.signs import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BEAT_S = 0.25
@@ -70,7 +70,7 @@ class PlannerProcess:
         ahead: int,
         num_clients: int,
         address: Address | None = None,
-        silence_s: float = 0.0,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.address = address or Address.new()
         self._folder = self.address.folder
@@ -138,11 +138,10 @@ class PlannerProcess:
 def _connected(address: Address, signs: SignsOfLife) -> "Connection[Any, Any]":
     """As multiprocessing's Client, but no read waits longer than `signs.silence_s`."""
     with socket.socket(socket.AF_UNIX) as opened:
-        if signs.silence_s:
-            whole_s, part_s = divmod(signs.silence_s, 1)
-            limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        whole_s, part_s = divmod(signs.silence_s, 1)
+        limit = struct.pack("ll", int(whole_s), int(part_s * 1e6))
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             opened.connect(address.path)
         except BlockingIOError:  # Nobody accepts, and no more may queue.
@@ -169,7 +168,12 @@ class PlanClient:
     """
 
     def __init__(
-        self, address: Address, pipeline: int, *, needs_state: bool = True, silence_s: float = 0.0
+        self,
+        address: Address,
+        pipeline: int,
+        *,
+        needs_state: bool = True,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._signs = SignsOfLife(address, silence_s)
         self._connection = _connected(address, self._signs)

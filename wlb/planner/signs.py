@@ -70,19 +70,23 @@ class SignsOfLife:
     """Tells a planner process that computes for long from one that is stopped.
 
     Its thread touches a file; code outside of Python may hold that thread up, but takes processor
-    time. silence_s: without a sign for so long it counts as stopped; 0 = never. pid: of the
-    process, for a parent that watches before there is a file; 0 = as the file says.
+    time.
+
+    Args:
+        address: Of the process.
+        silence_s: Without a sign for so long it counts as stopped.
+        pid: Of the process, for a parent that watches before there is a file; 0 = as the file says.
     """
 
-    def __init__(self, address: Address, silence_s: float, *, pid: int = 0) -> None:
+    def __init__(self, address: Address, silence_s: float = SILENCE_S, *, pid: int = 0) -> None:
         self._file, self.silence_s, self._known_pid = address.alive, silence_s, pid
         self._last: tuple[int, int] | None = None
         self._sign_s = self._looked_s = 0.0
 
     @property
-    def look_s(self) -> float | None:
-        """Seconds between two looks of one who waits; None = no look."""
-        return min(1.0, self.silence_s / 10) if self.silence_s else None
+    def look_s(self) -> float:
+        """Seconds between two looks of one who waits."""
+        return min(1.0, self.silence_s / 10)
 
     def begin(self) -> None:
         """Begin to wait for an answer."""
@@ -104,7 +108,7 @@ class SignsOfLife:
         `look`."""
         waiting = select.poll()
         waiting.register(descriptor, event)
-        while not waiting.poll(None if self.look_s is None else self.look_s * 1e3):
+        while not waiting.poll(self.look_s * 1e3):
             self.look()
 
     def lost(self) -> PlannerLost:

@@ -89,20 +89,18 @@ class RunContext:
 
 @dataclass(slots=True, kw_only=True)
 class ExecutedStep:
-    """A step that was executed and counts. loss: mean over valid labels, in nats. updated: False
-    where the step had no label, or was skipped as not finite. began_s: by time.perf_counter.
-    waited_ns: for plans, before it began. telemetry: set by `MeasureSteps` where a record is due;
-    own_ns: this rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
+    """A step that was executed and counts."""
 
     plan: StepPlan
     pipeline: PipelinePlan
     sums: StepSums
-    loss: float
-    updated: bool
-    began_s: float
-    waited_ns: int
-    telemetry: Telemetry | None = None
+    loss: float  # mean over valid labels, in nats
+    updated: bool  # False where the step had no label, or was skipped as not finite
+    began_s: float  # by time.perf_counter
+    waited_ns: int  # for plans, before it began
+    telemetry: Telemetry | None = None  # set by `MeasureSteps` in steps that compute something
     own_ns: np.ndarray | None = None
+    """This rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
 
 
 class RefusedStep(NamedTuple):

@@ -23,14 +23,13 @@ Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads up to `ahead` steps ahead; `take` gives them in any order and loads a step that was not
-    started. exposed_ns: how long the last `take` waited."""
+    """Loads up to `STEPS_LOADED` steps ahead; `take` gives them in any order and loads a step that
+    was not started."""
 
-    def __init__(
-        self, executor: Executor, reader: TokenReader, *, ahead: int = STEPS_LOADED
-    ) -> None:
-        self.executor, self.reader, self.ahead = executor, reader, ahead
+    def __init__(self, executor: Executor, reader: TokenReader) -> None:
+        self.executor, self.reader = executor, reader
         self.exposed_ns = 0
+        """How long the last `take` waited."""
         self._waiting: dict[int, Future[Loaded]] = {}
         device = executor.mesh.device
         self._pool = device_thread("inputs", device)
@@ -40,14 +39,14 @@ class InputPrefetcher:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
-        """Begin to load `plan`, unless it is being loaded or `ahead` others are."""
-        if plan.step in self._waiting or len(self._waiting) >= self.ahead:
+        """Begin to load `plan`, unless it is being loaded or `STEPS_LOADED` others are."""
+        if plan.step in self._waiting or len(self._waiting) >= STEPS_LOADED:
             return
         self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
     def start_next(self, feed: PlanFeed) -> None:
-        """Begin to load the next `ahead` steps."""
-        for ahead in range(1, self.ahead + 1):
+        """Begin to load the next `STEPS_LOADED` steps."""
+        for ahead in range(1, STEPS_LOADED + 1):
             for plan, pipeline in feed.peek(ahead):
                 # A step without a label computes nothing.
                 if plan.num_targets:

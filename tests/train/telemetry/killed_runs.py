@@ -37,22 +37,12 @@ LONGEST_S = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Holds the outcome of one layout.
+    """Holds the outcome of one layout."""
 
-    kills: kills that hit a running process
-    in_save: kills that left a half-written checkpoint
-    resumed: kills after which a complete checkpoint was there
-    count: tokens trained once, never, and repeatedly
-    same_losses: whether losses are those of the run that was not killed
-    """
-
-    layout: str
-    kills: int
-    in_save: int
-    resumed: int
-    count: Count
-    same_losses: bool
-    seconds: float
+    kills: int  # that hit a running process
+    resumed: int  # kills after which a complete checkpoint was there
+    count: Count  # tokens trained once, never, and repeatedly
+    same_losses: bool  # as the run that was not killed
 
 
 def write_store(prefix: Path, num: int) -> str:
@@ -144,7 +134,6 @@ def losses_of(run: Path) -> dict[int, float]:
 
 def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> Outcome:
     """Kills a run `kills` times, lets it end, and counts its tokens."""
-    began = time.perf_counter()
     draw = random.Random(seed)
     name = layout.lower().replace(" ", "-")
     straight = spec_of(folder, store, f"{name}-straight", layout)
@@ -153,12 +142,11 @@ def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> 
         raise RuntimeError(f"{straight.run.name} failed; its log in {folder} says why")
     spec = spec_of(folder, store, name, layout)
     checkpoints = Path(spec.run.output_dir) / name / "checkpoints"
-    done = in_save = resumed = 0
+    done = resumed = 0
     while done < kills:
         if not kill_once(spec, folder, draw):
             raise RuntimeError(f"{name} ended after {done} of {kills} kills; give it more data")
         done += 1
-        in_save += any(checkpoints.glob("partial-*"))
         resumed += bool(checkpoint.list_complete(checkpoints))
     process = start(spec, folder)
     if process.wait():
@@ -169,11 +157,5 @@ def survive(folder: Path, store: str, layout: str, *, kills: int, seed: int) -> 
     counted = count(run, open_planner(filled, store, "cpu"), state)
     other = Path(spec.run.output_dir) / straight.run.name
     return Outcome(
-        layout=layout,
-        kills=done,
-        in_save=in_save,
-        resumed=resumed,
-        count=counted,
-        same_losses=losses_of(run) == losses_of(other),
-        seconds=time.perf_counter() - began,
+        kills=done, resumed=resumed, count=counted, same_losses=losses_of(run) == losses_of(other)
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wlb.launch.failure import RankError, stack_path, stacks_to, write_failure
+from wlb.launch.failure import RankError, stack_path, stacks_to, unless_unwritable, write_failure
 from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import LOGS
 from wlb.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         if is_given:
             # torchrun sends it to all ranks after one failed, before it kills them; so does srun.
             path = stack_path(records, world.rank)
-            with _unless_unwritable(path):
+            with unless_unwritable(path):
                 opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
         try:
             yield position
@@ -66,22 +66,10 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
 
 def _opened(records: Path, owner: SlotOwner) -> Position:
     """This rank's position, which only it sees where the folder cannot take it."""
-    with _unless_unwritable(records):
+    with unless_unwritable(records):
         records.mkdir(parents=True, exist_ok=True)
         return Position.opened(records, owner)
     return Position()
-
-
-@contextlib.contextmanager
-def _unless_unwritable(path: Path) -> Iterator[None]:
-    """Records explain failures; a run does not fail because it cannot write them."""
-    try:
-        yield
-    except OSError as error:
-        sys.stderr.write(
-            f"wlb train: {path} cannot be written ({error}): if the run fails, its report will "
-            f"know less\n"
-        )
 
 
 def _owner(world: World, words: str) -> SlotOwner:

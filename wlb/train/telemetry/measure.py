@@ -26,16 +26,13 @@ class MeasureSteps(Hook):
             run.report.say(self.work.note)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        meter, has_targets = self.meter, bool(step.plan.num_targets)
-        if has_targets:
-            times, experts = self.clock.take(), expert_tokens(step, self.mesh)
-            meter.add(step.pipeline, times, self._exposed(run, step), experts)
-        own_ns = meter.own_ns
-        reduced = meter.reduce() if meter.num_steps else None
-        if has_targets:
-            self.work.add(step.plan.packing, time.perf_counter() - step.began_s)
-        if reduced is None:
-            return
+        if not step.plan.num_targets:
+            return  # The step computed nothing.
+        times, experts = self.clock.take(), expert_tokens(step, self.mesh)
+        self.meter.add(step.pipeline, times, self._exposed(run, step), experts)
+        own_ns = self.meter.own_ns
+        reduced = self.meter.reduce()
+        self.work.add(step.plan.packing, time.perf_counter() - step.began_s)
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
