@@ -53,15 +53,19 @@ _WAITS = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/checkpoint/",
     "torch/distributed/fsdp/",
+    "in _wait_batch_p2p",
     "wlb/parallel/expert_exchange.py",
     "wlb/parallel/collectives.py",
     "wlb/parallel/context_op.py",
+    "wlb/parallel/tied.py",
     "wlb/train/reduce.py",
     "wlb/train/evaluate.py",
+    "wlb/train/telemetry/ranks.py",
     "wlb/parallel/warm.py",
 )
-"""Path parts in the innermost stack frames of a rank that waits for other ranks. On CUDA
-collectives are asynchronous: a rank waits where it reads their result."""
+"""Parts of the innermost stack frames of a rank that waits for other ranks: parts of paths, and
+the function in which torch's pipeline schedules wait, whose file also computes. On CUDA collectives
+are asynchronous: a rank waits where it reads their result."""
 _INNERMOST = 8
 _NOTICED_S = 1.0
 """A launcher notices a death at most so much later than it happened, in seconds."""

@@ -240,25 +240,16 @@ def gather_kv_again(
 class AddAndGatherAgain(torch.autograd.Function):
     """x + y, the end of a layer; backward first starts gathering the layer's K and V again.
 
-    tensors: of every stage context_attend's slot, whose gradient brings the gather to its backward,
-    so that the MLP's and o_proj's products lie between its start and its wait; then the stages'
-    inverse_UR and sent_N. Never two of them: torch.compile (2.13) takes a forward
-    with as many arguments as parameters, of which `*tensors` is one, for one without ctx.
+    Its arguments are x_SC, y_SC, k_TGD, v_TGD, splits, cp, group_name, num_stages and tensors.
+    The tensors are, of every stage, context_attend's slot, whose gradient brings the gather to its
+    backward, so that the MLP's and o_proj's products lie between its start and its wait; then the
+    stages' inverse_UR and sent_N. `forward` unpacks them itself, because torch.compile (2.13) drops
+    the first argument of a forward that is called with as many arguments as it has parameters.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_SC: Tensor,
-        y_SC: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        splits: Tensor | None,
-        cp: int,
-        group_name: str,
-        num_stages: int,
-        *tensors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x_SC, y_SC, k_TGD, v_TGD, splits, cp, group_name, num_stages, *tensors = arguments
         ctx.how, ctx.num_stages = (cp, group_name), num_stages
         ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
         return x_SC + y_SC
