@@ -27,15 +27,25 @@ from experiments.beyond.published_runs.reasons import CHANGES, reasons
 from experiments.beyond.published_runs.rows import read_runs
 from experiments.harness.drawing import COLOURS, MARKERS, new_figure
 from experiments.harness.pages import How, Picture, Table, show, write_results
+from kernels_profile.derive import (
+    FIXED_W,
+    H100_500W,
+    H100_SXM,
+    MEASURED,
+    PRODUCT_SPEED,
+    clock_ratio,
+)
 from wlb.cost import KernelProfile, load_profile
-from wlb.cost.variant import FIXED_W, H100_500W, H100_SXM, clock_ratio
+from wlb.simulate.shards import FSDP_SLOWDOWN
 
 FOLDER = Path(__file__).parent
 RUNS = FOLDER / "runs.csv"
-PROFILE = "h100_sxm"
-"""Measured on one H100 SXM of 700 W (`wlb profile`); its collectives are those of `h100`."""
-CONSTANTS = Constants(product_speed=0.77, fsdp_slowdown=0.32, triton_speed=0.5)
-"""Fitted to the BF16 rows of all sources with this profile (`fitting`)."""
+TRITON_SPEED = 0.5
+CONSTANTS = Constants(
+    product_speed=PRODUCT_SPEED, fsdp_slowdown=FSDP_SLOWDOWN, triton_speed=TRITON_SPEED
+)
+"""Fitted to the BF16 rows of all sources with the measured profile (`fitting`). The first two are
+those of profile `h100_runs` and of the simulator."""
 EXPLAINED = (2, 5, 10, 14, 19, 20, 21, 22, 28, 29)
 """Lines of the rows of which the page shows what each part of the model is worth."""
 
@@ -230,7 +240,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RUNS, help="CSV file of published runs")
     parser.add_argument("--quick", action="store_true", help="predict and print, without fits")
     options = parser.parse_args()
-    shipped, measured = load_profile("h100"), load_profile(PROFILE)
+    shipped, measured = load_profile("h100"), load_profile(MEASURED)
     cases = [mapped(run) for run in read_runs(options.runs)]
     blind = [predict(as_wlb_runs(case), shipped, Constants()) for case in cases]
     found = [predict(case, measured, CONSTANTS) for case in cases]

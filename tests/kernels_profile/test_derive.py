@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from wlb.cost import Collective, Elementwise, load_profile
-from wlb.cost.variant import (
+from kernels_profile.derive import (
     H100_500W,
     H100_SXM,
     GpuVariant,
@@ -13,6 +12,7 @@ from wlb.cost.variant import (
     with_product_speed,
     with_speed,
 )
+from wlb.cost import Collective, Elementwise, load_profile
 from wlb.plan import UserError
 
 
