@@ -41,9 +41,9 @@ def matching_profile(
 ) -> KernelProfile:
     """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
 
-    Prefers, in this order: the same device, the same power limit where both are known, measured,
-    with the attention kernel `backend`, not the device type's default. Without a profile of the
-    device the default is returned.
+    Prefers, in this order: the same device, no other power limit, measured, with a known power
+    limit, with the attention kernel `backend`, not the device type's default. Without a profile of
+    the device the default is returned.
     """
     default = default_profile_name(device)
     names = [name for name in profile_names() if machine and is_same(_device_of(name), machine)]
@@ -52,6 +52,7 @@ def matching_profile(
         key=lambda p: (
             not has_power(p, power_limit_w),
             p.provenance.kind != ProvenanceKind.MEASURED,
+            not p.power_limit_w,
             backend not in p.backends,
             p.name == default,
         ),
