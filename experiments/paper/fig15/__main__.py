@@ -131,8 +131,8 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     if case is None:
         return (
             "predicted, profile h100_runs, collectives apart",
-            "No step was run: `wlb.cost.attention_latency` with `kernels_profile/h100_runs.json` and "
-            "its FlashAttention-3.",
+            "No step was run: `wlb.cost.attention_latency` with `kernels_profile/h100_runs.json`, "
+            "FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
