@@ -1,5 +1,6 @@
 """Describes the work of a device in this study: heads, dtype, kernel, lengths, cost model."""
 
+import argparse
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -71,9 +72,12 @@ class Case:
 
 def scale_of(text: str) -> Fraction:
     """Reads an argument such as 1/16 or 0.0625."""
-    scale = Fraction(text)
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no fraction, such as 1/16") from None
     if not 0 < scale <= 1:
-        raise ValueError(f"scale = {text} must be above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
     return scale
 
 
