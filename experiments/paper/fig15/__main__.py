@@ -24,6 +24,7 @@ from experiments.harness.files import write_json
 from experiments.harness.pages import commit, show
 from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import (
+    PROFILE,
     STATIC,
     STRATEGIES,
     WINDOW_STEP,
@@ -117,8 +118,8 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 def device_of(requested: str) -> torch.device | None:
     """Returns the device, None to predict.
 
-    - none: nothing is measured; `attention_latency` predicts with the h100 profile (published
-      numbers).
+    - none: nothing is measured; `attention_latency` predicts with profile `h100_runs`, whose
+      attention kernels were measured on an H100.
     - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
     - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
     """
@@ -131,8 +132,9 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     """Returns the title of a table and a sentence about how the times came about."""
     if case is None:
         return (
-            "predicted, h100 profile, collectives apart",
-            "Nothing was measured: `wlb.cost.attention_latency` with `kernels_profile/h100.json`.",
+            "predicted, profile h100_runs, collectives apart",
+            "No step was run: `wlb.cost.attention_latency` with `kernels_profile/h100_runs.json` and "
+            "its FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
@@ -159,7 +161,7 @@ def arguments() -> argparse.Namespace:
         "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
     )
     parser.add_argument(
-        "--profile", help="kernel profile that predicts and chooses on CUDA; default: h100"
+        "--profile", help=f"kernel profile that predicts and chooses on CUDA; default: {PROFILE}"
     )
     parser.add_argument(
         "--out", type=Path, help="write the times as JSON to this file, and no page"
@@ -175,8 +177,8 @@ def arguments() -> argparse.Namespace:
     if options.profile is not None:
         if device is None or device.type != "cuda":
             parser.error(
-                f"--profile {options.profile} is for --device cuda; predictions take h100, and a "
-                f"CPU the profile cpu"
+                f"--profile {options.profile} is for --device cuda; predictions take {PROFILE}, "
+                f"and a CPU the profile cpu"
             )
         try:
             load_profile(options.profile)
@@ -201,7 +203,7 @@ def main() -> None:
                 cp=options.cp,
                 device=device,
                 scale=scale,
-                profile=options.profile or "h100",
+                profile=options.profile or PROFILE,
             )
         title, note = heading(case, options.rounds)
         found = windows[str(window)] = {"note": note, **run_window(case, window, options)}

@@ -18,6 +18,8 @@ from wlb.spec import ModelSpec, ParallelSpec, load
 N = 4
 WINDOW_STEP = WINDOW // N
 """Windows are multiples of it: N of them are whole windows of the stream."""
+PROFILE = "h100_runs"
+"""Kernel profile of predictions, and of choices on CUDA."""
 TP = {65536: 4, 131072: 8}
 """Table 1 gives the 7B model this TP degree by window."""
 PACKERS = ("original", "bounded")
@@ -28,7 +30,7 @@ STRATEGIES = (*STATIC, "adaptive", "hybrid", "balanced")
 
 
 def layer_cost(
-    *, window: int, cp: int, profile: str = "h100", backend: str | None = None
+    *, window: int, cp: int, profile: str = PROFILE, backend: str | None = None
 ) -> ProfiledWorkload:
     """Returns the cost of one layer of the 7B model on a rank of Table 1's TP degree."""
     tp = TP.get(window, TP[WINDOW])

@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 
 from experiments.harness.streams import WINDOW
-from experiments.paper.fig15.case import MODEL, TP, layer_cost
+from experiments.paper.fig15.case import MODEL, PROFILE, TP, layer_cost
 from experiments.paper.fig15.rank_times import Layout
 from wlb.cost import ProfiledWorkload, load_profile
 from wlb.kernels import select_backend
@@ -31,7 +31,7 @@ class Case:
     cp: int
     device: torch.device
     scale: Fraction
-    profile: str = "h100"
+    profile: str = PROFILE
 
     def lengths(self, pieces: IntArray) -> IntArray:
         """Returns the scaled lengths, each at least one token."""
