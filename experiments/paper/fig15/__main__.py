@@ -132,9 +132,9 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     """Returns the title of a table and a sentence about how the times came about."""
     if case is None:
         return (
-            "predicted, profile h100_runs, collectives apart",
-            "No step was run: `wlb.cost.attention_latency` with `kernels_profile/h100_runs.json` and "
-            "its FlashAttention-3.",
+            f"predicted, profile {PROFILE}, collectives apart",
+            f"No step was run: `wlb.cost.attention_latency` with `kernels_profile/{PROFILE}.json` "
+            "and its FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
