@@ -44,8 +44,8 @@ class EpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run measures the memory of
-    its own GPUs, and reads of these keys only tp_overlap, for its prices."""
+    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run measures the memory
+    of its own GPUs, and reads of these keys only tp_overlap, for its prices."""
 
     memory_gib: float = key(
         80.0,
