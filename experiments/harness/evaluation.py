@@ -24,7 +24,6 @@ from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides
 
 STEPS, QUICK_STEPS = 160, 20
-AGAIN = "write the page again from the tables of its results, simulating nothing"
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""

@@ -133,8 +133,8 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     if case is None:
         return (
             f"predicted, profile {PROFILE}, collectives apart",
-            f"No step was run: `wlb.cost.attention_latency` with `kernels_profile/{PROFILE}.json` "
-            "and its FlashAttention-3.",
+            f"No step was run: `wlb.cost.attention_latency` with `kernels_profile/{PROFILE}.json`, "
+            "FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
