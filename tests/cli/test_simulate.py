@@ -18,7 +18,8 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     text = simulate(capsys)
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
-    assert "priced with h100 (NVIDIA H100 SXM 80GB; published: attention" in text
+    assert "priced with h100_runs (NVIDIA H100 80GB HBM3; measured: attention" in text
+    assert "5 published H100 runs with TP, CP or PP were predicted within 6%" in text
     assert "simulated, nothing measured" in text
     assert "critical path" in text
     assert "by term: " in text
@@ -37,7 +38,8 @@ def test_every_system_on_the_same_documents(capsys):
     assert len({run["tokens"] for run in runs.values()}) == 1
     assert runs["paper"]["time_s"] < runs["plain_4d"]["time_s"]
     assert runs["wlb"]["time_s"] < runs["plain_4d"]["time_s"]
-    assert data["profile"] == "h100"
+    assert data["profile"] == "h100_runs"
+    assert "published H100 runs" in data["trust"]
     assert len(runs["run"]["step_time_s"]) == runs["run"]["steps"]
     for run in runs.values():
         assert sum(run["step_time_s"]) == pytest.approx(run["time_s"])
@@ -94,7 +96,10 @@ def test_alternatives_that_do_not_fit_are_passed_over(capsys):
     ("words", "message"),
     [
         (["--step", "99"], "--step = 99: there are steps 0.."),
-        (["--strict"], "does not cover this run: 1 query heads a KV head"),
+        (
+            ["--strict", "--set", "cost.profile=h100"],
+            "does not cover this run: 1 query heads a KV head",
+        ),
         (["--set", "parallel.tp=3"], "is not a multiple of parallel.tp = 3"),
         (["--set", "parallel.pp=3"], "not a multiple of pp 3 x virtual stages 4"),
         (["--set", "cost.profile=nothing"], "nothing"),

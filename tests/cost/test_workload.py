@@ -306,7 +306,7 @@ def test_layout_must_divide():
 def test_workload_for_picks_the_profile_by_device():
     spec = load("demo")
     assert workload_for(spec, "cpu").profile.name == "cpu"
-    assert workload_for(spec, "cuda").profile.name == "h100"
+    assert workload_for(spec, "cuda").profile.name == "h100_runs"
     named = replace(spec, cost=replace(spec.cost, profile="h100"))
     assert workload_for(named, "cpu").profile.name == "h100"
     unknown = replace(spec, cost=replace(spec.cost, profile="b200"))
@@ -324,7 +324,8 @@ def test_workload_for_prices_the_runs_recompute():
 def test_workload_for_takes_the_first_kernel_where_the_named_one_is_missing():
     spec = RunSpec(model=MODEL)
     sdpa = replace(spec, kernels=replace(spec.kernels, attention=AttentionBackend.SDPA))
-    assert "torch_varlen" in workload_for(sdpa, "cuda").table.backends
+    cost = workload_for(sdpa, "cuda")
+    assert cost.table.backends[0] == cost.profile.attention[0].backends[0] == "flash_attention_3"
 
 
 @pytest.mark.parametrize("quadratic", [float("inf"), 1e30])

@@ -159,12 +159,14 @@ def priced(execution: FsdpExecution, **changed: object) -> ShardCosts:
     ],
 )
 def test_a_pass_that_gathers_its_layers(kind, reduces, computes_ns: int, expected: int) -> None:
-    found = priced(FsdpExecution()).pass_ns(np.array([computes_ns]), 0, kind, reduces=reduces)
+    found = priced(FsdpExecution(slowdown=0.0)).pass_ns(
+        np.array([computes_ns]), 0, kind, reduces=reduces
+    )
     assert found.tolist() == [expected]
 
 
 def test_backward_without_prefetch_waits_for_every_gather() -> None:
-    late = priced(FsdpExecution(prefetches_backward=False), copy_ns=((0.0, 0.0),))
+    late = priced(FsdpExecution(prefetches_backward=False, slowdown=0.0), copy_ns=((0.0, 0.0),))
     computes = np.array([400])
     backward = late.pass_ns(computes, 0, PassKind.BACKWARD, reduces=True)
     assert backward.tolist() == [400 + 4 * 10 + 20]

@@ -422,16 +422,16 @@ class CollectiveCost:
 class KernelProfile:
     """All tables of one device and dtype; runs log its `name`."""
 
-    name: str
+    name: str  # by which users choose it
     device: str  # that was measured
     dtype: str  # that was measured
     ranks_per_node: int  # larger groups use collectives between nodes
-    provenance: Provenance
+    provenance: Provenance  # source of the numbers
     attention: tuple[AttentionTable, ...]  # by kernel and head layout; the first is the default
-    gemm: GemmCost
+    gemm: GemmCost  # matrix products
     elementwise: tuple[ElementwiseCost, ...]  # each operator once
     layer: LayerCost  # what a decoder layer takes besides
-    head: HeadCost
+    head: HeadCost  # output head
     collectives: tuple[CollectiveCost, ...]  # one for each operation and scope
     power_limit_w: float = 0.0  # of the GPU, in W; 0 where it is unknown
 
