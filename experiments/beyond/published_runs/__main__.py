@@ -351,7 +351,9 @@ def text_of(found: Sequence[Prediction]) -> str:
         "",
         "What is not reached: FP8 rows, because one speed of FP8 products does not explain both "
         "the pipelines and the row whose attention is most of the time (torch's ring attention); "
-        "and printed peaks: torch's reserved memory of compiled runs and of pipelines.",
+        "and the peaks of both pipelines, which come out too low: torch's pipeline keeps buffers "
+        "for what it receives, and FP8 products keep copies of weights, both of which wlb does not "
+        "have. Peaks of the other four rows that print one are predicted within 5%.",
     )
     return "\n".join(lines)
 
