@@ -130,10 +130,9 @@ def test_a_disk_too_small_for_checkpoints_is_found(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(one, 0, one))
     assert host.disk(again).verdict == "pass"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * one, 0, 3 * one))
-    kept = {"checkpoint__interval": 5, "checkpoint__keep_every": 5, "training__steps": 50}
-    milestones = patient(run__output_dir=str(tmp_path), **kept)
-    assert host.disk(milestones).verdict == "warn"  # with room for three, which was enough above
-    assert "the 10 that are there at once" in host.disk(milestones).remedy
+    nine = patient(run__output_dir=str(tmp_path), checkpoint__keep=9)
+    assert host.disk(nine).verdict == "warn"  # with room for three, which was enough above
+    assert "the 10 that are there at once" in host.disk(nine).remedy
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -179,16 +179,15 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
 
 OPTIONS = [
     ("fsdp.reshard_after_forward=true", "training.recompute=full"),
-    ("tp.overlap=true", "training.recompute=selective"),
-    ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
+    ("training.recompute=selective",),
     ("sharding.exchange=needed", "training.recompute=full"),
-    ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
-    ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
+    ("sharding.exchange=needed", "kernels.fused=off"),
+    ("sharding.exchange=auto",),
     ("cp.overlap=true", "kernels.fused=off"),
     ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
     ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
     ("cp.overlap=true", "sharding.exchange=auto", "cp.stages=3"),
-    ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
+    ("cp.overlap=true", "cp.stages=2"),
     ("kernels.deterministic=true", "kernels.fused=off"),
     ("packing.policy=var_len", "sharding.strategy=per_document"),
 ]

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.cost.linear import GRADIENT_BYTES, LinearCost, Passes, RecomputedWork
+from wlb.cost.linear import LinearCost, Passes, RecomputedWork
 from wlb.cost.machine import is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
+from wlb.cost.profile import AttentionTable, KernelProfile
 from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
@@ -179,10 +179,8 @@ class ProfiledWorkload:
     profile: KernelProfile  # the prices
     backend: str | None = None  # attention kernel; without a table of it, the profile's first
     micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
-    keep_gathered_kv: bool = False  # of [cp]
     recompute: Recompute = Recompute.NONE  # of [training]
     tp_overlap: float = 0.0  # share of TP collectives hidden behind matrix products
-    kv_gradient_bytes: int = GRADIENT_BYTES  # of a value of dK and dV between CP ranks
     expert_load: float = 1.0  # as in `LinearCost`
     overlaps: bool = False  # cp.overlap
     stages: int = 1  # cp.stages
@@ -417,9 +415,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         profile=profile,
         backend=None if backend == AttentionBackend.AUTO else backend,
         micro_batch_tokens=spec.data.context_window,
-        keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
-        kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         expert_load=spec.cost.expert_load,
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,

@@ -64,7 +64,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
         resume=None,
         title="rehearsal",
         started_s=0.0,
-        calibrate=folder / "calibrated.json" if spec.telemetry.enabled else None,
+        calibrate=folder / "calibrated.json",
     )
     job.directory.mkdir(parents=True, exist_ok=True)
     # The loop looks two steps ahead.

@@ -32,7 +32,6 @@ from wlb.spec.run import ParallelSpec as ParallelSpec
 from wlb.spec.run import PipelineSection as PipelineSection
 from wlb.spec.run import RunSpec as RunSpec
 from wlb.spec.run import Schedule as Schedule
-from wlb.spec.run import VerifyData as VerifyData
 from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
 from wlb.spec.sharding import Remainder as Remainder
 from wlb.spec.sharding import Strategy as Strategy

@@ -50,6 +50,9 @@ REMOVED: dict[str, RemovedKey] = {
     "checkpoint.interval_minutes": RemovedKey(
         "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
     ),
+    "checkpoint.keep_every": RemovedKey(
+        "the newest checkpoint.keep are kept; copy the folder of one that is to stay for good", 0
+    ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
     "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "cost/budget.py"),
     "cluster.communicator_gib": _constant(0.5625, "COMMUNICATOR_GIB", "cost/budget.py"),
@@ -58,12 +61,27 @@ REMOVED: dict[str, RemovedKey] = {
     "cost.online_interval": _LEARNED,
     "cost.online_max_change": _LEARNED,
     "cost.online_threshold": _LEARNED,
+    "cp.gradient_dtype": RemovedKey(
+        "gradients of keys and values are always added over CP ranks in float32, which rounds once "
+        "however many ranks there are",
+        "float32",
+    ),
+    "cp.keep_gathered_kv": RemovedKey(
+        "backward always gathers keys and values again, while the MLP's backward runs, and "
+        "training.recompute = full keeps what its second forward pass gathered",
+        False,
+    ),
     "data.long_documents": RemovedKey(
         "documents longer than the context window are always split; PackerOptions of wlb.packing "
         "can refuse them",
         "split",
     ),
     "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
+    "data.verify": RemovedKey(
+        "every run reads its stores whole beside its first steps; `wlb prepare --verify PREFIX` "
+        "reads one before",
+        "background",
+    ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
     "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
     "packing.grouping": RemovedKey(
@@ -87,7 +105,9 @@ REMOVED: dict[str, RemovedKey] = {
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
+    "telemetry.enabled": RemovedKey("every run times its micro-batches", True),
     "telemetry.interval": RemovedKey("every step is recorded", 1),
+    "telemetry.peak_tflops": RemovedKey("cluster.peak_tflops is for runs and estimates", 0.0),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
     "telemetry.snapshot_oom": RemovedKey(
         "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
@@ -96,6 +116,11 @@ REMOVED: dict[str, RemovedKey] = {
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
+    "tp.overlap": RemovedKey(
+        "torch's fused products of symmetric memory were never run on GPUs; TP's collectives "
+        "overlap with weight gradients in backward without them",
+        False,
+    ),
     "training.adam_eps": _constant(1e-8, "ADAM_EPS", "train/optimizer.py"),
     "training.decay": RemovedKey("all weights except norms and biases decay", "matrices"),
     "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
@@ -103,6 +128,10 @@ REMOVED: dict[str, RemovedKey] = {
     "training.heartbeat_s": RemovedKey(
         "ranks no longer watch each other: a rank that stops or hangs ends the run after "
         "training.timeout_s"
+    ),
+    "training.skip_spikes": RemovedKey(
+        "clipping alone bounds an update (training.clip_norm); no run skipped steps for their norm",
+        0.0,
     ),
     "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }

@@ -43,14 +43,6 @@ class CheckpointSection:
         at_least=1,
         at_most=10**6,
     )
-    keep_every: int = key(
-        0,
-        "milestones: checkpoints after a multiple of this many steps, itself a multiple of "
-        "interval, are never removed; 0 = none",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
-    )
     asynchronous: bool = key(
         True, "write checkpoints in the background; training waits only for a copy in host memory"
     )
@@ -68,17 +60,6 @@ class TelemetrySection:
         "write the tokens that every step trained to ledger.jsonl (about 20 bytes per piece of "
         "a document), from which wlb.train.telemetry.ledger proves that none was lost or "
         "repeated",
-    )
-    enabled: bool = key(
-        True, "time every micro-batch and compare it with the prediction of the kernel profile"
-    )
-    peak_tflops: float = key(
-        0.0,
-        "dense peak of a rank's device in training.dtype, for MFU; 0 = of known GPUs in "
-        "bfloat16; others report no MFU",
-        unit="TFLOP/s",
-        at_least=0,
-        at_most=1e9,
     )
     warmup_steps: int = key(
         3,

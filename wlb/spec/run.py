@@ -11,12 +11,12 @@ from typing import Any
 
 from wlb.plan import row_multiple
 from wlb.spec.keys import key, to_dict
-from wlb.spec.machine import ClusterSection, EpSection, FsdpSection, TpSection
+from wlb.spec.machine import ClusterSection, EpSection, FsdpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
 from wlb.spec.sharding import ShardingSection
-from wlb.spec.training import Dtype, LossNormalizer, TrainingSection
+from wlb.spec.training import LossNormalizer, TrainingSection
 
 
 class Schedule(StrEnum):
@@ -30,14 +30,6 @@ class Schedule(StrEnum):
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
-
-
-class VerifyData(StrEnum):
-    """When a run's stores are read whole and held against their checksums."""
-
-    BACKGROUND = "background"
-    START = "start"
-    OFF = "off"
 
 
 class Device(StrEnum):
@@ -174,14 +166,6 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
-    keep_gathered_kv: bool = key(
-        False, "keep the gathered keys and values for backward: no second all-gather, more memory"
-    )
-    gradient_dtype: Dtype = key(
-        Dtype.FLOAT32,
-        "dtype in which gradients of keys and values are added over CP ranks; bfloat16 halves the "
-        "traffic, and rounds once a rank",
-    )
     overlap: bool = key(
         False,
         "attend to the keys that a CP rank holds while others' travel, in two kernel calls merged "
@@ -241,11 +225,6 @@ class DataSection:
         "training.steps take",
         at_least=0,
         at_most=10**6,
-    )
-    verify: VerifyData = key(
-        VerifyData.BACKGROUND,
-        "when the stores' files are read whole and held against their checksums and vocabulary: "
-        "beside the first steps, before training starts, or never",
     )
     row_multiple: int = key(
         1,
@@ -307,7 +286,6 @@ class RunSpec:
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
-    tp: TpSection = field(default_factory=TpSection)
     cp: CpSection = field(default_factory=CpSection)
     ep: EpSection = field(default_factory=EpSection)
     data: DataSection = field(default_factory=DataSection)

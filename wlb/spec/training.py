@@ -102,14 +102,6 @@ class TrainingSection:
         "on a loss or gradient that is not finite: stop; skip the update of the step; or "
         "rollback = train again from the last checkpoint, and skip the step if it fails again",
     )
-    skip_spikes: float = key(
-        0.0,
-        "skip the update of a step whose gradient norm, before clipping, exceeds this many times "
-        "the median of the last 128 steps, from the 17th on; more than 10 skips in a row stop "
-        "the run; 0 = off",
-        at_least=0,
-        at_most=1e6,
-    )
     loss_chunk: int = key(
         8192, "rows of logits in memory at a time", unit="rows", at_least=1, at_most=8192
     )

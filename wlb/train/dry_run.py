@@ -20,7 +20,7 @@ from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.spec import Device, RunSpec, resolve_dp
-from wlb.train.checkpoint.room import most_at_once, num_milestones
+from wlb.train.checkpoint.room import most_at_once
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
@@ -143,7 +143,7 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
         f"{spec.tokens_per_step:,}: {spec.num_windows} windows of {spec.data.context_window:,}, in "
         f"{spec.num_micro_batches} micro-batches",
     )
-    mfu = "MFU unknown (telemetry.peak_tflops)"
+    mfu = "MFU unknown (cluster.peak_tflops)"
     if made.mfu is not None:
         mfu = f"MFU {made.mfu:.1%} of {made.peak_tflops:g} TFLOP/s"
     table.add_row(
@@ -165,11 +165,9 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 def _checkpoints(made: Forecast) -> str:
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
-    milestones = num_milestones(made.spec)
-    more = f", {milestones} milestones" if milestones else ""
     return (
         f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
-        f"kept{more}, and the one that is being written"
+        f"kept, and the one that is being written"
     )
 
 

@@ -250,7 +250,7 @@ def test_a_run_that_recorded_little_has_a_page_too(tmp_path: Path) -> None:
     line["plain_4d"] = None
     text = text_of(run_page(read_run(write(tmp_path, [start(), line]))))
     assert "1 of 20 steps so far" in text
-    assert "The run recorded no times (telemetry.enabled = false)." in text
+    assert "The run recorded no times (telemetry.enabled = false, which was removed)." in text
     assert "No table of ranks was recorded" in text
 
 

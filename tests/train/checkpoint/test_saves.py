@@ -24,13 +24,6 @@ def test_a_run_without_interval_says_what_an_abort_would_lose(tmp_path: Path) ->
     assert unsaved_remark(load("demo", ["checkpoint.interval=10"]), None) == ""
 
 
-@pytest.mark.process
-def test_milestones_outlive_newer_checkpoints(corpus: Path, tmp_path: Path) -> None:
-    options = {"interval": 1, "keep": 2, "keep_every": 3}
-    run, _ = train(spec_of(tmp_path, corpus, training={"steps": 8}, checkpoint=options))
-    assert [int(name[5:]) for name in run.checkpoints] == [3, 6, 7, 8]
-
-
 @pytest.mark.full
 @pytest.mark.process
 @pytest.mark.parametrize("asynchronous", [True, False])
