@@ -65,10 +65,10 @@ def test_each_policy_has_its_packer_and_options() -> None:
         assert isinstance(packer, BoundedPacker | VarLenPacker)
         assert packer.price_range == PriceRange(low=0.9, high=1.2)
     capacity = packer_for(
-        spec(policy=Policy.CAPACITY, bin_method=BinMethod.BEST_FIT, window_batches=2), COST
+        spec(policy=Policy.CAPACITY, method="random_posid", window_batches=2), COST
     )
     assert isinstance(capacity, CapacityPacker)
-    assert (capacity.method, capacity.pack_batches) == (BinMethod.BEST_FIT, 2)
+    assert (capacity.method, capacity.pack_batches) == (BinMethod.NEXT_FIT, 2)
     assert capacity.bin_tokens == 1000
 
 

@@ -117,7 +117,10 @@ def spec_of(case: Case) -> RunSpec:
         ffn_hidden_size=48,
         init_std=0.2,
         rope_scaling=RopeScaling(
-            kind=case.rope_kind, factor=case.rope_factor, original_context=16, beta_fast=8.0
+            kind=case.rope_kind,
+            factor=case.rope_factor,
+            original_context=16,
+            turns=(1.0, 8.0) if case.rope_kind == RopeKind.YARN else (),
         ),
     )
     values: dict[str, Any] = dict(case.keys)

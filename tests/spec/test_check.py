@@ -71,8 +71,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "model.rope_scaling.original_context = 0 must be at least 1",
         ),
         (
-            {"model__rope_scaling__kind": RopeKind.YARN, "model__rope_scaling__beta_slow": 32},
-            "model.rope_scaling.beta_slow = 32.0 must be below beta_fast = 32.0",
+            {"model__rope_scaling__turns": [32, 1]},
+            "model.rope_scaling.turns = [32.0, 1.0] must be two numbers above 0, the smaller",
         ),
         (
             {"model__full_every": 2},
@@ -88,9 +88,8 @@ def test_what_is_right_is_returned_as_it_is() -> None:
             "model.rope_theta = 1.0 must be above 1 for model.rope_scaling.kind = yarn",
         ),
         (
-            {"model__rope_scaling__low_freq_factor": 4},
-            "model.rope_scaling.low_freq_factor = 4.0 must be above 0 and below high_freq_factor = "
-            "4.0",
+            {"model__rope_scaling__turns": [4]},
+            "model.rope_scaling.turns = [4.0] must be two numbers above 0, the smaller one first",
         ),
         # Ranges.
         ({"run__seed": -1}, "run.seed = -1 must be at least 0"),

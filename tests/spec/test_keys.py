@@ -6,12 +6,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from wlb.plan import UserError
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
 from wlb.spec.keys import REMOVED, RENAMED, Bounds, RemovedKeyWarning, RenamedKeyWarning, nest
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
-    "checkpoint.asynchronous",
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
@@ -73,13 +73,10 @@ KEYS = [
     "model.qkv_bias",
     "model.query_scale_size",
     "model.rope_scaling.attention_factor",
-    "model.rope_scaling.beta_fast",
-    "model.rope_scaling.beta_slow",
     "model.rope_scaling.factor",
-    "model.rope_scaling.high_freq_factor",
     "model.rope_scaling.kind",
-    "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.original_context",
+    "model.rope_scaling.turns",
     "model.rope_theta",
     "model.scaled_embeddings",
     "model.sliding_rope_theta",
@@ -87,9 +84,7 @@ KEYS = [
     "model.tied_embeddings",
     "model.vocab_size",
     "model.zero_centred_norms",
-    "packing.bin_method",
     "packing.bin_windows",
-    "packing.by_length",
     "packing.delay_price",
     "packing.examples",
     "packing.hold",
@@ -128,10 +123,10 @@ KEYS = [
     "telemetry.ledger",
     "telemetry.snapshot_steps",
     "telemetry.tensorboard",
-    "telemetry.timeline_interval",
     "telemetry.trace_steps",
     "telemetry.wandb",
     "telemetry.warmup_steps",
+    "training.adam_eps",
     "training.beta1",
     "training.beta2",
     "training.clip_norm",
@@ -304,11 +299,20 @@ def test_a_removed_key_is_refused_by_name_and_left_out_of_stored_specs(name: str
     assert apply(RunSpec(), stored, source="run.json", is_stored=True) == RunSpec()
 
 
-@pytest.mark.parametrize("name", [name for name, key in REMOVED.items() if key.value is not None])
+SAID = [n for n, key in REMOVED.items() if key.value is not None and not key.decides]
+
+
+@pytest.mark.parametrize("name", SAID)
 def test_a_stored_value_that_has_no_effect_any_more_is_said(name: str) -> None:
     with pytest.warns(RemovedKeyWarning, match=f"run.json: {name} = 'odd' has no effect any more"):
         spec = apply(RunSpec(), nest(name, "odd"), source="run.json", is_stored=True)
     assert spec == RunSpec()
+
+
+@pytest.mark.parametrize("name", [name for name, key in REMOVED.items() if key.decides])
+def test_a_stored_value_that_decides_what_weights_compute_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"run.json: {name} = 7.0 was removed, because .*turns"):
+        apply(RunSpec(), nest(name, 7.0), source="run.json", is_stored=True)
 
 
 def test_a_key_given_by_both_names_is_refused() -> None:

@@ -24,8 +24,8 @@ class CapacityPacker(PolicyPacker):
     """Bin packing behind the packer protocol.
 
     Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
-    method: of bin packing, `packing.bin_method`. capacity: tokens of a bin, at least the context
-    window, which is the default. pack_batches: packing waits until so many batches with documents
+    method: of bin packing, which `packing.method` chooses. capacity: tokens of a bin, at least the
+    context window, which is the default. pack_batches: packing waits until so many batches with documents
     are there. open_bins: bins open at a time with best_fit; more of them pack fuller and hold more
     documents back.
     """

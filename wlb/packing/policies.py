@@ -84,7 +84,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
             )
         case Policy.EXAMPLES:
             return ExamplesPacker(
-                options=options, examples=packing.examples, by_length=packing.by_length
+                options=options, examples=packing.examples, by_length=packing.groups_by_length
             )
         case Policy.VAR_LEN:
             s_max, step_tokens = caps_of(spec)

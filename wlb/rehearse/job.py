@@ -87,13 +87,11 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
         memory_gib=spec.run.memory_gib or spec.cluster.memory_gib,
     )
     training = replace(spec.training, steps=steps)
-    # A timeline is made of messages between hosts, which have no content here.
-    telemetry = replace(spec.telemetry, timeline_interval=0)
     planner = replace(spec.planner, baseline=False)
     # Batches of one evaluation ask the same of a GPU, and would take longer than the steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
     made = {"model": model, "run": run, "training": training, "planner": planner}
-    return replace(spec, telemetry=telemetry, eval=evaluation, **made)
+    return replace(spec, eval=evaluation, **made)
 
 
 def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:

@@ -29,6 +29,7 @@ class RemovedKey:
 
     why: str  # completes "was removed, because", and says what to do instead if there is anything
     value: Any = None  # what wlb does as if it were set to; None = no value of it matters any more
+    decides: bool = False  # whether weights with another value compute something else
 
 
 _LEARNED = RemovedKey(
@@ -41,7 +42,18 @@ def _constant(value: Any, name: str, file: str) -> RemovedKey:
     return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
 
 
+def _turns(value: float) -> RemovedKey:
+    """A key of RoPE's scaling that model.rope_scaling.turns replaced."""
+    why = "model.rope_scaling.turns has both bounds: [low_freq_factor, high_freq_factor] of llama3,"
+    return RemovedKey(f"{why} [beta_slow, beta_fast] of yarn", value, decides=True)
+
+
 REMOVED: dict[str, RemovedKey] = {
+    "checkpoint.asynchronous": RemovedKey(
+        "checkpoints are always written in the background, because a copy in host memory is made "
+        "either way",
+        True,
+    ),
     "checkpoint.fallback": RemovedKey(
         "--resume auto always passes over a damaged checkpoint, and says so; --resume alone "
         "refuses it",
@@ -84,6 +96,16 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
     "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
+    "model.rope_scaling.beta_fast": _turns(32.0),
+    "model.rope_scaling.beta_slow": _turns(1.0),
+    "model.rope_scaling.high_freq_factor": _turns(4.0),
+    "model.rope_scaling.low_freq_factor": _turns(1.0),
+    "packing.bin_method": RemovedKey(
+        "packing.method chooses how bins are filled; CapacityPacker(method=...) of wlb.packing "
+        "takes any way",
+        "best_fit_decreasing",
+    ),
+    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it", False),
     "packing.grouping": RemovedKey(
         "micro-batches of like load always share a step, which balances better", "by_load"
     ),
@@ -115,13 +137,13 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
+    "telemetry.timeline_interval": _constant(100, "TIMELINE_INTERVAL", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
     "tp.overlap": RemovedKey(
         "torch's fused products of symmetric memory were never run on GPUs; TP's collectives "
         "overlap with weight gradients in backward without them",
         False,
     ),
-    "training.adam_eps": _constant(1e-8, "ADAM_EPS", "train/optimizer.py"),
     "training.decay": RemovedKey("all weights except norms and biases decay", "matrices"),
     "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
     "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
@@ -276,7 +298,7 @@ def apply(
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
-        if dotted in REMOVED:
+        if _is_removed(dotted, value):
             _meet_removed(dotted, value, source=source, is_stored=is_stored)
             continue
         if name not in hints:
@@ -301,17 +323,38 @@ def apply(
     return cast(T, replace(cast(Any, spec), **changes))
 
 
+_LEFT_SECTIONS = ("tp",)
+"""Sections whose keys were all removed."""
+
+
+def _is_removed(dotted: str, value: Any) -> bool:
+    """Whether this is a removed key, or a section with nothing but removed keys."""
+    if dotted in _LEFT_SECTIONS and isinstance(value, dict):
+        return all(f"{dotted}.{name}" in REMOVED for name in cast("dict[str, Any]", value))
+    return dotted in REMOVED
+
+
 def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
     """Refuse a removed key of a user; warn of one that wlb wrote, if its value was another one."""
+    if dotted not in REMOVED:
+        for name, each in value.items():
+            _meet_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
+        return
     removed = REMOVED[dotted]
     if not is_stored:
         raise UserError(f"{source}: {dotted} was removed, because {removed.why}; remove the key")
-    if removed.value is not None and value != removed.value:
-        warnings.warn(
-            f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
-            RemovedKeyWarning,
-            stacklevel=3,
+    if removed.value is None or value == removed.value:
+        return
+    if removed.decides:
+        raise UserError(
+            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; set that in the "
+            f"file, or the weights compute something else"
         )
+    warnings.warn(
+        f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
+        RemovedKeyWarning,
+        stacklevel=3,
+    )
 
 
 def nest(dotted: str, value: Any) -> dict[str, Any]:

@@ -43,9 +43,6 @@ class CheckpointSection:
         at_least=1,
         at_most=10**6,
     )
-    asynchronous: bool = key(
-        True, "write checkpoints in the background; training waits only for a copy in host memory"
-    )
     init_from: str = key(
         "",
         "folder of a checkpoint, or of a run (its newest), whose weights a new run starts from;"
@@ -64,14 +61,6 @@ class TelemetrySection:
     warmup_steps: int = key(
         3,
         "first steps after a start, which the summary and --calibrate leave out",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
-    )
-    timeline_interval: int = key(
-        100,
-        "steps between recorded timelines of the passes of up to 64 ranks; the last step is "
-        "recorded as well; 0 = none",
         unit="steps",
         at_least=0,
         at_most=10**9,

@@ -68,6 +68,12 @@ class TrainingSection:
     )
     beta1: float = key(0.9, "AdamW beta1", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW beta2", at_least=0, below=1)
+    adam_eps: float = key(
+        1e-8,
+        "AdamW epsilon; a larger one damps updates of weights whose gradients are tiny",
+        above=0,
+        at_most=1,
+    )
     weight_decay: float = key(
         0.1, "AdamW weight decay of all weights except norms and biases", at_least=0, at_most=1000
     )

@@ -135,7 +135,7 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Save after `step` executed steps (later, if asynchronous); return the saves that
+        """Save after `step` executed steps, while training goes on; return the saves that
         finished.
 
         state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
@@ -155,7 +155,7 @@ class CheckpointSaver:
             stall_s=time.perf_counter() - began_s,
         )
         self._pending = self._pool.submit(self._write, task)
-        return ended if self.spec.checkpoint.asynchronous else ended + self.wait()
+        return ended
 
     def poll(self) -> list[Saved]:
         """Return the last save if it has finished, without waiting; `wait` returns it again."""
@@ -193,10 +193,9 @@ class CheckpointSaver:
         write_s = time.perf_counter() - task.began_s
         # Copies of earlier saves and tensors of earlier steps were freed.
         give_back_freed()
-        stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
             step=task.step,
-            stall_s=stall_s,
+            stall_s=task.stall_s,
             write_s=write_s,
             num_bytes=num_bytes,
             error=error,
