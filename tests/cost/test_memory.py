@@ -150,7 +150,7 @@ def test_calls_without_a_mask_pad_segments_to_80_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "most_attention_workspace_bytes", keep)
         for overlap in (False, True):
-            spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap=overlap))
+            spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap_stages=int(overlap)))
             workspaces_bytes(spec, micro_batch_tokens=131072)
     causal, own_and_others = asked
     assert (causal.is_causal, own_and_others) == (True, replace(causal, is_causal=False))

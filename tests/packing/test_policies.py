@@ -268,7 +268,7 @@ def test_s_max_leaves_room_for_a_step(gib: float, windows: float, share: float |
 
 def test_s_max_without_memory_is_refused() -> None:
     unfilled = spec(s_max=0)
-    with pytest.raises(ValueError, match=r"not known on the CPU; set run\.memory_gib"):
+    with pytest.raises(ValueError, match=r"not known on the CPU; set cluster\.memory_gib"):
         with_s_max(unfilled, planned_gib=None)
     with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients, optimiser and"):
         with_s_max(unfilled, planned_gib=0.001)

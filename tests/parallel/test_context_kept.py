@@ -136,7 +136,7 @@ def buffers(world: World, how: How) -> list[tuple[tuple[int, int], KeyBytes]]:
         RunSpec(),
         model=model,
         parallel=ParallelSpec(cp=world.world_size),
-        cp=replace(RunSpec().cp, overlap=how.overlap, stages=how.stages),
+        cp=replace(RunSpec().cp, overlap_stages=how.stages if how.overlap else 0),
         training=replace(RunSpec().training, dtype=Dtype.BFLOAT16),
     )
     out: list[tuple[tuple[int, int], KeyBytes]] = []

@@ -130,7 +130,7 @@ def spec_of(case: Case) -> RunSpec:
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp, ep=case.ep),
-            cp=replace(spec.cp, overlap=case.own_first, stages=case.stages),
+            cp=replace(spec.cp, overlap_stages=case.stages if case.own_first else 0),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             ep=EpSection(stages=case.ep_stages),
             fsdp=FsdpSection(shard_size=case.shard_size, reshard_after_forward=case.reshard),

@@ -182,8 +182,8 @@ class ProfiledWorkload:
     recompute: Recompute = Recompute.NONE  # of [training]
     tp_overlap: float = 0.0  # share of TP collectives hidden behind matrix products
     expert_load: float = 1.0  # as in `LinearCost`
-    overlaps: bool = False  # cp.overlap
-    stages: int = 1  # cp.stages
+    overlaps: bool = False  # cp.overlap_stages > 0
+    stages: int = 1  # max(1, cp.overlap_stages)
     expert_stages: int = 1  # as in `LinearCost`
     defers_weights: bool = False  # as in `LinearCost`
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`

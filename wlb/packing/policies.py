@@ -131,7 +131,7 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     if not planned:
         raise UserError(
             "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
-            "CPU; set run.memory_gib or packing.memory_gib, or packing.s_max in context windows"
+            "CPU; set cluster.memory_gib or packing.memory_gib, or packing.s_max in context windows"
         )
     refused: list[UserError] = []
     fallback: RunSpec | None = None

@@ -359,8 +359,8 @@ def _resolved(
 def _check_gives_lse(backend: str, device: torch.device) -> None:
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
-            f"cp.overlap needs the log-sum-exp of attention's rows, which {backend} does not give "
-            f"on {device.type}; set cp.overlap = false or another kernels.attention"
+            f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
+            f"not give on {device.type}; set cp.overlap_stages = 0 or another kernels.attention"
         )
 
 

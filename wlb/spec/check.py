@@ -29,7 +29,6 @@ def check(spec: RunSpec) -> RunSpec:
     _check_pipeline(spec)
     _check_compile(spec)
     _check_experts(spec)
-    _check_overlap(spec)
     _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
@@ -126,10 +125,9 @@ def _check_name(spec: RunSpec) -> None:
             f"run.name = {name!r} must be the name of one folder, without slashes, line ends and "
             f"other control characters"
         )
-    folder, cache = Path(spec.run.output_dir, name).absolute(), Path(spec.data.cache_dir).absolute()
-    if folder == cache or folder in cache.parents:
+    if Path(spec.run.output_dir, name) == spec.run.stores_dir:
         raise UserError(
-            f"run.name = {name!r} is the folder in which data.cache_dir = {spec.data.cache_dir} "
+            f"run.name = {name!r} is the folder of run.output_dir = {spec.run.output_dir} that "
             f"keeps token stores; use another name"
         )
 
@@ -245,14 +243,6 @@ def _check_expert_stages(spec: RunSpec, held: int) -> None:
         raise UserError(
             f"ep.stages = {stages} does not divide the {held} experts of a rank "
             f"(model.experts.num / parallel.ep); use one of {good}"
-        )
-
-
-def _check_overlap(spec: RunSpec) -> None:
-    if spec.cp.stages > 1 and not spec.cp.overlap:
-        raise UserError(
-            f"cp.stages = {spec.cp.stages} with cp.overlap = false: nothing would run while "
-            f"a stage travels; set cp.overlap = true or cp.stages = 1"
         )
 
 

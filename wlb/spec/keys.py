@@ -83,6 +83,12 @@ REMOVED: dict[str, RemovedKey] = {
         "training.recompute = full keeps what its second forward pass gathered",
         False,
     ),
+    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does it", False),
+    "cp.stages": RemovedKey("cp.overlap_stages says both that and how often", 1),
+    "data.cache_dir": RemovedKey(
+        "stores of data.corpus are in run.output_dir/stores; `wlb prepare` puts one anywhere",
+        "runs/stores",
+    ),
     "data.long_documents": RemovedKey(
         "documents longer than the context window are always split; PackerOptions of wlb.packing "
         "can refuse them",
@@ -116,14 +122,15 @@ REMOVED: dict[str, RemovedKey] = {
         "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
+    "run.memory_gib": RemovedKey("cluster.memory_gib is for runs and estimates", 0.0),
     "run.over_memory": RemovedKey(
-        "a run whose memory estimate exceeds the device is always refused; a larger run.memory_gib "
-        "starts it anyway",
+        "a run whose memory estimate exceeds the device is always refused; a larger "
+        "cluster.memory_gib starts it anyway",
         "refuse",
     ),
     "sharding.stages": RemovedKey(
         "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
-        "than one chosen for each; cp.stages sets it",
+        "than one chosen for each; cp.overlap_stages sets it",
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),

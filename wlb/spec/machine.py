@@ -44,13 +44,15 @@ class EpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Hardware assumed by estimates; a run takes from it only the peak that its MFU is of."""
+    """Hardware assumed by estimates. A run takes from it the memory that it may use and the peak
+    that its MFU is of, where they are set."""
 
     memory_gib: float = key(
-        80.0,
-        "device memory, which simulate, tune and --dry-run check layouts against",
+        0.0,
+        "device memory, which layouts and runs are checked against; 0 = in a run that of the "
+        "smallest GPU, unlimited on the CPU; in estimates 80",
         unit="GiB",
-        above=0,
+        at_least=0,
         at_most=1e6,
     )
     peak_tflops: float = key(

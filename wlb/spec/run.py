@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from wlb.plan import row_multiple
@@ -58,7 +59,9 @@ class FusedKernels(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
-    output_dir: str = key("runs", "folder that holds all runs")
+    output_dir: str = key(
+        "runs", "folder that holds all runs, and in stores/ the token stores of data.corpus"
+    )
     stop_file: str = key(
         "",
         "the run stops when this file exists: it finishes its step, saves and exits with status"
@@ -73,14 +76,11 @@ class RunSection:
     device: Device = key(
         Device.AUTO, "device of the ranks; auto = CUDA if every rank has a GPU, otherwise the CPU"
     )
-    memory_gib: float = key(
-        0.0,
-        "device memory of a rank, which the memory estimate is checked against; 0 = memory of "
-        "the smallest GPU, unlimited on the CPU",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
+
+    @property
+    def stores_dir(self) -> Path:
+        """Folder of token stores built from data.corpus, which all runs of output_dir share."""
+        return Path(self.output_dir, "stores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,18 +166,25 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
-    overlap: bool = key(
-        False,
-        "attend to the keys that a CP rank holds while others' travel, in two kernel calls merged "
-        "by their log-sum-exps; hides more of the exchange, costs a second launch and copies",
-    )
-    stages: int = key(
-        1,
-        "with overlap, exchanges in which a micro-batch's keys arrive one after the other, each "
-        "hidden behind attention over those before; pays between nodes; costs a launch each",
-        at_least=1,
+    overlap_stages: int = key(
+        0,
+        "attend to the keys that a CP rank holds while others' travel, in calls merged by their "
+        "log-sum-exps: others' arrive in so many exchanges, each hidden behind attention over "
+        "those before; costs a launch a stage and copies; 1 in a node, more may pay between nodes; "
+        "0 = one call after one exchange",
+        at_least=0,
         at_most=64,
     )
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a rank attends to its own keys while others' travel."""
+        return self.overlap_stages > 0
+
+    @property
+    def stages(self) -> int:
+        """Exchanges in which a micro-batch's keys arrive."""
+        return max(1, self.overlap_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +201,6 @@ class DataSection:
         'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
         "(conversations about them) or a folder of UTF-8 files",
     )
-    cache_dir: str = key("runs/stores", "folder for token stores built from data.corpus")
     bpe_vocab_size: int = key(
         4096,
         "vocabulary size of the byte-level BPE trained on data.corpus",

@@ -86,12 +86,12 @@ def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
 
 
 def _told_budget(spec: RunSpec, device: str) -> Budget | None:
-    """The budget of run.memory_gib, beyond which a run is refused; None if it is not set."""
-    given = spec.run.memory_gib
+    """The budget of cluster.memory_gib, beyond which a run is refused; None if it is not set."""
+    given = spec.cluster.memory_gib
     if not given:
         return None
     of = cpu_budget if device == "cpu" else gpu_budget
-    return of(spec, gib=given, source="run.memory_gib")
+    return of(spec, gib=given, source="cluster.memory_gib")
 
 
 def _documents(spec: RunSpec, stores: Stores | None) -> _Documents:

@@ -276,7 +276,7 @@ def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
     text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
     assert "keys exchanged 25.0%" in text
     assert "by need in 6 of 8 micro-batches" in text
-    assert "sharding.exchange = gather, cp.overlap = false" in text
+    assert "sharding.exchange = gather, cp.overlap_stages = 0" in text
 
 
 def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> None:
