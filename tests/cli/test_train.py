@@ -211,7 +211,7 @@ def test_bad_input_is_refused_in_a_line_before_any_rank_starts(
     message = refused([str(tiny), "--set", *layout, *given], capsys)
     assert value.format(folder=folder) in message
     assert remedy in message
-    assert not (folder / "runs").exists()
+    assert not (folder / "runs" / "tiny").exists()
 
 
 @pytest.mark.usefixtures("_no_ranks")
@@ -280,7 +280,7 @@ def test_a_dry_run_shows_what_the_run_would_take(
     assert rows["total"].strip().endswith(" GiB")
     assert "First plan, pipeline 0" in shown
     assert lacks(shown, "Memory of the fullest rank", "activations", "step 0: ", "imbalance") == []
-    assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "runs" / "tiny").exists()
 
 
 @pytest.mark.parametrize("key", ["reshard_after_forward=true", "shard_size=1"])
@@ -389,7 +389,7 @@ def test_calibrations_that_cannot_work_are_refused(
 ) -> None:
     steps = [] if len(arguments) == 1 else ["--set", "telemetry.warmup_steps=0"]
     assert message in refused([str(tiny), *steps, *arguments], capsys)
-    assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "runs" / "tiny").exists()
 
 
 @pytest.mark.full
@@ -501,4 +501,4 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
     )
     assert out.returncode != 0
     assert "wlb train: model.vocab_size = 100 is smaller than the" in out.stderr
-    assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "runs" / "tiny").exists()

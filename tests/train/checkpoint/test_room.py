@@ -138,7 +138,7 @@ def test_a_run_looks_for_room_before_its_folder_is_made(
     fit(trained, 0.5)
     with pytest.raises(UserError, match="not one could be saved"):
         train(spec)
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "small").exists()
     fit(trained, 1.5)
     _, shown = train(spec)
     assert "1 more fit, but the run will hold 2 more at once" in " ".join(shown.split())
