@@ -65,7 +65,7 @@ class TrainingRun:
             "data.context_window": self.window,
             "data.num_windows": self.windows,
             "data.row_multiple": 128 if setting.device == "cuda" else 1,
-            "cost.profile": "h100" if setting.device == "cuda" else "cpu",
+            "cost.profile": "h100_runs" if setting.device == "cuda" else "cpu",
             "training.dtype": "bfloat16" if setting.device == "cuda" else "float32",
             "training.steps": self.steps,
             "training.warmup_steps": 2,

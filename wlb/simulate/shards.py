@@ -35,6 +35,11 @@ COLLECTIVE_NODES = frozenset(
 ADAMW_VALUES, NORM_VALUES = 7, 1
 """float32 values read and written for one parameter."""
 
+FSDP_SLOWDOWN = 0.32
+"""Seconds that computing loses for each second of FSDP's collectives beside it, because NCCL
+occupies SMs and memory bandwidth. Fitted to published runs
+(`experiments/beyond/published_runs`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpExecution:
@@ -52,9 +57,9 @@ class FsdpExecution:
     reduce_copy_bytes: int = 0
     # Whether backward gathers a layer while the one before it computes. False: after it.
     prefetches_backward: bool = True
-    # Seconds that computing loses for each second of a collective beside it, because NCCL occupies
-    # SMs and memory bandwidth.
-    slowdown: float = 0.0
+    # Seconds that computing loses for each second of a collective beside it. Counted where passes
+    # gather for themselves.
+    slowdown: float = FSDP_SLOWDOWN
     # float32 values that the optimizer reads and writes for one parameter: 7 in a fused kernel.
     update_values: int = ADAMW_VALUES
 

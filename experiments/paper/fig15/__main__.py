@@ -116,8 +116,8 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 def device_of(requested: str) -> torch.device | None:
     """Returns the device, None to predict.
 
-    - none: nothing is measured; `attention_latency` predicts with the h100 profile (published
-      numbers).
+    - none: nothing is measured; `attention_latency` predicts with profile `h100_runs`, whose
+      attention kernels were measured on an H100.
     - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
     - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
     """
@@ -130,8 +130,9 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     """Returns the title of a table and a sentence about how the times came about."""
     if case is None:
         return (
-            "predicted, h100 profile, collectives apart",
-            "Nothing was measured: `wlb.cost.attention_latency` with `kernels_profile/h100.json`.",
+            "predicted, profile h100_runs, collectives apart",
+            "No step was run: `wlb.cost.attention_latency` with `kernels_profile/h100_runs.json`, "
+            "FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
@@ -158,7 +159,7 @@ def arguments() -> argparse.Namespace:
         "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
     )
     parser.add_argument(
-        "--profile", default="h100", help="kernel profile that predicts and chooses on CUDA"
+        "--profile", default="h100_runs", help="kernel profile that predicts and chooses on CUDA"
     )
     parser.add_argument(
         "--out", type=Path, help="write the times as JSON to this file, and no page"

@@ -26,7 +26,7 @@ STRATEGIES = (*STATIC, "adaptive", "hybrid", "balanced")
 
 
 def layer_cost(
-    *, window: int, cp: int, profile: str = "h100", backend: str | None = None
+    *, window: int, cp: int, profile: str = "h100_runs", backend: str | None = None
 ) -> ProfiledWorkload:
     """Returns the cost of one layer of the 7B model on a rank of Table 1's TP degree."""
     tp = TP.get(window, TP[WINDOW])

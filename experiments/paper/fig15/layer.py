@@ -30,7 +30,7 @@ class Case:
     cp: int
     device: torch.device
     scale: Fraction
-    profile: str = "h100"
+    profile: str = "h100_runs"
 
     def lengths(self, pieces: IntArray) -> IntArray:
         """Returns the scaled lengths, each at least one token."""
