@@ -107,11 +107,10 @@ REMOVED: dict[str, RemovedKey] = {
     "model.rope_scaling.high_freq_factor": _turns(4.0),
     "model.rope_scaling.low_freq_factor": _turns(1.0),
     "packing.bin_method": RemovedKey(
-        "packing.method chooses how bins are filled; CapacityPacker(method=...) of wlb.packing "
-        "takes any way",
-        "best_fit_decreasing",
+        "packing.method, which records hold beside it, chooses how bins are filled; "
+        "CapacityPacker(method=...) of wlb.packing takes any way"
     ),
-    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it", False),
+    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it"),
     "packing.grouping": RemovedKey(
         "micro-batches of like load always share a step, which balances better", "by_load"
     ),
