@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from experiments.gpu_hour.measured import compared
+from experiments.gpu_hour.runs import make_store
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import ROOT, How, Table, show, write_results
 from experiments.paper.fig15.case import STATIC, layer_cost, micro_batches
 from wlb.cost import attention_latency
-from wlb.prepare.synthetic import prepare_synthetic
 from wlb.sharding import shard
 
 RECORDS = Path(__file__).parent / "results" / "h100_2026-11-26"
@@ -50,10 +50,7 @@ def make_documents() -> None:
     """Makes the stores that the runs read; their lengths do not depend on the machine."""
     for name, tokens in DOCUMENTS.items():
         prefix = ROOT / "runs" / "gpu_hour" / "documents" / name
-        if not Path(f"{prefix}.json").exists():
-            prepare_synthetic(
-                prefix, family="wlb_paper", num_tokens=tokens, window=WINDOW, seed=0, overwrite=True
-            )
+        make_store(prefix, tokens=tokens, window=WINDOW)
 
 
 def steps_of(name: str) -> dict[str, Any]:

@@ -27,17 +27,17 @@ STEPS, QUICK_STEPS = 160, 20
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap_stages=1")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
-SYSTEMS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
-    "plain_4d": ("plain_4d", ((),)),
-    "plain_anywhere": ("plain_4d", (("packing.window_cut=anywhere",),)),
-    "plain_by_need": ("plain_4d", (BY_NEED,)),
-    "fixed_4d": ("fixed_4d", ((),)),
-    "paper": ("paper", ((),)),
-    "wlb": ("wlb", ((),)),
-    "by_need": ("wlb", (BY_NEED,)),
+SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plain_4d": ("plain_4d", ()),
+    "plain_anywhere": ("plain_4d", ("packing.window_cut=anywhere",)),
+    "plain_by_need": ("plain_4d", BY_NEED),
+    "fixed_4d": ("fixed_4d", ()),
+    "paper": ("paper", ()),
+    "wlb": ("wlb", ()),
+    "by_need": ("wlb", BY_NEED),
 }
-"""Compared systems: the name of each in wlb, and alternatives of overrides on top of it. Plain-4D
-is the paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""
+"""Compared systems: the name of each in wlb, and overrides on top of it. Plain-4D is the
+paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""
 NAMES = {
     "fixed_4d": "Fixed-4D",
     "paper": "WLB-LLM",
@@ -206,8 +206,8 @@ def system(
 
 def compared(name: str, config: str, *more: str, **options: Any) -> list[Case]:
     """Returns the alternatives of one of SYSTEMS on a configuration, as `system` does."""
-    known, ways = SYSTEMS[name]
-    return [case for way in ways for case in system(known, config, *way, *more, **options)]
+    known, overrides = SYSTEMS[name]
+    return system(known, config, *overrides, *more, **options)
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:

@@ -287,8 +287,8 @@ class ProfiledWorkload:
                 *(rows, keys, offsets), num_heads=self.heads_per_rank, sliding=window
             )
             forward, backward = forward + calls[0] * layers, backward + calls[1] * layers
-        again = whole_ns(forward) * self.linear.again.attention
-        return whole_ns(forward), whole_ns(backward) + again
+        recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
+        return whole_ns(forward), whole_ns(backward) + recomputed
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
@@ -389,7 +389,7 @@ class ProfiledWorkload:
                 sliding=window,
             )
             forward, backward = forward + times[0] * layers, backward + times[1] * layers
-        return forward, backward + forward * self.linear.again.attention
+        return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
         """Numbers of layers and their windows, 0 for those that see all keys."""

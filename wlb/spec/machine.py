@@ -44,36 +44,36 @@ class EpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Hardware assumed by estimates. A run takes from it the memory that it may use and the peak
-    that its MFU is of, where they are set."""
+    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run reads tp_overlap for
+    its prices, and memory_gib and peak_tflops where they are set."""
 
     memory_gib: float = key(
         0.0,
-        "device memory, which layouts and runs are checked against; 0 = in a run that of the "
-        "smallest GPU, unlimited on the CPU; in estimates 80",
+        "memory of a device, which layouts and runs must fit; 0 = in a run that of the smallest "
+        "GPU, without a limit on the CPU, and 80 in simulate, tune and --dry-run",
         unit="GiB",
         at_least=0,
         at_most=1e6,
     )
     peak_tflops: float = key(
         0.0,
-        "dense peak of a device in training.dtype, for MFU; 0 = of known GPUs in bfloat16 in runs, "
-        "which report no MFU on others, and 989 (H100) in estimates",
+        "most that a device computes in training.dtype without sparsity, for MFU; 0 = of known "
+        "GPUs in bfloat16 in runs, which report no MFU on others, and 989 (H100) in estimates",
         unit="TFLOP/s",
         at_least=0,
         at_most=1e9,
     )
     overhead: float = key(
         0.0,
-        "time that a simulated step takes beside its passes (host, input, jitter), as a share "
+        "time that a simulated step takes besides its passes (host, input, jitter), as a share "
         "of the mean rank's time in passes",
         at_least=0,
         at_most=1000,
     )
     tp_overlap: float = key(
         0.0,
-        "share of TP's collectives that is hidden behind matrix products, for pricing; wlb's "
-        "own executor overlaps some in backward",
+        "share of the time of TP's collectives that prices take as hidden behind matrix products; "
+        "wlb itself hides some of it in backward",
         at_least=0,
         at_most=1,
     )

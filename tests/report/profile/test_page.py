@@ -203,7 +203,7 @@ def test_the_worst_predictions_are_listed(page: str) -> None:
 
 
 def test_the_table_of_residuals_has_every_number(page: str) -> None:
-    found = {tuple(r[:3]): r[3:] for r in rows(page) if len(r) == 8}
+    found = {tuple(r[:4]): r[4:] for r in rows(page) if len(r) == 9}
     assert len(found) == 2 * 2 * 3
     residuals = residuals_of(HELD, 1)
     for words, kind, count, again in (
@@ -211,8 +211,17 @@ def test_the_table_of_residuals_has_every_number(page: str) -> None:
         ("varlen batches", "held_batch", 16, "1.0%"),
     ):
         errors = [f"{residuals[f'{kind}_total_{part}']:.1%}" for part in ("mape", "p95", "max")]
-        cells = found["flash_attention_3, 4 heads of 128", words, "total"]
+        cells = found["flash_attention_3, 4 heads of 128", "no price", words, "total"]
         assert cells == [str(count), *errors, again]
+
+
+def test_errors_say_whether_blocks_are_priced() -> None:
+    blocks = BlockCost(forward_ns=1, backward_ns=5, tail_forward_ns=0, tail_backward_ns=0)
+    first = replace(PROFILE.attention[0], blocks=blocks)
+    profile = replace(PROFILE, attention=(first, *PROFILE.attention[1:]))
+    page = page_of(RECORDS, HELD, profile=profile)
+    said = [r[1] for r in rows(page) if len(r) == 9]
+    assert said == ["priced"] * 6 + ["no price"] * 6
 
 
 def off(samples: Sequence[PlottedSample], which: int) -> str:
@@ -290,7 +299,7 @@ def test_nothing_measured_at_all() -> None:
     assert "No whole document was measured at this head layout." in page
     assert page.count("No held-out call was measured.") == 2
     assert "<h1>Kernel profile &lt;h100&gt;</h1>" in page
-    assert [r[4:7] for r in rows(page) if len(r) == 8] == [["not measured"] * 3] * 12
+    assert [r[5:8] for r in rows(page) if len(r) == 9] == [["not measured"] * 3] * 12
 
 
 def test_a_cpu_with_groups_padding_and_few_points() -> None:
