@@ -168,9 +168,9 @@ class PipelineSection:
 class CpSection:
     overlap_stages: int = key(
         0,
-        "attend to the keys that a CP rank holds while others' travel, in calls merged by their "
-        "log-sum-exps: others' arrive in so many exchanges, each hidden behind attention over "
-        "those before; costs a launch a stage and copies; 1 in a node, more may pay between nodes; "
+        "attend to the keys that a CP rank holds while others' travel, in calls whose outputs are "
+        "merged: others' arrive in so many exchanges, each hidden behind attention over those "
+        "before; costs a launch a stage and copies; 1 in a node, more may pay between nodes; "
         "0 = one call after one exchange",
         at_least=0,
         at_most=64,
