@@ -20,6 +20,7 @@ import pytest
 import wlb
 
 ROOT = Path(__file__).parents[1]
+ADAPTERS = ROOT / "wlb" / "adapters"
 NAMES = [name for name in wlb.__all__ if name != "__version__"]
 PROGRAM = """
 import sys
@@ -119,7 +120,9 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "wlb" / "adapters").glob("*.py")), ids=lambda p: p.stem
+    "path",
+    sorted(p for d in (ADAPTERS, ADAPTERS / "rl") for p in d.glob("*.py")),
+    ids=lambda p: str(p.relative_to(ADAPTERS)),
 )
 def test_every_public_name_of_the_adapters_is_documented(path: Path) -> None:
     """The adapters are read, not imported, because their libraries may be missing."""

@@ -19,7 +19,6 @@ wlb train "$out/base/model.toml" --set "data.store=$out/chat" "run.name=chat" "r
 
 # 4. The export has the chat template, and stops where an assistant's turn ends.
 wlb export "$out/runs/chat" --out "$out/exported"
-wlb sample "$out/runs/chat" --prompt "Hello"
 python - "$out/exported" <<'END'
 import sys
 

@@ -15,10 +15,7 @@ wlb train "$here/pretrain.toml" --set "${settings[@]}"
 # 3. Go on from the last checkpoint, with more steps. Another layout would do as well: parallel.cp=1 parallel.dp=2
 wlb train "$here/pretrain.toml" --resume --set "${settings[@]}" training.steps=30
 
-# 4. A look at it: the most likely continuation.
-wlb sample "$out/pretrain" --prompt "The " --tokens 16
-
-# 5. A Hugging Face folder, with the tokenizer.
+# 4. A Hugging Face folder, with the tokenizer.
 wlb export "$out/pretrain" --out "$out/exported"
 python - "$out/exported" <<'END'
 import sys

@@ -25,7 +25,7 @@ from wlb.spec import RunSpec, system_overrides
 
 STEPS, QUICK_STEPS = 160, 20
 SEED = 1
-BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
+BY_NEED = ("sharding.exchange=needed", "cp.overlap_stages=1")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
 SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plain_4d": ("plain_4d", ()),

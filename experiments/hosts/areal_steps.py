@@ -1,19 +1,29 @@
 """Trains two processes on AReaL's micro-batches, cut by wlb (areal >= 1.0; 1.0.4 was run)."""
 
 from argparse import Namespace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from experiments.hosts.common import TinyTrainer, in_two_processes
+from wlb.adapters.rl.own_ranks import Cut, cut
+from wlb.adapters.rl.swap import Swap
+
+PLACE = "areal.utils.data:allocate_balanced_mbs_synced"
+
+
+def allocate_balanced_mbs_synced(mb_spec: Any, lens: Any, group: Any = None) -> list[list[int]]:
+    """AReaL's function of this name: indices of each micro-batch, as many on all ranks."""
+    least, multiple = mb_spec.n_mbs or 1, mb_spec.n_mbs_divisor or 1
+    how = Cut(max_tokens=int(mb_spec.max_tokens_per_mb), at_least=least, multiple=multiple)
+    return cut(lens, how, group)
 
 
 def train(rank: int) -> None:
     from areal.utils import data
 
-    import wlb.adapters.areal
-
-    wlb.adapters.areal.install()
+    Swap("areal", {PLACE: allocate_balanced_mbs_synced}).install()
     spec = Namespace(max_tokens_per_mb=256, n_mbs=1, n_mbs_divisor=1)
     rng, trainer = np.random.default_rng(rank), TinyTrainer()
     for step in range(4):

@@ -1,25 +1,36 @@
-"""Trains two processes on bins of NeMo-RL's packer "wlb" (nemo-rl >= 0.6; 7ea279a was run)."""
+"""Trains two processes on bins of a NeMo-RL packer by wlb (nemo-rl >= 0.6; 7ea279a was run).
+
+Leave `positive_example_nll_weight` at 0: its mean depends on how any packer cuts a step.
+"""
 
 import numpy as np
 
 from experiments.hosts.common import TinyTrainer, in_two_processes
+from wlb import balance_step
+
+
+def balanced_bins(lengths: list[int], *, capacity: int, ranks: int) -> list[list[int]]:
+    """Bins slot by slot, as many as ranks, of nearly equal work: NeMo-RL deals them in turn."""
+    step = balance_step(lengths, num_ranks=ranks, max_tokens=capacity, cost="verl")
+    num = int(step.num_micro_batches[0])
+    return [step.samples(0, r, m).tolist() for m in range(num) for r in range(ranks)]
 
 
 def train(rank: int) -> None:
     from nemo_rl.data.packing import algorithms
 
-    import wlb.adapters.nemo_rl
+    class Balanced(algorithms.SequencePacker):
+        def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+            return balanced_bins(sequence_lengths, capacity=self.bin_capacity, ranks=2)
 
-    wlb.adapters.nemo_rl.install(cost="verl")
-    packer = algorithms.get_packer("wlb", 256, min_bin_count=2, bin_count_multiple=2)
+    packer = Balanced(256, min_bin_count=2, bin_count_multiple=2)
     rng, trainer = np.random.default_rng(0), TinyTrainer()
     for step in range(4):
         lengths = rng.integers(4, 100, 48).tolist()
         bins = packer.pack(lengths)[rank::2]  # as shard_by_batch_size deals them
-        samples = [sample for one in bins for sample in one]
-        places = iter(range(len(samples)))
+        places = iter(range(sum(map(len, bins))))
         micro_batches = [[next(places) for _ in one] for one in bins]
-        loss = trainer.step([lengths[i] for i in samples], micro_batches)
+        loss = trainer.step([lengths[i] for one in bins for i in one], micro_batches)
         print(f"step {step}, rank {rank}: {len(bins)} micro-batches, {loss:.3f}")
 
 

@@ -5,21 +5,33 @@ import torch
 import torch.distributed as dist
 
 from experiments.hosts.common import TinyTrainer, in_two_processes
+from wlb import balance_step
+from wlb.adapters.rl.swap import Swap
+
+PLACE = "openrlhf.utils.seqlen_balancing:get_seqlen_balanced_partitions"
+LIMIT = 256  # train.max_tokens_per_gpu
+
+
+def balanced_partitions(
+    seqlen_list: list[int], k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """A rank's samples in k lists of nearly equal work, none above the limit."""
+    how = {"max_tokens": LIMIT, "cost": "verl", "equal_counts": equal_size, "num_micro_batches": 1}
+    step = balance_step(seqlen_list, num_ranks=k_partitions, **how)
+    return [step.samples(0, k, 0).tolist() for k in range(k_partitions)]
 
 
 def train(rank: int) -> None:
-    from openrlhf.utils import seqlen_balancing
+    from openrlhf.utils import seqlen_balancing as theirs
 
-    import wlb.adapters.openrlhf
-
-    wlb.adapters.openrlhf.install()
+    Swap("openrlhf", {PLACE: balanced_partitions}).install()
     rng, trainer = np.random.default_rng(rank), TinyTrainer()
     for step in range(4):
         lengths = rng.integers(4, 100, 24).tolist()
-        # As the replay buffer does: the most that a rank needs, then so many of each.
-        num = torch.tensor(seqlen_balancing.get_minimum_num_micro_batch_size(lengths, 256, 1, 1))
+        # As many as both ranks need: one more than the tokens ask for leaves room to balance.
+        num = torch.tensor(sum(lengths) // LIMIT + 2)
         dist.all_reduce(num, dist.ReduceOp.MAX)
-        parts = seqlen_balancing.get_seqlen_balanced_partitions(lengths, int(num), False)
+        parts = theirs.get_seqlen_balanced_partitions(lengths, int(num), False)
         loss = trainer.step(lengths, parts)
         print(f"step {step}, rank {rank}: {len(parts)} micro-batches, {loss:.3f}")
 

@@ -10,9 +10,9 @@ from experiments.hosts.common import TinyTrainer, in_two_processes
 def train(rank: int) -> None:
     from slime.utils import dp_schedule
 
-    import wlb.adapters.slime
+    import wlb.adapters.rl.slime
 
-    wlb.adapters.slime.install(cost="verl")
+    wlb.adapters.rl.slime.install(cost="verl")
     args = Namespace(use_dynamic_batch_size=True, max_tokens_per_gpu=256)
     layout = {
         "dp_size": 2, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1,

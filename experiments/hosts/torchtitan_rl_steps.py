@@ -12,7 +12,7 @@ def train(rank: int) -> None:
     from torchtitan.experiments.rl import types
     from torchtitan.experiments.rl.components.batcher import BatchConfig
 
-    from wlb.adapters.torchtitan_rl import BalancedBatcher
+    from wlb.adapters.rl.torchtitan import BalancedBatcher
 
     config = BalancedBatcher.Config(batch=BatchConfig(local_batch_size=1, seq_len=256))
     batcher = config.build(num_prompts_per_train_step=12, dp_degree=2, pad_id=0)

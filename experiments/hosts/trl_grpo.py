@@ -7,7 +7,7 @@ from experiments.hosts.common import in_two_processes, tiny_llama, words_tokeniz
 
 
 def train(rank: int) -> None:
-    from wlb.adapters.trl import balanced_grpo
+    from wlb.adapters.rl.trl import balanced_grpo
 
     def short(completions: list[str], **_: object) -> list[float]:
         return [-float(len(text.split())) for text in completions]

@@ -12,9 +12,9 @@ SAMPLES, CAP = 24, 256
 def train(rank: int) -> None:
     from verl.utils import seqlen_balancing
 
-    import wlb.adapters.verl
+    import wlb.adapters.rl.verl
 
-    wlb.adapters.verl.install()
+    wlb.adapters.rl.verl.install()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

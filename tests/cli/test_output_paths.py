@@ -104,11 +104,9 @@ def test_an_output_that_leads_nowhere_is_refused_by_name(
     "words",
     [
         [*PREPARE, "/proc/x/y"],
-        [*TRAIN, "data.cache_dir=/proc/x"],
         [*TRAIN, "run.output_dir=away/runs"],
         [*TRAIN, "run.output_dir=away"],
-        [*TRAIN, "data.cache_dir=away/stores"],
-        [*TRAIN, "data.cache_dir=round/stores"],
+        [*TRAIN, "run.output_dir=round/runs"],
     ],
 )
 def test_folders_that_cannot_be_made_are_refused(

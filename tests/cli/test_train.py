@@ -35,7 +35,6 @@ ffn_hidden_size = 64
 
 [data]
 corpus = "{folder}/corpus"
-cache_dir = "{folder}/stores"
 bpe_vocab_size = 320
 context_window = 64
 num_windows = 2
@@ -212,7 +211,7 @@ def test_bad_input_is_refused_in_a_line_before_any_rank_starts(
     message = refused([str(tiny), "--set", *layout, *given], capsys)
     assert value.format(folder=folder) in message
     assert remedy in message
-    assert not (folder / "runs").exists()
+    assert not (folder / "runs" / "tiny").exists()
 
 
 @pytest.mark.usefixtures("_no_ranks")
@@ -282,7 +281,6 @@ def test_a_dry_run_shows_what_the_run_would_take(
     assert "First plan, pipeline 0" in shown
     assert lacks(shown, "Memory of the fullest rank", "activations", "step 0: ", "imbalance") == []
     assert not (tiny.parent / "runs").exists()
-    assert not (tiny.parent / "stores").exists()  # no BPE was trained
 
 
 @pytest.mark.parametrize("key", ["reshard_after_forward=true", "shard_size=1"])
@@ -391,7 +389,7 @@ def test_calibrations_that_cannot_work_are_refused(
 ) -> None:
     steps = [] if len(arguments) == 1 else ["--set", "telemetry.warmup_steps=0"]
     assert message in refused([str(tiny), *steps, *arguments], capsys)
-    assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "runs" / "tiny").exists()
 
 
 @pytest.mark.full
@@ -503,4 +501,4 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
     )
     assert out.returncode != 0
     assert "wlb train: model.vocab_size = 100 is smaller than the" in out.stderr
-    assert not (tiny.parent / "runs").exists()
+    assert not (tiny.parent / "runs" / "tiny").exists()

@@ -181,6 +181,6 @@ def test_training_takes_the_winner(
         words = draw.integers(0, 500, size=int(draw.integers(20, 2000)))
         (corpus / f"{i}.txt").write_text(" ".join(f"w{w}" for w in words), "utf-8")
     words = ["train", made["toml"], "--dry-run", "--set", f"data.corpus={corpus}"]
-    assert main([*words, f"data.cache_dir={tmp_path}", "run.device=cpu"]) == 0
+    assert main([*words, f"run.output_dir={tmp_path}", "run.device=cpu"]) == 0
     out = capsys.readouterr().out
     assert "First plan, pipeline 0" in out

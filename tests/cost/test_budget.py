@@ -63,7 +63,7 @@ def test_groups_of_more_than_one_rank_have_a_communicator(
 
 
 def test_a_cpu_rank_has_no_context() -> None:
-    budget = cpu_budget(RunSpec(), gib=0.5, source="run.memory_gib")
+    budget = cpu_budget(RunSpec(), gib=0.5, source="cluster.memory_gib")
     assert budget.planned_bytes == pytest.approx(0.94 * 0.5 * GIB, abs=1)
     assert budget.planned_gib * GIB == pytest.approx(budget.planned_bytes)
     assert budget.context_bytes == budget.nccl_bytes == 0

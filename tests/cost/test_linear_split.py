@@ -15,7 +15,6 @@ def linear(*, tp: int = 2, recompute: Recompute = Recompute.NONE, tp_overlap: fl
         parallel=ParallelSpec(tp=tp, cp=2, pp=2),
         profile=load_profile("h100"),
         micro_batch_tokens=8192,
-        keep_gathered_kv=False,
         recompute=recompute,
         tp_overlap=tp_overlap,
     )

@@ -59,13 +59,10 @@ TINY = replace(
 )
 
 
-def tiny(
-    *, cp: int, keep_gathered_kv: bool = False, recompute: Recompute = Recompute.NONE
-) -> RunSpec:
+def tiny(*, cp: int, recompute: Recompute = Recompute.NONE) -> RunSpec:
     return replace(
         TINY,
         parallel=ParallelSpec(tp=2, cp=cp, pp=2, dp=1),
-        cp=replace(TINY.cp, keep_gathered_kv=keep_gathered_kv),
         training=replace(TINY.training, recompute=recompute),
     )
 
@@ -75,8 +72,6 @@ def test_layer_activations_literal():
     one, two = tiny(cp=1), tiny(cp=2)
     assert layer_activation_bytes(one, micro_batch_tokens=100) == 100 * (84 + 4 + 8) * 4 // 2
     assert layer_activation_bytes(two, micro_batch_tokens=100) == 50 * (84 + 4 + 8) * 4 // 2
-    kept = tiny(cp=2, keep_gathered_kv=True)
-    assert layer_activation_bytes(kept, micro_batch_tokens=100) == (50 * 88 + 100 * 8) * 4 // 2
 
 
 def test_parts_of_other_families_are_counted():
@@ -155,7 +150,7 @@ def test_calls_without_a_mask_pad_segments_to_80_rows():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "most_attention_workspace_bytes", keep)
         for overlap in (False, True):
-            spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap=overlap))
+            spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap_stages=int(overlap)))
             workspaces_bytes(spec, micro_batch_tokens=131072)
     causal, own_and_others = asked
     assert (causal.is_causal, own_and_others) == (True, replace(causal, is_causal=False))
@@ -174,8 +169,6 @@ def test_recompute_keeps_less_literal():
     assert layer_activation_bytes(half, micro_batch_tokens=100) == 50 * (40 + 4 + 8) * 4 // 2
     full = tiny(cp=2, recompute=Recompute.FULL)
     assert layer_activation_bytes(full, micro_batch_tokens=100) == 50 * 8 * 4 // 2
-    kept = tiny(cp=2, recompute=Recompute.FULL, keep_gathered_kv=True)
-    assert layer_activation_bytes(kept, micro_batch_tokens=100) == 50 * 8 * 4 // 2
 
 
 def test_what_recompute_makes_again_is_workspace_literal():

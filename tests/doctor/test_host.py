@@ -130,10 +130,9 @@ def test_a_disk_too_small_for_checkpoints_is_found(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(one, 0, one))
     assert host.disk(again).verdict == "pass"
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(3 * one, 0, 3 * one))
-    kept = {"checkpoint__interval": 5, "checkpoint__keep_every": 5, "training__steps": 50}
-    milestones = patient(run__output_dir=str(tmp_path), **kept)
-    assert host.disk(milestones).verdict == "warn"  # with room for three, which was enough above
-    assert "the 10 that are there at once" in host.disk(milestones).remedy
+    nine = patient(run__output_dir=str(tmp_path), checkpoint__keep=9)
+    assert host.disk(nine).verdict == "warn"  # with room for three, which was enough above
+    assert "the 10 that are there at once" in host.disk(nine).remedy
 
 
 def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,14 +144,14 @@ def test_too_little_memory_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     host.MEM_INFO.write_text("MemTotal: 8388608 kB\nMemAvailable: 1024 kB\n")
     assert host.memory(patient()).verdict == Verdict.FAIL
     host.MEM_INFO.write_text("MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n")
-    refused = host.memory(patient(run__memory_gib=0.01))  # as `wlb train` refuses it
+    refused = host.memory(patient(cluster__memory_gib=0.01))  # as `wlb train` refuses it
     assert refused.verdict == Verdict.FAIL
     host.MEM_INFO.write_text("")
     assert host.memory(patient()).verdict == Verdict.SKIP
     # One process cannot say what the ranks of a larger layout have.
     assert host.memory(patient(preset="7b_128k")).verdict == Verdict.SKIP
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (30 << 30, 80 << 30))
-    on_gpu = replace(patient(preset="7b_128k", run__memory_gib=80), device=torch.device("cuda"))
+    on_gpu = replace(patient(preset="7b_128k", cluster__memory_gib=80), device=torch.device("cuda"))
     found = host.memory(on_gpu)
     assert found.verdict == Verdict.FAIL
     assert found.found.startswith("30.0 GiB of 80.0 GiB free; the fullest rank needs about ")

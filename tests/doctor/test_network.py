@@ -91,7 +91,7 @@ def test_rows_between_nodes_are_held_against_a_rank_s_own_link() -> None:
 
 
 def measured_on_a_rank(world: World) -> dict[str, tuple[bool, float]]:
-    keys = ["parallel.cp=2", "parallel.dp=1", "sharding.exchange=auto", "cp.overlap=true"]
+    keys = ["parallel.cp=2", "parallel.dp=1", "sharding.exchange=auto", "cp.overlap_stages=1"]
     spec = load("demo_single", keys)
     mesh = build_mesh(spec.parallel, torch.device("cpu"))
     found = measure_groups(replace(patient(), spec=spec, mesh=mesh))

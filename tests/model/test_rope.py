@@ -19,9 +19,7 @@ LLAMA31 = ModelSpec(
     num_heads=32,
     num_kv_heads=8,
     rope_theta=500000.0,
-    rope_scaling=RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
-    ),
+    rope_scaling=RopeScaling(factor=8.0, original_context=8192),
 )
 
 

@@ -65,10 +65,10 @@ def test_each_policy_has_its_packer_and_options() -> None:
         assert isinstance(packer, BoundedPacker | VarLenPacker)
         assert packer.price_range == PriceRange(low=0.9, high=1.2)
     capacity = packer_for(
-        spec(policy=Policy.CAPACITY, bin_method=BinMethod.BEST_FIT, window_batches=2), COST
+        spec(policy=Policy.CAPACITY, method="random_posid", window_batches=2), COST
     )
     assert isinstance(capacity, CapacityPacker)
-    assert (capacity.method, capacity.pack_batches) == (BinMethod.BEST_FIT, 2)
+    assert (capacity.method, capacity.pack_batches) == (BinMethod.NEXT_FIT, 2)
     assert capacity.bin_tokens == 1000
 
 
@@ -268,7 +268,7 @@ def test_s_max_leaves_room_for_a_step(gib: float, windows: float, share: float |
 
 def test_s_max_without_memory_is_refused() -> None:
     unfilled = spec(s_max=0)
-    with pytest.raises(ValueError, match=r"not known on the CPU; set run\.memory_gib"):
+    with pytest.raises(ValueError, match=r"not known on the CPU; set cluster\.memory_gib"):
         with_s_max(unfilled, planned_gib=None)
     with pytest.raises(ValueError, match=r"needs .* GiB for weights, gradients, optimiser and"):
         with_s_max(unfilled, planned_gib=0.001)

@@ -167,7 +167,6 @@ NONE, SELECTIVE, FULL = Recompute
                 replace(BY_NEED, recompute=FULL),
                 [*AGAIN, "2 mlp again", "6 mlp", "2 o", *ATTENTION[1:]],
             ),
-            (replace(ALONE, keep_gathered_kv=True), ["6 mlp", "2 o", *ATTENTION[1:]]),
             (replace(BY_NEED, own_first=True), ["gather kv starts", "6 mlp", "2 o", *OWN_LAST]),
             (
                 replace(ALONE, own_first=True, recompute=FULL),

@@ -58,7 +58,7 @@ def test_a_kernel_without_a_log_sum_exp_is_refused() -> None:
     """Outside the CPU torch's own attention returns none that could be merged."""
     plan = replace(per_document([5, 3], cp=2), exchange=KeyExchange.NEEDED)
     heads = HeadShape(num_heads=4, num_kv_heads=2, head_dim=D, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"cp\.overlap needs the log-sum-exp"):
+    with pytest.raises(ValueError, match=r"cp\.overlap_stages needs the log-sum-exp"):
         ContextAttention.from_rows(
             attention_rows(plan, 0, 4, overlap=True),
             group=None,

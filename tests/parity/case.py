@@ -61,14 +61,12 @@ class Case:
     rope_factor: float = 1.0
     rope_kind: RopeKind = RopeKind.LLAMA3
     head_dim: int = 4
-    keep_gathered_kv: bool = False
     recompute: Recompute = Recompute.NONE
     weight_delay: int = 1
     stage_layers: tuple[int, ...] = ()
     shard_size: int = 0
     reshard: bool = False
     compile_backend: str = ""
-    overlap: bool = False
     own_first: bool = False
     stages: int = 1
     exchange: KeyExchange = KeyExchange.GATHER
@@ -92,7 +90,6 @@ class Case:
         name += f"-shard{self.shard_size}" if self.shard_size else ""
         name += "-reshard" if self.reshard else ""
         name += f"-{self.compile_backend}" if self.compile_backend else ""
-        name += "-overlap" if self.overlap else ""
         name += "-own_first" if self.own_first else ""
         name += "" if self.stages == 1 else f"-stages{self.stages}"
         name += "" if self.exchange == KeyExchange.GATHER else f"-{self.exchange}"
@@ -120,7 +117,10 @@ def spec_of(case: Case) -> RunSpec:
         ffn_hidden_size=48,
         init_std=0.2,
         rope_scaling=RopeScaling(
-            kind=case.rope_kind, factor=case.rope_factor, original_context=16, beta_fast=8.0
+            kind=case.rope_kind,
+            factor=case.rope_factor,
+            original_context=16,
+            turns=(1.0, 8.0) if case.rope_kind == RopeKind.YARN else (),
         ),
     )
     values: dict[str, Any] = dict(case.keys)
@@ -130,13 +130,7 @@ def spec_of(case: Case) -> RunSpec:
             spec,
             model=model,
             parallel=ParallelSpec(tp=case.tp, cp=case.cp, pp=case.pp, dp=case.dp, ep=case.ep),
-            tp=replace(spec.tp, overlap=case.overlap),
-            cp=replace(
-                spec.cp,
-                keep_gathered_kv=case.keep_gathered_kv,
-                overlap=case.own_first,
-                stages=case.stages,
-            ),
+            cp=replace(spec.cp, overlap_stages=case.stages if case.own_first else 0),
             sharding=replace(spec.sharding, exchange=ExchangeChoice(case.exchange)),
             ep=EpSection(stages=case.ep_stages),
             fsdp=FsdpSection(shard_size=case.shard_size, reshard_after_forward=case.reshard),

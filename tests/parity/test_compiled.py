@@ -141,7 +141,7 @@ def hold(case: Case, graphs: tuple[int, int, int]) -> None:
         # Other cases have each of these parts, some on fewer ranks.
         *nightly(
             Case(cp=2, experts=SHARED, ep=2, recompute=Recompute.SELECTIVE, own_first=True),
-            Case(dp=2, keep_gathered_kv=True),
+            Case(dp=2),
             Case(tp=2, recompute=Recompute.SELECTIVE),
             Case(tp=2, cp=2),
             Case(cp=2, recompute=Recompute.FULL),

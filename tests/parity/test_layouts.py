@@ -87,15 +87,15 @@ CASES = [
     Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
     Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Three and four.
-    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, keep_gathered_kv=True),
+    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, strategy="per_sequence"),
 ]
 # Axes in pairs and triples that cases above have with more besides, or on fewer ranks.
 NIGHTLY = [
     # Keys by need.
-    Case(tp=2, cp=2, pp=2, own_first=True, keep_gathered_kv=True, schedule=F1B),
+    Case(tp=2, cp=2, pp=2, own_first=True, schedule=F1B),
     Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),
-    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED, keep_gathered_kv=True),
+    Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED),
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
     # Families.
@@ -120,7 +120,6 @@ NIGHTLY = [
     Case(tp=4, keys=GEMMA2),
     Case(cp=4, strategy="per_sequence", exchange=NEEDED, keys=MISTRAL),
     Case(cp=3, own_first=True, strategy="per_sequence", keys=GEMMA2),
-    Case(cp=2, keep_gathered_kv=True, keys=MISTRAL),
     Case(dp=2, num_micro_batches=8, keys=GEMMA2),
     Case(pp=4, v=2, layers=8, num_micro_batches=6, keys=GEMMA2),
     Case(tp=2, cp=2, pp=2, v=2, keys=GEMMA2, recompute=Recompute.FULL),

@@ -168,7 +168,7 @@ def test_a_planted_host_wait_is_named(planted: dict[str, Rehearsed]) -> None:
         ("pp.schedule=1f1b", "pp.virtual_stages=1"),
         ("pp.schedule=interleaved_zero_bubble", "pp.weight_delay=3"),
         ("sharding.exchange=needed", "parallel.cp=4", "parallel.pp=1", "pp.virtual_stages=1"),
-        ("sharding.exchange=needed", "cp.overlap=true", "kernels.deterministic=true"),
+        ("sharding.exchange=needed", "cp.overlap_stages=1", "kernels.deterministic=true"),
     ],
 )
 def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
@@ -179,16 +179,15 @@ def test_all_ranks_of_a_layout_match(overrides: tuple[str, ...]) -> None:
 
 OPTIONS = [
     ("fsdp.reshard_after_forward=true", "training.recompute=full"),
-    ("tp.overlap=true", "training.recompute=selective"),
-    ("cp.gradient_dtype=bfloat16", "cp.keep_gathered_kv=true"),
+    ("training.recompute=selective",),
     ("sharding.exchange=needed", "training.recompute=full"),
-    ("sharding.exchange=needed", "cp.gradient_dtype=bfloat16", "kernels.fused=off"),
-    ("sharding.exchange=auto", "cp.keep_gathered_kv=true"),
-    ("cp.overlap=true", "kernels.fused=off"),
-    ("cp.overlap=true", "sharding.exchange=needed", "training.recompute=full"),
-    ("cp.overlap=true", "sharding.exchange=needed", "cp.stages=3"),
-    ("cp.overlap=true", "sharding.exchange=auto", "cp.stages=3"),
-    ("cp.overlap=true", "cp.stages=2", "cp.keep_gathered_kv=true"),
+    ("sharding.exchange=needed", "kernels.fused=off"),
+    ("sharding.exchange=auto",),
+    ("cp.overlap_stages=1", "kernels.fused=off"),
+    ("cp.overlap_stages=1", "sharding.exchange=needed", "training.recompute=full"),
+    ("cp.overlap_stages=3", "sharding.exchange=needed"),
+    ("cp.overlap_stages=3", "sharding.exchange=auto"),
+    ("cp.overlap_stages=2",),
     ("kernels.deterministic=true", "kernels.fused=off"),
     ("packing.policy=var_len", "sharding.strategy=per_document"),
 ]
@@ -230,7 +229,7 @@ def expect_the_same_work(plain: StepResult, compiled: StepResult) -> None:
 @pytest.mark.full
 def test_what_the_cluster_refuses_is_refused_with_a_remedy() -> None:
     compiler = small_job("training.compile=true", "training.compile_backend=aot_eager")
-    specs = [compiler, small_job("run.memory_gib=0.001")]
+    specs = [compiler, small_job("cluster.memory_gib=0.001")]
     told = ["only the graphs of 'inductor' are known", "needs about"]
     for error, said in zip(rehearse_each(specs, ranks="0", steps=2), told, strict=True):
         assert isinstance(error, UserError)

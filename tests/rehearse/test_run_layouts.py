@@ -11,7 +11,7 @@ import pytest
 
 from experiments.beyond.rehearsals.__main__ import FORCED
 from tests.gpu import test_gpu
-from tests.parity import test_fsdp, test_layouts, test_tp_overlap
+from tests.parity import test_fsdp, test_layouts
 from tests.parity.case import Case, spec_of
 from tests.rehearse.case import ON_ALL_AXES, SMALL
 from wlb.cli.system import with_system
@@ -31,7 +31,6 @@ LAYOUTS = dict.fromkeys(
         *test_gpu.CASES,
     )
 )
-OTHERS = (*test_fsdp.CASES, *(case for case, _ in test_tp_overlap.CASES))
 ALTERNATIVES = (*SYSTEMS, *FORCED)
 
 
@@ -71,7 +70,7 @@ LARGE_ONES = [case for case in LARGE if case not in COMBINED]
         pytest.param(AXES, id="axes-and-stages", marks=pytest.mark.nightly),
         pytest.param(COMBINED, id="three-axes", marks=pytest.mark.nightly),
         pytest.param(LARGE_ONES, id="large", marks=pytest.mark.nightly),
-        pytest.param(OTHERS, id="fsdp-and-overlap", marks=pytest.mark.nightly),
+        pytest.param(test_fsdp.CASES, id="fsdp", marks=pytest.mark.nightly),
         pytest.param(SMALL_ONES, id="small", marks=pytest.mark.nightly),
     ],
 )

@@ -49,7 +49,6 @@ def cost_of(spec: RunSpec, *, profile: str = "h100") -> ProfiledWorkload:
         parallel=spec.parallel,
         profile=load_profile(profile),
         micro_batch_tokens=spec.data.context_window,
-        keep_gathered_kv=spec.cp.keep_gathered_kv,
         recompute=spec.training.recompute,
         tp_overlap=spec.cluster.tp_overlap,
     )

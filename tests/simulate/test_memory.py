@@ -92,13 +92,6 @@ def test_bytes_of_a_pass_by_hand(how: Recompute, kept: int) -> None:
     assert found.waiting.tolist() == [[50 * 4 * (92 + 4) // 2, 0]]
 
 
-def test_gathered_keys_do_not_wait_for_weights() -> None:
-    kept = replace(TINY, cp=replace(TINY.cp, keep_gathered_kv=True))
-    plain, gathered = (pass_bytes(s, np.array([100])) for s in (TINY, kept))
-    assert gathered.kept[0] - plain.kept[0] == 50 * 2 * 4 * 4 // 2
-    assert gathered.waiting == plain.waiting
-
-
 @pytest.mark.parametrize(
     ("v", "layers"), [(1, ()), (2, ()), (1, (2, 3, 3, 0)), (2, (0, 1, 1, 1, 1, 1, 1, 2))]
 )
@@ -112,20 +105,18 @@ def test_equal_micro_batches_need_what_the_estimate_says(v: int, layers: tuple[i
         assert found[0, rank] == estimate.total_bytes
 
 
-@pytest.mark.parametrize("keeps_keys", [False, True])
 @pytest.mark.parametrize("how", Recompute)
 @pytest.mark.parametrize(
     ("v", "n", "delay", "layers"),
     [(1, 8, 1, ()), (2, 8, 4, ()), (2, 3, 2, (0, 1, 2, 1, 1, 1, 1, 1))],
 )
 def test_what_waits_for_weights_is_in_the_estimate(
-    v: int, n: int, delay: int, layers: tuple[int, ...], how: Recompute, keeps_keys: bool
+    v: int, n: int, delay: int, layers: tuple[int, ...], how: Recompute
 ) -> None:
     spec = spec_of(pp=4, v=v, n=n, dp=1, schedule=ZERO_BUBBLE)
     pipeline = replace(spec.pp, stage_layers=layers, weight_delay=delay)
     training = replace(spec.training, recompute=how)
-    cp = replace(spec.cp, keep_gathered_kv=keeps_keys)
-    spec = check(replace(spec, pp=pipeline, training=training, cp=cp))
+    spec = check(replace(spec, pp=pipeline, training=training))
     simulator, steps = made(spec, [4096] * n)
     found = simulator.run(simulator.price(steps)).peak_memory_bytes
     for rank in range(4):

@@ -48,7 +48,7 @@ class Lab:
         number."""
         variables, options, script = documented_trial()
         assert script == "slurm/7b_128k.sh"
-        more = f" data.corpus={self.folder}/corpus data.cache_dir={self.folder}/stores"
+        more = f" data.corpus={self.folder}/corpus"
         variables["EXTRA"] += f"{more} training.steps={STEPS}"
         options = [*options, f"--nodelist={nodes}"]
         # One trial shows that ranks are examined first.
@@ -206,11 +206,7 @@ def test_a_file_of_one_s_own_is_trained_as_it_says(lab: Lab) -> None:
     variables, options, _ = documented_trial()
     spec = load("7b_128k", [*variables["EXTRA"].split(), f"data.corpus={lab.folder}/corpus"])
     scratch = lab.folder / "scratch"
-    spec = replace(
-        spec,
-        run=replace(spec.run, output_dir=str(scratch)),
-        data=replace(spec.data, cache_dir=f"{lab.folder}/stores"),
-    )
+    spec = replace(spec, run=replace(spec.run, output_dir=str(scratch)))
     own = lab.folder / "my run.toml"
     own.write_text(to_toml(spec), "utf-8")
     given = {"OUTPUT": "", "DEVICE": "cpu", "DOCTOR": "no"}

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from wlb.plan import UserError
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
 from wlb.spec.keys import (
     REMOVED,
@@ -19,24 +20,18 @@ from wlb.spec.keys import (
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
-    "checkpoint.asynchronous",
     "checkpoint.init_from",
     "checkpoint.interval",
     "checkpoint.keep",
-    "checkpoint.keep_every",
     "cluster.memory_gib",
     "cluster.overhead",
     "cluster.peak_tflops",
     "cluster.tp_overlap",
     "cost.expert_load",
     "cost.profile",
-    "cp.gradient_dtype",
-    "cp.keep_gathered_kv",
-    "cp.overlap",
-    "cp.stages",
+    "cp.overlap_stages",
     "data.blend",
     "data.bpe_vocab_size",
-    "data.cache_dir",
     "data.context_window",
     "data.corpus",
     "data.epochs",
@@ -45,7 +40,6 @@ KEYS = [
     "data.num_windows",
     "data.row_multiple",
     "data.store",
-    "data.verify",
     "ep.stages",
     "eval.interval",
     "eval.interval_tokens",
@@ -85,13 +79,10 @@ KEYS = [
     "model.qkv_bias",
     "model.query_scale_size",
     "model.rope_scaling.attention_factor",
-    "model.rope_scaling.beta_fast",
-    "model.rope_scaling.beta_slow",
     "model.rope_scaling.factor",
-    "model.rope_scaling.high_freq_factor",
     "model.rope_scaling.kind",
-    "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.original_context",
+    "model.rope_scaling.turns",
     "model.rope_theta",
     "model.scaled_embeddings",
     "model.sliding_rope_theta",
@@ -99,9 +90,7 @@ KEYS = [
     "model.tied_embeddings",
     "model.vocab_size",
     "model.zero_centred_norms",
-    "packing.bin_method",
     "packing.bin_windows",
-    "packing.by_length",
     "packing.delay_price",
     "packing.examples",
     "packing.hold",
@@ -129,7 +118,6 @@ KEYS = [
     "pp.virtual_stages",
     "pp.weight_delay",
     "run.device",
-    "run.memory_gib",
     "run.name",
     "run.output_dir",
     "run.seed",
@@ -137,16 +125,13 @@ KEYS = [
     "sharding.exchange",
     "sharding.remainder",
     "sharding.strategy",
-    "telemetry.enabled",
     "telemetry.ledger",
-    "telemetry.peak_tflops",
     "telemetry.snapshot_steps",
     "telemetry.tensorboard",
-    "telemetry.timeline_interval",
     "telemetry.trace_steps",
     "telemetry.wandb",
     "telemetry.warmup_steps",
-    "tp.overlap",
+    "training.adam_eps",
     "training.beta1",
     "training.beta2",
     "training.clip_norm",
@@ -161,7 +146,6 @@ KEYS = [
     "training.on_nonfinite",
     "training.recompute",
     "training.schedule",
-    "training.skip_spikes",
     "training.steps",
     "training.timeout_s",
     "training.warmup_steps",
@@ -320,11 +304,20 @@ def test_a_removed_key_is_refused_by_name_and_left_out_of_stored_specs(name: str
     assert apply(RunSpec(), stored, source="run.json", is_stored=True) == RunSpec()
 
 
-@pytest.mark.parametrize("name", [name for name, key in REMOVED.items() if key.value is not None])
+SAID = [n for n, key in REMOVED.items() if key.value is not None and not key.decides]
+
+
+@pytest.mark.parametrize("name", SAID)
 def test_a_stored_value_that_has_no_effect_any_more_is_said(name: str) -> None:
     with pytest.warns(RemovedKeyWarning, match=f"run.json: {name} = 'odd' has no effect any more"):
         spec = apply(RunSpec(), nest(name, "odd"), source="run.json", is_stored=True)
     assert spec == RunSpec()
+
+
+@pytest.mark.parametrize("name", [name for name, key in REMOVED.items() if key.decides])
+def test_a_stored_value_that_decides_what_weights_compute_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"run.json: {name} = 7.0 was removed, because .*turns"):
+        apply(RunSpec(), nest(name, 7.0), source="run.json", is_stored=True)
 
 
 @pytest.mark.parametrize(("name", "value"), REMOVED_VALUES)

@@ -34,4 +34,4 @@ def test_sections_that_a_search_chooses_are_written_whole() -> None:
     assert sorted(values) == ["packing", "parallel", "pp", "sharding"]
     assert values["parallel"] == {"tp": 1, "cp": 1, "pp": 1, "dp": 0, "ep": 1}
     assert values["packing"]["queue_thresholds"] == [0.2, 0.63]
-    assert values["packing"]["by_length"] is False
+    assert values["packing"]["price_range"] == [1.0, 1.0]

@@ -72,7 +72,6 @@ def small_spec(folder: Path, corpus: Path, **sections: dict[str, Any]) -> RunSpe
             "pp": {"virtual_stages": 1},
             "data": {
                 "corpus": str(corpus),
-                "cache_dir": str(corpus.parent / "stores"),
                 "bpe_vocab_size": 320,
                 "heldout_fraction": 0.1,
                 "context_window": 128,

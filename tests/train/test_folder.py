@@ -18,7 +18,7 @@ def test_inputs_in_a_run_that_would_be_moved_aside_are_refused(tmp_path: Path, k
         "store": {"data": {"store": made}},
         "heldout_store": {"data": {"store": own, "heldout_store": made}},
         "blend": {"data": {"blend": [f"{own}:0.5", f"{made}:0.5"]}},
-        "corpus": {"data": {"cache_dir": str(tmp_path / "stores")}},
+        "corpus": {},
         "packs": {"data": {"store": own}, "packing": {"packs": inside}},
         "profile": {"cost": {"profile": f"{inside}.json"}},
     }

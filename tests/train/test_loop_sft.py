@@ -94,15 +94,19 @@ def test_the_layout_changes_nothing(method: str, stores: tuple[Path, Path], tmp_
 
 @pytest.mark.nightly
 def test_the_demo_trains_conversations_about_docstrings(tmp_path: Path) -> None:
-    spec = load("sft_demo", [f"data.cache_dir={tmp_path}", "data.bpe_vocab_size=600"])
+    spec = load("sft_demo", [f"run.output_dir={tmp_path}", "data.bpe_vocab_size=600"])
     assert check(spec) is spec
-    made = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
+    made = prepare_docstrings(
+        tmp_path / "stores", vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0
+    )
     store = TokenStore(made.prefix)
     assert store.vocab_size == 600
     assert made.num_documents == store.num_documents > 1500
     assert int(store.lengths.max()) <= 2048
     assert 0.4 < made.num_targets / made.num_tokens < 0.9
-    again = prepare_docstrings(tmp_path, vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0)
+    again = prepare_docstrings(
+        tmp_path / "stores", vocab_size=600, limit=2048, heldout_fraction=0.05, seed=0
+    )
     assert again == replace(made, reused=True, time_s=again.time_s)
     assert not made.reused
     assert train_store(spec) == made.prefix  # found again by who has only the spec

@@ -29,9 +29,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(folder: Path, corpus: Path, memory_mib: float, **sections: Any) -> RunSpec:
-    run = {"memory_gib": memory_mib / 1024, **sections.pop("run", {})}
+    cluster = {"memory_gib": memory_mib / 1024}
     training = {"loss_chunk": 16}  # else logits are most of it
-    return small_spec(folder, corpus, run=run, training=training, **sections)
+    return small_spec(folder, corpus, cluster=cluster, training=training, **sections)
 
 
 def shown(spec: RunSpec) -> str:
@@ -55,13 +55,13 @@ def test_too_much_is_refused_before_a_rank_starts(corpus: Path, tmp_path: Path, 
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         run(spec, console=Console(quiet=True), **options)
     message = str(refused.value)
-    for word in ("3.76 MiB", "4 MiB", "run.memory_gib"):
+    for word in ("3.76 MiB", "4 MiB", "cluster.memory_gib"):
         assert word in message
     for word in ("pipeline rank ", "gradients ", "optimizer "):
         assert word in message
     for key in ("training.recompute", "packing.s_max"):
         assert key in message
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "small").exists()
 
 
 def test_the_rank_and_bytes_are_those_of_the_estimate(corpus: Path, tmp_path: Path) -> None:
@@ -108,15 +108,15 @@ def test_a_gpu_has_its_own_memory(
     )
     spec = small_spec(tmp_path, corpus)
     assert budget_of(spec, "cuda") == gpu_budget(spec, gib=40.0, source="the smallest GPU here")
-    asked = replace(spec, run=replace(spec.run, memory_gib=20.0))
-    assert budget_of(asked, "cuda") == gpu_budget(spec, gib=20.0, source="run.memory_gib")
-    assert budget_of(asked, "cpu") == cpu_budget(spec, gib=20.0, source="run.memory_gib")
+    asked = replace(spec, cluster=replace(spec.cluster, memory_gib=20.0))
+    assert budget_of(asked, "cuda") == gpu_budget(asked)
+    assert budget_of(asked, "cpu") == cpu_budget(spec, gib=20.0, source="cluster.memory_gib")
 
 
 @pytest.mark.usefixtures("_no_ranks")
 @pytest.mark.parametrize("preset", ["7b_128k", "30b_128k", "70b_128k"])
 def test_packing_plans_with_what_the_device_has(preset: str) -> None:
-    """A system's packing plans with cluster.memory_gib = 80, and an H100 shows 79.2 GiB."""
+    """A system's packing plans with 80 GiB, and an H100 shows 79.2 GiB."""
     keys = ["model.vocab_size=32000", "parallel.dp=1"]
     (system,) = system_choices("wlb:1", planned_gib=planned_gib(load(preset, keys)))
     spec = load(preset, [*system, *keys])
@@ -153,12 +153,12 @@ def test_a_dry_run_shows_caps(corpus: Path, tmp_path: Path) -> None:
 def test_s_max_from_memory_trains(corpus: Path, tmp_path: Path) -> None:
     packing = {"policy": "bounded", "s_max": 0, "queue_thresholds": [0.5, 0.9]}
     run, said = train(spec_of(tmp_path, corpus, 2.0, packing=packing, **LAYOUT))
-    assert " MiB of the 1.88 MiB that plans may use of 2 MiB (run.memory_gib;" in said
+    assert " MiB of the 1.88 MiB that plans may use of 2 MiB (cluster.memory_gib;" in said
     spec = run.lines[0]["spec"]
     assert spec["packing"]["s_max"] == 147 / 128
     assert spec["packing"]["memory_gib"] == pytest.approx(0.94 * 2 / 1024)
     assert len(run.losses) == 6
     assert caps_of(apply(RunSpec(), spec, source="metrics"))[0] == 147
     small = small_spec(tmp_path, corpus, packing=packing, **LAYOUT)
-    with pytest.raises(ValueError, match=r"set run\.memory_gib or packing\.memory_gib"):
+    with pytest.raises(ValueError, match=r"set cluster\.memory_gib or packing\.memory_gib"):
         train(small)

@@ -59,7 +59,7 @@ def test_a_kernel_that_compiles_computes_each_kind_of_call_before_the_first_step
     spec = RunSpec(model=model, parallel=ParallelSpec(tp=2, cp=2))
     for overlap, masks in ((False, {True}), (True, {True, False})):
         backend = Compiles()
-        run = replace(spec, cp=replace(spec.cp, overlap=overlap))
+        run = replace(spec, cp=replace(spec.cp, overlap_stages=int(overlap)))
         (said,) = warmed(monkeypatch, run, backend)
         assert [name for name, *_ in backend.calls] == ["forward", "backward"] * (
             len(backend.calls) // 2

@@ -25,9 +25,7 @@ SPEC = ModelSpec(
     norm_eps=1e-6,
     init_std=0.1,
     rope_theta=5000.0,
-    rope_scaling=RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=64
-    ),
+    rope_scaling=RopeScaling(factor=8.0, turns=(1.0, 4.0), original_context=64),
 )
 
 

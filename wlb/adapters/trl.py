@@ -1,41 +1,26 @@
-"""TRL: the samples of each optimiser step balanced, without delay, in SFT and GRPO.
+"""TRL's SFT: the rows of each optimiser step balanced, without delay.
 
     class Mine(BalancedSteps, SFTTrainer): ...   # or balanced_steps(SFTTrainer)(..., max_tokens=n)
-    trainer = balanced_grpo(GRPOTrainer)(...)
 
-SFT: padding-free micro-batches; for steps that may delay rows, `hugging_face.balanced` is closer to
-equal. GRPO: each rank's completions are sliced by length and slices lose their common padding.
+Micro-batches have no padding. For steps that may delay rows, `hugging_face.balanced` is closer to
+equal. GRPO is in `wlb.adapters.rl.trl`.
 """
 
 import functools
-import importlib
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 from wlb.adapters.versions import require
 
 require("trl>=1.16", "transformers>=5.23", "accelerate>=1.15")
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from wlb.adapters.trainers import PlannedTrainer, lengths_of
 from wlb.balance import Cost, StepBalance, balance_step
-from wlb.balance.mini_batches import choose
 from wlb.plan import IntArray, IntLike, UserError, check_at_least, int_array
 from wlb.planner import LLAMA2_7B
-
-GRPO = "trl.trainer.grpo_trainer"
-COMPLETION = ("completion_ids", "completion_mask")
-PROMPT = ("prompt_ids", "prompt_mask")
-BOTH = ("token_type_ids", "mm_token_type_ids")
-"""Tensors of a slice that have a column for each token of a prompt, then of a completion."""
-BY_TOKEN = (
-    "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
-    "importance_sampling_ratio", "advantages",
-)  # fmt: skip
-"""Tensors of a slice that may have a column for each token of a completion."""
 
 
 class BalancedStep(Sampler[list[int]]):
@@ -167,116 +152,3 @@ def balanced_steps(trainer: type[Any]) -> type[Any]:
     """A subclass of TRL's SFTTrainer that takes `max_tokens=` and trains balanced steps."""
     made: Any = type(f"Stepwise{trainer.__name__}", (BalancedSteps, trainer), {})
     return made
-
-
-class BalancedCompletions:
-    """A mixin left of TRL's GRPOTrainer; see `balanced_grpo`.
-
-    TRL shuffles a rank's completions, slices them, and computes each slice at the padded length of
-    all. Here optimiser steps get completions of the same lengths, slices of a step go from long to
-    short on every rank at once, and a slice has no column of padding only. Every slice still has
-    per_device_train_batch_size completions, so losses that divide by completions, by a constant or
-    by the step's tokens are what they were. UserError for settings that look at a slice's tokens.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _check_slices(self)
-
-    def _prepare_inputs(self: Any, generation_batch: Any) -> Any:
-        module: Any = importlib.import_module(GRPO)
-        theirs = module.shuffle_sequence_dict
-        module.shuffle_sequence_dict = self._by_length
-        try:
-            inputs = cast(Any, super())._prepare_inputs(generation_batch)
-        finally:
-            module.shuffle_sequence_dict = theirs
-        return without_padding(inputs)
-
-    def _by_length(self: Any, completions: dict[str, Any]) -> dict[str, Any]:
-        lengths = sum(completions[name].sum(1).cpu() for name in ("prompt_mask", "completion_mask"))
-        slices, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        steps = max(1, slices // accumulated)
-        order = by_length(cast(Tensor, lengths).numpy(), steps=steps)
-        return {name: _taken(value, order) for name, value in completions.items()}
-
-
-def balanced_grpo(trainer: type[Any]) -> type[Any]:
-    """A subclass of TRL's GRPOTrainer whose slices are balanced over ranks and lose padding."""
-    made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
-    return made
-
-
-def _check_slices(trainer: Any) -> None:
-    args = trainer.args
-    # GRPOConfig refuses these too, but does not see those that `accelerate launch` sets.
-    for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
-        if size > 1:
-            raise UserError(
-                f"accelerate's {name} = {size} cuts rows over ranks, which TRL's GRPOTrainer does "
-                f"not support, with balanced slices or without; leave {name} at 1"
-            )
-    generated, accumulated = args.steps_per_generation, args.gradient_accumulation_steps
-    if generated % accumulated and accumulated % generated:
-        raise UserError(
-            f"steps_per_generation = {generated} and gradient_accumulation_steps = {accumulated} "
-            f"give optimiser steps unlike lengths; make one a multiple of the other"
-        )
-    if min(generated, accumulated) == 1:
-        return  # one slice of a generation in each step, so that none is long and none short
-    one_slice = "or gradient_accumulation_steps = 1"
-    if args.loss_type == "bnpo":
-        raise UserError(
-            f"loss_type = 'bnpo' divides by the tokens of a slice, so tokens of short slices would "
-            f"count more than those of long ones; take 'dapo', which divides by the step's, "
-            f"{one_slice}"
-        )
-    if trainer._entropy_bonus_enabled:
-        raise UserError(
-            f"the entropy bonus is a mean over the tokens of a slice, so tokens of short slices "
-            f"would count more than those of long ones; set entropy_coef = 0 and "
-            f"use_adaptive_entropy = False, {one_slice}"
-        )
-    if trainer.top_entropy_quantile < 1.0:
-        raise UserError(
-            f"top_entropy_quantile = {trainer.top_entropy_quantile} compares tokens of a slice, "
-            f"and slices differ in length; set it to 1.0, {one_slice}"
-        )
-
-
-def by_length(lengths: IntLike, *, steps: int) -> IntArray:
-    """An order of completions: step after step of the same lengths, long to short in each.
-
-    UserError for completions that are no multiple of `steps`.
-    """
-    tokens = np.asarray(lengths, np.int64)
-    if tokens.size % steps:
-        raise UserError(f"{tokens.size} completions are no multiple of {steps} optimiser steps")
-    step = choose(tokens.astype(np.float64), np.ones(tokens.size), steps, equal_counts=True)
-    return np.lexsort((-tokens, step))
-
-
-def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A slice without the columns that are padding in all of its rows: the first of prompts, the
-    last of completions."""
-    out: dict[str, Any] = dict(inputs)
-    prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
-    first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
-    used = max(1, int(out["completion_mask"].sum(1).max()))
-    # A truncated completion may be masked as a whole, and yet its images need their tokens.
-    for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
-        used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
-    kept = dict.fromkeys((*COMPLETION, *BY_TOKEN), (width, slice(0, used)))
-    kept |= dict.fromkeys(PROMPT, (prompt, slice(first, None)))
-    kept |= dict.fromkeys(BOTH, (prompt + width, slice(first, prompt + used)))
-    for name, (columns, part) in kept.items():
-        value: Any = out.get(name)
-        if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == columns:
-            out[name] = value[:, part]
-    return out
-
-
-def _taken(value: Any, order: IntArray) -> Any:
-    if isinstance(value, Tensor):
-        return value[order] if value.ndim else value
-    return [value[i] for i in order.tolist()] if isinstance(value, list) else value

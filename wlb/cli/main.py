@@ -18,7 +18,6 @@ from wlb.cli import (
     profile,
     rehearse,
     report,
-    sample,
     simulate,
     train,
     tune,
@@ -99,7 +98,6 @@ def parser_of() -> tuple[argparse.ArgumentParser, Any]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add_parser(commands)
-    sample.add_parser(commands)
     weights.add_parsers(commands)
     completion.add_parser(commands)
     return parser, commands

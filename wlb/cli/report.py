@@ -32,9 +32,9 @@ def add_parser(commands: Any) -> None:
     text = f"file of the page (default: RUN/report.html; of several runs {SEVERAL} here)"
     add_text(parser, "--out", "FILE", text)
     text = (
-        "step whose passes are drawn, as the table of the run counts: measured if recorded "
-        "(telemetry.timeline_interval), otherwise simulated from its plan, which needs the run's "
-        "store (default: the last recorded step)"
+        "step whose passes are drawn, as the table of the run counts: measured if recorded (every "
+        "100th step and the last), otherwise simulated from its plan, which needs the run's store "
+        "(default: the last recorded step)"
     )
     add_text(parser, "--step", "N", text, type=number(int))
     text = (

@@ -234,7 +234,6 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
     return replace(
         given,
         parallel=found.parallel,
-        tp=found.tp,
         ep=found.ep,
         cost=replace(given.cost, expert_load=found.cost.expert_load),
         pp=found.pp,

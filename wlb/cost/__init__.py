@@ -33,6 +33,7 @@ from wlb.cost.latency import kernels_ns as kernels_ns
 from wlb.cost.latency import without_collectives as without_collectives
 from wlb.cost.linear import PLAIN_TORCH as PLAIN_TORCH
 from wlb.cost.linear import RecomputedWork as RecomputedWork
+from wlb.cost.machine import cluster_peak_tflops as cluster_peak_tflops
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops

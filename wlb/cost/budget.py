@@ -12,6 +12,8 @@ from wlb.cost.experts import sharing_ranks
 from wlb.spec import RunSpec
 
 GIB = 2**30
+ASSUMED_GIB = 80.0
+"""Memory of a GPU that estimates assume where cluster.memory_gib does not say: an H100's."""
 CHECKPOINT_BYTES = 12
 """Of a parameter: float32 master weight and both AdamW moments."""
 CONTEXT_GIB = 1.0
@@ -79,12 +81,17 @@ class Budget:
         return f"{size_text(self.planned_bytes)} that plans may use of {of}"
 
 
+def cluster_gib(spec: RunSpec) -> float:
+    """GiB of a GPU that estimates assume: cluster.memory_gib, else `ASSUMED_GIB`."""
+    return spec.cluster.memory_gib or ASSUMED_GIB
+
+
 def gpu_budget(
     spec: RunSpec, *, gib: float | None = None, source: str = "cluster.memory_gib"
 ) -> Budget:
-    """The budget of a GPU with `gib` of memory, or with cluster.memory_gib."""
+    """The budget of a GPU with `gib` of memory, or with that of the cluster."""
     return Budget(
-        gib=spec.cluster.memory_gib if gib is None else gib,
+        gib=cluster_gib(spec) if gib is None else gib,
         source=source,
         context_bytes=int(CONTEXT_GIB * GIB),
         nccl_bytes=int(num_communicators(spec) * COMMUNICATOR_GIB * GIB),
@@ -98,7 +105,7 @@ def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
 
 
 def planned_gib(spec: RunSpec) -> float:
-    """GiB that plans may use of a GPU with cluster.memory_gib."""
+    """GiB that plans may use of a GPU of the cluster."""
     return gpu_budget(spec).planned_gib
 
 

@@ -2,8 +2,8 @@
 
 Forward, rows travel while the query projection runs. Backward, they travel again while the MLP's
 and the output projection's backward run, and gradients return during the query projection's
-(`wlb.parallel.context`). With `cp.overlap`, attention over a rank's own keys hides rows in forward
-and gradients in backward as well, and with `cp.stages` each stage's attention those of the next.
+(`wlb.parallel.context`). With `cp.overlap_stages`, attention over a rank's own keys hides rows in
+forward and gradients in backward as well, and each stage's attention those of the next.
 What hides is priced; nobody has measured it.
 """
 
@@ -31,8 +31,8 @@ def waits_ns(
 ) -> tuple[FloatArray, FloatArray]:
     """What each CP rank waits for its exchange, forward and backward, shape [cp] each.
 
-    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap` out, as layers with a sliding
-    window do; with `cp.stages` those wait for the rows of the mean layer.
+    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap_stages` out, as layers with
+    a sliding window do; in several stages those wait for the rows of the mean layer.
     """
     if plan.cp == 1:
         return np.zeros(1), np.zeros(1)

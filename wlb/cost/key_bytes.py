@@ -10,7 +10,7 @@ from wlb.spec import RunSpec
 class KeyBytes(NamedTuple):
     """Bytes of K and V of one layer on one rank: rows that its exchange brings together, and rows
     on their way to others. Own ones are among both, but with an all-gather those that are sent are
-    own ones only, and by need with cp.overlap there are none."""
+    own ones only, and by need with cp.overlap_stages there are none."""
 
     arrived: int
     sent: int

@@ -28,7 +28,7 @@ TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
 """All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
 again and the gradients of both outputs."""
 GRADIENT_BYTES = 4
-"""The head's gradient is float32, and so are dK and dV unless `cp.gradient_dtype` is bfloat16."""
+"""The head's gradient is float32, and so are dK and dV on their way between CP ranks."""
 
 Passes = tuple[float, float]
 """Forward and backward."""
@@ -77,31 +77,27 @@ residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`.
-
-    tp_overlap: share of TP collectives' bandwidth terms that hides behind matrix products.
-    kv_gradient_bytes: of a value of dK and dV on its way between CP ranks. expert_stages: as
-    ep.stages. defers_weights: the schedule computes weights' gradients in passes of their own.
-    expert_load: rows of the EP rank that a layer waits for over the mean rank's. traffic: bytes
-    that element-wise operators move in each pass over those of the profile's fused kernels, by
-    operator, for trainers without such kernels (`PLAIN_TORCH`). recomputed: what backward computes
-    again in another trainer; None: what `recompute` does in wlb's. `recomputed_work` has the one
-    that is priced.
-    """
+    """A pipeline rank's work outside attention; arguments as in `ProfiledWorkload`."""
 
     model: ModelSpec
     parallel: ParallelSpec
     profile: KernelProfile
     micro_batch_tokens: int
-    keep_gathered_kv: bool
     recompute: Recompute
     tp_overlap: float = 0.0
-    kv_gradient_bytes: int = GRADIENT_BYTES
+    """Share of TP collectives' bandwidth terms that hides behind matrix products."""
     expert_stages: int = 1
+    """As ep.stages."""
     defers_weights: bool = False
+    """Whether the schedule computes weights' gradients in passes of their own."""
     expert_load: float = 1.0
+    """Rows of the EP rank that a layer waits for over the mean rank's."""
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
+    """Bytes that element-wise operators move in each pass over those of the profile's fused
+    kernels, by operator, for trainers without such kernels (`PLAIN_TORCH`)."""
     recomputed: RecomputedWork | None = None
+    """What backward computes again in another trainer; None: what `recompute` does in wlb's.
+    `recomputed_work` has the one that is priced."""
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -125,11 +121,6 @@ class LinearCost:
         # The last norm needs the last product, which is therefore made again.
         calls |= {"norm": calls["norm"] - 1}
         return replace(work, calls=calls, matrices=range(7), tp=TP_FORWARD)
-
-    @property
-    def kv_gathers_again(self) -> bool:
-        """Whether backward gathers K and V (once: recomputed attention keeps what it gathers)."""
-        return not self.keep_gathered_kv or self.recomputed_work.attention
 
     @property
     def ns_per_token(self) -> dict[str, float]:
@@ -192,11 +183,8 @@ class LinearCost:
             backward += work.calls.get(op, 0) * cost.forward_call_ns
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
         for op, tp_calls, cp_calls in (
-            (
-                Collective.ALL_GATHER,
-                (TP_FORWARD[0], tp_backward[0]),
-                (1, int(self.kv_gathers_again)),
-            ),
+            # Backward gathers K and V once: recomputed attention keeps what it gathers.
+            (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, 1)),
             (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
         ):
             tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
@@ -355,12 +343,12 @@ class LinearCost:
             values = num_tokens * 2 * self.model.kv_dim / tp
             of_gather, of_scatter = self._gather_and_scatter(tp * cp, cp)
             there = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
-            back = of_scatter.time_ns(values * self.kv_gradient_bytes, num_ranks=cp)
+            back = of_scatter.time_ns(values * GRADIENT_BYTES, num_ranks=cp)
         else:
             there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
-            back = self._all_to_all_ns(moved.T, self.kv_gradient_bytes)
+            back = self._all_to_all_ns(moved.T, GRADIENT_BYTES)
         layers = self.num_layers
-        return there * layers, there * self.kv_gathers_again * layers, back * layers
+        return there * layers, there * layers, back * layers
 
     def products_ns(self, num_tokens: int) -> Work:
         """Matrix products of a micro-batch that run while its keys travel: Q's projection in
@@ -444,11 +432,10 @@ class LinearCost:
         """Bandwidth terms of a token's keys and values and of their gradients."""
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
-        scatter = self._wire_ns(values * self.kv_gradient_bytes, cp, span, 0, 1)
-        again = gather * self.kv_gathers_again
+        scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
         if self.recomputed_work.attention:
-            return gather, scatter, again
-        return gather, scatter + again, 0.0
+            return gather, scatter, gather
+        return gather, scatter + gather, 0.0
 
     def _in_layer(self, work: Work) -> Work:
         """Times of single operators scaled to their times inside a layer."""

@@ -125,7 +125,12 @@ def known_peak_tflops(device: str) -> float | None:
 
 
 def rank_peak_tflops(spec: RunSpec, device: str) -> float:
-    """Peak TFLOP/s of a rank for MFU: telemetry.peak_tflops, else the bfloat16 table's, else 0."""
-    if spec.telemetry.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
-        return spec.telemetry.peak_tflops
+    """Peak TFLOP/s of a rank for MFU: cluster.peak_tflops, else the bfloat16 table's, else 0."""
+    if spec.cluster.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
+        return spec.cluster.peak_tflops
     return known_peak_tflops(device) or 0.0
+
+
+def cluster_peak_tflops(spec: RunSpec) -> float:
+    """Peak TFLOP/s of a device that estimates assume: cluster.peak_tflops, else an H100's."""
+    return spec.cluster.peak_tflops or PEAK_TFLOPS["H100"]

@@ -193,7 +193,7 @@ def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
-    model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
+    model, tp = spec.model, spec.parallel.tp
     size = _compute_bytes(spec)
     local, recompute = _local(spec, micro_batch_tokens), spec.training.recompute
     load = spec.cost.expert_load
@@ -211,15 +211,13 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     if recompute == Recompute.NONE:
         float32_values += experts.z_loss_values(model)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
-    keys = cp * local if spec.cp.keep_gathered_kv else local
-    return (local * per_token + keys * 2 * model.kv_dim * size) // tp
+    return local * (per_token + 2 * model.kv_dim * size) // tp
 
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Bytes that a layer's inputs' pass leaves for its weights' pass: linear layers' inputs and
     output gradients, as many as forward keeps without recompute."""
-    cp = replace(spec.cp, keep_gathered_kv=False)
-    plain = replace(_with_recompute(spec, Recompute.NONE), cp=cp)
+    plain = _with_recompute(spec, Recompute.NONE)
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
 
@@ -251,7 +249,7 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         layer_activation_bytes(_with_recompute(spec, recompute), micro_batch_tokens=tokens)
         for recompute in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
-    if spec.parallel.cp > 1 and not spec.cp.keep_gathered_kv:
+    if spec.parallel.cp > 1:
         # Gathered keys and values exist while the MLP's backward runs, because they were kept or
         # because the second forward pass of a fully recomputed layer has gathered them.
         kv_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
@@ -278,10 +276,9 @@ def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
         # The gradients of Q of several stages are added up in float32.
         in_kernel += local * q_bytes * FLOAT32_BYTES // size
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
-    # Autograd holds backward's gather until attention's backward has returned.
-    held = 0 if spec.cp.keep_gathered_kv else rows * kv_bytes
     returned = _sent_rows(spec, local) * kv_bytes * FLOAT32_BYTES // size
-    summing = held + copied * kv_bytes + in_float32
+    # Autograd holds backward's gather until attention's backward has returned.
+    summing = rows * kv_bytes + copied * kv_bytes + in_float32
     summing += max((copied + rows) * kv_bytes // 2, returned)
     return gradients + in_kernel, gradients + summing
 

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.cost.linear import GRADIENT_BYTES, LinearCost, Passes, RecomputedWork
+from wlb.cost.linear import LinearCost, Passes, RecomputedWork
 from wlb.cost.machine import gpu_power_limit_w, is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
+from wlb.cost.profile import AttentionTable, KernelProfile
 from wlb.cost.profile_file import has_power, load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
@@ -179,13 +179,11 @@ class ProfiledWorkload:
     profile: KernelProfile  # the prices
     backend: str | None = None  # attention kernel; without a table of it, the profile's first
     micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
-    keep_gathered_kv: bool = False  # of [cp]
     recompute: Recompute = Recompute.NONE  # of [training]
     tp_overlap: float = 0.0  # share of TP collectives hidden behind matrix products
-    kv_gradient_bytes: int = GRADIENT_BYTES  # of a value of dK and dV between CP ranks
     expert_load: float = 1.0  # as in `LinearCost`
-    overlaps: bool = False  # cp.overlap
-    stages: int = 1  # cp.stages
+    overlaps: bool = False  # cp.overlap_stages > 0
+    stages: int = 1  # max(1, cp.overlap_stages)
     expert_stages: int = 1  # as in `LinearCost`
     defers_weights: bool = False  # as in `LinearCost`
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
@@ -436,9 +434,7 @@ def workload_of(
         profile=profile,
         backend=None if backend == AttentionBackend.AUTO else backend,
         micro_batch_tokens=spec.data.context_window,
-        keep_gathered_kv=spec.cp.keep_gathered_kv,
         tp_overlap=spec.cluster.tp_overlap,
-        kv_gradient_bytes=DTYPE_BYTES[spec.cp.gradient_dtype],
         expert_load=spec.cost.expert_load,
         overlaps=spec.cp.overlap,
         stages=spec.cp.stages,

@@ -24,7 +24,7 @@ class AttentionCall:
 
     num_queries, num_keys: rows over all segments; max_q, max_k: of the longest. Heads are those of
     the TP rank. value_bytes: of one value of q, k and v. is_causal: False for the calls of
-    `cp.overlap` over other ranks' keys, which have no mask.
+    `cp.overlap_stages` over other ranks' keys, which have no mask.
     """
 
     num_segments: int

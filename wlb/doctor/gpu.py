@@ -82,8 +82,6 @@ def nvlink(patient: Patient) -> Finding:
     if num_links and not active:
         remedy = "nvidia-smi nvlink --status; restart nvidia-fabricmanager, or leave the node out"
         return failed(name, found, remedy)
-    if patient.spec.tp.overlap:
-        return failed(name, found, "set tp.overlap = false: it needs GPUs joined by NVLink")
     remedy = "TP runs over PCIe there: lower parallel.tp, or see nvidia-smi nvlink --status"
     return warned(name, found, remedy)
 

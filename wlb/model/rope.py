@@ -39,7 +39,7 @@ def _scaled(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
     wavelength = 2 * math.pi / frequency
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low, high = scaling.bounds
     blend = (scaling.original_context / wavelength - low) / (high - low)
     blend = blend.clamp(0.0, 1.0)
     return frequency * (blend + (1 - blend) / scaling.factor)
@@ -55,8 +55,9 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
         wavelength = scaling.original_context / turns
         return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
-    first = max(0, math.floor(pair_of(scaling.beta_fast)))
-    last = min(2 * num_pairs - 1, math.ceil(pair_of(scaling.beta_slow)))
+    slow, fast = scaling.bounds
+    first = max(0, math.floor(pair_of(fast)))
+    last = min(2 * num_pairs - 1, math.ceil(pair_of(slow)))
     # The last pair that is kept may be the first that is divided.
     width = last - first if last != first else 0.001
     pairs = torch.arange(num_pairs, dtype=frequency.dtype, device=frequency.device)

@@ -24,18 +24,18 @@ class CapacityPacker(PolicyPacker):
     """Bin packing behind the packer protocol.
 
     Carry: slot 0 = left over by a packing that made steps, slot i = came with the i-th batch since.
-    method: of bin packing, `packing.bin_method`. capacity: tokens of a bin, at least the context
-    window, which is the default. pack_batches: packing waits until so many batches with documents
-    are there. open_bins: bins open at a time with best_fit; more of them pack fuller and hold more
-    documents back.
     """
 
     policy: ClassVar[str] = "capacity"
     slots: ClassVar[CarrySlots] = CarrySlots.NUMBERED
     method: BinMethod = BinMethod.BEST_FIT_DECREASING
+    """How bins are filled."""
     capacity: int | None = None
+    """Tokens of a bin, at least the context window, which is the default."""
     pack_batches: int = 1
+    """Packing waits until so many batches with documents are there."""
     open_bins: int = 32
+    """Bins open at a time with best_fit. More of them pack fuller and hold more documents back."""
 
     def __post_init__(self) -> None:
         hold_whole(self, capacity=None, pack_batches=1, open_bins=1)

@@ -84,7 +84,7 @@ def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:
             )
         case Policy.EXAMPLES:
             return ExamplesPacker(
-                options=options, examples=packing.examples, by_length=packing.by_length
+                options=options, examples=packing.examples, by_length=packing.groups_by_length
             )
         case Policy.VAR_LEN:
             s_max, step_tokens = caps_of(spec)
@@ -131,7 +131,7 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
     if not planned:
         raise UserError(
             "packing.s_max = 0 takes S_max from the memory of a device, which is not known on the "
-            "CPU; set run.memory_gib or packing.memory_gib, or packing.s_max in context windows"
+            "CPU; set cluster.memory_gib or packing.memory_gib, or packing.s_max in context windows"
         )
     refused: list[UserError] = []
     fallback: RunSpec | None = None

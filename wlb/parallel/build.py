@@ -129,8 +129,7 @@ def _ops(spec: RunSpec, mesh: Mesh) -> Ops:
     if mesh.parallel.tp > 1:
         queue = WeightQueue() if spec.splits_backward else None
         made = TracedTensorParallelOps if spec.training.compile else TensorParallelOps
-        overlaps = spec.tp.overlap
-        ops = made(mesh.group("tp"), spec.model.padded_vocab_size, queue, overlaps=overlaps)
+        ops = made(mesh.group("tp"), spec.model.padded_vocab_size, queue)
     else:
         ops = DeferringOps() if spec.splits_backward else Ops()
     ops.fused = fused_of(spec, mesh.device).fused

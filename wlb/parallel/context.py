@@ -28,7 +28,6 @@ from wlb.plan import ShardingPlan, UserError, local_tokens
 from wlb.spec import AttentionBackend, FusedKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-GRADIENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,6 @@ class ContextAttention:
     calls: tuple[CallOnDevice, ...]
     keep_gathered_kv: bool
     fused: bool = False
-    gradient_dtype: torch.dtype = torch.float32
     sent: tuple[Tensor, ...] = ()
     returned: Tensor | None = None
     splits: Tensor | None = None
@@ -191,10 +189,9 @@ class ContextAttention:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """The dtype in which gradients of K and V are added over ranks."""
-        if self.gradient_dtype == torch.float32:
-            return torch.promote_types(self.heads.dtype, torch.float32)
-        return self.gradient_dtype
+        """The dtype in which gradients of K and V are added over ranks. A bfloat16 sum would round
+        once a rank, and its error grow with CP."""
+        return torch.promote_types(self.heads.dtype, torch.float32)
 
     @property
     def indices(self) -> list[Tensor]:
@@ -228,7 +225,6 @@ class ContextAttention:
         backend: str,
         device: torch.device,
         keep_gathered_kv: bool = False,
-        gradient_dtype: torch.dtype = torch.float32,
         fused: bool = False,
         on_device: Mapping[str, Tensor] | None = None,
         scores: Scores = PLAIN,
@@ -268,7 +264,6 @@ class ContextAttention:
             returned=on_device.get("returned"),
             splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
             keep_gathered_kv=keep_gathered_kv,
-            gradient_dtype=gradient_dtype,
             fused=fused,
         )
 
@@ -287,7 +282,6 @@ class ContextAttention:
         deterministic: bool = False,
         row_multiple: int = 1,
         keep_gathered_kv: bool = False,
-        gradient_dtype: torch.dtype = torch.float32,
         fused: FusedKernels = FusedKernels.AUTO,
         overlap: bool = False,
         stages: int = 1,
@@ -302,8 +296,6 @@ class ContextAttention:
         """
         declared: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         declared |= {"head_dim": head_dim, "dtype": dtype}
-        exchange: dict[str, Any] = {"keep_gathered_kv": keep_gathered_kv}
-        exchange |= {"gradient_dtype": gradient_dtype}
         options: dict[str, Any] = {"overlap": overlap, "stages": stages}
         heads, num_rows, adds_fused, problem = None, 0, False, None
         num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
@@ -311,7 +303,6 @@ class ContextAttention:
             device = torch.device(device)
             num_rows = _num_rows(sharding_plan, num_ranks, row_multiple)
             heads = HeadShape(**declared)
-            _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic, scores)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
             declared |= _identity(sharding_plan) | {"rows": num_rows} | options
@@ -319,7 +310,7 @@ class ContextAttention:
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
             problem = error
-        agree(declared | exchange, problem, group=group)
+        agree(declared | {"keep_gathered_kv": keep_gathered_kv}, problem, group=group)
         assert heads is not None
         return cls.from_rows(
             attention_rows(sharding_plan, rank, num_rows, **options, sliding=scores.sliding),
@@ -327,7 +318,7 @@ class ContextAttention:
             heads=heads,
             backend=backend,
             device=torch.device(device),
-            **exchange,
+            keep_gathered_kv=keep_gathered_kv,
             fused=adds_fused,
             scores=scores,
         )
@@ -345,12 +336,6 @@ def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
 
 def _identity(plan: ShardingPlan) -> dict[str, Any]:
     return {"exchange": plan.exchange, "plan digest": plan.digest()}
-
-
-def _check_gradient_dtype(dtype: torch.dtype) -> None:
-    if dtype not in GRADIENT_DTYPES:
-        known = ", ".join(map(str, GRADIENT_DTYPES))
-        raise UserError(f"gradient_dtype = {dtype!r} is not one of {known}")
 
 
 def _resolved(
@@ -374,8 +359,8 @@ def _resolved(
 def _check_gives_lse(backend: str, device: torch.device) -> None:
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
-            f"cp.overlap needs the log-sum-exp of attention's rows, which {backend} does not give "
-            f"on {device.type}; set cp.overlap = false or another kernels.attention"
+            f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
+            f"not give on {device.type}; set cp.overlap_stages = 0 or another kernels.attention"
         )
 
 

@@ -227,8 +227,7 @@ class Executor:
             device=self.mesh.device,
             # A layer that backward recomputes gathers K and V in the recomputation, which serves
             # backward too.
-            keep_gathered_kv=self.spec.cp.keep_gathered_kv or self._recomputes_attention,
-            gradient_dtype=getattr(torch, self.spec.cp.gradient_dtype),
+            keep_gathered_kv=self._recomputes_attention,
             fused=self._fused,
             on_device={name: on_device[_name(name, slides)] for name in index_arrays(index)},
             scores=Scores.of(self.spec.model, slides=slides),

@@ -9,7 +9,6 @@ Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,6 @@ from wlb.parallel.collectives import (
     wait,
 )
 from wlb.parallel.deferred import WeightQueue, plain_product, product
-from wlb.plan import UserError
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
 ROW = ("o_proj", "down_proj")
@@ -43,26 +41,14 @@ def placement(name: str) -> Placement:
 
 
 class Products(NamedTuple):
-    """Matrix products with the collective before or after them, without autograd.
-
-    overlaps: compute a product piece by piece while pieces travel ("async TP": torch's
-    `symm_mem::fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, over NVLink). It has run
-    with torch's CPU fallbacks only, **never on GPUs** (tests/parity/test_tp_overlap.py). torch
-    keeps a symmetric buffer of the largest message and reallocates it, collectively, for a larger
-    one.
-    """
+    """Matrix products with the collective before or after them, without autograd."""
 
     num_ranks: int
     group_name: str
-    overlaps: bool = False
 
     def size(self) -> int:
         """Part of `wlb.parallel.collectives.Group`."""
         return self.num_ranks
-
-    def gathered(self, x_SC: Tensor, weights_FC: Sequence[Tensor]) -> list[Tensor]:
-        """Products of all ranks' rows with each weight, [T, F] each, overlapped with the gather."""
-        return self._gather_and_multiply(x_SC, [w.t() for w in weights_FC], keep=False)[1]
 
     def gathered_backward(
         self,
@@ -94,12 +80,6 @@ class Products(NamedTuple):
 
     def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
         """Start computing the gradient of x_SC; `wait` before use, as late as possible."""
-        if self.overlaps:
-            # Concatenating costs a copy of grads and weights, but needs one reduce-scatter only.
-            one = len(grads_TF) == 1
-            grad_TF = grads_TF[0] if one else torch.cat(list(grads_TF), 1)
-            weight_FC = weights_FC[0] if one else torch.cat(list(weights_FC))
-            return self._multiply_and_scatter(grad_TF, weight_FC)
         dx_TC = grads_TF[0] @ weights_FC[0]
         for grad, weight in zip(grads_TF[1:], weights_FC[1:], strict=True):
             dx_TC.addmm_(grad, weight)
@@ -107,30 +87,12 @@ class Products(NamedTuple):
 
     def scattered(self, x_TF: Tensor, weight_CF: Tensor) -> Tensor:
         """x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
-        if self.overlaps:
-            return self._multiply_and_scatter(x_TF, weight_CF.t())
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
         """The gathered gradient, [T, C], and the gradient of x_TF."""
-        if self.overlaps:
-            grad_TC, (dx_TF,) = self._gather_and_multiply(grad_SC, [weight_CF], keep=True)
-            assert grad_TC is not None
-            return grad_TC, dx_TF
         grad_TC = all_gather(grad_SC, self)
         return grad_TC, grad_TC @ weight_CF
-
-    def _gather_and_multiply(
-        self, x_SC: Tensor, right: list[Tensor], *, keep: bool
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        return torch.ops.symm_mem.fused_all_gather_matmul(
-            x_SC.contiguous(), right, 0, self.group_name, return_A=keep
-        )
-
-    def _multiply_and_scatter(self, left: Tensor, right: Tensor) -> Tensor:
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(
-            left.contiguous(), right, "sum", 0, self.group_name
-        )
 
 
 class _FanOut:
@@ -208,28 +170,6 @@ class _FanProduct(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class _GatherProducts(torch.autograd.Function):
-    """`_GatherRows` and the linear layers after it in one, for overlapping products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        ops: "TensorParallelOps",
-        parameters: Sequence[nn.Parameter],
-        x_SC: Tensor,
-        *weights_FC: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.ops, ctx.parameters = ops, parameters
-        ctx.save_for_backward(x_SC, *weights_FC)
-        return tuple(ops.products.gathered(x_SC, weights_FC))
-
-    @staticmethod
-    def backward(ctx: Any, *grads_TF: Tensor) -> tuple[Tensor | None, ...]:
-        x_SC, *weights = ctx.saved_tensors
-        dx_SC, dweights = ctx.ops.gathered_gradients(ctx.parameters, grads_TF, x_SC, weights)
-        return None, None, dx_SC, *dweights
-
-
 class _Scatter(torch.autograd.Function):
     """Reduce-scatter of rows; backward gathers."""
 
@@ -261,19 +201,13 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 class TensorParallelOps(Ops):
     """The layers with weights of `wlb.model`, over a tp group of at least 2 ranks. queue: receives
-    the weight gradients of linear layers; None computes them in backward. overlaps: see `Products`.
-    """
+    the weight gradients of linear layers; None computes them in backward."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        padded_vocab_size: int,
-        queue: WeightQueue | None = None,
-        *,
-        overlaps: bool = False,
+        self, group: dist.ProcessGroup, padded_vocab_size: int, queue: WeightQueue | None = None
     ) -> None:
         self.group, self.queue = group, queue
-        self.products = Products(group.size(), group.group_name, overlaps)
+        self.products = Products(group.size(), group.group_name)
         self.vocabulary = vocabulary_shard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
@@ -302,9 +236,6 @@ class TensorParallelOps(Ops):
         """`fan_out` without biases."""
         parameters = [linear.weight for linear in linears]
         weights = [local_tensor(parameter) for parameter in parameters]
-        if self.products.overlaps:
-            yield from _GatherProducts.apply(self, parameters, x_TC, *weights)  # pyright: ignore[reportGeneralTypeIssues]
-            return
         fan = _FanOut(self, parameters)
         gathered = _GatherRows.apply(fan, x_TC, *weights)
         for i, weight in enumerate(weights):
@@ -318,19 +249,6 @@ class TensorParallelOps(Ops):
             differentiate=partial(self._scattered_gradients, linear.weight),
         )
 
-    def gathered_gradients(
-        self,
-        parameters: Sequence[Tensor],
-        grads_TF: Sequence[Tensor],
-        x_SC: Tensor,
-        weights: Sequence[Tensor],
-    ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Gradients of x_SC and of the weights, the latter None if they are put into the queue."""
-        if self.queue is None:
-            return self.products.gathered_backward(grads_TF, x_SC, weights)
-        dx_SC = self.products.start_inputs(grads_TF, weights)
-        return self.weight_gradients(parameters, grads_TF, x_SC, dx_SC, None)
-
     def weight_gradients(
         self,
         parameters: Sequence[Tensor],
@@ -339,8 +257,10 @@ class TensorParallelOps(Ops):
         dx_SC: Tensor,
         gathering: Tensor | None,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """`gathered_gradients` after its collectives have started: dx_SC, and `gathering`, all
-        ranks' rows of x_SC (not read if the weights' gradients are put into the queue)."""
+        """Gradients of x_SC and of the weights, the latter None if they are put into the queue.
+
+        Their collectives have started: dx_SC, and `gathering`, all ranks' rows of x_SC, which is
+        not read if the weights' gradients are put into the queue."""
         if self.queue is None:
             assert gathering is not None
             x_TC = wait(gathering)
@@ -374,23 +294,3 @@ class TensorParallelOps(Ops):
 
     def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
         return local_tensor(module.weight)
-
-
-def refuse_overlap(device: torch.device, num_ranks: int) -> None:
-    """UserError if products of one host's `num_ranks` ranks cannot overlap; hosts: unchecked."""
-    names = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-    missing = [name for name in names if not hasattr(torch.ops.symm_mem, name)]
-    # The range is empty in a dry run without GPUs.
-    gpus = range(min(num_ranks, torch.cuda.device_count()))
-    pairs = permutations(gpus, 2) if device.type == "cuda" and not missing else ()
-    apart = next((p for p in pairs if not torch.cuda.can_device_access_peer(*p)), None)
-    if device.type != "cuda":
-        why = f"ranks compute on {device.type}, which has none"
-    elif missing:
-        why = f"torch {torch.__version__} has no symm_mem::{missing[0]}"
-    else:
-        why = apart and f"GPU {apart[0]} cannot reach the memory of GPU {apart[1]}"
-    if why:
-        raise UserError(
-            f"tp.overlap = true needs torch's symmetric memory, but {why}; set tp.overlap = false"
-        )

@@ -88,48 +88,29 @@ early_product.register_autograd(_differentiate_early, setup_context=_keep_early)
 
 
 @custom_op(
-    "gather_products", fake=lambda x, weights, n, _: [_rows_like(x, n, w.shape[0]) for w in weights]
-)
-def gather_products(
-    x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
-) -> list[Tensor]:
-    """Products of all ranks' rows with each weight, overlapped with the gather."""
-    return Products(num_ranks, group_name, True).gathered(x_SC, weights_FC)
-
-
-@custom_op(
     "gathered_backward",
     fake=lambda _, x, weights, *__: (x.new_empty(x.shape), contiguous_like(*weights)),
 )
 def gathered_backward(
-    grads_TF: list[Tensor],
-    x_SC: Tensor,
-    weights_FC: list[Tensor],
-    num_ranks: int,
-    group_name: str,
-    overlaps: bool,
+    grads_TF: list[Tensor], x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of x_SC and of the weights. grads_TF: also `begin_backward`'s results, if any."""
-    products, num = Products(num_ranks, group_name, overlaps), len(weights_FC)
+    products, num = Products(num_ranks, group_name), len(weights_FC)
     return products.gathered_backward(grads_TF[:num], x_SC, weights_FC, grads_TF[num:])
 
 
 def _keep_gathered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x_SC, weights_FC, ctx.num_ranks, ctx.group_name = inputs
-    ctx.overlaps = isinstance(output, list)
     ctx.save_for_backward(x_SC, *weights_FC)
 
 
 def _differentiate_gathered(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     x_SC, *weights_FC = ctx.saved_tensors
-    dx_SC, dweights = gathered_backward(
-        grads[-1], x_SC, weights_FC, ctx.num_ranks, ctx.group_name, ctx.overlaps
-    )
+    dx_SC, dweights = gathered_backward(grads[-1], x_SC, weights_FC, ctx.num_ranks, ctx.group_name)
     return dx_SC, dweights, None, None
 
 
-for op in (gather_rows, gather_products):
-    op.register_autograd(_differentiate_gathered, setup_context=_keep_gathered)
+gather_rows.register_autograd(_differentiate_gathered, setup_context=_keep_gathered)
 
 
 def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) -> Tensor:
@@ -137,24 +118,17 @@ def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) ->
 
 
 @custom_op("product_scatter", fake=_scattered_like)
-def product_scatter(
-    x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str, overlaps: bool
-) -> Tensor:
+def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str) -> Tensor:
     """x_TF times weight_CF, reduce-scattered by rows: [S, C]."""
-    return Products(num_ranks, group_name, overlaps).scattered(x_TF, weight_CF)
+    return Products(num_ranks, group_name).scattered(x_TF, weight_CF)
 
 
 @custom_op("product_scatter_backward", fake=lambda _, x, w, *__: tuple(contiguous_like(x, w)))
 def product_scatter_backward(
-    grad_SC: Tensor,
-    x_TF: Tensor,
-    weight_CF: Tensor,
-    num_ranks: int,
-    group_name: str,
-    overlaps: bool,
+    grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x_TF and of the weight."""
-    products = Products(num_ranks, group_name, overlaps)
+    products = Products(num_ranks, group_name)
     grad_TC, dx_TF = products.scattered_backward(grad_SC, weight_CF)
     return dx_TF, grad_TC.t() @ x_TF
 
@@ -166,7 +140,7 @@ def _keep_scattered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_scattered(ctx: Any, grad_SC: Tensor) -> tuple[Any, ...]:
     dx, dweight = product_scatter_backward(grad_SC, *ctx.saved_tensors, *ctx.static)
-    return dx, dweight, None, None, None
+    return dx, dweight, None, None
 
 
 product_scatter.register_autograd(_differentiate_scattered, setup_context=_keep_scattered)
@@ -177,10 +151,7 @@ class TracedTensorParallelOps(TensorParallelOps):
 
     def _fan_products(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
         weights = [local_tensor(linear.weight) for linear in linears]
-        *where, overlaps = self.products
-        if overlaps:
-            yield from gather_products(x_TC, weights, *where)
-            return
+        where = self.products
         gathered, slots = gather_rows(x_TC, weights, *where)
         gathered, early = gathered.detach(), _begins_early(weights)
         for weight, slot in zip(weights[: len(weights) - early], slots, strict=False):

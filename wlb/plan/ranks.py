@@ -1,7 +1,7 @@
 """Records of single ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
 
 Times are integers of microseconds. The records are written rarely (`RANKS_INTERVAL`,
-`telemetry.timeline_interval`) and read by `wlb report`.
+`TIMELINE_INTERVAL`) and read by `wlb report`.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,8 @@ from wlb.plan.schema import COUNT, Schema, schema_of
 RANKS_INTERVAL = 10
 """Steps between tables of every rank's times. Fewer steps name a straggler sooner; a table costs a
 gather of 35 bytes a rank."""
+TIMELINE_INTERVAL = 100
+"""Steps between timelines of the passes of up to 64 ranks, to which the last step is added."""
 STRAGGLER_THRESHOLD = 0.15
 """A rank is slow if its measured over predicted time exceeds the median rank's by this fraction.
 Less than this is usual noise of clocks and prices."""

@@ -140,7 +140,7 @@ class Tally:
     """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
     executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order; experts: their
     layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
-    warm-up. refused: steps that were not finite, by the action taken, and spikes;
+    warm-up. refused: steps that were not finite, by the action taken;
     skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
 
     ours: Share = field(default_factory=Share)

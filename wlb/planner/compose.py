@@ -50,7 +50,7 @@ from wlb.planner.lengths import packer_of, source_of
 from wlb.planner.meet import deal_rounds
 from wlb.planner.resume import hold_state
 from wlb.sharding import NAMES, shard
-from wlb.spec import BinMethod, ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
+from wlb.spec import ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
 
 
 class BatchSource(Protocol):
@@ -356,12 +356,10 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
 
 
 _PLAIN_PACKING: dict[str, Any] = {
-    "method": "",
     "packs": "",
     "num_micro_batches": 0,
     "window_cut": WindowCut.ANYWHERE,
     "layout": Layout.SEPARATE,
-    "bin_method": BinMethod.NEXT_FIT,
     "bin_windows": 1,
     "window_batches": 1,
 }
@@ -414,7 +412,9 @@ def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
         epochs=1,
         shuffle=False,
     )
-    policy = Policy.CAPACITY if spec.packing.method else Policy.ORIGINAL
-    packing = replace(spec.packing, policy=policy, **_PLAIN_PACKING)
+    # A fine-tuning method's documents are held out in bins filled in their order.
+    is_tuned = bool(spec.packing.method)
+    policy, method = (Policy.CAPACITY, "random_posid") if is_tuned else (Policy.ORIGINAL, "")
+    packing = replace(spec.packing, policy=policy, method=method, **_PLAIN_PACKING)
     plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
     return Planner.from_spec(plain, source, workload_for(spec, device))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from wlb.cost.budget import cluster_gib
 from wlb.data import lengths_of_family
 from wlb.data.index import write_index
 from wlb.data.store import store_path, token_dtype
@@ -64,7 +65,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
         resume=None,
         title="rehearsal",
         started_s=0.0,
-        calibrate=folder / "calibrated.json" if spec.telemetry.enabled else None,
+        calibrate=folder / "calibrated.json",
     )
     job.directory.mkdir(parents=True, exist_ok=True)
     # The loop looks two steps ahead.
@@ -79,21 +80,14 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
 
 def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
     model = replace(spec.model, vocab_size=spec.model.vocab_size or VOCABULARY)
-    run = replace(
-        spec.run,
-        device=Device.CUDA,
-        output_dir=str(folder),
-        stop_file="",
-        memory_gib=spec.run.memory_gib or spec.cluster.memory_gib,
-    )
+    run = replace(spec.run, device=Device.CUDA, output_dir=str(folder), stop_file="")
+    cluster = replace(spec.cluster, memory_gib=cluster_gib(spec))
     training = replace(spec.training, steps=steps)
-    # A timeline is made of messages between hosts, which have no content here.
-    telemetry = replace(spec.telemetry, timeline_interval=0)
     planner = replace(spec.planner, baseline=False)
     # Batches of one evaluation ask the same of a GPU, and would take longer than the steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
     made = {"model": model, "run": run, "training": training, "planner": planner}
-    return replace(spec, telemetry=telemetry, eval=evaluation, **made)
+    return replace(spec, eval=evaluation, cluster=cluster, **made)
 
 
 def _stores(spec: RunSpec, folder: Path, steps: int) -> Stores:

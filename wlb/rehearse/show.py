@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.cost import gpu_budget
+from wlb.cost.budget import cluster_gib
 from wlb.rehearse.results import RankResult, StepResult
 from wlb.rehearse.run import Rehearsed
 from wlb.report.tables import new_table
@@ -91,7 +92,7 @@ def _segments(kind: str) -> str:
 
 
 def _memory(found: Rehearsed) -> Table:
-    title = f"Memory, GiB of {found.spec.cluster.memory_gib:g}"
+    title = f"Memory, GiB of {cluster_gib(found.spec):g}"
     numbers = ("peak", "estimate", "reserved", "without\nexpandable")
     table = new_table(title, labels=["rank"], numbers=numbers)
     table.add_column("largest kinds at peak")

@@ -14,6 +14,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from wlb.cost.budget import cluster_gib
 from wlb.plan import UserError
 from wlb.rehearse import shim
 from wlb.spec import RunSpec
@@ -57,7 +58,7 @@ def rehearse_ranks(request: Request) -> None:
 
     importlib.import_module("wlb.rehearse.rank")  # here once, and not in each fork
     spec = request.spec
-    memory = int((spec.run.memory_gib or spec.cluster.memory_gib) * 2**30)
+    memory = int(cluster_gib(spec) * 2**30)
     local = min(8, max(1, spec.parallel.world_size))
     cuda.describe(name=request.device, memory_bytes=memory, local_ranks=local)
     rehearsal = prepare(spec, request.folder, steps=request.steps)

@@ -8,7 +8,7 @@ like a full one. Evaluations, checkpoints and interruptions are not in it.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from wlb.cost import ProfiledWorkload, rank_peak_tflops
+from wlb.cost import ProfiledWorkload, cluster_peak_tflops, rank_peak_tflops
 from wlb.cost.budget import CHECKPOINT_BYTES
 from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.prices import ShardedStep
@@ -48,7 +48,7 @@ class Forecast:
         """Peak of a rank's device that MFU refers to; 0 where none is known."""
         if self.is_cpu:
             return rank_peak_tflops(self.spec, "")
-        return self.spec.cluster.peak_tflops
+        return cluster_peak_tflops(self.spec)
 
     @property
     def mfu(self) -> float | None:

@@ -15,11 +15,11 @@ from wlb.spec.keys import to_dict as to_dict
 from wlb.spec.load import load as load
 from wlb.spec.load import presets as presets
 from wlb.spec.methods import METHODS as METHODS
+from wlb.spec.methods import BinMethod as BinMethod
 from wlb.spec.model import Activation as Activation
 from wlb.spec.model import ModelSpec as ModelSpec
 from wlb.spec.model import RopeKind as RopeKind
 from wlb.spec.model import RopeScaling as RopeScaling
-from wlb.spec.packing import BinMethod as BinMethod
 from wlb.spec.packing import PackingSection as PackingSection
 from wlb.spec.packing import Policy as Policy
 from wlb.spec.packing import WindowCut as WindowCut
@@ -32,7 +32,6 @@ from wlb.spec.run import ParallelSpec as ParallelSpec
 from wlb.spec.run import PipelineSection as PipelineSection
 from wlb.spec.run import RunSpec as RunSpec
 from wlb.spec.run import Schedule as Schedule
-from wlb.spec.run import VerifyData as VerifyData
 from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
 from wlb.spec.sharding import Remainder as Remainder
 from wlb.spec.sharding import Strategy as Strategy

@@ -24,14 +24,11 @@ def check(spec: RunSpec) -> RunSpec:
     spec.model.check()
     _check_ranges(spec)
     _check_rates(spec)
-    _check_spikes(spec)
     _check_evaluation(spec)
-    _check_milestones(spec)
     _check_layout(spec)
     _check_pipeline(spec)
     _check_compile(spec)
     _check_experts(spec)
-    _check_overlap(spec)
     _check_sharding(spec)
     spec.packing.check(spec.data.context_window)
     _check_number_packed(spec)
@@ -70,21 +67,6 @@ def _check_evaluation(spec: RunSpec) -> None:
         )
 
 
-def _check_milestones(spec: RunSpec) -> None:
-    every, interval = spec.checkpoint.keep_every, spec.checkpoint.interval
-    if every and not interval:
-        raise UserError(
-            f"checkpoint.keep_every = {every} with checkpoint.interval = 0: no checkpoint is sure "
-            f"to be saved at such steps; set checkpoint.interval = {every} or a divisor of it"
-        )
-    if every and every % interval:
-        raise UserError(
-            f"checkpoint.keep_every = {every} is not a multiple of checkpoint.interval = "
-            f"{interval}, so that those steps are not saved; set checkpoint.keep_every = "
-            f"{max(1, every // interval) * interval}"
-        )
-
-
 def _check_ranges(spec: RunSpec) -> None:
     for name in ("trace_steps", "snapshot_steps"):
         steps = getattr(spec.telemetry, name)
@@ -101,15 +83,6 @@ def _check_ranges(spec: RunSpec) -> None:
         raise UserError(
             f"data.store = {spec.data.store} and data.blend = {list(spec.data.blend)} are both "
             f"set; use data.blend alone, and add data.store to it if it should be mixed in"
-        )
-
-
-def _check_spikes(spec: RunSpec) -> None:
-    factor = spec.training.skip_spikes
-    if 0 < factor <= 1:
-        raise UserError(
-            f"training.skip_spikes = {factor} would skip half of all steps, whose gradient norms "
-            f"are above their median; set it well above 1, such as 5, or to 0 for none"
         )
 
 
@@ -152,10 +125,9 @@ def _check_name(spec: RunSpec) -> None:
             f"run.name = {name!r} must be the name of one folder, without slashes, line ends and "
             f"other control characters"
         )
-    folder, cache = Path(spec.run.output_dir, name).absolute(), Path(spec.data.cache_dir).absolute()
-    if folder == cache or folder in cache.parents:
+    if Path(spec.run.output_dir, name) == spec.run.stores_dir:
         raise UserError(
-            f"run.name = {name!r} is the folder in which data.cache_dir = {spec.data.cache_dir} "
+            f"run.name = {name!r} is the folder of run.output_dir = {spec.run.output_dir} that "
             f"keeps token stores; use another name"
         )
 
@@ -271,19 +243,6 @@ def _check_expert_stages(spec: RunSpec, held: int) -> None:
         raise UserError(
             f"ep.stages = {stages} does not divide the {held} experts of a rank "
             f"(model.experts.num / parallel.ep); use one of {good}"
-        )
-
-
-def _check_overlap(spec: RunSpec) -> None:
-    if spec.tp.overlap and spec.parallel.tp == 1:
-        raise UserError(
-            "tp.overlap = true with parallel.tp = 1: there are no collectives to overlap; set "
-            "tp.overlap = false"
-        )
-    if spec.cp.stages > 1 and not spec.cp.overlap:
-        raise UserError(
-            f"cp.stages = {spec.cp.stages} with cp.overlap = false: nothing would run while "
-            f"a stage travels; set cp.overlap = true or cp.stages = 1"
         )
 
 

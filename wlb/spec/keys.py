@@ -29,6 +29,7 @@ class RemovedKey:
 
     why: str  # completes "was removed, because", and says what to do instead if there is anything
     value: Any = None  # what wlb does as if it were set to; None = no value of it matters any more
+    decides: bool = False  # whether weights with another value compute something else
 
 
 _LEARNED = RemovedKey(
@@ -41,7 +42,18 @@ def _constant(value: Any, name: str, file: str) -> RemovedKey:
     return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
 
 
+def _turns(value: float) -> RemovedKey:
+    """A key of RoPE's scaling that model.rope_scaling.turns replaced."""
+    why = "model.rope_scaling.turns has both bounds: [low_freq_factor, high_freq_factor] of llama3,"
+    return RemovedKey(f"{why} [beta_slow, beta_fast] of yarn", value, decides=True)
+
+
 REMOVED: dict[str, RemovedKey] = {
+    "checkpoint.asynchronous": RemovedKey(
+        "checkpoints are always written in the background, because a copy in host memory is made "
+        "either way",
+        True,
+    ),
     "checkpoint.fallback": RemovedKey(
         "--resume auto always passes over a damaged checkpoint, and says so; --resume alone "
         "refuses it",
@@ -49,6 +61,9 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "checkpoint.interval_minutes": RemovedKey(
         "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
+    ),
+    "checkpoint.keep_every": RemovedKey(
+        "the newest checkpoint.keep are kept; copy the folder of one that is to stay for good", 0
     ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
     "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "cost/budget.py"),
@@ -58,14 +73,44 @@ REMOVED: dict[str, RemovedKey] = {
     "cost.online_interval": _LEARNED,
     "cost.online_max_change": _LEARNED,
     "cost.online_threshold": _LEARNED,
+    "cp.gradient_dtype": RemovedKey(
+        "gradients of keys and values are always added over CP ranks in float32, which rounds once "
+        "however many ranks there are",
+        "float32",
+    ),
+    "cp.keep_gathered_kv": RemovedKey(
+        "backward always gathers keys and values again, while the MLP's backward runs, and "
+        "training.recompute = full keeps what its second forward pass gathered",
+        False,
+    ),
+    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does it", False),
+    "cp.stages": RemovedKey("cp.overlap_stages says both that and how often", 1),
+    "data.cache_dir": RemovedKey(
+        "stores of data.corpus are in run.output_dir/stores; `wlb prepare` puts one anywhere",
+        "runs/stores",
+    ),
     "data.long_documents": RemovedKey(
         "documents longer than the context window are always split; PackerOptions of wlb.packing "
         "can refuse them",
         "split",
     ),
     "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
+    "data.verify": RemovedKey(
+        "every run reads its stores whole beside its first steps; `wlb prepare --verify PREFIX` "
+        "reads one before",
+        "background",
+    ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
     "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
+    "model.rope_scaling.beta_fast": _turns(32.0),
+    "model.rope_scaling.beta_slow": _turns(1.0),
+    "model.rope_scaling.high_freq_factor": _turns(4.0),
+    "model.rope_scaling.low_freq_factor": _turns(1.0),
+    "packing.bin_method": RemovedKey(
+        "packing.method, which records hold beside it, chooses how bins are filled; "
+        "CapacityPacker(method=...) of wlb.packing takes any way"
+    ),
+    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it"),
     "packing.grouping": RemovedKey(
         "micro-batches of like load always share a step, which balances better", "by_load"
     ),
@@ -76,18 +121,21 @@ REMOVED: dict[str, RemovedKey] = {
         "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
+    "run.memory_gib": RemovedKey("cluster.memory_gib is for runs and estimates", 0.0),
     "run.over_memory": RemovedKey(
-        "a run whose memory estimate exceeds the device is always refused; a larger run.memory_gib "
-        "starts it anyway",
+        "a run whose memory estimate exceeds the device is always refused; a larger "
+        "cluster.memory_gib starts it anyway",
         "refuse",
     ),
     "sharding.stages": RemovedKey(
         "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
-        "than one chosen for each; cp.stages sets it",
+        "than one chosen for each; cp.overlap_stages sets it",
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
+    "telemetry.enabled": RemovedKey("every run times its micro-batches", True),
     "telemetry.interval": RemovedKey("every step is recorded", 1),
+    "telemetry.peak_tflops": RemovedKey("cluster.peak_tflops is for runs and estimates", 0.0),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
     "telemetry.snapshot_oom": RemovedKey(
         "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
@@ -95,14 +143,23 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "telemetry.straggler_records": _constant(3, "STRAGGLER_TABLES", "plan/ranks.py"),
     "telemetry.straggler_threshold": _constant(0.15, "STRAGGLER_THRESHOLD", "plan/ranks.py"),
+    "telemetry.timeline_interval": _constant(100, "TIMELINE_INTERVAL", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
-    "training.adam_eps": _constant(1e-8, "ADAM_EPS", "train/optimizer.py"),
+    "tp.overlap": RemovedKey(
+        "torch's fused products of symmetric memory were never run on GPUs; TP's collectives "
+        "overlap with weight gradients in backward without them",
+        False,
+    ),
     "training.decay": RemovedKey("all weights except norms and biases decay", "matrices"),
     "training.decay_shape": RemovedKey("the decay of schedule = wsd is linear", "linear"),
     "training.gc_interval": _constant(50, "GARBAGE_INTERVAL", "train/warm_up.py"),
     "training.heartbeat_s": RemovedKey(
         "ranks no longer watch each other: a rank that stops or hangs ends the run after "
         "training.timeout_s"
+    ),
+    "training.skip_spikes": RemovedKey(
+        "clipping alone bounds an update (training.clip_norm); no run skipped steps for their norm",
+        0.0,
     ),
     "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }
@@ -264,7 +321,7 @@ def apply(
             dotted, name = new, new.removeprefix(prefix)
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
-        if dotted in REMOVED:
+        if _is_removed(dotted, value):
             _meet_removed(dotted, value, source=source, is_stored=is_stored)
             continue
         if name not in hints:
@@ -291,17 +348,38 @@ def apply(
     return cast(T, replace(cast(Any, spec), **changes))
 
 
+_LEFT_SECTIONS = ("tp",)
+"""Sections whose keys were all removed."""
+
+
+def _is_removed(dotted: str, value: Any) -> bool:
+    """Whether this is a removed key, or a section with nothing but removed keys."""
+    if dotted in _LEFT_SECTIONS and isinstance(value, dict):
+        return all(f"{dotted}.{name}" in REMOVED for name in cast("dict[str, Any]", value))
+    return dotted in REMOVED
+
+
 def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
     """Refuse a removed key of a user; warn of one that wlb wrote, if its value was another one."""
+    if dotted not in REMOVED:
+        for name, each in value.items():
+            _meet_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
+        return
     removed = REMOVED[dotted]
     if not is_stored:
         raise UserError(f"{source}: {dotted} was removed, because {removed.why}; remove the key")
-    if removed.value is not None and value != removed.value:
-        warnings.warn(
-            f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
-            RemovedKeyWarning,
-            stacklevel=3,
+    if removed.value is None or value == removed.value:
+        return
+    if removed.decides:
+        raise UserError(
+            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; set that in the "
+            f"file, or the weights compute something else"
         )
+    warnings.warn(
+        f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
+        RemovedKeyWarning,
+        stacklevel=3,
+    )
 
 
 def _meet_removed_value(dotted: str, value: str, *, source: str, is_stored: bool) -> str:

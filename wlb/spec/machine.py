@@ -1,4 +1,4 @@
-"""Sections about devices: parameter sharding, TP overlap, and the cluster assumed by estimates."""
+"""Sections about devices: parameter sharding, and the cluster assumed by estimates."""
 
 from dataclasses import dataclass
 
@@ -44,21 +44,23 @@ class EpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run measures the memory
-    of its own GPUs, and reads of these keys only tp_overlap, for its prices."""
+    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run reads tp_overlap for
+    its prices, and memory_gib and peak_tflops where they are set."""
 
     memory_gib: float = key(
-        80.0,
-        "memory of a device, which the layouts of simulate, tune and --dry-run must fit",
+        0.0,
+        "memory of a device, which layouts and runs must fit; 0 = in a run that of the smallest "
+        "GPU, without a limit on the CPU, and 80 in simulate, tune and --dry-run",
         unit="GiB",
-        above=0,
+        at_least=0,
         at_most=1e6,
     )
     peak_tflops: float = key(
-        989.0,
-        "most that a device computes in training.dtype without sparsity, for MFU",
+        0.0,
+        "most that a device computes in training.dtype without sparsity, for MFU; 0 = of known "
+        "GPUs in bfloat16 in runs, which report no MFU on others, and 989 (H100) in estimates",
         unit="TFLOP/s",
-        above=0,
+        at_least=0,
         at_most=1e9,
     )
     overhead: float = key(
@@ -74,13 +76,4 @@ class ClusterSection:
         "wlb itself hides some of it in backward",
         at_least=0,
         at_most=1,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TpSection:
-    overlap: bool = key(
-        False,
-        "overlap TP's collectives with the products beside them, piece by piece; needs GPUs "
-        "that reach each other's memory (NVLink); not measured yet",
     )

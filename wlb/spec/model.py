@@ -33,24 +33,11 @@ class RopeScaling:
     factor: float = key(
         1.0, "context length relative to the length in pre-training; 1 = off", above=0, at_most=1e6
     )
-    low_freq_factor: float = key(
-        1.0,
-        "llama3: wavelengths above original_context / this are scaled by the whole factor",
-        at_least=0,
-        at_most=1e9,
-    )
-    high_freq_factor: float = key(
-        4.0,
-        "llama3: wavelengths below original_context / this are not scaled",
-        at_least=0,
-        at_most=1e9,
-    )
-    beta_fast: float = key(
-        32.0, "yarn: pairs that turn more often in original_context are kept", above=0, at_most=1e9
-    )
-    beta_slow: float = key(
-        1.0,
-        "yarn: pairs that turn less often in original_context are divided",
+    turns: tuple[float, ...] = key(
+        (),
+        "llama3, yarn: channel pairs that turn less often than the first number in "
+        "original_context are scaled by the whole factor, those that turn more often than the "
+        "second not at all; empty = 1 and 4 for llama3, 1 and 32 for yarn",
         above=0,
         at_most=1e9,
     )
@@ -72,16 +59,21 @@ class RopeScaling:
             return 1.0
         return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Turns in the original context below which pairs are scaled whole, and above which not."""
+        if not self.turns:
+            return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)
+        low, high = self.turns
+        return low, high
+
     def check(self) -> None:
-        if self.kind == RopeKind.YARN and not self.beta_slow < self.beta_fast:
+        if not self.turns:
+            return
+        if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
             raise UserError(
-                f"model.rope_scaling.beta_slow = {self.beta_slow} must be below beta_fast = "
-                f"{self.beta_fast}"
-            )
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise UserError(
-                f"model.rope_scaling.low_freq_factor = {self.low_freq_factor} must be above 0 and "
-                f"below high_freq_factor = {self.high_freq_factor}"
+                f"model.rope_scaling.turns = {list(self.turns)} must be two numbers above 0, the "
+                f"smaller one first"
             )
 
 

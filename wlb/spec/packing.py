@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from wlb.plan import Layout, UserError
 from wlb.spec.keys import check_declared, key
-from wlb.spec.methods import keys_of
+from wlb.spec.methods import GROUPED_BY_LENGTH, BinMethod, bin_method_of, keys_of
 
 
 class Policy(StrEnum):
@@ -29,26 +29,6 @@ class WindowCut(StrEnum):
 
     ANYWHERE = "anywhere"
     SHORT = "short"
-
-
-class BinMethod(StrEnum):
-    """How `capacity` fills its bins."""
-
-    FIRST_FIT_DECREASING = "first_fit_decreasing"
-    BEST_FIT_DECREASING = "best_fit_decreasing"
-    NEXT_FIT = "next_fit"
-    BEST_FIT = "best_fit"
-    NEXT_FIT_DECREASING = "next_fit_decreasing"
-
-    @property
-    def is_streaming(self) -> bool:
-        """Whether documents are placed in arrival order."""
-        return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether bins are trained in the order in which they were opened."""
-        return self.is_streaming or self == BinMethod.NEXT_FIT_DECREASING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +129,6 @@ class PackingSection:
         "documents that are cut at the end of a window (original and the baseline): anywhere = "
         "any document; short = only short ones",
     )
-    bin_method: BinMethod = key(BinMethod.BEST_FIT_DECREASING, "how bins are filled (capacity)")
     bin_windows: int = key(
         1,
         "size of a bin; bs in the paper's flat micro-batches (capacity)",
@@ -158,15 +137,22 @@ class PackingSection:
         at_most=10_000,
     )
     examples: int = key(4, "documents per micro-batch (examples)", at_least=1, at_most=10**6)
-    by_length: bool = key(
-        False, "group documents of similar length, within 50 steps at a time (examples)"
-    )
     layout: Layout = key(
         Layout.SEPARATE,
         "separate = documents attend only to themselves; padded = likewise, each padded to the "
         "longest of its micro-batch; joined = documents attend to all before them, and "
         "boundaries are trained (padded and joined: original, capacity, examples)",
     )
+
+    @property
+    def bin_method(self) -> BinMethod:
+        """How `capacity` fills its bins, which packing.method chooses."""
+        return bin_method_of(self.method)
+
+    @property
+    def groups_by_length(self) -> bool:
+        """Whether `examples` takes documents of similar length together."""
+        return self.method == GROUPED_BY_LENGTH
 
     @property
     def ungrouped(self) -> "PackingSection":

@@ -43,17 +43,6 @@ class CheckpointSection:
         at_least=1,
         at_most=10**6,
     )
-    keep_every: int = key(
-        0,
-        "milestones: checkpoints after a multiple of this many steps, itself a multiple of "
-        "interval, are never removed; 0 = none",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
-    )
-    asynchronous: bool = key(
-        True, "write checkpoints in the background; training waits only for a copy in host memory"
-    )
     init_from: str = key(
         "",
         "folder of a checkpoint, or of a run (its newest), whose weights a new run starts from;"
@@ -69,28 +58,9 @@ class TelemetrySection:
         "a document), from which wlb.train.telemetry.ledger proves that none was lost or "
         "repeated",
     )
-    enabled: bool = key(
-        True, "time every micro-batch and compare it with the prediction of the kernel profile"
-    )
-    peak_tflops: float = key(
-        0.0,
-        "dense peak of a rank's device in training.dtype, for MFU; 0 = of known GPUs in "
-        "bfloat16; others report no MFU",
-        unit="TFLOP/s",
-        at_least=0,
-        at_most=1e9,
-    )
     warmup_steps: int = key(
         3,
         "first steps after a start, which the summary and --calibrate leave out",
-        unit="steps",
-        at_least=0,
-        at_most=10**9,
-    )
-    timeline_interval: int = key(
-        100,
-        "steps between recorded timelines of the passes of up to 64 ranks; the last step is "
-        "recorded as well; 0 = none",
         unit="steps",
         at_least=0,
         at_most=10**9,

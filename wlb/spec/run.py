@@ -7,16 +7,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from wlb.plan import row_multiple
 from wlb.spec.keys import key, to_dict
-from wlb.spec.machine import ClusterSection, EpSection, FsdpSection, TpSection
+from wlb.spec.machine import ClusterSection, EpSection, FsdpSection
 from wlb.spec.model import ModelSpec
 from wlb.spec.packing import PackingSection
 from wlb.spec.records import CheckpointSection, EvalSection, TelemetrySection
 from wlb.spec.sharding import ShardingSection
-from wlb.spec.training import Dtype, LossNormalizer, TrainingSection
+from wlb.spec.training import LossNormalizer, TrainingSection
 
 
 class Schedule(StrEnum):
@@ -30,14 +31,6 @@ class Schedule(StrEnum):
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
-
-
-class VerifyData(StrEnum):
-    """When a run's stores are read whole and held against their checksums."""
-
-    BACKGROUND = "background"
-    START = "start"
-    OFF = "off"
 
 
 class Device(StrEnum):
@@ -66,7 +59,9 @@ class FusedKernels(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
-    output_dir: str = key("runs", "folder that holds all runs")
+    output_dir: str = key(
+        "runs", "folder that holds all runs, and in stores/ the token stores of data.corpus"
+    )
     stop_file: str = key(
         "",
         "the run stops when this file exists: it finishes its step, saves and exits with status"
@@ -81,14 +76,11 @@ class RunSection:
     device: Device = key(
         Device.AUTO, "device of the ranks; auto = CUDA if every rank has a GPU, otherwise the CPU"
     )
-    memory_gib: float = key(
-        0.0,
-        "device memory of a rank, which the memory estimate is checked against; 0 = memory of "
-        "the smallest GPU, unlimited on the CPU",
-        unit="GiB",
-        at_least=0,
-        at_most=1e6,
-    )
+
+    @property
+    def stores_dir(self) -> Path:
+        """Folder of token stores built from data.corpus, which all runs of output_dir share."""
+        return Path(self.output_dir, "stores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,26 +166,25 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
-    keep_gathered_kv: bool = key(
-        False, "keep the gathered keys and values for backward: no second all-gather, more memory"
-    )
-    gradient_dtype: Dtype = key(
-        Dtype.FLOAT32,
-        "dtype in which gradients of keys and values are added over CP ranks; bfloat16 halves the "
-        "traffic, and rounds once a rank",
-    )
-    overlap: bool = key(
-        False,
-        "attend to the keys that a CP rank holds while others' travel, in two kernel calls merged "
-        "by their log-sum-exps; hides more of the exchange, costs a second launch and copies",
-    )
-    stages: int = key(
-        1,
-        "with overlap, exchanges in which a micro-batch's keys arrive one after the other, each "
-        "hidden behind attention over those before; pays between nodes; costs a launch each",
-        at_least=1,
+    overlap_stages: int = key(
+        0,
+        "attend to the keys that a CP rank holds while others' travel, in calls whose outputs are "
+        "merged: others' arrive in so many exchanges, each hidden behind attention over those "
+        "before; costs a launch a stage and copies; 1 in a node, more may pay between nodes; "
+        "0 = one call after one exchange",
+        at_least=0,
         at_most=64,
     )
+
+    @property
+    def overlap(self) -> bool:
+        """Whether a rank attends to its own keys while others' travel."""
+        return self.overlap_stages > 0
+
+    @property
+    def stages(self) -> int:
+        """Exchanges in which a micro-batch's keys arrive."""
+        return max(1, self.overlap_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +201,6 @@ class DataSection:
         'text to train on: "stdlib" (sources of Python\'s standard library), "docstrings" '
         "(conversations about them) or a folder of UTF-8 files",
     )
-    cache_dir: str = key("runs/stores", "folder for token stores built from data.corpus")
     bpe_vocab_size: int = key(
         4096,
         "vocabulary size of the byte-level BPE trained on data.corpus",
@@ -241,11 +231,6 @@ class DataSection:
         "training.steps take",
         at_least=0,
         at_most=10**6,
-    )
-    verify: VerifyData = key(
-        VerifyData.BACKGROUND,
-        "when the stores' files are read whole and held against their checksums and vocabulary: "
-        "beside the first steps, before training starts, or never",
     )
     row_multiple: int = key(
         1,
@@ -307,7 +292,6 @@ class RunSpec:
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
     pp: PipelineSection = field(default_factory=PipelineSection)
-    tp: TpSection = field(default_factory=TpSection)
     cp: CpSection = field(default_factory=CpSection)
     ep: EpSection = field(default_factory=EpSection)
     data: DataSection = field(default_factory=DataSection)

@@ -68,6 +68,12 @@ class TrainingSection:
     )
     beta1: float = key(0.9, "AdamW beta1", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW beta2", at_least=0, below=1)
+    adam_eps: float = key(
+        1e-8,
+        "AdamW epsilon; a larger one damps updates of weights whose gradients are tiny",
+        above=0,
+        at_most=1,
+    )
     weight_decay: float = key(
         0.1, "AdamW weight decay of all weights except norms and biases", at_least=0, at_most=1000
     )
@@ -101,14 +107,6 @@ class TrainingSection:
         OnNonfinite.STOP,
         "on a loss or gradient that is not finite: stop; skip the update of the step; or "
         "rollback = train again from the last checkpoint, and skip the step if it fails again",
-    )
-    skip_spikes: float = key(
-        0.0,
-        "skip the update of a step whose gradient norm, before clipping, exceeds this many times "
-        "the median of the last 128 steps, from the 17th on; more than 10 skips in a row stop "
-        "the run; 0 = off",
-        at_least=0,
-        at_most=1e6,
     )
     loss_chunk: int = key(
         8192, "rows of logits in memory at a time", unit="rows", at_least=1, at_most=8192

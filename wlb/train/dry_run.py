@@ -21,7 +21,7 @@ from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.simulate.published import trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
-from wlb.train.checkpoint.room import most_at_once, num_milestones
+from wlb.train.checkpoint.room import most_at_once
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
@@ -88,12 +88,12 @@ def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
 
 
 def _told_budget(spec: RunSpec, device: str) -> Budget | None:
-    """The budget of run.memory_gib, beyond which a run is refused; None if it is not set."""
-    given = spec.run.memory_gib
+    """The budget of cluster.memory_gib, beyond which a run is refused; None if it is not set."""
+    given = spec.cluster.memory_gib
     if not given:
         return None
     of = cpu_budget if device == "cpu" else gpu_budget
-    return of(spec, gib=given, source="run.memory_gib")
+    return of(spec, gib=given, source="cluster.memory_gib")
 
 
 def _documents(spec: RunSpec, stores: Stores | None) -> _Documents:
@@ -145,7 +145,7 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
         f"{spec.tokens_per_step:,}: {spec.num_windows} windows of {spec.data.context_window:,}, in "
         f"{spec.num_micro_batches} micro-batches",
     )
-    mfu = "MFU unknown (telemetry.peak_tflops)"
+    mfu = "MFU unknown (cluster.peak_tflops)"
     if made.mfu is not None:
         mfu = f"MFU {made.mfu:.1%} of {made.peak_tflops:g} TFLOP/s"
     table.add_row(
@@ -167,11 +167,9 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 def _checkpoints(made: Forecast) -> str:
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
-    milestones = num_milestones(made.spec)
-    more = f", {milestones} milestones" if milestones else ""
     return (
         f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
-        f"kept{more}, and the one that is being written"
+        f"kept, and the one that is being written"
     )
 
 

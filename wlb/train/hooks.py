@@ -17,7 +17,6 @@ from wlb.parallel.mesh import Mesh
 from wlb.plan import PipelinePlan, PlannerState, PlanProgress, StepPlan, Telemetry
 from wlb.plan.tally import Tally
 from wlb.spec import OnNonfinite, RunSpec
-from wlb.train.faults.spikes import GradientNorms
 from wlb.train.faults.stop import Stop
 from wlb.train.feed import PlanFeed
 from wlb.train.job import Job
@@ -42,8 +41,8 @@ class RunContext:
     progress: after the last executed step, None before the first. steps_done: updates of the
     weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
     summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
-    that hooks took in `record` and telemetry has not counted yet. norms: of the last steps'
-    gradients. wall: where this rank's time goes.
+    that hooks took in `record` and telemetry has not counted yet. wall: where this rank's time
+    goes.
     """
 
     job: Job
@@ -58,18 +57,15 @@ class RunContext:
     tally: Tally = field(default_factory=Tally)
     stop: Stop = Stop.NO
     records_ns: int = 0
-    norms: GradientNorms = field(init=False)
     wall: WallTimes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.norms = GradientNorms(self.spec.training.skip_spikes)
         self.wall = WallTimes(started_s=self.job.started_s, ready_s=self.job.ready_s)
 
-    def go_on(self, saved_in: Path, steps_done: int, state: PlannerState) -> None:
-        """Take over what a loaded checkpoint says of the run (`LoadedRun`)."""
-        self.steps_done = steps_done
-        self.progress = self.saved = PlanProgress.of(state)
-        self.norms = GradientNorms.of(self.spec, saved_in)
+    def go_on(self, loaded: LoadedRun) -> None:
+        """Take over what a loaded checkpoint says of the run."""
+        self.steps_done = loaded.steps_done
+        self.progress = self.saved = PlanProgress.of(loaded.state)
 
     @property
     def spec(self) -> RunSpec:
@@ -104,14 +100,12 @@ class ExecutedStep:
 
 
 class RefusedStep(NamedTuple):
-    """A step whose sums are not finite, or whose gradient norm is a spike over `median`, which is
-    None otherwise. action: skip it, or go back to `saved_in`, a checkpoint."""
+    """A step whose sums are not finite. action: skip it, or go back to `saved_in`, a checkpoint."""
 
     plan: StepPlan
     sums: StepSums
     action: OnNonfinite
     saved_in: Path | None = None
-    median: float | None = None
 
 
 class Hook:

@@ -58,7 +58,7 @@ class Trainer:
         self.reader = StoreReader(job.train_store, spec.model.vocab_size)
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
-        clock = StepClock.of(mesh.device) if spec.telemetry.enabled else None
+        clock = StepClock.of(mesh.device)
         # A checkpoint has every weight, or is refused.
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
@@ -66,7 +66,7 @@ class Trainer:
         self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run, rank=mesh.rank)
-        self.context = self._context(clock)
+        self.context = self._context()
         heldout = job.heldout_store if spec.eval.steps else ""
         self.evaluator = Evaluator(self.priced, heldout, self.executor) if heldout else None
         saver = CheckpointSaver(
@@ -177,27 +177,23 @@ class Trainer:
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
-        """None for a step that may update weights. One that is not finite, or a spike, updates
-        nothing: it is skipped, or the run rolls back to the newest checkpoint."""
-        run, found = self.context, {"loss": sums.loss, "norm": sums.gradient_norm}
-        newest = median = None
+        """None for a step that may update weights. One that is not finite updates nothing: it is
+        skipped, or the run rolls back to the newest checkpoint."""
         if sums.is_finite:
-            median = run.norms.spike_over(sums.gradient_norm) if plan.num_targets else None
-            action = self.nonfinite.finite(plan.step, norm=sums.gradient_norm, median=median)
-        else:
-            newest = self.saves.newest(run)
-            action = self.nonfinite.decide(plan.step, **found, has_checkpoint=newest is not None)
-        if action is None:
+            self.nonfinite.finite()
             return None
+        run, newest = self.context, self.saves.newest(self.context)
+        found = {"loss": sums.loss, "norm": sums.gradient_norm}
+        action = self.nonfinite.decide(plan.step, **found, has_checkpoint=newest is not None)
         self.optimizers.clear()
         for hook in self.hooks:
-            hook.refused(run, RefusedStep(plan, sums, action, newest, median))
+            hook.refused(run, RefusedStep(plan, sums, action, newest))
         if newest is not None and action == OnNonfinite.ROLLBACK:
             run.inputs.close()
             run.feed.close()
             with run.wall.phase(Phase.CHECKPOINTS):
                 loaded = self._load(newest)
-            run.go_on(*loaded)
+            run.go_on(loaded)
             run.feed, run.inputs = self._open_feed(loaded.state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
@@ -212,7 +208,7 @@ class Trainer:
             [*run.feed.peek(1), *run.feed.peek(2), *held], stop=self.stop_request.signalled
         ).stop
 
-    def _context(self, clock: StepClock | None) -> RunContext:
+    def _context(self) -> RunContext:
         """Where the run begins: new, with the weights of a checkpoint, or going on from one."""
         loaded = self._load(self.job.resume) if self.job.resume is not None else None
         if loaded is None and self.job.init_from is not None:
@@ -224,7 +220,7 @@ class Trainer:
             priced=self.priced,
             device=self.mesh.device.type,
             steps_done=loaded.steps_done if loaded is not None else 0,
-            places=gather_places(self.mesh, self.world) if clock is not None else (),
+            places=gather_places(self.mesh, self.world),
         )
         run = RunContext(
             job=self.job,
@@ -235,7 +231,7 @@ class Trainer:
             inputs=inputs,
         )
         if loaded is not None:
-            run.go_on(*loaded)
+            run.go_on(loaded)
         return run
 
     def _load(self, saved_in: Path) -> LoadedRun:

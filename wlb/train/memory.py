@@ -2,8 +2,8 @@
 
 The estimate bounds resident memory (`wlb.cost.memory`), with packing's S_max and T. It may take the
 memory that `wlb.cost.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
-allocator's gaps. The device's memory is `run.memory_gib` if set; on CPU it is unknown otherwise,
-and nothing is refused.
+allocator's gaps. The device's memory is `cluster.memory_gib` if set; on CPU it is unknown
+otherwise, and nothing is refused.
 """
 
 from dataclasses import replace
@@ -18,11 +18,11 @@ from wlb.spec import RunSpec
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
     """Memory of ranks on `device` ("cpu" or "cuda"); None if it is unknown."""
-    given = spec.run.memory_gib
+    given = spec.cluster.memory_gib
     if device != "cuda":
-        return cpu_budget(spec, gib=given, source="run.memory_gib") if given else None
+        return cpu_budget(spec, gib=given, source="cluster.memory_gib") if given else None
     if given:
-        return gpu_budget(spec, gib=given, source="run.memory_gib")
+        return gpu_budget(spec)
     # Imported here, so that a dry run, which asks for no device, imports no torch.
     from wlb.parallel import world as worlds
 
@@ -79,7 +79,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
         f"({size_text(estimate.total_bytes)}), more than the {budget.explanation}: "
         f"{listed}. Use training.recompute, a lower packing.s_max (0 = what "
         f"fits) or data.context_window, fsdp.reshard_after_forward, or more ranks (parallel.tp, "
-        f"cp, pp, dp); a larger run.memory_gib starts anyway"
+        f"cp, pp, dp); a larger cluster.memory_gib starts anyway"
     )
 
 

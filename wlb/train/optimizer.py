@@ -10,9 +10,6 @@ from wlb.parallel.data import scale_gradients
 from wlb.parallel.experts import is_expert, rebalance
 from wlb.spec import RateSchedule, RunSpec, TrainingSection
 
-ADAM_EPS = 1e-8
-"""AdamW's epsilon. A larger one damps updates of weights whose gradients are tiny."""
-
 
 def learning_rate(spec: RunSpec, step: int) -> float:
     """Linear warm-up to the peak, then as training.schedule says; `step` counts executed steps.
@@ -110,7 +107,7 @@ class Optimizers:
         for index, optimizer in self.by_stage.items():
             for group, decayed in zip(optimizer.param_groups, self._decayed[index], strict=True):
                 decay = t.weight_decay if decayed else 0.0
-                group.update(betas=(t.beta1, t.beta2), eps=ADAM_EPS, weight_decay=decay)
+                group.update(betas=(t.beta1, t.beta2), eps=t.adam_eps, weight_decay=decay)
 
     def clear(self) -> None:
         for optimizer in self.by_stage.values():

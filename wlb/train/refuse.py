@@ -21,7 +21,6 @@ from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import Mesh
-from wlb.parallel.tensor import refuse_overlap
 from wlb.parallel.world import World
 from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
@@ -63,8 +62,6 @@ def refuse_early(
     refuse_snapshots(spec, device)
     if spec.training.compile:
         probe(refuse_uncompilable, spec.training.compile_backend, torch.device(device))
-    if spec.tp.overlap:
-        refuse_overlap(torch.device(device), spec.parallel.tp)
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
     hold_stores(spec, train=train, heldout=heldout)

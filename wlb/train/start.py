@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.filesize import decimal
 
 from wlb.data.folder import refuse_nowhere
 from wlb.data.leftovers import temporary_folder
@@ -30,7 +29,7 @@ from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
 from wlb.planner import Planner
-from wlb.spec import Recompute, RunSpec, VerifyData, apply, resolve_dp
+from wlb.spec import Recompute, RunSpec, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.room import hold_room, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
@@ -38,7 +37,6 @@ from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
 from wlb.train.faults.recorded import recorded
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
-from wlb.train.faults.verify import RECORD, StoreCheck, uses_of
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
 from wlb.train.loop import Trainer
@@ -236,8 +234,6 @@ def _claimed_job(
     job = _job(spec, stores, world_size, choice, asked, probe)
     claim_directory(job, asked.console, lock)
     new_records(job.directory, job.started_s)
-    if spec.data.verify == VerifyData.START:
-        _verify(job, asked)
     return job
 
 
@@ -254,18 +250,6 @@ def _tell_failure(directory: Path, console: Console) -> None:
         keep_report(directory, report)
         text = f"the last start of this run failed: {report.text}"
         console.print(text, markup=False, soft_wrap=True)
-
-
-def _verify(job: Job, asked: _Request) -> None:
-    """Read the job's stores whole. UserError for a wrong one, StoppedEarly if a signal came."""
-    check = StoreCheck(
-        uses_of(job.train_store, job.heldout_store), job.directory / RECORD, asked.signals.check
-    )
-    size = decimal(check.total_bytes)
-    with asked.console.status(f"data.verify: reading {size} of token stores"):
-        check.run()
-    read = f"{size} read" if check.stores else f"unchanged since they were read ({RECORD})"
-    asked.console.print(f"data.verify: the token stores hold what their descriptions say; {read}")
 
 
 def _job(
@@ -361,8 +345,6 @@ def _rate_change(spec: RunSpec, saved_in: Path) -> str:
 
 def _refuse_calibration(spec: RunSpec) -> None:
     telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
-    if not telemetry.enabled:
-        raise UserError("--calibrate needs measured times; set telemetry.enabled = true")
     if steps <= telemetry.warmup_steps:
         raise UserError(
             f"--calibrate: training.steps = {steps} are all warm-up (telemetry.warmup_steps = "

@@ -55,7 +55,7 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
         return named
     if spec.data.corpus == DOCSTRINGS:
         with console.status("token store of conversations about Python's docstrings"):
-            made = prepare_docstrings(spec.data.cache_dir, **_docstring_options(spec))
+            made = prepare_docstrings(spec.run.stores_dir, **_docstring_options(spec))
         trained = f", {made.num_targets / made.num_tokens:.0%} trained"
         return _stores_of(made, spec, f"conversations, {made.num_tokens:,} tokens{trained}")
     prefix = _store_prefix(spec)
@@ -93,7 +93,7 @@ def train_store(spec: RunSpec) -> StoreName:
     if data.blend or data.store:
         return data.blend or data.store
     if data.corpus == DOCSTRINGS:
-        return str(docstring_prefix(data.cache_dir, **_docstring_options(spec)))
+        return str(docstring_prefix(spec.run.stores_dir, **_docstring_options(spec)))
     return f"{_store_prefix(spec)}-train"
 
 
@@ -114,7 +114,7 @@ def _store_prefix(spec: RunSpec) -> Path:
     corpus = data.corpus if is_builtin else os.path.realpath(data.corpus)
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
-    return Path(data.cache_dir) / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
+    return spec.run.stores_dir / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
 
 
 def with_vocabulary(spec: RunSpec) -> RunSpec:

@@ -71,7 +71,7 @@ def _compiled_calls(
     model, cp = spec.model, spec.parallel.cp
     heads, kv_heads = _heads(spec)
     slides = {model.slides(layer) for layer in range(model.num_layers)}
-    # With cp.overlap, other ranks' keys need no mask; layers with a window compute in one call.
+    # With cp.overlap_stages, other ranks' keys need no mask; layers with a window make one call.
     no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
     for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
         for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):

@@ -1,6 +1,6 @@
 """The hooks of a run, in the order in which every event calls them."""
 
-from wlb.spec import RunSpec, VerifyData
+from wlb.spec import RunSpec
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import EvaluateHeldOut, Evaluator
 from wlb.train.faults.kept import KeepFolder
@@ -24,22 +24,19 @@ def hooks_of(
     run: RunContext,
     priced: RunSpec,
     *,
-    clock: StepClock | None,
+    clock: StepClock,
     evaluator: Evaluator | None,
     saves: SaveCheckpoints,
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
     """The same order on all ranks; rank 0 alone has hooks that do not communicate.
-    priced: the spec with the kernel that computes. clock: None without telemetry."""
+    priced: the spec with the kernel that computes."""
     job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
-    measure = MeasureSteps(priced, mesh, clock) if clock is not None else None
+    measure = MeasureSteps(priced, mesh, clock)
     calibration = None
     if job.calibrate is not None:
-        # `wlb.train.start` refuses --calibrate without telemetry.
-        assert measure is not None
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
     traces = spec.telemetry.trace_steps and mesh.rank == TRACED_RANK
-    verifies = spec.data.verify == VerifyData.BACKGROUND and mesh.rank == 0
     hooks = (
         # This hook is first, because the others record its measurements.
         measure,
@@ -48,9 +45,9 @@ def hooks_of(
         ConnectRanks(),
         CompileAttention(),
         CountGraphs() if spec.training.compile else None,
-        RecordRanks(RankMeter(priced, mesh, places), clock) if clock is not None else None,
+        RecordRanks(RankMeter(priced, mesh, places), clock),
         # Before checkpoints, so that none is saved of a store that was found wrong.
-        VerifyStores(job.train_store, job.heldout_store) if verifies else None,
+        VerifyStores(job.train_store, job.heldout_store) if mesh.rank == 0 else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
         # Before hooks that take long or save.
         KeepFolder(job.directory) if mesh.rank == 0 else None,

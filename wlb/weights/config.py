@@ -210,12 +210,9 @@ def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
         case RopeKind.LINEAR:
             return said
         case RopeKind.LLAMA3:
-            said |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-            }
+            said |= dict(zip(("low_freq_factor", "high_freq_factor"), scaling.bounds, strict=True))
         case RopeKind.YARN:
-            said |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+            said |= dict(zip(("beta_slow", "beta_fast"), scaling.bounds, strict=True))
             if scaling.attention_factor:
                 said["attention_factor"] = scaling.attention_factor
     return said | {"original_max_position_embeddings": scaling.original_context}
@@ -361,8 +358,7 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
     if kind == RopeKind.LLAMA3:
         return RopeScaling(
             factor=factor,
-            low_freq_factor=rope.real("low_freq_factor"),
-            high_freq_factor=rope.real("high_freq_factor"),
+            turns=(rope.real("low_freq_factor"), rope.real("high_freq_factor")),
             original_context=original,
         )
     if rope.values.get("truncate") is False:
@@ -375,8 +371,7 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
     return RopeScaling(
         kind=kind,
         factor=factor,
-        beta_fast=rope.real("beta_fast", 32.0),
-        beta_slow=rope.real("beta_slow", 1.0),
+        turns=(rope.real("beta_slow", 1.0), rope.real("beta_fast", 32.0)),
         attention_factor=of_attention,
         original_context=original,
     )

@@ -126,7 +126,9 @@ class LoadedModel:
 
     def _file(self) -> Path:
         if self.tokenizer.file is None:
-            raise UserError(f"no tokenizer: {self.tokenizer.why}; give one with --tokenizer FILE")
+            raise UserError(
+                f"no tokenizer: {self.tokenizer.why}; give one to load(..., tokenizer=FILE)"
+            )
         return self.tokenizer.file
 
     def _asked(self, text: str) -> list[int]:

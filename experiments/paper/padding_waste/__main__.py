@@ -20,6 +20,7 @@ from experiments.paper.padding_waste.claims import ROW, USD, UTILISATION, Claim,
 from experiments.paper.padding_waste.corpora import WEB, Corpus, corpora
 from experiments.paper.padding_waste.money import Job, job
 from experiments.paper.padding_waste.strategies import Filled, Strategy, fill
+from wlb.cost import cluster_peak_tflops
 
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 PRICED = (
@@ -115,7 +116,7 @@ def money_table(by: By, priced: Job) -> Table:
         formats=dict.fromkeys(whole, ",.0f")
         | dict.fromkeys(columns[3:5], ".2f")
         | {columns[1]: ".1f", columns[7]: ".2f"},
-        note=f"Assumed: {priced.spec.cluster.peak_tflops:g} TFLOP/s a GPU at {money.MFU:.0%} MFU "
+        note=f"Assumed: {cluster_peak_tflops(priced.spec):g} TFLOP/s a GPU at {money.MFU:.0%} MFU "
         "for every strategy, 2 USD an hour. A padded row attends over all of itself, a packed one "
         "within documents; shorter pieces attend less, so a stream that is cut is cheapest. "
         "USD a day of padding: its share of positions, of 98,304 USD.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from experiments.harness.constants import configuration
 from experiments.paper.padding_waste.strategies import Filled
-from wlb.cost import linear_flops_per_token
+from wlb.cost import cluster_peak_tflops, linear_flops_per_token
 from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR
 from wlb.spec import RunSpec
 
@@ -31,7 +31,7 @@ class Job:
     @property
     def flops_per_s(self) -> float:
         """Returns the model FLOP/s of one GPU."""
-        return self.spec.cluster.peak_tflops * 1e12 * MFU
+        return cluster_peak_tflops(self.spec) * 1e12 * MFU
 
     def flops_per_token(self, filled: Filled) -> float:
         """Returns the model FLOPs of all positions and pairs, both passes, per useful token."""

@@ -250,7 +250,7 @@ def test_a_run_that_recorded_little_has_a_page_too(tmp_path: Path) -> None:
     line["plain_4d"] = None
     text = text_of(run_page(read_run(write(tmp_path, [start(), line]))))
     assert "1 of 20 steps so far" in text
-    assert "The run recorded no times (telemetry.enabled = false)." in text
+    assert "The run recorded no times (telemetry.enabled = false, which was removed)." in text
     assert "No table of ranks was recorded" in text
 
 
@@ -276,7 +276,7 @@ def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
     text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
     assert "keys exchanged 25.0%" in text
     assert "by need in 6 of 8 micro-batches" in text
-    assert "sharding.exchange = gather, cp.overlap = false" in text
+    assert "sharding.exchange = gather, cp.overlap_stages = 0" in text
 
 
 def test_without_a_peak_the_page_has_the_rate_of_work_alone(tmp_path: Path) -> None:

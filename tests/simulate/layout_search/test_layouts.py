@@ -59,17 +59,6 @@ def test_all_layouts_of_two_devices() -> None:
     assert refusal.count == 2 * len(named)
 
 
-def test_overlap_is_of_layouts_that_have_something_to_overlap() -> None:
-    spec = spec_of()
-    plain = layouts_of(spec, gpus=2, choices=LayoutChoices())
-    asked = replace(spec, tp=replace(spec.tp, overlap=True))
-    found = layouts_of(asked, gpus=2, choices=LayoutChoices())
-    assert [degrees_of(c.spec) for c in found.candidates] == [
-        degrees_of(c.spec) for c in plain.candidates
-    ]
-    assert all(c.spec.tp.overlap == (c.spec.parallel.tp > 1) for c in found.candidates)
-
-
 def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=LayoutChoices())
     by_reason = {r.reason: r for r in found.refusals.values()}

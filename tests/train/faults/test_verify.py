@@ -18,8 +18,8 @@ pytestmark = pytest.mark.process
 LENGTHS = [40, 64, 200, 5, 64, 30, 90, 2, 33, 7, 48, 21, 128] * 4
 
 
-def spec_of(folder: Path, store: str, when: str, **sections: Any) -> RunSpec:
-    data = {"store": store, "verify": when, "context_window": 64, "heldout_store": store}
+def spec_of(folder: Path, store: str, **sections: Any) -> RunSpec:
+    data = {"store": store, "context_window": 64, "heldout_store": store}
     saved = {"interval": 2, "keep": 9}
     return small_spec(folder, folder / "none", data=data, checkpoint=saved, **sections)
 
@@ -43,42 +43,28 @@ def said_by(capsys: pytest.CaptureFixture[str], shown: str) -> str:
 
 def test_a_changed_bit_ends_the_run(tmp_path: Path, store: str) -> None:
     flip(store)
-    spec = spec_of(tmp_path, store, "background", training={"steps": 400})
-    with pytest.raises(UserError, match=r"data\.verify: .*store\.bin has checksum .* not to be"):
+    spec = spec_of(tmp_path, store, training={"steps": 400})
+    with pytest.raises(UserError, match=r"token stores: .*store\.bin has checksum .* not to be"):
         train(spec)
     assert len(Run(spec).steps) < 400
-
-
-def test_it_is_found_before_training_if_asked(tmp_path: Path, store: str) -> None:
-    flip(store)
-    with pytest.raises(UserError, match=r"store\.bin has checksum"):
-        train(spec_of(tmp_path, store, "start"))
-    assert not (tmp_path / "runs" / "small" / "metrics.jsonl").exists()
-
-
-def test_nothing_is_read_if_asked(tmp_path: Path, store: str) -> None:
-    flip(store)
-    run, _ = train(spec_of(tmp_path, store, "off"))
-    assert len(run.steps) == 6
-    assert not (run.folder / "stores.json").exists()
 
 
 @pytest.mark.full
 def test_what_was_read_once_is_read_again_only_if_it_changed(
     tmp_path: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, shown = train(spec_of(tmp_path, store, "background", training={"steps": 2}))
+    run, shown = train(spec_of(tmp_path, store, training={"steps": 2}))
     told = said_by(capsys, shown)
-    assert "data.verify: reading" in told
-    assert "the token stores hold what their descriptions say" in told
+    assert "token stores: reading" in told
+    assert "token stores: they hold what their descriptions say" in told
     record = json.loads((run.folder / "stores.json").read_text())
     assert sorted(record) == ["held-out", "train"]
     assert record["train"]["tokens"] == TokenStore(store).info.checksum  # type: ignore[union-attr]
-    _, shown = train(spec_of(tmp_path, store, "background", training={"steps": 4}), resume=True)
-    assert "data.verify: train store unchanged since it was read" in said_by(capsys, shown)
+    _, shown = train(spec_of(tmp_path, store, training={"steps": 4}), resume=True)
+    assert "token stores: train store unchanged since it was read" in said_by(capsys, shown)
     flip(store)
-    with pytest.raises(UserError, match=r"data\.verify: .*store\.bin has checksum"):
-        train(spec_of(tmp_path, store, "background", training={"steps": 6}), resume=True)
+    with pytest.raises(UserError, match=r"token stores: .*store\.bin has checksum"):
+        train(spec_of(tmp_path, store, training={"steps": 6}), resume=True)
 
 
 def test_other_tokens_without_a_description_are_noticed_on_resume(
@@ -87,17 +73,17 @@ def test_other_tokens_without_a_description_are_noticed_on_resume(
     """Nothing but the run's own record tells them apart: lengths are the same."""
     Path(f"{store}.json").unlink()
     model = {"vocab_size": 320}
-    train(spec_of(tmp_path, store, "start", training={"steps": 2}, model=model))
+    train(spec_of(tmp_path, store, training={"steps": 2}, model=model))
     flip(store)
     with pytest.raises(UserError, match=r"others than when the run began"):
-        train(spec_of(tmp_path, store, "start", training={"steps": 4}, model=model), resume=True)
+        train(spec_of(tmp_path, store, training={"steps": 4}, model=model), resume=True)
 
 
 @pytest.mark.parametrize("key", ["eos_id", "tokenizer_checksum", "checksum"])
 def test_another_tokenizer_or_corpus_is_refused_on_resume(
     tmp_path: Path, store: str, key: str
 ) -> None:
-    train(spec_of(tmp_path, store, "background", training={"steps": 2}))
+    train(spec_of(tmp_path, store, training={"steps": 2}))
     path = Path(f"{store}.json")
     about = json.loads(path.read_text())
     if key == "tokenizer_checksum":
@@ -106,7 +92,7 @@ def test_another_tokenizer_or_corpus_is_refused_on_resume(
         about[key] = {"eos_id": 7, "checksum": "0" * 64}[key]
     path.write_text(json.dumps(about))
     with pytest.raises(UserError, match="other tokens or another tokenizer"):
-        train(spec_of(tmp_path, store, "background", training={"steps": 4}), resume=True)
+        train(spec_of(tmp_path, store, training={"steps": 4}), resume=True)
 
 
 def test_a_damaged_record_is_refused(tmp_path: Path, store: str) -> None:
@@ -149,7 +135,7 @@ def test_a_run_that_ends_does_not_wait_for_the_rest_of_a_large_store(
 
     monkeypatch.setattr(verify.VerifyStores, "_end_if_closed", held_up)
     monkeypatch.setattr(verify.VerifyStores, "close", closed)
-    run, shown = train(spec_of(tmp_path, store, "background"))
+    run, shown = train(spec_of(tmp_path, store))
     assert len(run.steps) == 6
-    assert "data.verify: training ended when" in said_by(capsys, shown)
+    assert "token stores: training ended when" in said_by(capsys, shown)
     assert not (run.folder / "stores.json").exists()

@@ -194,18 +194,7 @@ def test_every_step_has_a_record(
     assert re.search(r"waiting a step .* \(3 steps\)", shown)  # without those of the warm-up
 
 
-def test_telemetry_that_is_off_leaves_nothing(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = small_spec(tmp_path, corpus, training={"steps": 2}, telemetry={"enabled": False})
-    run, _ = train(spec)
-    for step in measured(run):
-        assert (step.telemetry, step.imbalance) == (None, None)
-    assert "measured" not in capsys.readouterr().out
-
-
 REFUSED = [
-    ({"enabled": False}, {}, "--calibrate needs measured times; set telemetry.enabled = true"),
     (
         {},
         {"training": {"steps": 6, "recompute": "full"}},

@@ -81,7 +81,7 @@ BATCHES = [
 def test_flops_of_a_step_are_those_of_its_mask(layout: Layout) -> None:
     spec = replace(RunSpec(), model=MODEL)
     spec = apply(
-        spec, {"data": {"context_window": 64}, "telemetry": {"peak_tflops": 2}}, source="test"
+        spec, {"data": {"context_window": 64}, "cluster": {"peak_tflops": 2}}, source="test"
     )
     plan = plan_of(BATCHES, layout)
     mesh: Any = SimpleNamespace(world_size=4, device=torch.device("cpu"))
@@ -134,7 +134,7 @@ def test_peaks_of_known_gpus(name: str, expected: float | None) -> None:
 def test_which_peak_counts() -> None:
     plain = RunSpec()
     bf16 = replace(plain, training=replace(plain.training, dtype=Dtype.BFLOAT16))
-    told = replace(bf16, telemetry=replace(plain.telemetry, peak_tflops=500.0))
+    told = replace(bf16, cluster=replace(plain.cluster, peak_tflops=500.0))
     name = "NVIDIA H200"
     assert [rank_peak_tflops(s, name) for s in (plain, bf16, told)] == [0.0, 989.0, 500.0]
     assert rank_peak_tflops(bf16, "a CPU") == 0.0
@@ -145,7 +145,7 @@ def test_without_a_peak_the_log_says_how_to_have_mfu() -> None:
     mesh: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
     meter = WorkMeter(spec, mesh)
     assert meter.note.startswith("model TFLOP/s without MFU: no peak is known of ")
-    assert meter.note.endswith(" in float32; telemetry.peak_tflops sets it")
+    assert meter.note.endswith(" in float32; cluster.peak_tflops sets it")
     meter.add(plan_of(BATCHES, Layout.SEPARATE), 1.0)
     work = meter.take()
     assert work.tflops > 0
@@ -177,8 +177,8 @@ def test_records_of_a_run_have_the_work_of_its_steps(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], layout: str, peak: float
 ) -> None:
     """There is a record after each step."""
-    telemetry = {"warmup_steps": 3, "ledger": True, "peak_tflops": peak}
-    spec = relaid(small_spec(tmp_path, corpus, telemetry=telemetry), layout)
+    telemetry, cluster = {"warmup_steps": 3, "ledger": True}, {"peak_tflops": peak}
+    spec = relaid(small_spec(tmp_path, corpus, telemetry=telemetry, cluster=cluster), layout)
     run, _ = train(spec)
     model = apply(RunSpec(), run.lines[0]["spec"], source="start").model
     counts = ledger_counts(run, model)

@@ -14,7 +14,7 @@ from wlb.packing.ilp.packers import IlpFixedPacker, IlpOptions
 from wlb.packing.policies import has_room, options_for, packer_for
 from wlb.packing.study.measure import PackingRun, measure
 from wlb.plan import GlobalBatch, Layout
-from wlb.spec import BinMethod, PackingSection, Policy, RunSpec, WindowCut
+from wlb.spec import PackingSection, Policy, RunSpec, WindowCut
 
 CONSTANT_TOKENS = 1.1
 """T of the variant that keeps tokens per step nearly constant."""
@@ -40,8 +40,7 @@ def variants_of(spec: RunSpec) -> tuple[Variant, ...]:
     original = replace(windows, policy=Policy.ORIGINAL)
     fixed = replace(_in_windows(apart), policy=Policy.FIXED)
     var_len = replace(apart, policy=Policy.VAR_LEN)
-    best_fit = BinMethod.BEST_FIT_DECREASING
-    capacity = replace(windows, policy=Policy.CAPACITY, bin_method=best_fit, window_batches=1)
+    capacity = replace(windows, policy=Policy.CAPACITY, method="", window_batches=1)
     sections = [
         replace(original, window_cut=WindowCut.ANYWHERE),
         replace(original, window_cut=WindowCut.SHORT),

@@ -172,7 +172,6 @@ def layer_samples(
             parallel=ParallelSpec(),
             profile=profile,
             micro_batch_tokens=at["tokens"],
-            keep_gathered_kv=False,
             recompute=Recompute.NONE,
         )
         per_token = cost.ns_per_token

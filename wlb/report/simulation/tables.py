@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
-from wlb.cost import KernelProfile
+from wlb.cost import KernelProfile, cluster_peak_tflops
 from wlb.cost.memory import GIB
 from wlb.report.tables import new_table
 from wlb.simulate import RunSimulation
@@ -18,7 +18,7 @@ COMMON: Mapping[str, Cell] = {
     "imbalance": lambda run, _: f"{run.imbalance:.3f}",
     "delay": lambda run, _: f"{run.mean_delay:.2f}",
     "memory": lambda run, _: f"{run.peak_memory_bytes.max() / GIB:.1f}",
-    "MFU": lambda run, _: f"{run.mfu(peak_tflops=run.simulator.spec.cluster.peak_tflops):.1%}",
+    "MFU": lambda run, _: f"{run.mfu(peak_tflops=cluster_peak_tflops(run.simulator.spec)):.1%}",
 }
 """Columns that the terminal and the page write alike."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (

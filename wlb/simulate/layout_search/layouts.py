@@ -14,7 +14,7 @@ from wlb.cost import TokenCaps, gpu_budget, planned_gib, token_caps
 from wlb.cost.memory import GIB, held_bytes
 from wlb.plan import UserError
 from wlb.simulate.memory import rest_bytes
-from wlb.spec import ParallelSpec, Policy, Recompute, RunSpec, Schedule, check
+from wlb.spec import Policy, Recompute, RunSpec, Schedule, check
 
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
 """Room beyond which packing gains nothing: S_max in windows, T in global batches."""
@@ -156,7 +156,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
-        shaped = _with_experts(_with_parallel(spec, parallel), 1, asked=spec)
+        shaped = _with_experts(replace(spec, parallel=parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
         divided = _expert_degrees(shaped, choices)
@@ -174,12 +174,6 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     if not out.candidates:
         raise UserError(_nothing(gpus, out))
     return out
-
-
-def _with_parallel(spec: RunSpec, parallel: ParallelSpec) -> RunSpec:
-    """`spec` with `parallel`, and `tp.overlap` only where TP has something to overlap."""
-    overlap = spec.tp.overlap and parallel.tp > 1
-    return replace(spec, parallel=parallel, tp=replace(spec.tp, overlap=overlap))
 
 
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
@@ -244,7 +238,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         if axis == "pp":
             alone = spec.parallel
         try:
-            check(replace(_with_parallel(spec, alone), pp=plain))
+            check(replace(replace(spec, parallel=alone), pp=plain))
         except UserError as error:
             out.refuse(reason, spec, str(error))
             return True

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import ProfiledWorkload, TokenCaps, workload_for
+from wlb.cost import ProfiledWorkload, TokenCaps, cluster_peak_tflops, workload_for
 from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
 from wlb.packing.policies import caps_of
@@ -301,7 +301,7 @@ def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches
         balanced_s=run.balanced_time_s() / num_batches,
         terms={name: seconds / num_batches for name, seconds in terms.items()},
         tokens_per_s=run.tokens_per_s,
-        mfu=run.mfu(peak_tflops=spec.cluster.peak_tflops),
+        mfu=run.mfu(peak_tflops=cluster_peak_tflops(spec)),
         bubble=run.mean_bubble,
         imbalance=run.imbalance,
         mean_delay=run.mean_delay,

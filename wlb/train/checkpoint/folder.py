@@ -6,7 +6,6 @@ leaves an incomplete checkpoint under the final name. Nothing is pickled.
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -42,6 +41,7 @@ _RUN: Schema = {
     "spec": ({"model": _MODEL, "training": dict, "data": dict, OTHERS: dict}, {"model": _MODEL}),
     "profile?": str,
     "written_by?": {OTHERS: (str, None)},
+    # Gradient norms, in checkpoints of older versions.
     "norms?": [float],
     "planner?": {"next_step": COUNT, "policy": str},
     "imported?": _IMPORTED,
@@ -188,7 +188,7 @@ def planner_state(checkpoint: Path) -> PlannerState:
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
     """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
-    "written_by" (versions of wlb and torch, and wlb's commit), with `training.skip_spikes` "norms",
+    "written_by" (versions of wlb and torch, and wlb's commit),
     for a model imported from Hugging Face "imported", and in "planner" what planner.json must say
     as well. Older checkpoints lack some."""
     path, remedy = checkpoint / RUN, "use another checkpoint"
@@ -209,17 +209,6 @@ def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
     carry, ready = planner["carry"], planner["ready"]
     next_step = ready[0]["step"] if ready else carry["next_step"]
     return {"next_step": next_step, "policy": carry["policy"]}
-
-
-def saved_norms(checkpoint: Path) -> list[float]:
-    """Gradient norms of the steps before a checkpoint (`training.skip_spikes`), [] without any."""
-    norms = [float(norm) for norm in read_run(checkpoint).get("norms", [])]
-    if wrong := [norm for norm in norms if not 0 <= norm < math.inf]:
-        raise UserError(
-            f"{checkpoint / RUN}: norms has {wrong[0]}, must be gradient norms; use another "
-            f"checkpoint"
-        )
-    return norms
 
 
 def file_digest(path: Path) -> str:

@@ -17,31 +17,14 @@ from wlb.train.faults.full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:
-    """Checkpoints that the run's folder holds at most: those that are kept, the one that is
-    written, and milestones."""
-    return spec.checkpoint.keep + 1 + num_milestones(spec)
-
-
-def num_milestones(spec: RunSpec) -> int:
-    """Milestones of a whole run that are there besides the newest `keep` and the one that is
+    """Checkpoints that the run's folder holds at most: those that are kept, and the one that is
     written."""
-    saved, steps = spec.checkpoint, spec.training.steps
-    if not saved.keep_every:
-        return 0
-    num_older = max(0, -(-steps // saved.interval) - saved.keep - 1)
-    return num_older * saved.interval // saved.keep_every
-
-
-def is_milestone(path: Path, spec: RunSpec) -> bool:
-    """Whether a checkpoint is never removed (checkpoint.keep_every)."""
-    every = spec.checkpoint.keep_every
-    return bool(every) and checkpoint.step_of(path) % every == 0
+    return spec.checkpoint.keep + 1
 
 
 def to_prune(directory: Path, spec: RunSpec) -> list[Path]:
-    """Checkpoints to remove once a new one is complete: all but the newest and milestones."""
-    older = checkpoint.list_complete(directory)[: -spec.checkpoint.keep]
-    return [path for path in older if not is_milestone(path, spec)]
+    """Checkpoints to remove once a new one is complete: all but the newest."""
+    return checkpoint.list_complete(directory)[: -spec.checkpoint.keep]
 
 
 def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]:
@@ -77,15 +60,10 @@ def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]
         return []
     return [
         f"WARNING: {found}: {fit} more fit, but the run will hold {need} more at once "
-        f"({_what_is_kept(spec)}). Free room or lower checkpoint.keep; a save without room removes "
-        f"the oldest checkpoint, and fails if there is only one"
+        f"(checkpoint.keep = {spec.checkpoint.keep}, and the one that is being written). Free "
+        f"room or lower checkpoint.keep; a save without room removes the oldest checkpoint, and "
+        f"fails if there is only one"
     ]
-
-
-def _what_is_kept(spec: RunSpec) -> str:
-    milestones = num_milestones(spec)
-    more = f", {milestones} milestones of checkpoint.keep_every" if milestones else ""
-    return f"checkpoint.keep = {spec.checkpoint.keep}{more}, and the one that is being written"
 
 
 def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
@@ -111,14 +89,14 @@ def says_full(error: BaseException | None) -> bool:
     return found is not None and found.errno != errno.EFBIG
 
 
-def to_drop(directory: Path, spec: RunSpec) -> Path | None:
-    """The oldest checkpoint, which may make room for a new one unless it is the only sound one or a
-    milestone; None if none may."""
+def to_drop(directory: Path) -> Path | None:
+    """The oldest checkpoint, which may make room for a new one unless it is the only sound one;
+    None if none may."""
     found = checkpoint.list_complete(directory)
     newest = next((path for path in reversed(found) if _is_sound(path)), None)
     if newest is None:
         return None
-    return next((p for p in found if p != newest and not is_milestone(p, spec)), None)
+    return next((p for p in found if p != newest), None)
 
 
 def _is_sound(path: Path) -> bool:

@@ -90,7 +90,6 @@ class _Task:
     planner: dict[str, Any] | None
     began_s: float
     stall_s: float
-    norms: list[float]
 
 
 class CheckpointSaver:
@@ -134,18 +133,13 @@ class CheckpointSaver:
         self._pending: Future[Saved] | None = None
 
     def save(
-        self,
-        step: int,
-        state: PlannerState | None,
-        *,
-        began_s: float | None = None,
-        norms: list[float] | None = None,
+        self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Save after `step` executed steps (later, if asynchronous); return the saves that
+        """Save after `step` executed steps, while training goes on; return the saves that
         finished.
 
         state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
-        began to wait, by time.perf_counter; default: now. norms: of the last steps' gradients.
+        began to wait, by time.perf_counter; default: now.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -159,10 +153,9 @@ class CheckpointSaver:
             planner=state.to_json() if state is not None else None,
             began_s=began_s,
             stall_s=time.perf_counter() - began_s,
-            norms=norms or [],
         )
         self._pending = self._pool.submit(self._write, task)
-        return ended if self.spec.checkpoint.asynchronous else ended + self.wait()
+        return ended
 
     def poll(self) -> list[Saved]:
         """Return the last save if it has finished, without waiting; `wait` returns it again."""
@@ -200,10 +193,9 @@ class CheckpointSaver:
         write_s = time.perf_counter() - task.began_s
         # Copies of earlier saves and tensors of earlier steps were freed.
         give_back_freed()
-        stall_s = task.stall_s if self.spec.checkpoint.asynchronous else write_s
         return Saved(
             step=task.step,
-            stall_s=stall_s,
+            stall_s=task.stall_s,
             write_s=write_s,
             num_bytes=num_bytes,
             error=error,
@@ -232,7 +224,7 @@ class CheckpointSaver:
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
         shutil.rmtree(self._partial(step), ignore_errors=True)
-        oldest = to_drop(self.directory, self.spec)
+        oldest = to_drop(self.directory)
         if oldest is not None:
             _remove(oldest)
             dropped.append(oldest.name)
@@ -284,11 +276,10 @@ class CheckpointSaver:
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
-        norms = {"norms": task.norms} if task.norms else {}
         planned = checkpoint.planner_of(task.planner)
         for name, data in (
             (checkpoint.PLANNER, task.planner),
-            (checkpoint.RUN, {"step": task.step, **self._about, **norms, "planner": planned}),
+            (checkpoint.RUN, {"step": task.step, **self._about, "planner": planned}),
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)

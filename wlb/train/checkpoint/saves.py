@@ -109,8 +109,7 @@ class SaveCheckpoints(Hook):
             self._tallies[run.steps_done] = deepcopy(run.tally)
         state = run.progress.state
         run.saved = run.progress
-        norms = run.norms.to_json()
-        return self.saver.save(run.steps_done, state, began_s=began_s, norms=norms)
+        return self.saver.save(run.steps_done, state, began_s=began_s)
 
     def _count(self, run: RunContext, ended: list[Saved]) -> None:
         """Count failures in a row. All ranks learn of one when they wait for it, none before."""

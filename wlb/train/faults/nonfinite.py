@@ -36,24 +36,15 @@ class NonfiniteSteps:
         if self.action == OnNonfinite.ROLLBACK and is_new and has_checkpoint:
             self._in_a_row = 0
             return OnNonfinite.ROLLBACK
-        self._skip(found, "were not finite", "Lower training.learning_rate")
-        return OnNonfinite.SKIP
-
-    def finite(self, step: int, *, norm: float, median: float | None) -> OnNonfinite | None:
-        """None for a step that updates weights, SKIP for one whose norm is a spike over `median`
-        (`training.skip_spikes`); FloatingPointError if the run has to stop."""
-        if median is None:
-            self._in_a_row = 0
-            return None
-        found = f"step {step}: gradient norm {norm:g} with a median of {median:g}"
-        remedy = "Raise training.skip_spikes if such norms are usual, or lower the learning rate"
-        self._skip(found, "were spikes or not finite", remedy)
-        return OnNonfinite.SKIP
-
-    def _skip(self, found: str, what: str, remedy: str) -> None:
         self._in_a_row += 1
         if self._in_a_row > MOST_SKIPPED:
             raise FloatingPointError(
-                f"{found}; {self._in_a_row} steps in a row {what}, more than the {MOST_SKIPPED} "
-                f"that a run may skip. {remedy} and continue from a checkpoint with --resume"
+                f"{found}; {self._in_a_row} steps in a row were not finite, more than the "
+                f"{MOST_SKIPPED} that a run may skip. Lower training.learning_rate and continue "
+                f"from a checkpoint with --resume"
             )
+        return OnNonfinite.SKIP
+
+    def finite(self) -> None:
+        """A step was finite, so that skipped ones are counted anew."""
+        self._in_a_row = 0

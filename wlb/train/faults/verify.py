@@ -78,7 +78,7 @@ class StoreCheck:
 
 
 class VerifyStores(Hook):
-    """Runs a `StoreCheck` in a thread beside the first steps (data.verify = background); a store
+    """Runs a `StoreCheck` in a thread beside the first steps; a store
     that is found wrong ends the run before its next checkpoint. On rank 0."""
 
     def __init__(self, train: StoreName, heldout: str) -> None:
@@ -87,16 +87,16 @@ class VerifyStores(Hook):
         self._closed = threading.Event()
         self._problem: Exception | None = None
         self._told = False
-        self._thread = threading.Thread(target=self._read, name="data.verify", daemon=True)
+        self._thread = threading.Thread(target=self._read, name="read stores", daemon=True)
 
     def begin(self, run: RunContext) -> None:
         record = run.job.directory / RECORD
         self._check = StoreCheck(self._uses, record, self._end_if_closed)
         for use in self._check.skipped:
-            run.report.say(f"data.verify: {use} store unchanged since it was read ({RECORD})")
+            run.report.say(f"token stores: {use} store unchanged since it was read ({RECORD})")
         if self._check.stores:
             size = decimal(self._check.total_bytes)
-            run.report.say(f"data.verify: reading {size} of token stores beside the first steps")
+            run.report.say(f"token stores: reading {size} beside the first steps")
             self._thread.start()
         else:
             self._told = True
@@ -113,7 +113,7 @@ class VerifyStores(Hook):
         self._tell(run)
         if not self._told:
             run.report.say(
-                f"WARNING: data.verify: training ended when {decimal(check.done_bytes)} of "
+                f"WARNING: token stores: training ended when {decimal(check.done_bytes)} of "
                 f"{decimal(check.total_bytes)} were read; `wlb prepare --verify PREFIX` "
                 f"reads a store whole"
             )
@@ -133,9 +133,9 @@ class VerifyStores(Hook):
         self._told = True
         if self._problem is not None:
             raise UserError(
-                f"data.verify: {self._problem}; the steps of this run so far are not to be trusted"
+                f"token stores: {self._problem}; the steps of this run so far are not to be trusted"
             ) from self._problem
-        run.report.say("data.verify: the token stores hold what their descriptions say")
+        run.report.say("token stores: they hold what their descriptions say")
 
     def _read(self) -> None:
         assert self._check is not None

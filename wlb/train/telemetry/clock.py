@@ -66,8 +66,7 @@ class WallMarks:
     def now(self) -> Any:
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "part of a step ran on another thread than the one whose CPU time is measured; set "
-                "telemetry.enabled = false"
+                "part of a step ran on another thread than the one whose CPU time is measured"
             )
         return time.perf_counter_ns()
 

@@ -281,11 +281,7 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
         console.print(f"{name}: {path}", soft_wrap=True)
 
 
-_REFUSED = {
-    "skip": "skipped as not finite",
-    "spike": "skipped as spikes of the gradient norm",
-    "rollback": "trained again from a checkpoint",
-}
+_REFUSED = {"skip": "skipped as not finite", "rollback": "trained again from a checkpoint"}
 
 
 def _saves(saves: Saves) -> str:

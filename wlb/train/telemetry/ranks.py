@@ -21,7 +21,7 @@ from wlb.parallel.mesh import Mesh, coordinates, rank_grid
 from wlb.parallel.observe import Pass
 from wlb.parallel.world import World
 from wlb.plan import MeasuredTimeline, Place, RankTable, Straggler, TimedPass
-from wlb.plan.ranks import RANKS_INTERVAL, STRAGGLER_TABLES, STRAGGLER_THRESHOLD
+from wlb.plan.ranks import RANKS_INTERVAL, STRAGGLER_TABLES, STRAGGLER_THRESHOLD, TIMELINE_INTERVAL
 from wlb.spec import ParallelSpec, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.clock import StepClock, StepSpans
@@ -193,8 +193,7 @@ class RecordRanks(Hook):
                 run.report.write("ranks", **table.to_json())
                 run.tally.stragglers.add(table)
                 self._tell(table, run.report)
-        interval = run.spec.telemetry.timeline_interval
-        if interval and (is_last or run.steps_done % interval == 0):
+        if TIMELINE_INTERVAL and (is_last or run.steps_done % TIMELINE_INTERVAL == 0):
             timeline = meter.timeline(self.clock.spans(), number, run.steps_done)
             if timeline is not None:
                 run.report.write("timeline", **timeline.to_json())

@@ -53,14 +53,11 @@ class RecordSteps(Hook):
         run.report.display.step(run.steps_done, measured, predicted, plan.baseline, figures)
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
-        is_spike = step.median is not None
-        run.tally.refused["spike" if is_spike else str(step.action)] += 1
+        run.tally.refused[str(step.action)] += 1
         run.tally.skipped_tokens += step.plan.packing.num_tokens
         found = f"loss {step.sums.loss}, gradient norm {step.sums.gradient_norm}"
-        if is_spike:
-            found += f", with a median of {step.median:g}"
         run.report.write(
-            "spike" if is_spike else "nonfinite",
+            "nonfinite",
             step=step.plan.step,
             steps_done=run.steps_done,
             found=found,

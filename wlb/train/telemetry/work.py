@@ -30,7 +30,7 @@ class WorkMeter:
             return ""
         return (
             f"model TFLOP/s without MFU: no peak is known of {self.device} in "
-            f"{self.spec.training.dtype}; telemetry.peak_tflops sets it"
+            f"{self.spec.training.dtype}; cluster.peak_tflops sets it"
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:

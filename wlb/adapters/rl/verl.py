@@ -1,7 +1,7 @@
 """verl 0.9: balanced ranks, mini-batches and micro-batches, by one call before training.
 
-    import wlb.adapters.verl
-    wlb.adapters.verl.install()
+    import wlb.adapters.rl.verl
+    wlb.adapters.rl.verl.install()
 
 It replaces `get_seqlen_balanced_partitions` and `rearrange_micro_batches` wherever verl has
 imported them, and the V1 trainer's `_balance_batch`. Call it in every process (workers, too).
@@ -19,8 +19,8 @@ require("verl>=0.9")
 
 import numpy as np
 
-from wlb.adapters.own_ranks import Cut, cut
-from wlb.adapters.swap import Swap
+from wlb.adapters.rl.own_ranks import Cut, cut
+from wlb.adapters.rl.swap import Swap
 from wlb.balance import Cost, balance_step
 from wlb.plan import UserError
 

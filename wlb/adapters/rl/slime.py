@@ -1,7 +1,7 @@
 """slime 0.3: `build_dp_schedule` by wlb, for dynamic batch sizes.
 
-    import wlb.adapters.slime
-    wlb.adapters.slime.install()      # in the process that runs slime.ray.rollout
+    import wlb.adapters.rl.slime
+    wlb.adapters.rl.slime.install()      # in the process that runs slime.ray.rollout
 
 Steps are cut as slime cuts them; within a step samples are divided over ranks and micro-batches at
 once. Samples longer than the limit are alone, as slime has it.
@@ -16,7 +16,7 @@ require("slime>=0.3")
 
 import numpy as np
 
-from wlb.adapters.swap import Swap
+from wlb.adapters.rl.swap import Swap
 from wlb.balance import Cost, balance_step
 from wlb.balance.request import labels
 from wlb.plan import UserError

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.adapters.own_code import (  # noqa: F401
+from tests.adapters.rl.own_code import (  # noqa: F401
     Own,
     nemo_rl_clipped_loss,
     openrlhf_aggregate_loss,
     slime_loss_function,
     verl_agg_loss,
 )
-from tests.adapters.whole_step import (
+from tests.adapters.rl.whole_step import (
     ADVANTAGES,
     CLIP,
     DIVISIONS,

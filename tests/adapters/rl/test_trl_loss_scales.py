@@ -17,8 +17,7 @@ from torch import Tensor
 pytest.importorskip("trl")
 from trl import GRPOTrainer, SFTTrainer
 
-from tests.adapters.trainer_stand_in import StandIn
-from tests.adapters.whole_step import (
+from tests.adapters.rl.whole_step import (
     ADVANTAGES,
     CLIP,
     DIVISIONS,
@@ -37,7 +36,9 @@ from tests.adapters.whole_step import (
     sums,
     token_mean,
 )
-from wlb.adapters.trl import balanced_grpo, balanced_steps, by_length
+from tests.adapters.trainer_stand_in import StandIn
+from wlb.adapters.rl.trl import balanced_grpo, by_length
+from wlb.adapters.trl import balanced_steps
 from wlb.plan import UserError
 
 SLICES = 4

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from wlb.adapters.own_ranks import Cut, cut
+from wlb.adapters.rl.own_ranks import Cut, cut
 from wlb.plan import UserError
 
 HEAVY = [900, 700, 650, 500, 480, 300, 220, 180, 120, 90, 60, 30]
