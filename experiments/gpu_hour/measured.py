@@ -23,7 +23,7 @@ def profile(setting: Setting) -> Answer:
     """`wlb profile`: prices of this device, and their error on calls that no fit has seen."""
     setting.of("profile")
     quick = ["--quick"] if setting.quick else []
-    options = ["--device", setting.device, "--out", str(setting.profile), "--no-page", *quick]
+    options = ["--device", setting.device, "--out", str(setting.profile), "--no-plots", *quick]
     python("-m", "wlb", "profile", *options)
     made = json.loads(setting.profile.read_text("utf-8"))
     answer = Answer(figures={"profile": made})

@@ -11,7 +11,7 @@ from wlb.report.tables import console, new_table
 _PROFILE = "cost.profile="
 _SHOWN = 40
 GIB = 1 << 30
-_UNUSED = "systems steps step in_order device trace timeline html over_memory strict replay"
+_UNUSED = "systems steps step in_order device trace timeline over_memory strict replay"
 """Options of `wlb simulate` that have no effect with --run."""
 
 
