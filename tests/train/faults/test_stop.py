@@ -188,9 +188,8 @@ def alive(pid: int) -> bool:
     ("kind", "layout"),
     [
         (signal.SIGTERM, "one"),
-        (signal.SIGUSR1, "one"),
         (signal.SIGINT, "dp2-tp2"),
-        *nightly((signal.SIGINT, "one")),
+        *nightly((signal.SIGUSR1, "one"), (signal.SIGINT, "one")),
         *nightly((signal.SIGTERM, "dp2-tp2"), (signal.SIGUSR1, "dp2-tp2")),
     ],
 )
