@@ -31,7 +31,7 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
 }
 settings.register_profile("quick", max_examples=25, **_COMMON)
-settings.register_profile("full", max_examples=75, **_COMMON)
+settings.register_profile("full", max_examples=40, **_COMMON)
 settings.register_profile("nightly", max_examples=300, **_COMMON)
 
 # Mark expressions of the three sets. `hypothesis` is the mark that Hypothesis gives its tests.

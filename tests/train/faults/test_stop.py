@@ -319,7 +319,7 @@ def test_a_signal_ends_a_run_that_waits_for_the_folder_of_another(
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["dp2-tp2", *nightly("one")])
+@pytest.mark.parametrize("layout", ["one", *nightly("dp2-tp2")])
 def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:
