@@ -18,7 +18,7 @@ from wlb.train import start
 from wlb.validation import recorded
 from wlb.validation.recorded import simulate_recorded
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
