@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems
 from experiments.gpu_hour.setting import Answer, Setting, Verdict, python
-from wlb.report import read_run
+from wlb.report.run.records import read_run
 from wlb.validation.recorded import simulate_recorded
 
 GIB = 1 << 30

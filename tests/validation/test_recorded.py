@@ -11,7 +11,8 @@ from rich.console import Console
 
 from tests.train.case import Run, small_spec, write_corpus
 from wlb.cli.main import main
-from wlb.report import read_run, run_page
+from wlb.report.run.page import run_page
+from wlb.report.run.records import read_run
 from wlb.report.run.simulated import simulate_step
 from wlb.spec import AttentionBackend
 from wlb.train import start

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from wlb.cli import output
 from wlb.plan import UserError
-from wlb.report import worth_line
+from wlb.report.simulation import worth_line
 from wlb.report.tables import console, new_table
 
 _PROFILE = "cost.profile="

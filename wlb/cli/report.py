@@ -10,7 +10,9 @@ from wlb.cli.options import add_flag, add_text, number
 from wlb.launch.failure import began_s, newest_records
 from wlb.launch.report import compose_report
 from wlb.plan import UserError
-from wlb.report import RunRecords, read_run, run_page, runs_tables
+from wlb.report.run.compare import runs_tables
+from wlb.report.run.page import run_page
+from wlb.report.run.records import RunRecords, read_run
 from wlb.report.tables import console
 
 

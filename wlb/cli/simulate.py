@@ -15,7 +15,7 @@ from wlb.cli.options import add_flag, add_json, add_text, number
 from wlb.cost import planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch, UserError, check_at_least
-from wlb.report import layout_text, simulation_table, worth_line, worth_of
+from wlb.report.simulation import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.tables import console, new_table
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (

@@ -24,8 +24,8 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
-from wlb.report import tuning_table, uneven, weight_remark
 from wlb.report.packing.plots import tuning_figure
+from wlb.report.packing.tables import tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.spec import Policy, load
 

@@ -15,7 +15,6 @@ from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
 from wlb.plan import UserError, check_at_least, check_between
-from wlb.report import worth_line, worth_of
 from wlb.report.layout import (
     LayoutReport,
     effort_line,
@@ -24,6 +23,7 @@ from wlb.report.layout import (
     loser_lines,
     refusal_lines,
 )
+from wlb.report.simulation import worth_line, worth_of
 from wlb.report.tables import console
 from wlb.simulate.layout_search.layouts import AXES, EP, LayoutChoices, layouts_of
 from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices

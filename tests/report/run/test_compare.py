@@ -10,8 +10,8 @@ import pytest
 
 from tests.report.run.lines import start, step, whole_run, write
 from wlb.cli import main
-from wlb.report import read_run
 from wlb.report.run.compare import differences, figures_of, run_names
+from wlb.report.run.records import read_run
 
 
 def text_of(page: str) -> str:
