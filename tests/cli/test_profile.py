@@ -97,13 +97,19 @@ def test_a_sweep_writes_a_profile_plots_and_a_log(small, tmp_path, capsys):
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_a_node_has_as_many_ranks_as_is_said(small, tmp_path, capsys):
+def test_records_give_a_node_as_many_ranks_as_is_said_and_no_other_sweep(small, tmp_path, capsys):
     assert profile(tmp_path, "--no-plots") == 0
     assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 1024
     assert profile(tmp_path, "--no-plots", "--ranks-per-node", "4") == 0
     assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 4
     assert profile(tmp_path, "--no-plots", "--ranks-per-node", "0") == 2
     assert "--ranks-per-node = 0 must be at least 1" in capsys.readouterr().err
+    # The records are kept for the same sweep alone.
+    assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
+    told = capsys.readouterr().err
+    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
+    assert " there, 96 now); remove it" in told
+    assert "remove it or give another --out" in told
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(0, None), (1, None), (4, 4)])
@@ -136,17 +142,6 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
         assert points == [len(whole), 4]
         assert "rope_theta" in made.provenance.command
         assert profile(tmp_path, "--no-plots") == 0
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
-    assert profile(tmp_path, "--no-plots") == 0
-    assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
-    told = capsys.readouterr().err
-    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
-    assert " there, 96 now); remove it" in told
-    assert "remove it or give another --out" in told
 
 
 @pytest.mark.dist

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.sets import full
 from wlb.cli import main
 from wlb.cli.tune_layout import winning_spec
 from wlb.report.layout import COLUMNS
@@ -136,7 +137,9 @@ def test_another_global_batch_keeps_tokens(
         (["--gpus", "8", "--global-batch-tokens", "0"], "must be a multiple of"),
         (["--gpus", "8", "--out", "/nowhere/best.toml"], "/nowhere/best.toml cannot be written"),
         (["--gpus", "8", "--set", "cluster.memory_gib=0.001"], "closest is tp "),
-        (["--gpus", "8", "--max-delay-mean", "0", "--policies", "bounded"], "raise --max-delay"),
+        *full(
+            (["--gpus", "8", "--max-delay-mean", "0", "--policies", "bounded"], "raise --max-delay")
+        ),
     ],
 )
 def test_bad_input_is_refused(
