@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.harness.files import write_json
 from experiments.harness.pages import ROOT, commit, source_differences
 
 LONG_MINUTES = 10
@@ -116,10 +117,7 @@ class State:
 
     def write(self, key: str, **run: Any) -> None:
         self.runs[key] = run
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        half = self.path.with_suffix(".part")
-        half.write_text(json.dumps(self.runs, indent=1) + "\n", "utf-8")
-        half.replace(self.path)
+        write_json(self.path, self.runs, indent=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ stopped. It writes gpu_hour.html, a page to read, and gpu_hour.json, the file to
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -16,14 +15,15 @@ from rich.console import Console
 
 from experiments.gpu_hour.page import conditions, document, write_page
 from experiments.gpu_hour.parts import PARTS, parts_for
-from experiments.gpu_hour.running import read_whole, run_parts, write_whole
+from experiments.gpu_hour.running import read_whole, run_parts
 from experiments.gpu_hour.setting import Setting
+from experiments.harness.arguments import experiment_parser
+from experiments.harness.files import write_json
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu_hour", description=__doc__.splitlines()[0]
-    )
+    parser = experiment_parser(__doc__)
+    parser.prog = "python -m experiments.gpu_hour"
     parser.add_argument(
         "--gpus", type=int, choices=(1, 8), help="default: 8 if there are 8, else 1"
     )
@@ -56,7 +56,7 @@ def another_setting(setting: Setting) -> str:
     found = read_whole(path)
     if found and found != asked:
         return f"{setting.folder} has results of {found}, not of {asked}; give another --out"
-    write_whole(path, asked)
+    write_json(path, asked)
     return ""
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     found = run_parts(setting, parts, console, seconds=options.minutes * 60)
     made = document(setting, found, about)
     path = setting.folder / "gpu_hour.json"
-    path.write_text(json.dumps(made, indent=1), "utf-8")
+    write_json(path, made, indent=1)
     page = write_page(made, setting.folder / "gpu_hour.html")
     for row in made["claims"]:
         console.print(

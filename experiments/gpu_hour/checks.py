@@ -1,8 +1,6 @@
 """Parts of the hour that pass or fail: the machine, the kernels, a killed run that goes on."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from experiments.gpu_hour.runs import restarted, trainings
-from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, python
+from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, emptied_runs, python
 from wlb.report.run.records import read_run
 
 GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
@@ -26,6 +24,7 @@ def doctor(setting: Setting) -> Answer:
     run = trainings(setting)[0].write(setting, folder=folder)
     found = folder / "doctor.json"
     quick = ["--quick"] if setting.quick else []
+    found.unlink(missing_ok=True)
     python("-m", "wlb", "doctor", str(run), *quick, "--json", str(found), check=False)
     findings = json.loads(found.read_text("utf-8"))
     answer = Answer(figures={"findings": findings})
@@ -44,6 +43,7 @@ def kernels(setting: Setting) -> Answer:
 
 def tested(setting: Setting, tests: list[str]) -> Answer:
     report = setting.of("kernels") / "junit.xml"
+    report.unlink(missing_ok=True)
     # Another plugin's warning about xdist would be an error: pyproject.toml makes all warnings so.
     options = ["-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=8"]
     python("-m", "pytest", *tests, *options, f"--junitxml={report}", check=False)
@@ -69,8 +69,8 @@ def restart(setting: Setting) -> Answer:
     """A run that is killed (SIGKILL) and resumed has the losses of one that was not."""
     folder = setting.of("restart")
     run = restarted(setting)
-    whole = run.write(setting, folder=_empty(folder / "whole"))
-    broken = run.write(setting, folder=_empty(folder / "killed"))
+    whole = run.write(setting, folder=emptied_runs(folder / "whole"))
+    broken = run.write(setting, folder=emptied_runs(folder / "killed"))
     python("-m", "wlb", "train", str(whole))
     killed_after = _killed(broken, folder / "killed" / "runs" / run.name / "metrics.jsonl")
     python("-m", "wlb", "train", str(broken), "--resume", "auto")
@@ -95,15 +95,11 @@ def restart(setting: Setting) -> Answer:
     return answer
 
 
-def _empty(folder: Path) -> Path:
-    """A folder without what an earlier try left, which would be resumed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
 def _killed(run: Path, metrics: Path) -> int:
-    """Starts a run, kills it once it has done KILLED_AT steps, and returns how many it had done."""
+    """Starts a run, kills it once it has done KILLED_AT steps, and returns how many it had done.
+
+    RuntimeError for a run that ends before that: it was not killed.
+    """
     command = [sys.executable, "-m", "wlb", "train", str(run)]
     print("+", *command[1:], flush=True)
     process = subprocess.Popen(command, cwd=ROOT)
@@ -111,8 +107,10 @@ def _killed(run: Path, metrics: Path) -> int:
     while process.poll() is None and done < KILLED_AT:
         time.sleep(0.02)
         done = metrics.read_text("utf-8").count('"kind": "step"') if metrics.exists() else 0
-    if process.poll() is None:
-        # Local ranks end with the process that started them.
-        os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    # Local ranks end with the process that started them.
+    process.kill()
+    if (status := process.wait()) != -signal.SIGKILL:
+        raise RuntimeError(
+            f"the run ended with exit status {status} after {done} steps, before it was killed"
+        )
     return done

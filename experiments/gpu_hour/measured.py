@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, systems
-from experiments.gpu_hour.setting import Answer, Setting, Verdict, python
+from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, balanced
+from experiments.gpu_hour.setting import Answer, Setting, Verdict, emptied_runs, python
 from wlb.report.run.records import read_run
 from wlb.validation.recorded import simulate_recorded
 
@@ -22,6 +22,7 @@ COMPARED = ("plain_4d", "paper", "wlb")
 def profile(setting: Setting) -> Answer:
     """`wlb profile`: prices of this device, and their error on calls that no fit has seen."""
     setting.of("profile")
+    setting.profile.unlink(missing_ok=True)
     quick = ["--quick"] if setting.quick else []
     options = ["--device", setting.device, "--out", str(setting.profile), "--no-plots", *quick]
     python("-m", "wlb", "profile", *options)
@@ -73,7 +74,7 @@ def steps(setting: Setting, run: TrainingRun) -> Answer:
     """A training run's step times and memory beside what is predicted for its own steps."""
     answer = Answer()
     folder = setting.of(f"steps_{run.name}")
-    python("-m", "wlb", "train", str(run.write(setting, folder=folder)))
+    python("-m", "wlb", "train", str(run.write(setting, folder=emptied_runs(folder))))
     profiles = {"": "the shipped profile"}
     if setting.profile.exists():
         profiles[str(setting.profile)] = "the measured profile"
@@ -118,31 +119,29 @@ def compared(folder: Path, profiles: Mapping[str, str]) -> dict[str, Any]:
 
 def balance(setting: Setting) -> Answer:
     """Plain-4D, the paper's system and ours on the same documents: measured beside simulated."""
-    answer = Answer()
-    for run in systems(setting):
-        folder = setting.of("balance")
-        toml = run.write(setting, folder=folder)
-        simulated = folder / "simulated.json"
-        speeds: dict[str, float] = {}
-        for system in COMPARED:
-            named = ["--system", system, "--set", f"run.name={system}"]
-            python("-m", "wlb", "train", str(toml), *named)
-            speeds[system] = tokens_per_s(folder / "runs" / system)
-        known = f"cost.profile={setting.profile}"
-        options = ["--set", known] if setting.profile.exists() else []
-        compare = ["--systems", *COMPARED, "--json", str(simulated), "--steps", str(run.steps)]
-        python("-m", "wlb", "simulate", str(toml), *compare, *options)
-        found = json.loads(simulated.read_text("utf-8"))
-        answer.figures = {"tokens_per_s": speeds, "simulated": found}
-        rows = {row["label"]: row for row in found["runs"]}
-        for system in COMPARED[1:]:
-            answer.within(
-                f"{system} over Plain-4D, tokens per second",
-                rows[system]["tokens_per_s"] / rows[COMPARED[0]]["tokens_per_s"],
-                speeds[system] / speeds[COMPARED[0]],
-                share=SPEEDUP_ERROR,
-                unit="x",
-            )
+    run, folder = balanced(setting), setting.of("balance")
+    toml = run.write(setting, folder=emptied_runs(folder))
+    simulated = folder / "simulated.json"
+    speeds: dict[str, float] = {}
+    for system in COMPARED:
+        named = ["--system", system, "--set", f"run.name={system}"]
+        python("-m", "wlb", "train", str(toml), *named)
+        speeds[system] = tokens_per_s(folder / "runs" / system)
+    known = f"cost.profile={setting.profile}"
+    options = ["--set", known] if setting.profile.exists() else []
+    compare = ["--systems", *COMPARED, "--json", str(simulated), "--steps", str(run.steps)]
+    python("-m", "wlb", "simulate", str(toml), *compare, *options)
+    found = json.loads(simulated.read_text("utf-8"))
+    answer = Answer(figures={"tokens_per_s": speeds, "simulated": found})
+    rows = {row["label"]: row for row in found["runs"]}
+    for system in COMPARED[1:]:
+        answer.within(
+            f"{system} over Plain-4D, tokens per second",
+            rows[system]["tokens_per_s"] / rows[COMPARED[0]]["tokens_per_s"],
+            speeds[system] / speeds[COMPARED[0]],
+            share=SPEEDUP_ERROR,
+            unit="x",
+        )
     return answer
 
 

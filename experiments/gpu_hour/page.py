@@ -6,12 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from experiments.gpu_hour.running import Ended, State
 from experiments.gpu_hour.setting import Setting
 from experiments.harness.pages import commit
 from wlb.cost.machine import start_nvml
+from wlb.report.render import render
 
 TEMPLATES = Path(__file__).parent
 
@@ -88,18 +87,11 @@ def document(setting: Setting, parts: Sequence[Ended], found: Mapping[str, Any])
 
 
 def write_page(made: Mapping[str, Any], path: Path) -> Path:
-    environment = Environment(
-        loader=FileSystemLoader([TEMPLATES, TEMPLATES.parents[1] / "wlb" / "report" / "templates"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    template = environment.get_template("page.html.j2")
     count = {verdict: 0 for verdict in ("holds", "differs", "failed")}
     for row in made["claims"]:
         count[row["verdict"]] += 1
     gpu = made["conditions"].get("gpu", "a CPU")
     title = f"wlb on {made['conditions'].get('gpus', 1)} x {gpu}"
-    path.write_text(template.render(title=title, count=count, **made), "utf-8")
+    page = render("page", folder=TEMPLATES, title=title, count=count, **made)
+    path.write_text(page, "utf-8")
     return path

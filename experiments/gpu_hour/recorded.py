@@ -2,8 +2,8 @@
 
 `python -m experiments.gpu_hour.recorded` reads results/h100_2026-11-26: metrics of four training
 runs, times of Figure 15's kernels, and a run that was killed and resumed. It plans the runs' steps
-again and simulates them with the published profile `h100` and with `h100_sxm`, which was measured
-on the same day.
+again and simulates them with the published profile `h100`, with `h100_sxm`, which was measured on
+the same day, and with `h100_runs`, which has the slower products of long published runs.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from experiments.gpu_hour.measured import compared
+from experiments.gpu_hour.runs import make_store
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import ROOT, How, Table, show, write_results
 from experiments.paper.fig15.case import STATIC, layer_cost, micro_batches
 from wlb.cost import attention_latency
-from wlb.prepare.synthetic import prepare_synthetic
 from wlb.sharding import shard
 
 RECORDS = Path(__file__).parent / "results" / "h100_2026-11-26"
-PROFILES = ("h100", "h100_sxm")
+PROFILES = ("h100", "h100_sxm", "h100_runs")
 DOCUMENTS = {"3m": 3_000_000, "6m": 6_000_000}
 """Tokens of the stores that the runs read, by name in runs/gpu_hour/documents."""
 WINDOW = 131072
@@ -50,10 +50,7 @@ def make_documents() -> None:
     """Makes the stores that the runs read; their lengths do not depend on the machine."""
     for name, tokens in DOCUMENTS.items():
         prefix = ROOT / "runs" / "gpu_hour" / "documents" / name
-        if not Path(f"{prefix}.json").exists():
-            prepare_synthetic(
-                prefix, family="wlb_paper", num_tokens=tokens, window=WINDOW, seed=0, overwrite=True
-            )
+        make_store(prefix, tokens=tokens, window=WINDOW)
 
 
 def steps_of(name: str) -> dict[str, Any]:
@@ -94,6 +91,7 @@ def steps_table(names: list[str]) -> Table:
             "measured s": "measured, s a step",
             "h100": "predicted over measured, h100",
             "h100_sxm": "predicted over measured, h100_sxm",
+            "h100_runs": "predicted over measured, h100_runs",
             "h100_sxm error": "mean error of a step, h100_sxm",
             "estimated GiB": "memory estimated, GiB",
             "peak GiB": "measured, GiB",

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from experiments.gpu_hour.parts import Part
 from experiments.gpu_hour.setting import ROOT, Setting
+from experiments.harness.files import write_json
 
 WORKER = "experiments.gpu_hour.worker"
 """The module that a part's process runs."""
@@ -67,13 +68,6 @@ def read_whole(path: Path) -> dict[str, Any]:
         return {}
 
 
-def write_whole(path: Path, value: Any) -> None:
-    """Writes JSON so that a lost node leaves the old file or the new one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value), "utf-8")
-    part.replace(path)
-
-
 def run_parts(
     setting: Setting,
     parts: Sequence[Part],
@@ -96,7 +90,8 @@ def run_parts(
     for i, part in enumerate(parts):
         known = ended_of(setting, part)
         if known is not None and known.state in (State.DONE, State.FAILED):
-            console.print(f"{part.name}: {known.state} at an earlier start")
+            remedy = _remedy(setting, known)
+            console.print(f"{part.name}: {known.state} at an earlier start{remedy}", markup=False)
             out.append(known)
             continue
         left = seconds - (time.monotonic() - started)
@@ -110,12 +105,22 @@ def run_parts(
             f"end in at most {left / 60:.0f} min",
             markup=False,
         )
-        ended = run_part(setting, part, limit_s=limit, worker=worker)
-        if ended.state == State.TOO_LONG and limit < part.limit(setting):
-            ended = replace(ended, state=State.CUT_OFF)
+        too_late = State.CUT_OFF if limit < part.limit(setting) else State.TOO_LONG
+        ended = run_part(setting, part, limit_s=limit, too_late=too_late, worker=worker)
         out.append(ended)
-        console.print(f"{part.name}: {ended.state} after {ended.seconds:.0f} s")
+        remedy = _remedy(setting, ended)
+        console.print(
+            f"{part.name}: {ended.state} after {ended.seconds:.0f} s{remedy}", markup=False
+        )
     return out
+
+
+def _remedy(setting: Setting, ended: Ended) -> str:
+    """How to run a part again that failed: the same command passes over it."""
+    if ended.state != State.FAILED:
+        return ""
+    path = setting.of(ended.name) / "ended.json"
+    return f"; to run it again, remove {path} and give the same command"
 
 
 def _left_out(part: Part) -> Ended:
@@ -124,8 +129,13 @@ def _left_out(part: Part) -> Ended:
     )
 
 
-def run_part(setting: Setting, part: Part, *, limit_s: float, worker: str = WORKER) -> Ended:
-    """Runs one part as a process group of its own and ends the whole group with it."""
+def run_part(
+    setting: Setting, part: Part, *, limit_s: float, too_late: State, worker: str = WORKER
+) -> Ended:
+    """Runs one part as a process group of its own and ends the whole group with it.
+
+    too_late: the state of a part that has not ended after `limit_s`.
+    """
     folder = setting.of(part.name)
     (folder / "answer.json").unlink(missing_ok=True)
     began = time.monotonic()
@@ -139,7 +149,7 @@ def run_part(setting: Setting, part: Part, *, limit_s: float, worker: str = WORK
             answer=read_whole(folder / "answer.json"),
             log_end="" if state == State.DONE else _last_lines(folder / "log.txt"),
         )
-        write_whole(folder / "ended.json", asdict(made))
+        write_json(folder / "ended.json", asdict(made))
         return made
 
     (folder / "log.txt").touch()
@@ -157,7 +167,7 @@ def run_part(setting: Setting, part: Part, *, limit_s: float, worker: str = WORK
         finally:
             _end_group(process)
     if status is None:
-        return ended(State.TOO_LONG)
+        return ended(too_late)
     return ended(State.FAILED if status else State.DONE)
 
 

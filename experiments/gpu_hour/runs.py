@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.gpu_hour.setting import Setting
+from wlb.prepare.synthetic import prepare_synthetic
 from wlb.spec import RunSpec, load
 
 WARM_UP_STEPS = 3
@@ -65,7 +66,7 @@ class TrainingRun:
             "data.context_window": self.window,
             "data.num_windows": self.windows,
             "data.row_multiple": 128 if setting.device == "cuda" else 1,
-            "cost.profile": "h100" if setting.device == "cuda" else "cpu",
+            "cost.profile": "h100_runs" if setting.device == "cuda" else "cpu",
             "training.dtype": "bfloat16" if setting.device == "cuda" else "float32",
             "training.steps": self.steps,
             "training.warmup_steps": 2,
@@ -95,9 +96,17 @@ def documents(setting: Setting) -> Path:
     return setting.folder / "documents" / "wlb_paper"
 
 
+def make_store(prefix: Path, *, tokens: int, window: int) -> None:
+    """Makes a store of documents of the paper's lengths, once; they are the same on any machine."""
+    if not Path(f"{prefix}.json").exists():
+        prepare_synthetic(
+            prefix, family="wlb_paper", num_tokens=tokens, window=window, seed=0, overwrite=True
+        )
+
+
 def document_window(setting: Setting) -> int:
     """The longest document: that of the longest window of the runs."""
-    return max(run.window for run in (*trainings(setting), *systems(setting)))
+    return max(run.window for run in (*trainings(setting), balanced(setting)))
 
 
 def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
@@ -135,20 +144,15 @@ def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
     return billion, stack_64k, stack_128k, recomputed, compiled
 
 
-def systems(setting: Setting) -> tuple[TrainingRun, ...]:
-    """The run that Plain-4D, the paper's system and ours train; it needs eight ranks."""
+def balanced(setting: Setting) -> TrainingRun:
+    """The run that Plain-4D, the paper's system and ours train: on two CPU processes, or eight
+    GPUs."""
     if setting.device == "cpu":
-        layout = {"parallel.cp": 2}
-        return (
-            TrainingRun(
-                name="systems", window=512, windows=2, steps=6, settings={**TINY, **layout}
-            ),
-        )
-    if setting.gpus < 8:
-        return ()
+        settings = {**TINY, "parallel.cp": 2}
+        return TrainingRun(name="systems", window=512, windows=2, steps=6, settings=settings)
     settings = {**LAYERS_7B, "model.num_layers": 8, **EIGHT}
     steps = 10 if setting.quick else 30
-    return (TrainingRun(name="systems", window=65536, windows=4, steps=steps, settings=settings),)
+    return TrainingRun(name="systems", window=65536, windows=4, steps=steps, settings=settings)
 
 
 def restarted(setting: Setting) -> TrainingRun:

@@ -1,5 +1,6 @@
 """What every part of the hour is told, and what it answers."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,13 @@ class Answer:
         verdict = Verdict.HOLDS if abs(off) <= share else Verdict.DIFFERS
         said = f"{claimed:.4g} {unit} ({off:+.1%})".replace("  ", " ")
         self.claim(claim, said, f"{measured:.4g} {unit}".strip(), verdict)
+
+
+def emptied_runs(folder: Path) -> Path:
+    """A part's folder without the runs of an earlier try, which would be resumed or counted."""
+    shutil.rmtree(folder / "runs", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def python(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:

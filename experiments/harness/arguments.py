@@ -1,6 +1,7 @@
 """Makes the command lines of experiments, so that one option means one thing everywhere."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,6 +17,20 @@ class ExperimentParser(argparse.ArgumentParser):
                         f"--take keeps the steps and seed of its results; leave out --{name}"
                     )
         return options
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """The type of an option for whole numbers from `minimum` on."""
+
+    def parsed(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} must be at least {minimum}")
+        return value
+
+    # argparse names the type in messages by it.
+    parsed.__name__ = "int"
+    return parsed
 
 
 def experiment_parser(

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
-from experiments.harness.constants import configuration
+from experiments.harness.constants import PRICES, configuration
 from wlb.cost import planned_gib, workload_of
 from wlb.data import GlobalBatches, LengthFamily, LengthSource
 from wlb.plan import GlobalBatch
@@ -24,21 +24,20 @@ from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides
 
 STEPS, QUICK_STEPS = 160, 20
-AGAIN = "write the page again from the tables of its results, simulating nothing"
 SEED = 1
 BY_NEED = ("sharding.exchange=needed", "cp.overlap=true")
 """CP ranks send each other the keys that are read, beside attention over those that they hold."""
-SYSTEMS: dict[str, tuple[str, tuple[tuple[str, ...], ...]]] = {
-    "plain_4d": ("plain_4d", ((),)),
-    "plain_anywhere": ("plain_4d", (("packing.window_cut=anywhere",),)),
-    "plain_by_need": ("plain_4d", (BY_NEED,)),
-    "fixed_4d": ("fixed_4d", ((),)),
-    "paper": ("paper", ((),)),
-    "wlb": ("wlb", ((),)),
-    "by_need": ("wlb", (BY_NEED,)),
+SYSTEMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "plain_4d": ("plain_4d", ()),
+    "plain_anywhere": ("plain_4d", ("packing.window_cut=anywhere",)),
+    "plain_by_need": ("plain_4d", BY_NEED),
+    "fixed_4d": ("fixed_4d", ()),
+    "paper": ("paper", ()),
+    "wlb": ("wlb", ()),
+    "by_need": ("wlb", BY_NEED),
 }
-"""Compared systems: the name of each in wlb, and alternatives of overrides on top of it. Plain-4D
-is the paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""
+"""Compared systems: the name of each in wlb, and overrides on top of it. Plain-4D is the
+paper's, whose loader cuts short documents only; Megatron's and torchtitan's cut anywhere."""
 NAMES = {
     "fixed_4d": "Fixed-4D",
     "paper": "WLB-LLM",
@@ -69,18 +68,15 @@ def steps_of(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Describes a run: a configuration of Table 1, and overrides on top of `constants.OVERRIDES`.
-
-    steps: global batches, each of the configuration's own size
-    family: distribution of document lengths
-    """
+    """Describes a run."""
 
     name: str
-    config: str
-    overrides: tuple[str, ...]
-    steps: int = STEPS
+    config: str  # of Table 1
+    overrides: tuple[str, ...]  # settings on top of those of its prices
+    steps: int = STEPS  # global batches, each of the configuration's own size
     seed: int = SEED
-    family: LengthFamily = constants.FAMILY
+    family: LengthFamily = constants.FAMILY  # distribution of document lengths
+    prices: str = constants.FITTED  # of `constants.PRICES`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +118,7 @@ class Outcome:
 
 
 def spec_of(case: Case) -> RunSpec:
-    spec = configuration(case.config, *constants.OVERRIDES, *case.overrides)
+    spec = configuration(case.config, *PRICES[case.prices].overrides, *case.overrides)
     return replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
 
 
@@ -144,7 +140,7 @@ def simulate(case: Case) -> RunSimulation:
     """Simulates the whole run."""
     spec = spec_of(case)
     batches = batches_of(spec, family=case.family, steps=case.steps, seed=case.seed)
-    cost = workload_of(spec, constants.profile())
+    cost = workload_of(spec, PRICES[case.prices].load())
     return simulate_run(spec, cost, batches, label=case.name)
 
 
@@ -210,8 +206,8 @@ def system(
 
 def compared(name: str, config: str, *more: str, **options: Any) -> list[Case]:
     """Returns the alternatives of one of SYSTEMS on a configuration, as `system` does."""
-    known, ways = SYSTEMS[name]
-    return [case for way in ways for case in system(known, config, *way, *more, **options)]
+    known, overrides = SYSTEMS[name]
+    return system(known, config, *overrides, *more, **options)
 
 
 def chosen(outcome: Outcome, *keys: str) -> str:

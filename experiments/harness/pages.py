@@ -159,7 +159,6 @@ def write_results(
     tables: Sequence[Table] = (),
     figures: Sequence[Picture] = (),
     command: str = "",
-    figures_of: str = "",
 ) -> Path:
     """Writes `<folder>/results/` and returns that folder.
 
@@ -174,7 +173,6 @@ def write_results(
     text: Markdown of the page
     seed: seed of random draws, None if nothing is drawn
     command: command line of the run; if empty, that of this process
-    figures_of: commit that the figures are of, if this run only writes their page again
     """
     for names in ([table.name for table in tables], [picture.name for picture in figures]):
         if len(set(names)) < len(names):
@@ -182,11 +180,10 @@ def write_results(
     results = folder / "results"
     results.mkdir(parents=True, exist_ok=True)
     seeded = "" if seed is None else f", seed {seed}"
-    taken = f", figures of commit {figures_of}" if figures_of else ""
     lines = [
         f"# {title}",
         "",
-        f"`{command or command_of(folder)}` at commit {commit()}{taken}{seeded}.",
+        f"`{command or command_of(folder)}` at commit {commit()}{seeded}.",
         "",
         f"**{how.capitalize()}**: {profile if isinstance(profile, str) else priced_with(profile)}",
         "",
@@ -221,7 +218,7 @@ def read_table(
 def commit_of(folder: Path) -> str:
     """Returns the commit whose figures are in an experiment's results page."""
     page = (folder / "results" / "README.md").read_text("utf-8")
-    for said in (r"(?:figures|results,?) of commit ([\w-]+)", r"at commit ([\w-]+)"):
+    for said in (r"(?:is|figures|results,?) of commit ([\w-]+)", r"at commit ([\w-]+)"):
         if found := re.search(said, page):
             return found.group(1)
     raise ValueError(f"{folder.name}: the results page names no commit")

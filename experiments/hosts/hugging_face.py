@@ -24,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import ROOT, show
 from experiments.hosts.common import (
     ACCUMULATION,
@@ -205,7 +206,7 @@ def compare(seeds: int = 1) -> list[Row]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = experiment_parser(__doc__)
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from wlb.cli import main
-from wlb.launch.failure import RankError, new_records, write_failure
+from wlb.launch.failure import FailedRank, new_records, write_failure
 
 
 def test_a_run_that_failed_is_explained_without_its_metrics(
@@ -15,7 +15,7 @@ def test_a_run_that_failed_is_explained_without_its_metrics(
     assert capsys.readouterr().out == (
         f"{tmp_path}: no rank of it left a record of a failure; see the log\n"
     )
-    write_failure(new_records(tmp_path, 86400.0), RankError.of(ValueError("wrong"), 3, 4))
+    write_failure(new_records(tmp_path, 86400.0), FailedRank.of(ValueError("wrong"), 3, 4))
     assert main(["report", "--failure", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{tmp_path}, started 1970-01-0")

@@ -152,7 +152,7 @@ def test_ranks_that_share_experts_have_communicators() -> None:
 
 
 WORK = RoutedWork(wire=8, forward=12, gradients=12, weights=6)
-AGAIN = replace(WORK, again=8, is_recomputed=True)
+AGAIN = replace(WORK, recomputed=8, is_recomputed=True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.words import lacks
 from wlb.cost import load_profile, machine, matching_profile, profile_file, save_profile
-from wlb.cost.machine import gpu_name, is_same, machine_name, short_name
+from wlb.cost.machine import gpu_name, gpu_power_limit_w, is_same, machine_name, short_name
 from wlb.cost.workload import workload_for
 from wlb.spec import AttentionBackend, load
 
@@ -17,7 +17,7 @@ class FakeError(Exception):
     pass
 
 
-def fake_nvml(name, *, fails=""):
+def fake_nvml(name, *, fails="", power_mw=700_000):
     def call(what, result=None):
         def inner(*_):
             if what == fails:
@@ -32,6 +32,7 @@ def fake_nvml(name, *, fails=""):
         nvmlShutdown=call("shutdown"),
         nvmlDeviceGetHandleByIndex=call("handle", 0),
         nvmlDeviceGetName=call("name", name),
+        nvmlDeviceGetEnforcedPowerLimit=call("power", power_mw),
     )
 
 
@@ -45,6 +46,28 @@ def test_the_gpus_name_comes_from_its_driver(monkeypatch):
         assert gpu_name() == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert gpu_name() == ""
+
+
+def test_the_gpus_power_limit_comes_from_its_driver(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H100", power_mw=500_000))
+    assert gpu_power_limit_w() == 500.0
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml("NVIDIA H100", fails="power"))
+    assert gpu_power_limit_w() == 0.0
+
+
+def test_the_power_limit_chooses_among_profiles_of_a_device(monkeypatch):
+    """A board of 500 W is another GPU than the measured one of 700 W, whose name it has."""
+    name = "NVIDIA H100 80GB HBM3"
+    assert matching_profile("cuda", name, power_limit_w=700.0).name == "h100_sxm"
+    assert matching_profile("cuda", name, power_limit_w=690.0).name == "h100_sxm"
+    assert matching_profile("cuda", name, power_limit_w=500.0).name == "h100_runs_500w"
+    assert matching_profile("cuda", name).name == "h100_sxm"
+    monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(name, power_mw=500_000))
+    of_run = workload_for(load("7b_128k", ["cost.profile=auto"]), "cuda")
+    assert of_run.profile.name == "h100_runs_500w"
+    assert "power limit" not in " ".join(of_run.notes)
+    told = workload_for(load("7b_128k", ["cost.profile=h100_sxm"]), "cuda")
+    assert "a power limit of 700 W, this one has 500 W" in " ".join(told.notes)
 
 
 def test_the_cpus_name_comes_from_the_kernel(monkeypatch, tmp_path):
@@ -105,8 +128,8 @@ def test_the_machines_own_measured_profile_is_taken_and_one_with_the_kernel_firs
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_2").name == "h200"
     assert matching_profile("cuda", "NVIDIA H200", "flash_attention_3").name == "h200_fa3"
     assert matching_profile("cuda", "NVIDIA H100 80GB HBM3").name == "h100_sxm"
-    assert matching_profile("cuda", "NVIDIA L4").name == "h100"
-    assert matching_profile("cuda", "").name == "h100"
+    assert matching_profile("cuda", "NVIDIA L4").name == "h100_runs"
+    assert matching_profile("cuda", "").name == "h100_runs"
     assert matching_profile("cpu", "Some CPU").name == "cpu"
     assert matching_profile("cpu", "AMD EPYC 9654 96-Core Processor").name == "epyc"
     assert matching_profile("cpu", load_profile("cpu").device).name == "own"
@@ -123,7 +146,8 @@ def test_a_run_says_what_does_not_match(monkeypatch):
 
     assert notes("NVIDIA H200").startswith("h200; ")
     assert "this machine has" not in notes("NVIDIA H200")
-    assert "h100; it is of NVIDIA H100 SXM 80GB, this machine has NVIDIA L4" in notes("NVIDIA L4")
+    expected = "h100_runs; it is of NVIDIA H100 80GB HBM3, this machine has NVIDIA L4"
+    assert expected in notes("NVIDIA L4")
     told = notes("NVIDIA H200", attention=AttentionBackend.FLASH_ATTENTION_4)
     assert "attention by flash_attention_4 is priced as torch_varlen" in told
 

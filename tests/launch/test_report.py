@@ -10,8 +10,8 @@ import pytest
 from wlb.launch import failure as failures
 from wlb.launch import position as positions
 from wlb.launch.failure import (
+    FailedRank,
     FailureKind,
-    RankError,
     began_s,
     new_records,
     newest_records,
@@ -20,6 +20,7 @@ from wlb.launch.failure import (
 )
 from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import FailureReport, compose_report, keep_report
+from wlb.plan import UserError
 
 SIZE, EACH = 4, 2
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:7"
@@ -53,7 +54,7 @@ class Left:
             position.end()
 
     def failed(self, rank: int, error: str, time_s: float) -> None:
-        failure = RankError(
+        failure = FailedRank(
             rank=rank,
             world_size=SIZE,
             kind=FailureKind.RAISED,
@@ -215,7 +216,7 @@ def test_a_report_of_very_many_ranks_stays_readable(left: Left) -> None:
     assert len(lines) < 110
 
 
-def written(left: Left, failure: RankError, *, torn: Sequence[str] = ()) -> None:
+def written(left: Left, failure: FailedRank, *, torn: Sequence[str] = ()) -> None:
     for name in torn:
         (left.records / name).write_text('{"rank": 1, "kin')
     write_failure(left.records, failure)
@@ -224,16 +225,16 @@ def written(left: Left, failure: RankError, *, torn: Sequence[str] = ()) -> None
 def test_a_long_error_is_told_by_its_beginning(left: Left) -> None:
     left.at(0, size=1)
     error = RuntimeError("the compiler said " + "x" * 70_000)
-    write_failure(left.records, RankError.of(error, 0, 1, position="step 5"))
+    write_failure(left.records, FailedRank.of(error, 0, 1, position="step 5"))
     report = left.report()
     assert report.text.startswith("rank 0 of 1 failed: RuntimeError: the compiler said xxx")
     assert len(report.text) < 15_000
 
 
 def test_the_first_failure_of_a_rank_stays_and_one_that_is_torn_is_left_out(left: Left) -> None:
-    first = RankError.of(ValueError("wrong"), 0, 1)
+    first = FailedRank.of(ValueError("wrong"), 0, 1)
     written(left, first, torn=["failure-1.json"])
-    written(left, RankError.of(OSError("then this"), 0, 1))
+    written(left, FailedRank.of(OSError("then this"), 0, 1))
     assert left.report().error == "ValueError: wrong"
     assert sorted(path.name for path in left.records.iterdir()) == [
         "failure-0.json",
@@ -241,11 +242,29 @@ def test_the_first_failure_of_a_rank_stays_and_one_that_is_torn_is_left_out(left
     ]
 
 
+def raised_from(error: Exception, cause: Exception) -> Exception:
+    try:
+        raise error from cause
+    except Exception as raised:
+        return raised
+
+
+def test_a_failure_is_named_by_what_was_raised_unless_torch_wrapped_it() -> None:
+    cause = KeyError("block")
+    own = raised_from(ValueError("rank 1: no block; rank 3: no block"), cause)
+    assert FailedRank.of(own, 0, 4).error == "ValueError: rank 1: no block; rank 3: no block"
+    wrapped = raised_from(RuntimeError("\n  [Stage 1] failed to run forward:\n  args: ()"), own)
+    assert FailedRank.of(wrapped, 0, 4).error == FailedRank.of(own, 0, 4).error
+    assert "KeyError: 'block'" in FailedRank.of(wrapped, 0, 4).traceback
+    refused = raised_from(UserError("give another folder"), cause)
+    assert FailedRank.of(refused, 0, 4).error == "give another folder"
+
+
 def test_a_full_disk_keeps_no_report_and_ends_nothing(left: Left) -> None:
     """The launcher knows failures that could not be written."""
     (left.directory / "failure.txt").mkdir()
     left.records.rmdir()
-    failure = RankError.of(ValueError("wrong"), 1, 2)
+    failure = FailedRank.of(ValueError("wrong"), 1, 2)
     write_failure(left.records, failure)
     report = compose_report(left.directory, known=[failure])
     assert report is not None
@@ -297,7 +316,7 @@ def test_a_rank_that_waits_for_rows_of_others_is_no_cause(left: Left, waits: str
 
 
 def test_where_a_rank_was_is_known_without_its_position(left: Left) -> None:
-    failure = RankError(
+    failure = FailedRank(
         rank=1,
         world_size=SIZE,
         kind=FailureKind.RAISED,

@@ -225,6 +225,17 @@ def test_defaults_for_cuda_leave_what_the_user_set(env, monkeypatch):
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
+def test_records_of_nccl_leave_what_the_user_set_by_new_and_old_names(monkeypatch):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in (*names, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # restored with what the call sets
+    os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "50"
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+    worlds.set_flight_records("logs/nccl-rank-")
+    assert [os.environ.get(name) for name in names] == [None, "0", "logs/nccl-rank-"]
+
+
 def test_nccl_is_told_its_device_and_hosts_get_a_group_of_their_own(monkeypatch):
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr(os, "environ", dict(os.environ))

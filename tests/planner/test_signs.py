@@ -53,7 +53,7 @@ def test_a_planner_whose_thread_is_held_up_by_a_solver_is_waited_for(
 ) -> None:
     signs, clock = watched
     fields = ["R"] + ["0"] * 20
-    monkeypatch.setattr(module, "_process_status", lambda _: fields)
+    monkeypatch.setattr(module, "process_status", lambda _: fields)
     looks(signs, clock, until_s=60.0)
     fields[11] = "1"
     looks(signs, clock, until_s=120.0)

@@ -16,7 +16,8 @@ from tests.prepare.chat_case import (
     trained,
 )
 from wlb.prepare import ChatEncoder, TooLong, Turns, add_chat_tokens
-from wlb.prepare.chat import ChatTokens, InjectedToken, fit
+from wlb.prepare.chat import ChatTokens, fit
+from wlb.prepare.chat_template import InjectedToken
 from wlb.prepare.conversation import Conversation, Message, Role, conversation_of
 from wlb.prepare.load_template import CHATML, LLAMA3
 

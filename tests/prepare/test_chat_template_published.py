@@ -58,7 +58,7 @@ def test_text_equals_that_of_transformers_and_turns_end() -> None:
             except UserError:
                 continue
             given = messages
-            if template._takes_parts:
+            if template._takes_content_parts:
                 given = [
                     {**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages
                 ]

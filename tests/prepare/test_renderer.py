@@ -1,7 +1,10 @@
 """Tests the process that renders chat templates: its limits, and that it goes on after them."""
 
 import os
+import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +65,74 @@ def test_an_ended_process_is_started_again() -> None:
     before = encoder.encode(SAID).tokens.tolist()
     renderer.renderer().close()
     assert encoder.encode(SAID).tokens.tolist() == before
+
+
+def is_left(pid: int) -> bool:
+    """Whether there is a process of this number, be it one whose end nobody has read."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pid_of_the_process() -> int:
+    process = renderer.renderer()._process
+    assert process is not None
+    return process.pid
+
+
+@pytest.mark.process
+def test_a_process_that_is_killed_from_outside_leaves_none_behind() -> None:
+    text_of(CHATML.source)
+    pid = pid_of_the_process()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"was ended from outside \(SIGKILL\).*run the same"):
+        text_of(CHATML.source)
+    assert not is_left(pid)
+    assert text_of(CHATML.source)
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("limited")
+def test_a_process_that_runs_out_of_time_leaves_none_behind() -> None:
+    text_of(CHATML.source)
+    pid = pid_of_the_process()
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match="takes more than 1 s of CPU time"):
+        text_of(endless)
+    assert not is_left(pid)
+
+
+@pytest.mark.process
+def test_a_process_ends_with_the_one_that_asks_it() -> None:
+    """Its input ends then, also where the one that asks it was killed."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        text_of(CHATML.source)
+        os.write(write, str(pid_of_the_process()).encode())
+        signal.pause()
+    pid = int(os.read(read, 100))
+    assert is_left(pid)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for _ in range(1000):
+        if not is_running(pid):
+            break
+        time.sleep(0.02)
+    assert not is_running(pid)
+    os.close(read)
+    os.close(write)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs that another one than this has to read the end of."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text("utf-8")
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.process

@@ -79,7 +79,11 @@ def test_a_store_that_exists_is_kept(tmp_path: Path) -> None:
         ("x.txt --synthetic wlb_paper --tokens 9 --out OUT", "reads no INPUT; leave out x.txt"),
         ("--synthetic other --tokens 9 --out OUT", "no length family 'other'; known are"),
         ("--synthetic wlb_paper --tokens 0 --out OUT", "--tokens = 0"),
-        ("--synthetic wlb_paper --tokens 9 --out OUT --window 1", "window = 1"),
+        ("--synthetic wlb_paper --tokens 9 --out OUT --window 1", "--window = 1 must be at least"),
+        (
+            "--synthetic wlb_paper --tokens 9 --out OUT --window 0",
+            "--window = 0 must be at least 2 tokens, one of text and the end",
+        ),
         (
             "--synthetic wlb_paper --tokens 9 --out OUT --tokenizer x",
             "--tokenizer x has no meaning",

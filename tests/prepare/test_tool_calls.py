@@ -7,8 +7,8 @@ import pytest
 
 from tests.prepare.chat_case import CHATML_TOKENS, byte_tokenizer, shown, trained
 from wlb.prepare import ChatEncoder, Turns
-from wlb.prepare.chat import ChatTokens, InjectedToken
-from wlb.prepare.chat_template import ChatTemplate
+from wlb.prepare.chat import ChatTokens
+from wlb.prepare.chat_template import ChatTemplate, InjectedToken
 from wlb.prepare.conversation import Role, conversation_of
 from wlb.prepare.load_template import BUILT_IN
 

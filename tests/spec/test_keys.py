@@ -7,7 +7,15 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from wlb.spec import RunSpec, Schedule, apply, list_keys, to_dict
-from wlb.spec.keys import REMOVED, RENAMED, Bounds, RemovedKeyWarning, RenamedKeyWarning, nest
+from wlb.spec.keys import (
+    REMOVED,
+    REMOVED_VALUES,
+    RENAMED,
+    Bounds,
+    RemovedKeyWarning,
+    RenamedKeyWarning,
+    nest,
+)
 
 # Adding, removing or renaming a key is a decision: it is made here as well.
 KEYS = [
@@ -317,6 +325,17 @@ def test_a_stored_value_that_has_no_effect_any_more_is_said(name: str) -> None:
     with pytest.warns(RemovedKeyWarning, match=f"run.json: {name} = 'odd' has no effect any more"):
         spec = apply(RunSpec(), nest(name, "odd"), source="run.json", is_stored=True)
     assert spec == RunSpec()
+
+
+@pytest.mark.parametrize(("name", "value"), REMOVED_VALUES)
+def test_a_removed_value_is_refused_by_name_and_stored_ones_are_read(name: str, value: str) -> None:
+    instead = REMOVED_VALUES[name, value].instead
+    said = f"run.toml: {name} = '{value}' was removed, because .*; give '{instead}'"
+    with pytest.raises(ValueError, match=said):
+        apply(RunSpec(), nest(name, value), source="run.toml")
+    with pytest.warns(RemovedKeyWarning, match=f"run.json: {name} = '{value}' is read as"):
+        spec = apply(RunSpec(), nest(name, value), source="run.json", is_stored=True)
+    assert spec == apply(RunSpec(), nest(name, instead), source="run.toml")
 
 
 def test_a_key_given_by_both_names_is_refused() -> None:

@@ -269,7 +269,7 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
         options.out,
         family=options.synthetic,
         num_tokens=options.tokens,
-        window=options.window or SYNTHETIC_WINDOW,
+        window=SYNTHETIC_WINDOW if options.window is None else options.window,
         seed=options.seed,
         overwrite=options.overwrite,
     )

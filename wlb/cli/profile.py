@@ -201,7 +201,7 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 def _attention_table(built: Any) -> Table:
     numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
     title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
-    table = new_table(title, labels=["kernel"], numbers=numbers)
+    table = new_table(title, labels=["kernel"], texts=["blocks"], numbers=numbers)
     for fitted in built.attention:
         t, r = fitted.table, fitted.residuals
         launches = f"{t.launch_forward_ns / 1e3:.0f} + {t.launch_backward_ns / 1e3:.0f}"
@@ -213,6 +213,7 @@ def _attention_table(built: Any) -> Table:
             heads += f":{t.num_kv_heads}"
         table.add_row(
             t.backends[0],
+            blocks_words(t),
             heads,
             str(t.head_dim),
             launches,
@@ -221,6 +222,11 @@ def _attention_table(built: Any) -> Table:
             f"{r['retest_total']:.1%}" if "retest_total" in r else "",
         )
     return table
+
+
+def blocks_words(table: Any) -> str:
+    """Whether a call's errors are those of prices with the cost of its grid of blocks."""
+    return "priced" if table.blocks else "no price"
 
 
 def _error(residuals: dict[str, float], name: str) -> str:

@@ -28,6 +28,7 @@ from wlb.simulate import (
     simulate_run,
     write_trace,
 )
+from wlb.simulate.published import trust_line
 from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
@@ -187,6 +188,7 @@ def _show(
         "profile": cost.profile.name,
         "worth": dict(worth_of(cost.profile)),
         "notes": list(cost.notes),
+        "trust": trust_line(own.simulator.spec, cost.profile),
         "spec": own.simulator.spec.to_dict(),
         "runs": [r.to_json() for r in runs],
     }
@@ -199,6 +201,7 @@ def _show(
         screen.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"
     screen.print(simulation_table(runs, title=title, own="run"))
+    screen.print(trust_line(own.simulator.spec, cost.profile))
     path = critical_path(simulation)
     screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
     for line in path.describe():

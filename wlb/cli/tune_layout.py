@@ -31,6 +31,7 @@ from wlb.simulate.layout_search.search import Search, Tuner
 from wlb.simulate.layout_search.trial import BatchSample, effective_caps
 from wlb.simulate.layout_search.why import losers_of, references_of
 from wlb.simulate.layout_search.workers import Workers
+from wlb.simulate.published import trust_line
 from wlb.spec import Recompute, RunSpec, Schedule, load, resolve_dp, to_toml
 
 STEPS = (32, 12)
@@ -254,6 +255,7 @@ def _show(
         "version": program_version(),
         "profile": profile.name,
         "worth": dict(worth_of(profile)),
+        "trust": trust_line(report.winner.spec, profile),
         "gpus": options.gpus,
         **report.to_json(),
     }
@@ -269,6 +271,7 @@ def _show(
     screen.print("why the others lost:")
     for line in loser_lines(report):
         screen.print(f"  {line}")
+    screen.print(trust_line(report.winner.spec, profile))
     screen.print(f"{effort_line(report)}; {seconds:.0f} s")
     for line in refusal_lines(report):
         screen.print(f"  {line}")

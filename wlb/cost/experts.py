@@ -140,19 +140,19 @@ _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
 class RoutedWork:
     """Times of one token in one layer, ns. wire: of an all-to-all of its copies. forward: experts'
     kernels between dispatch and combine; gradients: the same in backward, without weights'
-    gradients, which are apart; again: those that backward runs again. shared_*: shared experts,
-    before experts in forward, behind them in backward. before: products that backward runs again
-    before the router (full recompute).
+    gradients, which are apart; recomputed: the experts' kernels that backward runs again.
+    shared_*: shared experts, before experts in forward, behind them in backward. before: products
+    that backward runs again before the router (full recompute).
     """
 
     wire: float
     forward: float
     gradients: float
     weights: float
-    again: float = 0.0
+    recomputed: float = 0.0
     shared_forward: float = 0.0
     shared_backward: float = 0.0
-    shared_again: float = 0.0
+    shared_recomputed: float = 0.0
     before: float = 0.0
     is_recomputed: bool = False
     defers_weights: bool = False
@@ -178,10 +178,10 @@ class RoutedWork:
         if gradients_first:
             link = whole
         if self.is_recomputed:
-            at = self.before + self.shared_again
+            at = self.before + self.shared_recomputed
             link = max(link, self.before)
             for s in range(stages):
-                at = max(at, link + (s + 1) * part) + self.again / stages
+                at = max(at, link + (s + 1) * part) + self.recomputed / stages
             link += whole
         if not gradients_first:
             arrival = [link + (s + 1) * part for s in range(stages)]
@@ -190,7 +190,7 @@ class RoutedWork:
             at = max(at, arrival[s]) + self.gradients / stages
             link = max(link, at) + part
         later = self.shared_backward + self.weights * (not self.defers_weights)
-        computed = self.before + self.shared_again + self.again + self.gradients + later
+        computed = self.before + self.shared_recomputed + self.recomputed + self.gradients + later
         return max(at + later, link) - computed
 
 

@@ -66,7 +66,7 @@ RECOMPUTED_WORK = {
     ),
     Recompute.FULL: RecomputedWork(
         matrices=range(6),
-        calls={},  # all but the last addition of a model's: `LinearCost.again`
+        calls={},  # all but the last addition of a model's: `LinearCost.recomputed_work`
         tp=(2, 1),
         attention=True,
     ),
@@ -85,7 +85,8 @@ class LinearCost:
     expert_load: rows of the EP rank that a layer waits for over the mean rank's. traffic: bytes
     that element-wise operators move in each pass over those of the profile's fused kernels, by
     operator, for trainers without such kernels (`PLAIN_TORCH`). recomputed: what backward computes
-    again in a trainer that recomputes other parts of a layer than `recompute`; None: those.
+    again in another trainer; None: what `recompute` does in wlb's. `recomputed_work` has the one
+    that is priced.
     """
 
     model: ModelSpec
@@ -111,7 +112,9 @@ class LinearCost:
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property
-    def again(self) -> RecomputedWork:
+    def recomputed_work(self) -> RecomputedWork:
+        """What backward computes again of a layer: `recomputed`, or else what wlb's `recompute`
+        does."""
         work = self.recomputed or RECOMPUTED_WORK[self.recompute]
         if self.recomputed or self.recompute != Recompute.FULL:
             return work
@@ -126,7 +129,7 @@ class LinearCost:
     @property
     def kv_gathers_again(self) -> bool:
         """Whether backward gathers K and V (once: recomputed attention keeps what it gathers)."""
-        return not self.keep_gathered_kv or self.again.attention
+        return not self.keep_gathered_kv or self.recomputed_work.attention
 
     @property
     def ns_per_token(self) -> dict[str, float]:
@@ -137,7 +140,7 @@ class LinearCost:
             "elementwise": self._in_layer(self._elementwise_ns()),
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
-                for calls in (TP_FORWARD, TP_BACKWARD, self.again.tp)
+                for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
@@ -147,9 +150,9 @@ class LinearCost:
             terms["elementwise"] = tuple(a + b * share for a, b in both)
             terms["ep_comm"] = (*(wait * share for wait in waits), 0.0)
         out: dict[str, float] = {}
-        for name, (forward, backward, again) in terms.items():
+        for name, (forward, backward, recomputed) in terms.items():
             out[f"{name}_forward"] = forward * self.num_layers
-            out[f"{name}_backward"] = (backward + again) * self.num_layers
+            out[f"{name}_backward"] = (backward + recomputed) * self.num_layers
         return out
 
     @property
@@ -175,18 +178,19 @@ class LinearCost:
 
         An upper bound on a GPU, where launches hide behind running kernels.
         """
-        tp, cp, profile, again = self.parallel.tp, self.parallel.cp, self.profile, self.again
+        tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
+        work = self.recomputed_work
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
         # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
         # proportion to its matrix products.
-        backward += forward * len(again.matrices) / len(layer_matrices(self.model))
+        backward += forward * len(work.matrices) / len(layer_matrices(self.model))
         for op, calls in elementwise_calls(self.model).items():
             cost = profile.elementwise_of(Elementwise(op))
             forward += calls * cost.forward_call_ns
             backward += calls * cost.backward_call_ns
-            backward += again.calls.get(op, 0) * cost.forward_call_ns
-        tp_backward = [now + more for now, more in zip(TP_BACKWARD, again.tp, strict=True)]
+            backward += work.calls.get(op, 0) * cost.forward_call_ns
+        tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
         for op, tp_calls, cp_calls in (
             (
                 Collective.ALL_GATHER,
@@ -214,8 +218,8 @@ class LinearCost:
         """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
         on the one of its EP group that has most rows."""
         factor = self.num_layers * self.expert_load
-        forward, backward, again = self._routed_ns()
-        return forward * factor, backward * factor, again * factor
+        forward, backward, recomputed = self._routed_ns()
+        return forward * factor, backward * factor, recomputed * factor
 
     def _routed_work(self) -> RoutedWork:
         """What hides experts' rows while they travel, of one token in one layer with experts, on
@@ -223,20 +227,20 @@ class LinearCost:
         model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
-        forward, backward, again = (ns * (1 - shared) * self.expert_load for ns in products)
+        forward, backward, recomputed = (ns * (1 - shared) * self.expert_load for ns in products)
         if not self.model.branch_norms:
-            # The experts' last product does not run again, whatever `again` has of dense layers.
-            again = min(again, forward * 2 / 3)
+            # The experts' last product does not run again, whatever dense layers recompute.
+            recomputed = min(recomputed, forward * 2 / 3)
         weights = backward / LINEAR_BACKWARD_FACTOR
         return RoutedWork(
             wire=routed_wire_ns(self.model, self.parallel, self.profile) * self.expert_load,
             forward=forward + moved[0],
             gradients=backward - weights + moved[1],
             weights=weights,
-            again=again + moved[2],
+            recomputed=recomputed + moved[2],
             shared_forward=products[0] * shared,
             shared_backward=products[1] * shared,
-            shared_again=products[2] * shared,
+            shared_recomputed=products[2] * shared,
             before=self._in_layer(self._gemm_of(model, range(4)))[2] if is_full else 0.0,
             is_recomputed=self.recompute != Recompute.NONE,
             defers_weights=self.defers_weights,
@@ -268,10 +272,10 @@ class LinearCost:
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         size *= self.expert_load
-        forward, backward, again = (
+        forward, backward, recomputed = (
             n * size / cost.forward_bytes_per_s * 1e9 for n in reordered_values(self.model)
         )
-        work = self._in_layer((forward, backward, again))
+        work = self._in_layer((forward, backward, recomputed))
         return (*work[:2], work[2] * (self.recompute != Recompute.NONE))
 
     def _stage_call_ns(self) -> Passes:
@@ -384,14 +388,14 @@ class LinearCost:
     def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
         """Work of the mean layer, from that of layers with experts and of those with an MLP."""
         works = [(kind.share, work_of(kind.model)) for kind in self.model.layer_kinds]
-        forward, backward, again = (sum(s * w[i] for s, w in works) for i in range(3))
-        return forward, backward, again
+        forward, backward, recomputed = (sum(s * w[i] for s, w in works) for i in range(3))
+        return forward, backward, recomputed
 
     def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
         """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
-        forward = backward = again = 0.0
+        forward = backward = recomputed = 0.0
         for i, (rows, columns) in enumerate(layer_matrices(model)):
             if i not in matrices:
                 continue
@@ -400,23 +404,23 @@ class LinearCost:
             once = work / float(gemm.forward.at(tokens, weights)[0])
             forward += once
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
-            again += once * (i in self.again.matrices)
-        return forward, backward, again
+            recomputed += once * (i in self.recomputed_work.matrices)
+        return forward, backward, recomputed
 
     def _routed_ns(self) -> Work:
         """What experts compute of one token in the mean layer, if all ranks have equal rows."""
         experts, model = self.model.experts, self.model.layer_kinds[0].model
         routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
-        forward, backward, again = self._in_layer(self._gemm_of(model, range(4, 7)))
-        return forward * routed, backward * routed, again * routed
+        forward, backward, recomputed = self._in_layer(self._gemm_of(model, range(4, 7)))
+        return forward * routed, backward * routed, recomputed * routed
 
     def _products_ns(self) -> Work:
         """Matrix products of one token in the mean layer, experts' on the rank with most rows."""
         own, routed = self._in_layer(self._gemm_ns()), self._routed_ns()
-        forward, backward, again = (
+        forward, backward, recomputed = (
             a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
         )
-        return forward, backward, again
+        return forward, backward, recomputed
 
     def _elementwise_ns(self) -> Work:
         """Element-wise operators of one token in the mean layer."""
@@ -425,7 +429,7 @@ class LinearCost:
     def _elementwise_of(self, model: ModelSpec) -> Work:
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(self.model)
-        forward = backward = again = 0.0
+        forward = backward = recomputed = 0.0
         for op, values in elementwise_values(model).items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
@@ -433,8 +437,8 @@ class LinearCost:
                 once = values[0] * more[0] * size / cost.forward_bytes_per_s * 1e9
                 forward += once
                 backward += values[1] * more[1] * size / cost.backward_bytes_per_s * 1e9
-                again += once * self.again.calls.get(op, 0) / calls[op]
-        return forward, backward, again
+                recomputed += once * self.recomputed_work.calls.get(op, 0) / calls[op]
+        return forward, backward, recomputed
 
     def _kv_wire_ns(self, values: float) -> Work:
         """Bandwidth terms of a token's keys and values and of their gradients."""
@@ -442,13 +446,15 @@ class LinearCost:
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
         scatter = self._wire_ns(values * self.kv_gradient_bytes, cp, span, 0, 1)
         again = gather * self.kv_gathers_again
-        return (gather, scatter, again) if self.again.attention else (gather, scatter + again, 0.0)
+        if self.recomputed_work.attention:
+            return gather, scatter, again
+        return gather, scatter + again, 0.0
 
     def _in_layer(self, work: Work) -> Work:
         """Times of single operators scaled to their times inside a layer."""
-        (forward, backward, again), layer = work, self.profile.layer
+        (forward, backward, recomputed), layer = work, self.profile.layer
         in_forward = layer.forward_factor
-        return forward * in_forward, backward * layer.backward_factor, again * in_forward
+        return forward * in_forward, backward * layer.backward_factor, recomputed * in_forward
 
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int

@@ -33,16 +33,27 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
+    """Name of the first GPU; "" where NVML does not tell."""
+    name = _of_first_gpu("nvmlDeviceGetName")
+    return name.decode() if isinstance(name, bytes) else str(name or "")
+
+
+def gpu_power_limit_w() -> float:
+    """Power limit of the first GPU in W; 0 where NVML does not tell."""
+    return float(_of_first_gpu("nvmlDeviceGetEnforcedPowerLimit") or 0) / 1000
+
+
+def _of_first_gpu(function: str) -> Any:
+    """What a function of NVML says of the first GPU; None where it does not."""
     nvml, _ = start_nvml()
     if nvml is None:
-        return ""
+        return None
     try:
-        name = nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(0))
+        return getattr(nvml, function)(nvml.nvmlDeviceGetHandleByIndex(0))
     except nvml.NVMLError:
-        return ""
+        return None
     finally:
         nvml.nvmlShutdown()
-    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 def start_nvml() -> tuple[Any, str]:

@@ -195,10 +195,10 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
     model, tp, cp = spec.model, spec.parallel.tp, spec.parallel.cp
     size = _compute_bytes(spec)
-    local, how = _local(spec, micro_batch_tokens), spec.training.recompute
+    local, recompute = _local(spec, micro_batch_tokens), spec.training.recompute
     load = spec.cost.expert_load
-    order_bytes = experts.order_bytes(model, is_recomputed=how != Recompute.NONE, load=load)
-    if how == Recompute.FULL:
+    order_bytes = experts.order_bytes(model, is_recomputed=recompute != Recompute.NONE, load=load)
+    if recompute == Recompute.FULL:
         return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
     if model.norms_keys:
@@ -208,7 +208,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         values += model.hidden_size + experts.mlp_values(model, load=load)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
-    if how == Recompute.NONE:
+    if recompute == Recompute.NONE:
         float32_values += experts.z_loss_values(model)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
     keys = cp * local if spec.cp.keep_gathered_kv else local
@@ -248,8 +248,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     values += experts.exchanged_values(spec.model, load=load) // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
     kept, half, whole = (
-        layer_activation_bytes(_with_recompute(spec, how), micro_batch_tokens=tokens)
-        for how in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
+        layer_activation_bytes(_with_recompute(spec, recompute), micro_batch_tokens=tokens)
+        for recompute in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
     if spec.parallel.cp > 1 and not spec.cp.keep_gathered_kv:
         # Gathered keys and values exist while the MLP's backward runs, because they were kept or
@@ -332,8 +332,8 @@ def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
     )
 
 
-def _with_recompute(spec: RunSpec, how: Recompute) -> RunSpec:
-    return replace(spec, training=replace(spec.training, recompute=how))
+def _with_recompute(spec: RunSpec, recompute: Recompute) -> RunSpec:
+    return replace(spec, training=replace(spec.training, recompute=recompute))
 
 
 def memory_of_rank(

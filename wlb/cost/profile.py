@@ -420,26 +420,20 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelProfile:
-    """All tables of one device and dtype; runs log its `name`.
-
-    device, dtype: those that were measured. ranks_per_node: larger groups use collectives between
-    nodes. provenance: source of the numbers. attention: one table for each kernel and head layout;
-    the first kernel is the default. gemm: matrix products. elementwise: each operator once. layer,
-    head: further costs of a decoder layer and of the output head. collectives: one for each op and
-    scope.
-    """
+    """All tables of one device and dtype; runs log its `name`."""
 
     name: str
-    device: str
-    dtype: str
-    ranks_per_node: int
+    device: str  # that was measured
+    dtype: str  # that was measured
+    ranks_per_node: int  # larger groups use collectives between nodes
     provenance: Provenance
-    attention: tuple[AttentionTable, ...]
+    attention: tuple[AttentionTable, ...]  # by kernel and head layout; the first is the default
     gemm: GemmCost
-    elementwise: tuple[ElementwiseCost, ...]
-    layer: LayerCost
+    elementwise: tuple[ElementwiseCost, ...]  # each operator once
+    layer: LayerCost  # what a decoder layer takes besides
     head: HeadCost
-    collectives: tuple[CollectiveCost, ...]
+    collectives: tuple[CollectiveCost, ...]  # one for each operation and scope
+    power_limit_w: float = 0.0  # of the GPU, in W; 0 where it is unknown
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:

@@ -31,24 +31,38 @@ from wlb.plan import UserError
 from wlb.plan.read_file import malformed, read_json, read_object
 
 SCHEMA_VERSION = 2
+POWER_TOLERANCE = 0.05
+"""Power limits that differ by at most this share count as the same: a product's throughput goes
+with their cube root."""
 
 
-def matching_profile(device: str, machine: str, backend: str | None = None) -> KernelProfile:
+def matching_profile(
+    device: str, machine: str, backend: str | None = None, *, power_limit_w: float = 0.0
+) -> KernelProfile:
     """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
 
-    Prefers, in this order: the same device, measured, with the attention kernel `backend`, not the
-    device type's default. Without a profile of the device the default is returned.
+    Prefers, in this order: the same device, no other power limit, measured, with a known power
+    limit, with the attention kernel `backend`, not the device type's default. Without a profile of
+    the device the default is returned.
     """
     default = default_profile_name(device)
     names = [name for name in profile_names() if machine and is_same(_device_of(name), machine)]
     return min(
         map(load_profile, names or [default]),
         key=lambda p: (
+            not has_power(p, power_limit_w),
             p.provenance.kind != ProvenanceKind.MEASURED,
+            not p.power_limit_w,
             backend not in p.backends,
             p.name == default,
         ),
     )
+
+
+def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
+    """Whether a profile is of a GPU with this power limit, or either is unknown (0)."""
+    known = profile.power_limit_w and power_limit_w
+    return not known or abs(power_limit_w / profile.power_limit_w - 1) <= POWER_TOLERANCE
 
 
 def _device_of(name: str) -> str:
@@ -61,7 +75,7 @@ def _device_of(name: str) -> str:
 
 def default_profile_name(device: str) -> str:
     """The shipped profile of a device type, "cpu" or "cuda", for machines without their own."""
-    names = {"cpu": "cpu", "cuda": "h100"}
+    names = {"cpu": "cpu", "cuda": "h100_runs"}
     if device not in names:
         raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
     return names[device]
@@ -134,6 +148,8 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         if name in data and not isinstance(data[name], str):
             raise UserError(f"{name} = {data[name]!r} must be text; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
+    if "power_limit_w" in data:
+        values["power_limit_w"] = data["power_limit_w"]
     gemm = data["gemm"]
     made = KernelProfile(
         **values,
@@ -173,6 +189,7 @@ def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         **{name: getattr(profile, name) for name in _PROFILE_FIELDS},
+        **({"power_limit_w": profile.power_limit_w} if profile.power_limit_w else {}),
         **_provenance_json(profile),
         "attention": [_attention_json(t) for t in profile.attention],
         "gemm": {

@@ -16,10 +16,10 @@ import numpy as np
 
 from wlb.cost.flops import FloatArray
 from wlb.cost.linear import GRADIENT_BYTES, LinearCost, Passes, RecomputedWork
-from wlb.cost.machine import is_same, machine_name
+from wlb.cost.machine import gpu_power_limit_w, is_same, machine_name
 from wlb.cost.monotone import MonotoneTable
 from wlb.cost.profile import DTYPE_BYTES, AttentionTable, KernelProfile
-from wlb.cost.profile_file import load_profile, matching_profile
+from wlb.cost.profile_file import has_power, load_profile, matching_profile
 from wlb.cost.surface import BoolArray
 from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
 from wlb.plan.arrays import first_true
@@ -191,6 +191,7 @@ class ProfiledWorkload:
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
     recomputed: RecomputedWork | None = None  # as in `LinearCost`
     machine: str = ""  # for `notes` only; "" if unknown
+    power_limit_w: float = 0.0  # of the machine's GPU, for `notes` only; 0 if unknown
     dtype: str = ""  # for `notes` only; "" if unknown
     longest: int = 0  # most tokens of a piece, for `notes` only; 0 if unknown
     table: AttentionTable = field(init=False)  # of the profile, for this kernel and these heads
@@ -288,8 +289,8 @@ class ProfiledWorkload:
                 *(rows, keys, offsets), num_heads=self.heads_per_rank, sliding=window
             )
             forward, backward = forward + calls[0] * layers, backward + calls[1] * layers
-        again = whole_ns(forward) * self.linear.again.attention
-        return whole_ns(forward), whole_ns(backward) + again
+        recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
+        return whole_ns(forward), whole_ns(backward) + recomputed
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         return self.linear.kv_exchange_ns(num_tokens, cp=cp)
@@ -332,6 +333,11 @@ class ProfiledWorkload:
             notes.append(
                 f"it is of {profile.device}, this machine has {self.machine}: `wlb profile` "
                 f"measures it"
+            )
+        if not has_power(profile, self.power_limit_w):
+            notes.append(
+                f"it is of a GPU with a power limit of {profile.power_limit_w:g} W, this one has "
+                f"{self.power_limit_w:g} W: matrix products run at another clock"
             )
         if self.dtype and self.dtype != profile.dtype:
             notes.append(f"{self.dtype} is priced with times of {profile.dtype}")
@@ -385,7 +391,7 @@ class ProfiledWorkload:
                 sliding=window,
             )
             forward, backward = forward + times[0] * layers, backward + times[1] * layers
-        return forward, backward + forward * self.linear.again.attention
+        return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
         """Numbers of layers and their windows, 0 for those that see all keys."""
@@ -404,12 +410,25 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
     name, backend = spec.cost.profile, str(spec.kernels.attention)
     machine = machine_name(device)
     is_auto = name == "auto"
-    profile = matching_profile(device, machine, backend) if is_auto else load_profile(name)
-    return workload_of(spec, profile, machine=machine)
+    power_w = gpu_power_limit_w() if device == "cuda" else 0.0
+    if is_auto:
+        profile = matching_profile(device, machine, backend, power_limit_w=power_w)
+    else:
+        profile = load_profile(name)
+    return workload_of(spec, profile, machine=machine, power_limit_w=power_w)
 
 
-def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> ProfiledWorkload:
-    """The workload of a run priced with `profile`; machine: name of the device, for `.notes`."""
+def workload_of(
+    spec: RunSpec, profile: KernelProfile, *, machine: str = "", power_limit_w: float = 0.0
+) -> ProfiledWorkload:
+    """The workload of a run priced with `profile`.
+
+    Args:
+        spec: The run.
+        profile: Prices of the device.
+        machine: Name of the device, for `.notes`; "" if there is none.
+        power_limit_w: Power limit of the device in W, for `.notes`; 0 if it is unknown.
+    """
     backend = str(spec.kernels.attention)
     return ProfiledWorkload(
         model=spec.model,
@@ -427,6 +446,7 @@ def workload_of(spec: RunSpec, profile: KernelProfile, *, machine: str = "") -> 
         defers_weights=spec.splits_backward,
         recompute=spec.training.recompute,
         machine=machine,
+        power_limit_w=power_limit_w,
         dtype=str(spec.training.dtype),
         longest=min(spec.data.context_window, round(spec.packing.s_max * spec.data.context_window)),
     )

@@ -29,6 +29,8 @@ DUMP_SIGNAL = signal.SIGUSR2
 _MOST_CHARACTERS = 4000
 _MOST_LINES = 100
 _FATAL = "Fatal Python error: "
+_TORCH_STAGE = "failed to run forward:"
+"""In the RuntimeError that torch.distributed.pipelining raises from the exception of a stage."""
 
 
 class FailureKind(StrEnum):
@@ -40,7 +42,7 @@ class FailureKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankError:
+class FailedRank:
     """Failure of one rank."""
 
     rank: int
@@ -54,11 +56,11 @@ class RankError:
     @classmethod
     def of(
         cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
-    ) -> "RankError":
-        """Of an exception that the rank raised. Its cause is named where torch wraps it."""
+    ) -> "FailedRank":
+        """Of an exception that the rank raised. Its cause is named where torch's stage of a
+        pipeline wraps it; any other exception says itself what failed."""
         line, trace = in_words(error)
-        # torch's schedules wrap exceptions of a stage.
-        while trace and error.__cause__ is not None:
+        while _TORCH_STAGE in str(error) and error.__cause__ is not None:
             error = error.__cause__
             line = in_words(error)[0]
         return cls(
@@ -122,7 +124,7 @@ def in_words(error: BaseException) -> tuple[str, str]:
     return line, "".join(traceback.format_exception(error))
 
 
-def write_failure(folder: Path, failure: RankError) -> None:
+def write_failure(folder: Path, failure: FailedRank) -> None:
     """Write a rank's failure, unless it has one: what it raised first explains what followed. A
     disk without room keeps nothing, and the failure goes on."""
     final = folder / f"failure-{failure.rank}.json"
@@ -142,13 +144,13 @@ def write_failure(folder: Path, failure: RankError) -> None:
             part.unlink(missing_ok=True)
 
 
-def read_failures(folder: Path) -> dict[int, RankError]:
+def read_failures(folder: Path) -> dict[int, FailedRank]:
     """Failures of a folder by rank. A file that is no failure of this version is left out."""
-    found: dict[int, RankError] = {}
+    found: dict[int, FailedRank] = {}
     for path in sorted(folder.glob("failure-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
             read = json.loads(path.read_text("utf-8"))
-            failure = RankError(**{**read, "kind": FailureKind(read["kind"])})
+            failure = FailedRank(**{**read, "kind": FailureKind(read["kind"])})
             found[failure.rank] = failure
     return found
 

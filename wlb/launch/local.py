@@ -31,8 +31,8 @@ from typing import Any
 from wlb.data.leftovers import process_folder, temporary_folder
 from wlb.launch.failure import (
     DUMP_SIGNAL,
+    FailedRank,
     FailureKind,
-    RankError,
     forget_records,
     new_records,
     read_stack,
@@ -41,11 +41,11 @@ from wlb.launch.failure import (
     unless_unwritable,
     write_failure,
 )
-from wlb.launch.position import process_status
 from wlb.launch.report import compose_report, is_consequence, keep_report
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
 from wlb.plan import UserError, check_at_least
+from wlb.plan.processes import ProcessState, process_state
 
 PRELOAD = (
     "__main__",
@@ -64,8 +64,11 @@ PRELOAD = (
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0
-_STATES = {"T": "its process is stopped", "D": "it waits for a disk or a file server"}
-"""States of a process, as Linux tells them, in which it does not answer a signal."""
+_SILENT_STATES = {
+    ProcessState.STOPPED: "its process is stopped",
+    ProcessState.AWAITS_DISK: "it waits for a disk or a file server",
+}
+"""States in which a process does not answer a signal, in words."""
 _PEER_WAIT_S = 0.2
 _CAUSE_WAIT_S = 2.0
 """Time that a rank has to fail by itself after others failed as its peers do."""
@@ -259,9 +262,9 @@ class _LocalRanks:
                 raise self._failed(failures + self._peers(failures))
         return [self.results[rank] for rank in range(len(self.jobs))]
 
-    def _peers(self, first: list[RankError]) -> list[RankError]:
+    def _peers(self, first: list[FailedRank]) -> list[FailedRank]:
         """Collect failures that may have caused the first ones."""
-        failures: list[RankError] = []
+        failures: list[FailedRank] = []
         begin = time.monotonic()
         while self.pending:
             is_explained = any(not is_consequence(f.error) for f in first + failures)
@@ -271,8 +274,8 @@ class _LocalRanks:
             failures += self._take(wait(list(self.pending), timeout=left))
         return failures
 
-    def _take(self, ready: Sequence[Any]) -> list[RankError]:
-        failures: list[RankError] = []
+    def _take(self, ready: Sequence[Any]) -> list[FailedRank]:
+        failures: list[FailedRank] = []
         for receiver in ready:
             rank = self.pending.pop(receiver)
             try:
@@ -281,13 +284,13 @@ class _LocalRanks:
                 message = self._died(rank)
             finally:
                 receiver.close()
-            if isinstance(message, RankError):
+            if isinstance(message, FailedRank):
                 failures.append(message)
             else:
                 (self.results[rank],) = message
         return failures
 
-    def _died(self, rank: int) -> RankError:
+    def _died(self, rank: int) -> FailedRank:
         process = self.processes[rank]
         process.join(_JOIN_S)
         code = process.exitcode
@@ -297,12 +300,12 @@ class _LocalRanks:
             error = f"died from {names.get(-code, f'signal {-code}')} (exit code {code})"
         return self._failure(rank, FailureKind.DIED, error)
 
-    def _failure(self, rank: int, kind: FailureKind, error: str) -> RankError:
-        return RankError(
+    def _failure(self, rank: int, kind: FailureKind, error: str) -> FailedRank:
+        return FailedRank(
             rank=rank, world_size=len(self.jobs), kind=kind, error=error, time_s=time.time()
         )
 
-    def _failed(self, failures: list[RankError]) -> RankFailure:
+    def _failed(self, failures: list[FailedRank]) -> RankFailure:
         """End all ranks, and report what their files and `failures` say."""
         failures += self._silent()
         self.kill()
@@ -314,12 +317,12 @@ class _LocalRanks:
         keep_report(directory, report)
         return RankFailure(report.text, rank=report.rank, error=report.error)
 
-    def _silent(self) -> list[RankError]:
+    def _silent(self) -> list[FailedRank]:
         """Let the ranks that work write their stacks; failures of those that do not answer."""
         return [
-            self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({_STATES[state]})")
+            self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({why})")
             for rank in self._dump_stacks()
-            if (state := self._state(rank)) in _STATES
+            if (why := _SILENT_STATES.get(process_state(_pid(self.processes[rank]))))
         ]
 
     def _dump_stacks(self) -> list[int]:
@@ -335,19 +338,12 @@ class _LocalRanks:
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
             # A machine with much to do may be slow, but a process that is stopped never answers.
             if time.monotonic() > begin + _STACK_WAIT_S and all(
-                self._state(rank) in {*_STATES, ""} for rank in left
+                process_state(_pid(self.processes[rank])) != ProcessState.RUNS for rank in left
             ):
                 break
         # The last stack may still be being written.
         time.sleep(0.05)
         return left
-
-    def _state(self, rank: int) -> str:
-        """State of a rank's process as Linux tells it, one letter; "" if it is gone."""
-        try:
-            return process_status(_pid(self.processes[rank]))[0].strip("ZX")
-        except OSError:
-            return ""
 
     def _stack_bytes(self, rank: int) -> int:
         path = stack_path(self.records, rank)
@@ -398,7 +394,7 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
         try:
             message = pickle.dumps((_run_task(job),))
         except BaseException as error:
-            failure = RankError.of(error, job.world.rank, job.world.world_size)
+            failure = FailedRank.of(error, job.world.rank, job.world.world_size)
             write_failure(job.records, failure)
             sender.send_bytes(pickle.dumps(failure))
             sys.stdout.flush()

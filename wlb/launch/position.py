@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from wlb.plan.processes import process_start
+
 _FORMAT = 0x574C4231
 """Begins a slot; another version of the file has another number, and is not read."""
 _WHO = struct.Struct("<Iiiqd64s160s")
@@ -162,20 +164,6 @@ def read_positions(folder: Path) -> dict[int, SeenPosition]:
             for seen in _read_file(path):
                 found[seen.rank] = seen
     return found
-
-
-def process_start(pid: int) -> float:
-    """Clock ticks from the machine's start to that of a process; 0 if there is none. A number that
-    was given to another process has another start."""
-    try:
-        return float(process_status(pid)[19])
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def process_status(pid: int) -> list[str]:
-    """Fields of Linux's /proc/PID/stat from the state (one letter) on."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _read_file(path: Path) -> Iterator[SeenPosition]:

@@ -17,8 +17,8 @@ from enum import Enum, auto
 from pathlib import Path
 
 from wlb.launch.failure import (
+    FailedRank,
     FailureKind,
-    RankError,
     began_s,
     fatal_error,
     main_stack,
@@ -27,7 +27,8 @@ from wlb.launch.failure import (
     read_stack,
     stack_path,
 )
-from wlb.launch.position import SeenPosition, process_start, process_status, read_positions
+from wlb.launch.position import SeenPosition, read_positions
+from wlb.plan.processes import ProcessState, process_start, process_state
 
 LOGS = "logs"
 FAILURE = "failure.txt"
@@ -87,7 +88,7 @@ class RankState:
     rank: int
     world_size: int
     at: SeenPosition | None  # None for a rank that says nothing about its work
-    failure: RankError | None
+    failure: FailedRank | None
     life: _Life
     stacks: str  # of its main thread, or of all at a fatal signal; "" if it wrote none
 
@@ -144,7 +145,7 @@ def compose_report(
     directory: Path,
     *,
     is_over: bool = True,
-    known: Iterable[RankError] = (),
+    known: Iterable[FailedRank] = (),
     records: Path | None = None,
 ) -> FailureReport | None:
     """Report what ended a start of a run.
@@ -197,7 +198,7 @@ def keep_report(directory: Path, report: FailureReport) -> None:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
 
-def _read_ranks(folder: Path, known: Iterable[RankError], *, is_over: bool) -> list[RankState]:
+def _read_ranks(folder: Path, known: Iterable[FailedRank], *, is_over: bool) -> list[RankState]:
     """What is known of the ranks that left anything."""
     positions = read_positions(folder)
     failures = {failure.rank: failure for failure in known} | read_failures(folder)
@@ -217,12 +218,12 @@ def _read_ranks(folder: Path, known: Iterable[RankError], *, is_over: bool) -> l
     return ranks
 
 
-def _fatal(folder: Path, rank: int, size: int, stacks: str) -> RankError | None:
+def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None:
     """The failure of a process that a fatal signal ended, such as SIGABRT by NCCL's watchdog."""
     if not (signal := fatal_error(stacks)):
         return None
     time_s = stack_path(folder, rank).stat().st_mtime
-    return RankError(
+    return FailedRank(
         rank=rank, world_size=size, kind=FailureKind.DIED, error=f"died: {signal}", time_s=time_s
     )
 
@@ -234,13 +235,8 @@ def _life(at: SeenPosition, *, is_over: bool) -> _Life:
         return _Life.GONE if is_over else _Life.RUNS
     if process_start(at.pid) != at.started:
         return _Life.GONE
-    try:
-        state = process_status(at.pid)[0]
-    except OSError:
-        state = "X"
-    return {"T": _Life.STOPPED, "t": _Life.STOPPED, "Z": _Life.GONE, "X": _Life.GONE}.get(
-        state, _Life.RUNS
-    )
+    lives = {ProcessState.STOPPED: _Life.STOPPED, ProcessState.GONE: _Life.GONE}
+    return lives.get(process_state(at.pid), _Life.RUNS)
 
 
 def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:

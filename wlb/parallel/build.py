@@ -103,7 +103,7 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
     return stages
 
 
-def recompute_layers(stage: Llama, how: Recompute) -> None:
+def recompute_layers(stage: Llama, recompute: Recompute) -> None:
     """Make backward recompute activations of each decoder layer, in place.
 
     FULL keeps a layer's input alone. SELECTIVE recomputes the second norm and the MLP, and keeps
@@ -111,16 +111,16 @@ def recompute_layers(stage: Llama, how: Recompute) -> None:
     torch's checkpoint stops once backward has all tensors that it needs, and linear layers save
     their input before they compute (`wlb.parallel.deferred.Product`).
     """
-    if how == Recompute.NONE:
+    if recompute == Recompute.NONE:
         return
-    method = "forward" if how == Recompute.FULL else "second_half"
+    method = "forward" if recompute == Recompute.FULL else "second_half"
     for layer in stage.model.layers.values():
         # forward is replaced inside the module, so that hooks on the module (FSDP, clock) do not
         # run again in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
             # FULL recomputes attention while gradients of the experts' outputs travel.
-            passes = partial(layer.mlp.passes, whole_layer=how == Recompute.FULL)
+            passes = partial(layer.mlp.passes, whole_layer=recompute == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)
 
@@ -142,9 +142,9 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
     for name, parameter in list(stage.named_parameters()):
         if is_expert(name):
             continue
-        how = placement(name)
-        local = _tp_shard(parameter.detach(), how, mesh).contiguous()
-        value = DTensor.from_local(local, mesh.device_mesh["tp"], [how], run_check=False)
+        placed = placement(name)
+        local = _tp_shard(parameter.detach(), placed, mesh).contiguous()
+        value = DTensor.from_local(local, mesh.device_mesh["tp"], [placed], run_check=False)
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))
 
@@ -170,7 +170,7 @@ def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None
     local.copy_(value[start : start + local.shape[0]])
 
 
-def _tp_shard(value: torch.Tensor, how: Placement, mesh: Mesh) -> torch.Tensor:
-    if isinstance(how, Shard):
-        return value.chunk(mesh.parallel.tp, how.dim)[mesh.at.tp]
+def _tp_shard(value: torch.Tensor, placed: Placement, mesh: Mesh) -> torch.Tensor:
+    if isinstance(placed, Shard):
+        return value.chunk(mesh.parallel.tp, placed.dim)[mesh.at.tp]
     return value

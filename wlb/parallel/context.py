@@ -184,9 +184,9 @@ class ContextAttention:
         if attended is None:
             return x_SC + y_SC
         slots, *local = attended
-        how = (self.splits, self.cp, self.group_name, len(slots))
+        exchange = (self.splits, self.cp, self.group_name, len(slots))
         stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
-        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *how, *stages)  # pyright: ignore[reportAssignmentType]
+        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *exchange, *stages)  # pyright: ignore[reportAssignmentType]
         return out
 
     @property
@@ -304,7 +304,7 @@ class ContextAttention:
         declared |= {"head_dim": head_dim, "dtype": dtype}
         exchange: dict[str, Any] = {"keep_gathered_kv": keep_gathered_kv}
         exchange |= {"gradient_dtype": gradient_dtype}
-        how: dict[str, Any] = {"overlap": overlap, "stages": stages}
+        options: dict[str, Any] = {"overlap": overlap, "stages": stages}
         heads, num_rows, adds_fused, problem = None, 0, False, None
         num_ranks, rank = (1, 0) if group is None else (group.size(), dist.get_rank(group))
         try:
@@ -314,7 +314,7 @@ class ContextAttention:
             _check_gradient_dtype(gradient_dtype)
             backend = _resolved(backend, device, heads, deterministic, scores)
             adds_fused = choose_fused(fused, device=device, dtype=dtype).fused
-            declared |= _identity(sharding_plan) | {"rows": num_rows} | how
+            declared |= _identity(sharding_plan) | {"rows": num_rows} | options
             declared |= {"device": device.type, "backend": backend, "scores": str(scores)}
         except Exception as error:
             # Catch everything: the other ranks are about to wait for this one in `agree`.
@@ -322,7 +322,7 @@ class ContextAttention:
         agree(declared | exchange, problem, group=group)
         assert heads is not None
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, num_rows, **how, sliding=scores.sliding),
+            attention_rows(sharding_plan, rank, num_rows, **options, sliding=scores.sliding),
             group=group,
             heads=heads,
             backend=backend,

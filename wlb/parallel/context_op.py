@@ -151,8 +151,8 @@ def gather_kv(
     for R only.
     """
     slots = _gradient_slots(k_TGD, returned_rows(inverse_UR, sent_N, cp), wire)
-    how = (cp, group_name)
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how), *slots
+    group = (cp, group_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *group), *slots
 
 
 def _gradient_slots(
@@ -233,8 +233,8 @@ def gather_kv_again(
 ) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
     or the compiler would run it in forward and keep its result."""
-    how = (cp, group_name)
-    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *how)
+    group = (cp, group_name)
+    return start_gather(k_TGD, v_TGD, inverse_UR, sent_N, splits, *group)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
@@ -250,7 +250,7 @@ class AddAndGatherAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x_SC, y_SC, k_TGD, v_TGD, splits, cp, group_name, num_stages, *tensors = arguments
-        ctx.how, ctx.num_stages = (cp, group_name), num_stages
+        ctx.group, ctx.num_stages = (cp, group_name), num_stages
         ctx.save_for_backward(k_TGD, v_TGD, splits, *tensors[num_stages:])
         return x_SC + y_SC
 
@@ -261,8 +261,8 @@ class AddAndGatherAgain(torch.autograd.Function):
         gathering: list[Tensor | None] = [None] * ctx.num_stages
         if ctx.needs_input_grad[8]:
             inverses, sent = rest[: ctx.num_stages], rest[ctx.num_stages :]
-            how = (splits, *ctx.how)
-            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *how)
+            splits_and_group = (splits, *ctx.group)
+            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, inverses, sent, *splits_and_group)
         return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(rest)
 
 
@@ -354,8 +354,8 @@ def context_attend_backward(
     if kv_gather is None:
         assert k_TGD is not None
         assert v_TGD is not None
-        how = (cp, group_name)
-        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, *how)
+        group = (cp, group_name)
+        gathers = start_gather(k_TGD, v_TGD, [inverse_UR], sent_N, splits, *group)
         (kv_gather,) = gathers
         del gathers
     k, v = segment_keys(_collectives.wait_tensor(kv_gather), index_K, segments, backend)

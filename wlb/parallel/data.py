@@ -105,14 +105,13 @@ def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
     backward torch prefetches the module that ran before in forward, which is not always the next
     layer if several micro-batches are in flight.
     """
-    ahead = LAYERS_AHEAD
     forward, backward = (
         [stage, *(module for unit in order for module in unit)] for order in (units, units[::-1])
     )
     for i, module in enumerate(forward):
-        module.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + ahead])
+        module.set_modules_to_forward_prefetch(forward[i + 1 : i + 1 + LAYERS_AHEAD])
     for i, module in enumerate(backward):
-        module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + ahead])
+        module.set_modules_to_backward_prefetch(backward[i + 1 : i + 1 + LAYERS_AHEAD])
 
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:

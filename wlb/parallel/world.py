@@ -311,26 +311,37 @@ for overlap that relies on the order of launches; FSDP2's gathers then wait behi
 they should hide under.) The cache is FlashAttention-4's, of what it compiled: a later start on a
 node reads it.
 """
-_OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+_OLD_NAMES = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+}
+"""Names that torch still reads, unless the new one is set as well."""
 
 
 def set_cuda_defaults() -> None:
     """Set `CUDA_DEFAULTS` that are not set yet, before CUDA is initialised. Processes that this one
     starts inherit them, and the allocator reads its own when it is first used."""
-    for name, value in CUDA_DEFAULTS.items():
-        if not {name, _OLD_NAMES.get(name, name)} & os.environ.keys():
-            os.environ[name] = value
+    _set_unless_given(CUDA_DEFAULTS)
 
 
 def set_flight_records(prefix: str) -> None:
     """Have NCCL keep its last operations, and write those of rank N to `prefix`N when a collective
     times out, unless the user set these variables. NCCL reads them when a group is made."""
-    for name, value in (
-        ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
-    ):
-        os.environ.setdefault(name, value)
+    _set_unless_given(
+        {
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": prefix,
+        }
+    )
+
+
+def _set_unless_given(variables: Mapping[str, str]) -> None:
+    """Set the variables that the user set neither by this name nor by an old one."""
+    for name, value in variables.items():
+        if name not in os.environ and _OLD_NAMES.get(name, name) not in os.environ:
+            os.environ[name] = value
 
 
 def one_gloo_worker(*, is_one_machine: bool = False) -> None:

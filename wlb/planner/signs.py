@@ -10,6 +10,7 @@ from pathlib import Path
 
 from wlb.data.leftovers import own_name
 from wlb.plan import RunError, UserError
+from wlb.plan.processes import process_status
 
 SILENCE_S = 60.0
 """A planner process that gives no sign of life for this long counts as stopped."""
@@ -115,7 +116,7 @@ class SignsOfLife:
         """The error of a planner process that is stopped."""
         pid, state = self._pid(), ""
         with contextlib.suppress(OSError, IndexError):
-            state = f", state {_process_status(pid)[0]}"
+            state = f", state {process_status(pid)[0]}"
         return PlannerLost(
             f"the planner process of this node (process {pid} on {socket.gethostname()}{state}) "
             f"gave no sign of life for {self.silence_s:g} s: it is stopped; go on from the last "
@@ -128,7 +129,7 @@ class SignsOfLife:
         with contextlib.suppress(OSError):
             touched_ns = self._file.stat().st_mtime_ns
         with contextlib.suppress(OSError, ValueError, IndexError):
-            ticks = sum(map(int, _process_status(self._pid())[11:13]))
+            ticks = sum(map(int, process_status(self._pid())[11:13]))
         return touched_ns, ticks
 
     def _pid(self) -> str:
@@ -138,9 +139,3 @@ class SignsOfLife:
             return self._file.read_text() or "?"
         except OSError:
             return "?"
-
-
-def _process_status(pid: str) -> list[str]:
-    """Fields of Linux's /proc/PID/stat from the state (one letter) on: 11 and 12 are user and
-    system time."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

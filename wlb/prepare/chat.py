@@ -17,7 +17,7 @@ import numpy as np
 
 from wlb.data.targets import spans_of
 from wlb.plan import BoolArray, IntArray, UserError, check_at_least, offsets_of
-from wlb.prepare.chat_template import ChatTemplate, Rendered, Reply, Turns
+from wlb.prepare.chat_template import ChatTemplate, InjectedToken, Rendered, Reply, Turns
 from wlb.prepare.conversation import CONTENT_TAGS, Conversation, Message, Role
 from wlb.prepare.encode import add_special_tokens, unknown_id
 
@@ -31,10 +31,6 @@ _PROBES = (
     (Role.USER, Role.ASSISTANT, Role.TOOL, Role.ASSISTANT),
 )
 """Conversations that show which tokens a template uses; it must render the first one."""
-
-
-class InjectedToken(UserError):
-    """Text of a conversation encodes to a special token."""
 
 
 class TooLong(StrEnum):
@@ -111,7 +107,7 @@ class ChatEncoder:
                 f"its tools or tool calls contain the special token {found[0].strip()}, which only "
                 f"the template may set; take it out of them"
             )
-        rendered = self.template.render(conversation, self.turns)
+        rendered = self.template.render(conversation, self.turns, self._special)
         spans = [(reply.start, self._stop(rendered.text, reply)) for reply in rendered.replies]
         places = [*rendered.turns, *([] if rendered.prefix is None else [rendered.prefix])]
         edges = [place for span in spans for place in span]

@@ -16,8 +16,8 @@ from typing import Any, cast
 
 from wlb.data.store import file_checksum
 from wlb.plan import UserError, check_at_least
-from wlb.prepare.chat import ChatEncoder, ChatTokens, InjectedToken, TooLong, fit, probe_of
-from wlb.prepare.chat_template import Turns
+from wlb.prepare.chat import ChatEncoder, ChatTokens, TooLong, fit, probe_of
+from wlb.prepare.chat_template import InjectedToken, Turns
 from wlb.prepare.conversation import (
     Conversation,
     Message,
@@ -132,7 +132,7 @@ class ChatChoice(EncoderChoice):
             ends.append(encoder.end_of(_CALL_PROBE))
         variables = {k: v for k, v in template.variables.items() if k.endswith("_token")}
         # A template may have another use for the variable.
-        if "eos_token" not in template.used:
+        if "eos_token" not in template.variable_names:
             variables["eos_token"] = ends[0][1]
         ids = {name: number for number, name in ends}
         made = ChatFormat(template=template.source, variables=variables, ends=ids)

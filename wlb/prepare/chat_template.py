@@ -3,13 +3,17 @@
 1. The text is rendered with marks in contents and reasoning, so that it says where each of them is,
 and without them: where more than the marks differ, the template changes contents or decides by
 them, and is refused.
-2. The contents of {% generation %} blocks are trained. Without them what an assistant generates
+2. Where contents hold the text of special tokens, it is rendered once more with other characters in
+their place. A template that then writes anything else beside the contents copies from them what
+would become special tokens, and is refused.
+3. The contents of {% generation %} blocks are trained. Without them what an assistant generates
 begins where the text with a generation prompt ends, and its turn ends where the text of the
 messages up to there ends, if the whole text begins with these texts.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -109,18 +113,30 @@ class _MarkedText:
         return 2 * number + 1 in self.fields
 
 
+class InjectedToken(UserError):
+    """Text of a conversation would become a special token."""
+
+
 class ChatTemplate(TemplateSource):
     """Renders conversations in exact places."""
 
-    def render(self, conversation: Conversation, turns: Turns) -> Rendered:
-        """UserError for a conversation of which it is not exactly known what is trained."""
+    def render(
+        self, conversation: Conversation, turns: Turns, special: re.Pattern[str] | None = None
+    ) -> Rendered:
+        """UserError for a conversation of which it is not exactly known what is trained.
+
+        special: finds special tokens, which the template may not copy from contents; None where
+        contents are known to hold none.
+        """
         conversation = conversation if self.knows_developer else conversation.as_system()
         self._check(conversation)
         messages, trained = conversation.messages, trained_messages(conversation, turns)
         ended = [i for i, m in enumerate(messages[:-1]) if m.role == Role.ASSISTANT or i == 0]
-        prompted = [] if self.has_blocks else trained
+        prompted = [] if self.has_generation_blocks else trained
         asked = [prefix_of(i + 1) for i in ended] + [prefix_of(i, prompt=True) for i in prompted]
         found = self._marked_text(conversation, asked)
+        if special is not None:
+            self._check_copies(conversation, found, special)
         ends = {
             i: stop
             for i, stop in zip(ended, found.lengths, strict=False)
@@ -128,11 +144,12 @@ class ChatTemplate(TemplateSource):
         }
         ends[len(messages) - 1] = len(found.text)
         trained = [i for i in trained if i not in found.dropped]
-        if self.has_blocks:
+        if self.has_generation_blocks:
             replies = self._in_blocks(messages, found, trained)
         else:
             prompts = dict(zip(prompted, found.lengths[len(ended) :], strict=True))
-            replies = [self._reply(messages, found, i, prompts[i], ends.get(i)) for i in trained]
+            begins = self._begins(messages, found, {i: prompts[i] for i in trained}, ends)
+            replies = [self._reply(messages, found, i, begins[i], ends[i]) for i in trained]
         has_system = messages[0].role in (Role.SYSTEM, Role.DEVELOPER)
         has_start = bool(self.start) and found.text.startswith(self.start)
         prefix = ends.get(0) if has_system else len(self.start) * has_start
@@ -147,43 +164,61 @@ class ChatTemplate(TemplateSource):
             num_dropped=len(found.dropped),
         )
 
-    def _reply(
+    def _begins(
         self,
         messages: Sequence[Message],
         found: "_MarkedText",
-        number: int,
-        prompt: int | None,
-        stop: int | None,
-    ) -> Reply:
-        """What is trained of a message. prompt, stop: where the text with a generation prompt and
-        that of its turn end, where the whole text begins with them."""
-        if stop is None:
-            raise UserError(
-                f"chat template {self.name} writes message {number} differently when more "
-                f"messages follow, so where its turn ends is not known; put what the assistant "
-                f"generates into {{% generation %}} blocks, or train only the last turn"
-            )
-        # Some templates write a system message only together with the user's first message.
-        if prompt is not None and prompt < found.said(number - 1):
-            prompt = None
-        start = prompt
-        if prompt is None or prompt != found.begin(number):
-            message = messages[number]
+        prompts: Mapping[int, int | None],
+        ends: Mapping[int, int],
+    ) -> dict[int, int]:
+        """Where what is trained of each message begins. prompts: where the text with a generation
+        prompt ends, for the messages that are trained, where the whole text begins with it. ends:
+        where turns end."""
+        begins: dict[int, int] = {}
+        unsure: dict[int, int | None] = {}
+        for number, prompt in prompts.items():
+            if number not in ends:
+                raise UserError(
+                    f"chat template {self.name} writes message {number} differently when more "
+                    f"messages follow, so where its turn ends is not known; put what the assistant "
+                    f"generates into {{% generation %}} blocks, or train only the last turn"
+                )
+            # Some templates write a system message only together with the user's first message.
+            if prompt is not None and prompt < found.said(number - 1):
+                prompt = None
+            if prompt is not None and prompt == found.begin(number):
+                begins[number] = prompt
+            else:
+                unsure[number] = prompt
+        if not unsure:
+            return begins
+        asked: list[dict[str, Any]] = []
+        for number in unsure:
             bare = Message(role=Role.ASSISTANT, content="x")
-            then = [self.given(bare, whole=WHOLE), self.given(message, whole=WHOLE)]
-            asked = [prefix_of(number, then=[one], cut=WHOLE) for one in then]
-            _, lengths = self.ask([found.given], [prefix_of(number), *asked])
+            then = [self.message_for(m, whole=WHOLE) for m in (bare, messages[number])]
+            asked.append(prefix_of(number))
+            asked += [prefix_of(number, then=[one], cut=WHOLE) for one in then]
+        _, lengths = self.render_all([found.given], asked)
+        for i, (number, prompt) in enumerate(unsure.items()):
+            without, *behind_headers = lengths[3 * i : 3 * i + 3]
             # Where the prompt adds nothing, as after a tool's answer, the header is no reply.
-            candidates = [None if prompt == lengths[0] else prompt, *lengths[1:]]
+            candidates = [None if prompt == without else prompt, *behind_headers]
             if not found.has_content(number):
                 candidates.append(prompt)
             start = next((at for at in candidates if at is not None), None)
-        if start is None:
-            raise UserError(
-                f"chat template {self.name} writes message {number} otherwise than after its "
-                f"generation prompt, so where the assistant begins is not known; put what the "
-                f"assistant generates into {{% generation %}} blocks"
-            )
+            if start is None:
+                raise UserError(
+                    f"chat template {self.name} writes message {number} otherwise than after its "
+                    f"generation prompt, so where the assistant begins is not known; put what the "
+                    f"assistant generates into {{% generation %}} blocks"
+                )
+            begins[number] = start
+        return begins
+
+    def _reply(
+        self, messages: Sequence[Message], found: "_MarkedText", number: int, start: int, stop: int
+    ) -> Reply:
+        """What is trained of a message between `start` and the end of its turn."""
         has_calls = bool(messages[number].tool_calls)
         said = max(start, found.said(number))
         return Reply(start=start, said=said, stop=stop, has_calls=has_calls)
@@ -243,13 +278,13 @@ class ChatTemplate(TemplateSource):
     ) -> "_MarkedText":
         """The rendering with marks. UserError for contents, calls or tools that are not in it as
         they are."""
-        plain = [self.given(message) for message in conversation.messages]
+        plain = [self.message_for(message) for message in conversation.messages]
         marks = FieldMarks()
-        marked = [self.given(m, (marks, i)) for i, m in enumerate(conversation.messages)]
+        marked = [self.message_for(m, (marks, i)) for i, m in enumerate(conversation.messages)]
         tools = json.loads(conversation.tools) if conversation.tools else None
         given = {"messages": marked, "tools": tools}
         others = self._without(conversation, given)
-        texts, lengths = self.ask(
+        texts, lengths = self.render_all(
             [{"messages": plain, "tools": tools}, *(other for _, other in others), given], prefixes
         )
         text, blocks = cast("tuple[str, list[tuple[int, int]]]", texts[-1])
@@ -269,8 +304,31 @@ class ChatTemplate(TemplateSource):
             blocks=blocks,
             lengths=lengths,
             replaced=marks.replaced,
-            dropped=frozenset(n // 2 for n in marks.cores if n % 2 == 0 and n not in fields),
+            dropped=frozenset(n // 2 for n in marks.stripped if n % 2 == 0 and n not in fields),
         )
+
+    def _check_copies(
+        self, conversation: Conversation, found: "_MarkedText", special: re.Pattern[str]
+    ) -> None:
+        """InjectedToken for a template that writes another text beside contents where their
+        special tokens are replaced by other characters."""
+        messages = conversation.messages
+        if not any(special.search(m.reasoning) or special.search(m.content) for m in messages):
+            return
+        marks = FieldMarks(special)
+        masked = [self.message_for(m, (marks, i)) for i, m in enumerate(messages)]
+        ((text, _),), _ = self.render_all([{**found.given, "messages": masked}])
+        expected, at = "", 0
+        for number, (start, stop) in sorted(found.fields.items(), key=lambda field: field[1]):
+            expected += found.text[at:start] + marks.stripped[number]
+            at = stop
+        if text != expected + found.text[at:]:
+            raise InjectedToken(
+                f"chat template {self.name} copies text of contents that hold special tokens, or "
+                f"decides by it, so that a message could set special tokens, which only the "
+                f"template may set; take them out of the messages, or use a template that writes "
+                f"contents only as they are"
+            )
 
     def _fields(
         self, conversation: Conversation, text: str, marks: "FieldMarks"
@@ -280,7 +338,7 @@ class ChatTemplate(TemplateSource):
         contents = [number for number, _ in found if number % 2]
         owners = [number // 2 for number, _ in found]
         is_ordered = owners == sorted(owners) and len({n for n, _ in found}) == len(found)
-        if not is_ordered or contents != [number for number in marks.cores if number % 2]:
+        if not is_ordered or contents != [number for number in marks.stripped if number % 2]:
             raise UserError(
                 f"chat template {self.name} writes the contents of messages "
                 f"{[number // 2 for number in contents]} of {len(conversation.messages)} "
@@ -289,7 +347,7 @@ class ChatTemplate(TemplateSource):
             )
         fields: dict[int, tuple[int, int]] = {}
         for number, at in found:
-            core = marks.cores[number]
+            core = marks.stripped[number]
             start = at - core.index(chr(FIRST_MARK + number))
             if start < 0 or not text.startswith(core, start):
                 raise self._changes(f" of message {number // 2}")
@@ -315,7 +373,7 @@ class ChatTemplate(TemplateSource):
         for i, message in enumerate(conversation.messages):
             for changed in with_other_arguments(message.tool_calls or "[]"):
                 messages = [*given["messages"]]
-                messages[i] = {**messages[i], "tool_calls": self.calls(changed)}
+                messages[i] = {**messages[i], "tool_calls": self.calls_for(changed)}
                 what = f"leaves out tool calls of message {i}"
                 made.append((what, {**given, "messages": messages}))
         return made

@@ -59,7 +59,7 @@ def load_template(name: str | Path, variables: Mapping[str, Any] | None = None) 
     tokens = {key: token_text(value) for key, value in config.items() if key.endswith("_token")}
     known = {key: value for key, value in tokens.items() if value is not None}
     template = ChatTemplate(source, name=str(name), variables={**known, **given})
-    template.check()
+    template.check_source()
     return template
 
 

@@ -47,6 +47,7 @@ def prepare_synthetic(
         UserError: If the store exists, the family is unknown or a number is out of range.
     """
     check_at_least("--tokens", num_tokens, 1)
+    check_at_least("--window", window, 2, " tokens, one of text and the end of its document")
     if store_path(prefix, ".idx").exists() and not overwrite:
         raise UserError(
             f"{prefix} is a store already; give another --out, or --overwrite to replace it"
@@ -56,8 +57,9 @@ def prepare_synthetic(
             f"{prefix}-heldout is a held-out store of other documents, which would stand beside "
             f"the drawn ones; give another --out, or remove it"
         )
-    text = _endless_text(documents or stdlib_documents())
-    about = f"{family} lengths of window {window}, seed {seed}; text of the standard library"
+    documents = documents or stdlib_documents()
+    text = _endless_text(documents)
+    about = f"{family} lengths of window {window}, seed {seed}; text of {documents.description}"
     with TokenStoreWriter(prefix, vocab_size=VOCAB_SIZE, eos_id=EOS, source=about) as writer:
         for length in _lengths(family, window, seed):
             tokens = np.full(length, EOS, np.int64)

@@ -26,15 +26,20 @@ WHOLE = chr(FIRST_MARK + MOST_MARKS)
 """Stands for a whole field."""
 _DEVELOPER = re.compile(r"""['"]developer['"]""")
 _THOUGHT = re.compile(r"(\s*(?:<think>)?)(.*?)</think>(.*)", re.DOTALL)
+_VISIBLE = re.compile(r"\S")
 _TAGS_AT_END = re.compile(r"(?:\s|<[^<>\s]*>)*$")
 
 
 class FieldMarks:
     """Replaces one character of each field of messages: field 2 * i is the reasoning of message i,
-    field 2 * i + 1 its content."""
+    field 2 * i + 1 its content.
 
-    def __init__(self) -> None:
-        self.cores: dict[int, str] = {}  # marked fields without white space around them
+    masked: the texts of a field whose visible characters become "x" as well; None for none.
+    """
+
+    def __init__(self, masked: re.Pattern[str] | None = None) -> None:
+        self._masked = masked
+        self.stripped: dict[int, str] = {}  # marked fields without white space around them
         self.replaced: dict[int, str] = {}  # characters by the code points that stand for them
 
     def mark(self, text: str, number: int) -> str:
@@ -45,8 +50,10 @@ class FieldMarks:
         tags = _TAGS_AT_END.search(text)
         at = (tags.start() if tags and tags.start() else len(text.rstrip())) - 1
         self.replaced[FIRST_MARK + number] = text[at]
+        if self._masked is not None:
+            text = self._masked.sub(lambda found: _VISIBLE.sub("x", found[0]), text)
         made = f"{text[:at]}{chr(FIRST_MARK + number)}{text[at + 1 :]}"
-        self.cores[number] = made.strip()
+        self.stripped[number] = made.strip()
         return made
 
 
@@ -80,7 +87,7 @@ class TemplateSource:
         self.start = start or str(self.variables.get("bos_token", ""))
 
     @cached_property
-    def _about(self) -> dict[str, Any]:
+    def _examined(self) -> dict[str, Any]:
         """Whether it has generation blocks, and the variables it uses."""
         if len(self.source) > MOST_SOURCE:
             raise UserError(
@@ -105,21 +112,21 @@ class TemplateSource:
             )
         return about
 
-    def check(self) -> None:
+    def check_source(self) -> None:
         """UserError for a template that cannot be used."""
-        assert self._about
+        assert self._examined
 
     @property
-    def used(self) -> frozenset[str]:
+    def variable_names(self) -> frozenset[str]:
         """The names of all variables that the source mentions."""
-        return frozenset(self._about["used"])
+        return frozenset(self._examined["used"])
 
     @property
-    def has_blocks(self) -> bool:
+    def has_generation_blocks(self) -> bool:
         """Whether it has generation blocks."""
-        return self._about["generation"]
+        return self._examined["generation"]
 
-    def given(
+    def message_for(
         self, message: Message, marks: "tuple[FieldMarks, int] | None" = None, *, whole: str = ""
     ) -> dict[str, Any]:
         """The message as the template gets it.
@@ -139,62 +146,65 @@ class TemplateSource:
             content = f"{found[1]}{field_of(found[2], 0)}</think>{field_of(found[3], 1)}"
         else:
             content = field_of(message.content, 1)
-        made = self._shaped(message.role, content)
+        made = self._of_role(message.role, content)
         if message.reasoning:
             # Three names are in use, and transformers gives them all too.
             made |= dict.fromkeys(REASONING_KEYS, field_of(message.reasoning, 0))
         made |= {"name": message.name} if message.name else {}
         made |= {"tool_call_id": message.call_id} if message.call_id else {}
-        made |= {"tool_calls": self.calls(message.tool_calls)} if message.tool_calls else {}
+        made |= {"tool_calls": self.calls_for(message.tool_calls)} if message.tool_calls else {}
         return made
 
-    def _shaped(self, role: Role, content: str) -> dict[str, Any]:
+    def _of_role(self, role: Role, content: str) -> dict[str, Any]:
         parts = [{"type": "text", "text": content}] if content else []
-        return {"role": str(role), "content": parts if self._takes_parts else content}
+        return {"role": str(role), "content": parts if self._takes_content_parts else content}
 
-    def calls(self, text: str) -> list[dict[str, Any]]:
+    def calls_for(self, text: str) -> list[dict[str, Any]]:
         calls = json.loads(text)
-        return with_text_arguments(calls) if self._takes_text else calls
+        return with_text_arguments(calls) if self._takes_arguments_as_text else calls
 
     @cached_property
-    def _takes_parts(self) -> bool:
+    def _takes_content_parts(self) -> bool:
         """Whether contents must be lists of parts: a text is left out or refused."""
         said = (WHOLE, [{"type": "text", "text": WHOLE}])
         asked = [[{"role": "user", "content": content}] for content in said]
-        text, parts = self._tried(asked)
+        text, parts = self._texts_of(asked)
         return WHOLE not in text and WHOLE in parts
 
     @cached_property
-    def _takes_text(self) -> bool:
+    def _takes_arguments_as_text(self) -> bool:
         """Whether arguments of calls must be JSON text: objects are refused, or written as Python
         writes them."""
         function = {"name": "f", "arguments": {"wlb": "probe"}}
         calls = [{"type": "function", "function": function}]
         asked = [
-            [self._shaped(Role.USER, "x"), self._shaped(Role.ASSISTANT, "") | {"tool_calls": given}]
+            [
+                self._of_role(Role.USER, "x"),
+                self._of_role(Role.ASSISTANT, "") | {"tool_calls": given},
+            ]
             for given in (calls, with_text_arguments(calls))
         ]
-        objects, texts = self._tried(asked)
+        objects, texts = self._texts_of(asked)
         return bool(texts) and (not objects or "{'wlb': 'probe'}" in objects)
 
     @cached_property
     def writes_reasoning(self) -> tuple[bool, bool]:
         """Whether reasoning is written that is under its key, and in tags before the content."""
         answers = [
-            self._shaped(Role.ASSISTANT, "x") | dict.fromkeys(REASONING_KEYS, WHOLE),
-            self._shaped(Role.ASSISTANT, f"<think>{WHOLE}</think>x"),
+            self._of_role(Role.ASSISTANT, "x") | dict.fromkeys(REASONING_KEYS, WHOLE),
+            self._of_role(Role.ASSISTANT, f"<think>{WHOLE}</think>x"),
         ]
-        asked = [[self._shaped(Role.USER, "x"), answer] for answer in answers]
-        under_key, in_tags = self._tried(asked)
+        asked = [[self._of_role(Role.USER, "x"), answer] for answer in answers]
+        under_key, in_tags = self._texts_of(asked)
         return WHOLE in under_key, WHOLE in in_tags
 
-    def _tried(self, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
+    def _texts_of(self, conversations: Sequence[list[dict[str, Any]]]) -> list[str]:
         """The texts of conversations, "" where the template refuses one."""
         given = [{"messages": messages, "tools": None} for messages in conversations]
-        texts, _ = self.ask(given, may_fail=True)
+        texts, _ = self.render_all(given, may_fail=True)
         return [text or "" for text, _ in texts]
 
-    def ask(
+    def render_all(
         self,
         given: Sequence[dict[str, Any]],
         prefixes: Sequence[dict[str, Any]] = (),
@@ -212,7 +222,7 @@ class TemplateSource:
             "given": [{**base, **one} for one in given],
             "prefixes": list(prefixes),
         }
-        self.check()
+        self.check_source()
         try:
             answer = renderer().ask(asked)
         except TemplateLimit as error:

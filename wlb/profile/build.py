@@ -128,6 +128,7 @@ def _built(
         device=origin.environment["name"],
         dtype=origin.dtype,
         ranks_per_node=origin.ranks_per_node or RANKS_PER_NODE[origin.environment["device"]],
+        power_limit_w=origin.environment.get("power_limit_w", 0.0),
         provenance=origin.provenance(
             source,
             backend=", ".join(dict.fromkeys(a.table.backends[0] for a in attention)),

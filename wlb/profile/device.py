@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from wlb.cost.machine import cpu_name, start_nvml
+from wlb.cost.machine import cpu_name, gpu_power_limit_w, start_nvml
 from wlb.kernels.flash import FLASH_BACKENDS
 
 CPU_L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
@@ -57,6 +57,7 @@ def describe(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
             "driver": _driver(),
+            "power_limit_w": gpu_power_limit_w(),
             "num_sms": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,
         }

@@ -263,7 +263,10 @@ def _fit_batches(
     """
     batches = attention.of("batch")
     if not batches:
-        return table, ["no random batch was measured: prices are those of equal segments alone"]
+        return table, [
+            "no random batch was measured: prices are those of equal segments alone, and blocks "
+            "have none"
+        ]
     notes: list[str] = []
     alone = [r for kind in ("call", "two_groups", "grid") for r in attention.of(kind)]
     weight = EQUAL_CALLS_WEIGHT * len(batches) / len(alone)
@@ -284,7 +287,8 @@ def _fit_batches(
         bad = [round(x, 2) for x in factors.tolist() if not 1 / MOST_FACTOR < x < MOST_FACTOR]
         if bad:
             notes.append(
-                f"{attention.layout.backend}, {table.num_heads} heads: {name} of segments in "
+                f"{attention.layout.backend}, {table.num_heads} heads, fitted "
+                f"{'with' if has_blocks else 'without'} a price of blocks: {name} of segments in "
                 f"random batches took {', '.join(map(str, bad))} times what it took alone; was "
                 f"the machine busy or throttled? Remove the records and measure again"
             )

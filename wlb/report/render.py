@@ -6,20 +6,25 @@ lacks raises instead of printing nothing.
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 
 
-def render(template: str, **context: Any) -> str:
-    """The page of `templates/<template>.html.j2`; every page needs a `title`."""
-    return _environment().get_template(f"{template}.html.j2").render(context)
+def render(template: str, *, folder: Path | None = None, **context: Any) -> str:
+    """The page of `templates/<template>.html.j2`; every page needs a `title`.
+
+    folder: has the template, which may extend those of this room; None for one of them.
+    """
+    return _environment(folder).get_template(f"{template}.html.j2").render(context)
 
 
 @cache
-def _environment() -> Environment:
+def _environment(folder: Path | None) -> Environment:
+    ours = PackageLoader("wlb.report")
     made = Environment(
-        loader=PackageLoader("wlb.report"),
+        loader=ours if folder is None else ChoiceLoader([FileSystemLoader(folder), ours]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -357,12 +357,12 @@ def _pooled(linear: LinearCost) -> dict[PassKind, float]:
     """What EP ranks compute together of a token in one layer; a split backward has one of the two
     products in each pass."""
     layers = linear.num_layers
-    forward, backward, again = (ns / layers for ns in linear.routed_ns_per_token)
+    forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
     half = backward / LINEAR_BACKWARD_FACTOR
     return {
         PassKind.FORWARD: forward,
-        PassKind.BACKWARD: backward + again,
-        PassKind.BACKWARD_INPUT: half + again,
+        PassKind.BACKWARD: backward + recomputed,
+        PassKind.BACKWARD_INPUT: half + recomputed,
         PassKind.BACKWARD_WEIGHT: half,
     }
 

@@ -117,8 +117,8 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
     programs: list[Program]
     if pp == 1:
         passes: Program = [RunPass(action) for action in order[0]]
-        ahead: Program = [ReduceAhead(0)] if has_fsdp else []
-        programs = [[*passes[:-1], *ahead, passes[-1]]]
+        reductions: Program = [ReduceAhead(0)] if has_fsdp else []
+        programs = [[*passes[:-1], *reductions, passes[-1]]]
     else:
         programs = [list(_one_f_one_b(passes, num_stages=pp)) for passes in order]
     return [_with_layers_ahead(p, rank) if has_fsdp else p for rank, p in enumerate(programs)]

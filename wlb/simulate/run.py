@@ -19,7 +19,7 @@ from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, U
 from wlb.planner import Planner
 from wlb.simulate.prices import ShardedStep, StepPrices, joined
 from wlb.simulate.program import Wires
-from wlb.simulate.shards import FsdpExecution
+from wlb.simulate.shards import WLB_FSDP, FsdpExecution
 from wlb.simulate.step import Simulation, Simulator, chunked
 from wlb.spec import RunSpec
 
@@ -115,7 +115,7 @@ def simulate_run(
     label: str = "",
     steps: Iterable[ShardedStep] | None = None,
     wires: Wires = Wires.LINKS,
-    fsdp: FsdpExecution | None = None,
+    fsdp: FsdpExecution = WLB_FSDP,
 ) -> RunSimulation:
     """Simulates all steps made of `batches`, including the flush of documents that wait at the end.
 
@@ -126,9 +126,9 @@ def simulate_run(
         label: Name of the run in tables.
         steps: The sharded steps, where they are known already.
         wires: Transfers between pipeline ranks that wait for each other.
-        fsdp: What the trainer does with sharded parameters; by default as wlb does.
+        fsdp: What the trainer does with sharded parameters.
     """
-    simulator = Simulator(spec=spec, cost=cost, wires=wires, fsdp=fsdp or FsdpExecution())
+    simulator = Simulator(spec=spec, cost=cost, wires=wires, fsdp=fsdp)
     if steps is None:
         steps = sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp)
     parts: list[Simulation] = []

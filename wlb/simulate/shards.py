@@ -35,6 +35,11 @@ COLLECTIVE_NODES = frozenset(
 ADAMW_VALUES, NORM_VALUES = 7, 1
 """float32 values read and written for one parameter."""
 
+FSDP_SLOWDOWN = 0.32
+"""Seconds that computing loses for each second of FSDP's collectives beside it, because NCCL
+occupies SMs and memory bandwidth. Fitted to published runs
+(`experiments/beyond/published_runs`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpExecution:
@@ -52,14 +57,18 @@ class FsdpExecution:
     reduce_copy_bytes: int = 0
     # Whether backward gathers a layer while the one before it computes. False: after it.
     prefetches_backward: bool = True
-    # Seconds that computing loses for each second of a collective beside it, because NCCL occupies
-    # SMs and memory bandwidth.
-    slowdown: float = 0.0
+    # Seconds that computing loses for each second of a collective beside it. Counted where passes
+    # gather for themselves.
+    slowdown: float = FSDP_SLOWDOWN
     # float32 values that the optimizer reads and writes for one parameter: 7 in a fused kernel.
     update_values: int = ADAMW_VALUES
 
     def __post_init__(self) -> None:
         check_between("slowdown", self.slowdown, 0, 1, closed=True)
+
+
+WLB_FSDP = FsdpExecution()
+"""What wlb itself does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +87,8 @@ class ShardCosts:
     reduce_parts: tuple[int, ...]  # likewise
     layers: tuple[int, ...]  # by stage, at least 1
     copy_ns: tuple[tuple[float, float], ...]  # by stage, for a gather and for a reduction
+    execution: FsdpExecution
     reshards: bool = False  # whether each pass gathers its layers
-    execution: FsdpExecution = FsdpExecution()
 
     def pass_ns(
         self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool
@@ -95,19 +104,19 @@ class ShardCosts:
             kind: Its kind.
             reduces: Whether it reduces the gradients of its layers.
         """
-        layers, how = self.layers[stage], self.execution
+        layers, execution = self.layers[stage], self.execution
         # The weights' pass of a split backward needs no parameters.
         gathers = kind != PassKind.BACKWARD_WEIGHT
         gather = self.gather_ns[stage] * gathers / layers
         reduce = self.reduce_ns[stage] * reduces / layers
-        is_ahead = kind == PassKind.FORWARD or how.prefetches_backward
+        is_ahead = kind == PassKind.FORWARD or execution.prefetches_backward
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
         of_gather, of_reduction = self.copy_ns[stage]
         out = computes_ns + of_gather * gathers + of_reduction * reduces + exposed
-        return np.rint(out + how.slowdown * hidden).astype(np.int64)
+        return np.rint(out + execution.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
         """Duration of a node that is neither a pass nor a message."""
@@ -127,10 +136,9 @@ class ShardCosts:
 
 
 def shard_costs(
-    spec: RunSpec, cost: ProfiledWorkload, execution: FsdpExecution | None = None
+    spec: RunSpec, cost: ProfiledWorkload, execution: FsdpExecution = WLB_FSDP
 ) -> ShardCosts:
-    """Prices for a layout. execution: of the trainer, wlb's own by default."""
-    how = execution or FsdpExecution()
+    """Prices for a layout. execution: what the trainer does."""
     parallel, profile = spec.parallel, cost.profile
     parts = tuple(max(1, layers) for layers in spec.stage_layers)
     whole = (1,) * spec.num_stages
@@ -142,8 +150,8 @@ def shard_costs(
     of_experts = experts_of_layer(spec)
     with_experts = spec.stage_expert_layers
     dense = [c - n * of_experts for c, n in zip(counts, with_experts, strict=True)]
-    whole_layers = _sharing(spec, profile, spec.shard_size, how.gradient_bytes)
-    experts = _sharing(spec, profile, sharing_ranks(spec), how.gradient_bytes)
+    whole_layers = _sharing(spec, profile, spec.shard_size, execution.gradient_bytes)
+    experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
         """A stage's collectives, one a layer and one for its experts."""
@@ -161,17 +169,20 @@ def shard_costs(
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
         optimizer_ns=tuple(
-            round(c * how.update_values * GRADIENT_BYTES / copy * 1e9) for c in of_rank
+            round(c * execution.update_values * GRADIENT_BYTES / copy * 1e9) for c in of_rank
         ),
         gather_parts=whole if is_ahead else parts,
         reduce_parts=parts if parallel.pp == 1 else whole,
         layers=parts,
         copy_ns=tuple(
-            (c * how.gather_copy_bytes / copy * 1e9, c * how.reduce_copy_bytes / copy * 1e9)
+            (
+                c * execution.gather_copy_bytes / copy * 1e9,
+                c * execution.reduce_copy_bytes / copy * 1e9,
+            )
             for c in counts
         ),
         reshards=spec.fsdp.reshard_after_forward and parallel.fsdp_size > 1,
-        execution=how,
+        execution=execution,
     )
 
 

@@ -26,7 +26,7 @@ from wlb.simulate.prices import (
     step_prices,
 )
 from wlb.simulate.program import Wires, step_graph
-from wlb.simulate.shards import FsdpExecution, ShardCosts, shard_costs
+from wlb.simulate.shards import WLB_FSDP, FsdpExecution, ShardCosts, shard_costs
 from wlb.spec import RunSpec, check
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ class Simulator:
     cost: ProfiledWorkload
     # Transfers that wait for each other. wlb runs with LINKS; ONE prices what other trainers have.
     wires: Wires = Wires.LINKS
-    # What another trainer does with sharded parameters; wlb's own way by default.
-    fsdp: FsdpExecution = field(default_factory=FsdpExecution)
+    # What the trainer does with sharded parameters.
+    fsdp: FsdpExecution = WLB_FSDP
     order: Order = field(init=False)
     graph: Graph = field(init=False, repr=False)
     shards: ShardCosts = field(init=False)

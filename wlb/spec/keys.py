@@ -110,13 +110,30 @@ REMOVED: dict[str, RemovedKey] = {
 out, with a RemovedKeyWarning if another value than the one that is left was written."""
 
 
+@dataclass(frozen=True, slots=True)
+class RemovedValue:
+    """A value that a key could have."""
+
+    why: str  # completes "was removed, because"
+    instead: str  # the value of the key that comes closest
+
+
+REMOVED_VALUES = {
+    ("sharding.exchange", "relayed"): RemovedValue(
+        "rows of other nodes no longer come by way of one rank of the own node", "needed"
+    )
+}
+"""Values that keys could have. They are refused where a user gives them. Where wlb wrote them they
+are read as the closest one, with a RemovedKeyWarning."""
+
+
 class RenamedKeyWarning(FutureWarning):
     """A user's settings hold an old name of a key; the command line prints it as one line."""
 
 
 class RemovedKeyWarning(FutureWarning):
-    """A record of a run holds a key that was removed, with a value that no longer has an effect;
-    the command line prints it as one line."""
+    """A record of a run holds a key that was removed, with a value that no longer has an effect,
+    or a value that was removed; the command line prints it as one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +285,8 @@ def apply(
                 whole=whole,
             )
         else:
+            if isinstance(value, str) and (dotted, value) in REMOVED_VALUES:
+                value = _meet_removed_value(dotted, value, source=source, is_stored=is_stored)
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
     return cast(T, replace(cast(Any, spec), **changes))
 
@@ -283,6 +302,23 @@ def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> N
             RemovedKeyWarning,
             stacklevel=3,
         )
+
+
+def _meet_removed_value(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
+    """The value that a removed one that wlb wrote is read as, with a warning; a user's is
+    refused."""
+    removed = REMOVED_VALUES[dotted, value]
+    if not is_stored:
+        raise UserError(
+            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; give "
+            f"{removed.instead!r}"
+        )
+    warnings.warn(
+        f"{source}: {dotted} = {value!r} is read as {removed.instead!r}, because {removed.why}",
+        RemovedKeyWarning,
+        stacklevel=3,
+    )
+    return removed.instead
 
 
 def nest(dotted: str, value: Any) -> dict[str, Any]:

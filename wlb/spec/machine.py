@@ -44,34 +44,34 @@ class EpSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Hardware assumed by estimates; a run takes from it only the memory that is set aside on its
-    GPUs."""
+    """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run measures the memory
+    of its own GPUs, and reads of these keys only tp_overlap, for its prices."""
 
     memory_gib: float = key(
         80.0,
-        "device memory, which simulate, tune and --dry-run check layouts against",
+        "memory of a device, which the layouts of simulate, tune and --dry-run must fit",
         unit="GiB",
         above=0,
         at_most=1e6,
     )
     peak_tflops: float = key(
         989.0,
-        "dense peak of a device in training.dtype, for MFU",
+        "most that a device computes in training.dtype without sparsity, for MFU",
         unit="TFLOP/s",
         above=0,
         at_most=1e9,
     )
     overhead: float = key(
         0.0,
-        "time that a simulated step takes beside its passes (host, input, jitter), as a share "
+        "time that a simulated step takes besides its passes (host, input, jitter), as a share "
         "of the mean rank's time in passes",
         at_least=0,
         at_most=1000,
     )
     tp_overlap: float = key(
         0.0,
-        "share of TP's collectives that is hidden behind matrix products, for pricing; wlb's "
-        "own executor overlaps some in backward",
+        "share of the time of TP's collectives that prices take as hidden behind matrix products; "
+        "wlb itself hides some of it in backward",
         at_least=0,
         at_most=1,
     )

@@ -19,6 +19,7 @@ from wlb.parallel.grid import rank_grid
 from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
+from wlb.simulate.published import trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once, num_milestones
 from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
@@ -61,6 +62,7 @@ def show(spec: RunSpec, console: Console) -> None:
     documents = _documents(spec, stores)
     made = forecast(spec, workload_for(spec, device), documents.batches, is_cpu=device == "cpu")
     console.print(_facts(made, documents.note, _machine(made, budget, known)))
+    console.print(trust_line(made.spec, made.cost.profile), soft_wrap=True, markup=False)
     console.print(_layout(spec))
     console.print(_memory(spec, budget))
     notes = [f"times: {note}" for note in made.cost.notes]

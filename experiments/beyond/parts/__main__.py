@@ -1,8 +1,9 @@
 """Simulates more than the paper: each part of ours alone and together, and other schedules.
 
-`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` trains Table 1's
-configurations with each part of ours, alone and together. `--take` writes the page again from its
-table.
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--prices flash_3] [--quick]` trains
+Table 1's configurations with each part of ours, alone and together, at prices that are fitted to
+the paper and at those of profile `h100_runs`, which are not. `--prices` simulates at these prices
+only and takes the other table from the results that are there.
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.constants import TABLE_1, configuration, title
+from experiments.harness.constants import FITTED, FLASH_3, PRICES, TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
-    AGAIN,
     BY_NEED,
     EARLIER_GIB,
     GIB,
@@ -108,18 +108,24 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
     ]
 
 
+TABLES = {FITTED: "parts", FLASH_3: "parts_runs"}
+"""Prices and the names of their tables."""
 PARTS: dict[str, Any] = {
-    "title": "Speed-up over Plain-4D with interleaved 1F1B",
     "formats": dict.fromkeys([*map(title, TABLE_1), "mean", "of bound", "least"], ".3f")
     | {"GiB": ".1f"},
     "note": "A row that begins with + adds to the one above. of bound, least: mean and least of "
     "configurations: time with every micro-batch and CP rank at its step's mean over time, same "
     "schedule and tokens. GiB: the fullest GPU.",
 }
-"""What is said of the table beside its figures."""
 
 
-def parts(steps: int, seed: int) -> Table:
+def about(prices: str) -> dict[str, Any]:
+    """Returns what is said of a table beside its figures."""
+    title = f"Speed-up over Plain-4D with interleaved 1F1B; prices: {PRICES[prices].title}"
+    return {"name": TABLES[prices], "title": title, **PARTS}
+
+
+def parts(prices: str, steps: int, seed: int) -> Table:
     """Simulates the parts of ours on Table 1's configurations, alone and together.
 
     These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
@@ -128,7 +134,8 @@ def parts(steps: int, seed: int) -> Table:
     Plain-4D with zero-bubble stand beside them.
     """
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
-    groups = [group(name, c, variants(c)[name], steps=steps, seed=seed) for c, name in keys]
+    options = {"steps": steps, "seed": seed, "prices": prices}
+    groups = [group(name, c, variants(c)[name], **options) for c, name in keys]
     found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}
     for (config, name), result in zip(keys, outcomes(groups), strict=True):
         found[config][name] = result
@@ -145,12 +152,12 @@ def parts(steps: int, seed: int) -> Table:
         for name in names
     ]
     columns = ["system", *map(title, TABLE_1), "mean", "of bound", "least", "GiB"]
-    return Table(name="parts", columns=columns, rows=rows, **PARTS)
+    return Table(columns=columns, rows=rows, **about(prices))
 
 
-def earlier_parts() -> Table:
+def earlier_parts(prices: str) -> Table:
     """Returns the table of earlier results, whose means are taken again for their digits."""
-    table = read_table(FOLDER, "parts", **PARTS)
+    table = read_table(FOLDER, **about(prices))
     at, num = table.columns.index("mean"), len(TABLE_1)
     rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
     return replace(table, rows=rows)
@@ -177,11 +184,25 @@ def draw(table: Table) -> Any:
     return figure
 
 
-def text_of(table: Table) -> str:
-    """Returns what the page says of the parts."""
-    of = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+def taken_text(taken: Sequence[str]) -> str:
+    """Returns which tables are those of earlier results, and of which commit; "" if none is."""
+    if not taken:
+        return ""
+    names = " and ".join(PRICES[p].title for p in taken)
+    return f"\n\nThe table whose prices are {names} is of commit {commit_of(FOLDER)}."
+
+
+def by_system(table: Table) -> dict[str, dict[str, Any]]:
+    """Returns the table's rows by their system."""
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def text_of(table: Table, unfitted: Table) -> str:
+    """Returns what the page says of the parts, at fitted prices and at those of `h100_runs`."""
+    of, real = by_system(table), by_system(unfitted)
     hybrid, need, plain = of["bounded + hybrid"], of[NEED], of[PLAIN_TOO]["mean"]
     alone, best = of[CHUNKS]["mean"], of[MORE]["mean"]
+    balance = real[CHUNKS]["mean"] / real[PLAIN_TOO]["mean"]
     return (
         f"`bounded` with hybrid sharding reaches {hybrid['of bound']:.1%} of the bound of perfect "
         f"balance on average and {hybrid['least']:.1%} at least (held and flushed tokens counted). "
@@ -197,18 +218,28 @@ def text_of(table: Table) -> str:
         f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need "
         f"({need['mean']:.2f} without the schedule) stand in a row of their own and in no other; "
         f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
-        f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, as a run did when this was "
-        f"simulated, and MLPs are recomputed where a larger S_max or T is worth it "
-        f"(`training.recompute = selective`, tried for each)."
+        f"**Without the fit**, at prices of profile `h100_runs` with FlashAttention-3, all of it "
+        f"but more micro-batches is {real[CHUNKS]['mean']:.2f} times as fast as Plain-4D, and "
+        f"Plain-4D with the same schedule {real[PLAIN_TOO]['mean']:.2f} times, so that balance is "
+        f"worth {balance:.2f} and the schedule as much as it. Keys by need make "
+        f"{real[NEED]['mean'] / real['bounded + balanced']['mean']:.2f} of ours, where all-gathers "
+        f"of keys are priced as exposed.\n\n"
+        f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, and MLPs are recomputed "
+        f"where a larger S_max or T is worth it (`training.recompute = selective`, tried for "
+        f"each)."
     )
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "", takes=AGAIN)
+    parser = arguments(__doc__ or "")
+    text = "simulate at these prices only (default: all), and take the rest from earlier results"
+    parser.add_argument("--prices", nargs="*", choices=TABLES, default=list(TABLES), help=text)
     options = parser.parse_args(arguments_)
     steps = steps_of(options)
-    table = earlier_parts() if options.take else parts(steps, options.seed)
-    (best,) = (row[table.columns.index("mean")] for row in table.rows if row[0] == MORE)
+    tables = [
+        parts(p, steps, options.seed) if p in options.prices else earlier_parts(p) for p in TABLES
+    ]
+    (best,) = (row[tables[0].columns.index("mean")] for row in tables[0].rows if row[0] == MORE)
     against = [
         Against(
             what="average with everything but keys by need (the paper's system)",
@@ -216,7 +247,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
             ours=round(best, 3),
         )
     ]
-    show(table, against=against, width=180)
+    show(*tables, against=against, width=180)
     if options.quick:
         return
     write_results(
@@ -225,17 +256,17 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
-        text=text_of(table),
+        text=text_of(*tables) + taken_text([p for p in TABLES if p not in options.prices]),
         against=against,
-        tables=[table],
+        tables=tables,
         figures=[
             Picture(
                 name="parts",
-                caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B.",
-                figure=draw(table),
+                caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B, at "
+                "fitted prices.",
+                figure=draw(tables[0]),
             )
         ],
-        figures_of=commit_of(FOLDER) if options.take else "",
     )
 
 

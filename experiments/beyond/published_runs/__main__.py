@@ -8,6 +8,7 @@ trainer. Few constants are fitted, each source checked with those that the other
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,32 @@ from experiments.beyond.published_runs.fitting import (
     rank_correlation,
     sensitivity,
 )
-from experiments.beyond.published_runs.mapping import SOURCES, as_wlb_runs, mapped
+from experiments.beyond.published_runs.mapping import SOURCES, Mapped, as_wlb_runs, mapped
 from experiments.beyond.published_runs.prediction import Constants, Prediction, predict
 from experiments.beyond.published_runs.reasons import CHANGES, reasons
 from experiments.beyond.published_runs.rows import read_runs
 from experiments.harness.drawing import COLOURS, MARKERS, new_figure
 from experiments.harness.pages import How, Picture, Table, show, write_results
+from kernels_profile.derive import (
+    FIXED_W,
+    H100_500W,
+    H100_SXM,
+    MEASURED,
+    PRODUCT_SPEED,
+    clock_ratio,
+)
 from wlb.cost import KernelProfile, load_profile
-from wlb.cost.variant import FIXED_W, H100_500W, H100_SXM, clock_ratio
+from wlb.simulate.published import BEST, has_model_parallelism
+from wlb.simulate.shards import FSDP_SLOWDOWN
 
 FOLDER = Path(__file__).parent
 RUNS = FOLDER / "runs.csv"
-PROFILE = "h100_sxm"
-"""Measured on one H100 SXM of 700 W (`wlb profile`); its collectives are those of `h100`."""
-CONSTANTS = Constants(product_speed=0.77, fsdp_slowdown=0.32, triton_speed=0.5)
-"""Fitted to the BF16 rows of all sources with this profile (`fitting`)."""
+TRITON_SPEED = 0.5
+CONSTANTS = Constants(
+    product_speed=PRODUCT_SPEED, fsdp_slowdown=FSDP_SLOWDOWN, triton_speed=TRITON_SPEED
+)
+"""Fitted to the BF16 rows of all sources with the measured profile (`fitting`). The first two are
+those of profile `h100_runs` and of the simulator."""
 EXPLAINED = (2, 5, 10, 14, 19, 20, 21, 22, 28, 29)
 """Lines of the rows of which the page shows what each part of the model is worth."""
 
@@ -156,6 +168,36 @@ def constants_table(fits: dict[str, Sequence[Sensitivity]]) -> Table:
     )
 
 
+def kinds_table(
+    cases: Sequence[Mapped], fits: Sequence[Sensitivity], profiles: Sequence[KernelProfile]
+) -> Table:
+    """Errors by shipped profile and by kind of run, as commands print them (`trust_line`)."""
+    held = {one.case.run.line: one.ratio(fit_without(fits, one.case.run.source)) for one in fits}
+    by_profile = {BEST: held}
+    shipped = replace(CONSTANTS, product_speed=1.0)
+    for profile in profiles:
+        by_profile[profile.name] = {
+            case.run.line: predict(case, profile, shipped).ratio for case in cases
+        }
+    rows: list[list[Any]] = []
+    for name, ratios in by_profile.items():
+        for is_parallel, kind in ((False, "data parallelism alone"), (True, "TP, CP or PP")):
+            own = [c.run.line for c in cases if has_model_parallelism(c.spec) == is_parallel]
+            rows.append([name, kind, len(own), *_errors([ratios[line] for line in own])])
+    return Table(
+        name="kinds",
+        title="By profile and kind of run",
+        columns=["profile", "kind", "rows", "mean", "largest error"],
+        rows=rows,
+        formats={"rows": "d", "mean": ".3f", "largest error": ".1%"},
+        note="BF16 rows, with what is known of each trainer. `h100_runs` is `h100_sxm` with "
+        "products at the fitted speed; its errors are those with constants fitted without the "
+        "row's source. The other profiles are taken as they are shipped, with the slowdown and "
+        "the speed of Triton's kernel fitted to all rows. `wlb simulate`, `wlb tune layout` and "
+        "`wlb train --dry-run` print these errors.",
+    )
+
+
 def _by_source(found: Sequence[Prediction]) -> dict[str, list[Prediction]]:
     out: dict[str, list[Prediction]] = {}
     for p in filter(_is_fitted, found):
@@ -230,7 +272,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RUNS, help="CSV file of published runs")
     parser.add_argument("--quick", action="store_true", help="predict and print, without fits")
     options = parser.parse_args()
-    shipped, measured = load_profile("h100"), load_profile(PROFILE)
+    shipped, measured = load_profile("h100"), load_profile(MEASURED)
     cases = [mapped(run) for run in read_runs(options.runs)]
     blind = [predict(as_wlb_runs(case), shipped, Constants()) for case in cases]
     found = [predict(case, measured, CONSTANTS) for case in cases]
@@ -246,6 +288,7 @@ def main() -> None:
     tables[1:1] = [
         sources_table(found, fits[measured.name]),
         constants_table(fits),
+        kinds_table(fitted, fits[measured.name], [measured, shipped]),
         reasons_table(found, measured, CONSTANTS),
     ]
     show(*tables, width=200)

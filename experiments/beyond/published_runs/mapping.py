@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from experiments.beyond.published_runs.rows import PublishedRun
+from kernels_profile.derive import H100_500W, H100_SXM, GpuVariant
 from wlb.cost import PLAIN_TORCH, RecomputedWork
-from wlb.cost.variant import H100_500W, H100_SXM, GpuVariant
 from wlb.plan import UserError
 from wlb.simulate import FsdpExecution
 from wlb.spec import (

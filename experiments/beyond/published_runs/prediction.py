@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.beyond.published_runs.mapping import Mapped
-from wlb.cost import KernelProfile, workload_of
+from kernels_profile.derive import profile_of_variant, with_product_speed, with_speed
+from wlb.cost import KernelProfile, RecomputedWork, workload_of
 from wlb.cost.budget import ALLOCATOR_GAPS
-from wlb.cost.variant import profile_of_variant, with_product_speed, with_speed
+from wlb.cost.memory import layer_activation_bytes
 from wlb.plan import Documents, GlobalBatch
 from wlb.simulate import ShardedStep, Simulator, critical_path, planner_of
 from wlb.simulate.critical import CP_IMBALANCE
+from wlb.spec import RunSpec
 
 GIB = 2**30
 COMMUNICATION = (
@@ -92,21 +94,39 @@ def predict(case: Mapped, profile: KernelProfile, constants: Constants) -> Predi
 
 CHUNK_LOGIT_BYTES = 6
 """Bytes of one logit in wlb's loss, which takes some rows at a time."""
+COMPUTE_BYTES = 2
+"""Bytes of a value in bfloat16."""
 
 
 def peak_gib(case: Mapped, own_bytes: int) -> float:
-    """Memory that torch reserves in a trainer whose loss takes all rows at once, from the peak of
-    wlb's tensors on the same layout."""
+    """Memory that torch reserves in the trainer, from the peak of wlb's tensors on the same layout.
+
+    Two things differ from wlb: the loss takes all rows at once, and checkpointing by operator keeps
+    other values of a layer.
+    """
     spec, model = case.spec, case.spec.model
     rows = spec.data.context_window // spec.parallel.cp
     chunk = min(rows, spec.training.loss_chunk)
     logits = rows * case.logit_bytes - chunk * CHUNK_LOGIT_BYTES
     out = own_bytes + logits * model.vocab_size // spec.parallel.tp
     if case.recomputed:
-        # Checkpointing by operator also keeps the products of gate and down projection.
-        values = rows * (model.ffn_hidden_size + model.hidden_size) * model.num_layers
-        out += 2 * values // spec.parallel.tp
+        own_kept = layer_activation_bytes(spec, micro_batch_tokens=spec.data.context_window)
+        out += model.num_layers * (kept_bytes(case.recomputed, spec) - own_kept)
     return float(out) / (1 - ALLOCATOR_GAPS) / GIB
+
+
+def kept_bytes(recomputed: RecomputedWork, spec: RunSpec) -> int:
+    """Bytes of a layer that forward keeps if backward computes `recomputed` again.
+
+    They are the layer's input, attention's result, and the results of the products that are not
+    computed again (of Q, K, V, O, gate, up and down projection).
+    """
+    model, ffn = spec.model, spec.model.ffn_hidden_size
+    key_dim = model.num_kv_heads * model.head_size
+    widths = (model.q_dim, key_dim, key_dim, model.hidden_size, ffn, ffn, model.hidden_size)
+    kept = sum(width for i, width in enumerate(widths) if i not in recomputed.matrices)
+    rows = spec.data.context_window // spec.parallel.cp
+    return COMPUTE_BYTES * rows * (model.hidden_size + model.q_dim + kept) // spec.parallel.tp
 
 
 def priced(case: Mapped, profile: KernelProfile, constants: Constants) -> KernelProfile:

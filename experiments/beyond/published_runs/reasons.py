@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from experiments.beyond.published_runs.mapping import Mapped
 from experiments.beyond.published_runs.prediction import Constants, predict
+from kernels_profile.derive import H100_SXM
 from wlb.cost import KernelProfile
-from wlb.cost.variant import H100_SXM
 from wlb.simulate import FsdpExecution
 
 Change = Callable[[Mapped, Constants], tuple[Mapped, Constants]]

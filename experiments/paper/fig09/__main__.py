@@ -8,13 +8,14 @@ kernels (forward and backward of one layer of the 7B model, h100 profile). Pairs
 is to compute, the prediction also what cutting costs. Results are a picture and a table.
 """
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.arguments import experiment_parser
+from experiments.harness.arguments import at_least, experiment_parser
 from experiments.harness.pages import How, Picture, Table, show, write_results
 from experiments.paper.fig09.draw import draw_plans
 from experiments.paper.fig15.case import layer_cost
@@ -90,7 +91,7 @@ def summary_table(plans: Mapping[str, ShardingPlan], cost: ProfiledWorkload) -> 
 def lengths_of(text: str) -> tuple[int, ...]:
     lengths = tuple(int(part) for part in text.split(","))
     if min(lengths) < 1:
-        raise ValueError(f"lengths {text}: each must be at least 1")
+        raise argparse.ArgumentTypeError(f"{text}: each length must be at least 1")
     return lengths
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=lengths_of, default=LENGTHS, help="document lengths, as in 9001,2411"
     )
-    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--cp", type=at_least(1), default=4)
     options = parser.parse_args()
     lengths = np.array(options.lengths, np.int64)
     cost = replace(layer_cost(window=65536, cp=options.cp), micro_batch_tokens=int(lengths.sum()))

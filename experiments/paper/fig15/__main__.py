@@ -7,7 +7,6 @@ devices, `run_window` the sums. The layer is one of the 7B model at CP 4, with w
 
 import argparse
 import datetime
-import json
 import os
 import platform
 import shlex
@@ -20,12 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.harness.arguments import experiment_parser
+from experiments.harness.arguments import at_least, experiment_parser
+from experiments.harness.files import write_json
 from experiments.harness.pages import commit, show
 from experiments.harness.streams import WINDOW
 from experiments.paper.fig15.case import (
+    PROFILE,
     STATIC,
     STRATEGIES,
+    WINDOW_STEP,
     distinct,
     layer_cost,
     micro_batches,
@@ -34,8 +36,8 @@ from experiments.paper.fig15.case import (
 from experiments.paper.fig15.layer import CPU_SCALE, Case, describe, scale_of
 from experiments.paper.fig15.rank_times import slowest_ns, times_ns
 from experiments.paper.fig15.report import ALL, OPTIMAL, mean_line, note_of, table_of, write
-from wlb.cost import ProfiledWorkload, attention_latency
-from wlb.plan import IntArray, ShardingPlan
+from wlb.cost import ProfiledWorkload, attention_latency, load_profile
+from wlb.plan import IntArray, ShardingPlan, UserError
 
 Measure = Callable[[Sequence[ShardingPlan]], np.ndarray]
 """Maps a micro-batch's plans to forward and backward ns of the slowest rank, shape [plans, 2]."""
@@ -116,8 +118,8 @@ def run_window(case: Case | None, window: int, options: argparse.Namespace) -> d
 def device_of(requested: str) -> torch.device | None:
     """Returns the device, None to predict.
 
-    - none: nothing is measured; `attention_latency` predicts with the h100 profile (published
-      numbers).
+    - none: nothing is measured; `attention_latency` predicts with profile `h100_runs`, whose
+      attention kernels were measured on an H100.
     - cuda: bf16 kernels run for one rank after another on one GPU; times are medians over rounds.
     - cpu: the same with float32 and 4 heads of 16; lengths are scaled, and the cpu profile chooses.
     """
@@ -130,8 +132,9 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
     """Returns the title of a table and a sentence about how the times came about."""
     if case is None:
         return (
-            "predicted, h100 profile, collectives apart",
-            "Nothing was measured: `wlb.cost.attention_latency` with `kernels_profile/h100.json`.",
+            f"predicted, profile {PROFILE}, collectives apart",
+            f"No step was run: `wlb.cost.attention_latency` with `kernels_profile/{PROFILE}.json`, "
+            "FlashAttention-3.",
         )
     layout = describe(case.layout())
     if case.device.type == "cuda":
@@ -150,15 +153,15 @@ def heading(case: Case | None, rounds: int) -> tuple[str, str]:
 def arguments() -> argparse.Namespace:
     parser = experiment_parser(__doc__, quick="time 8 micro-batches", seed=0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu", "none"), default="auto")
-    parser.add_argument("--windows", type=int, nargs="+", default=[65536, WINDOW])
-    parser.add_argument("--cp", type=int, default=4)
-    parser.add_argument("--count", type=int, default=64, help="micro-batches per window")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each rank")
+    parser.add_argument("--windows", type=at_least(1), nargs="+", default=[65536, WINDOW])
+    parser.add_argument("--cp", type=at_least(1), default=4)
+    parser.add_argument("--count", type=at_least(1), default=64, help="micro-batches per window")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="timings of each rank")
     parser.add_argument(
         "--scale", type=scale_of, help="factor on all lengths; default: 1 on CUDA, 1/16 on CPU"
     )
     parser.add_argument(
-        "--profile", default="h100", help="kernel profile that predicts and chooses on CUDA"
+        "--profile", help=f"kernel profile that predicts and chooses on CUDA; default: {PROFILE}"
     )
     parser.add_argument(
         "--out", type=Path, help="write the times as JSON to this file, and no page"
@@ -168,6 +171,19 @@ def arguments() -> argparse.Namespace:
         options.count = min(options.count, 8)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
+    if odd := [window for window in options.windows if window % WINDOW_STEP]:
+        parser.error(f"--windows {odd[0]} must be a multiple of {WINDOW_STEP}")
+    device = device_of(options.device)
+    if options.profile is not None:
+        if device is None or device.type != "cuda":
+            parser.error(
+                f"--profile {options.profile} is for --device cuda; predictions take {PROFILE}, "
+                f"and a CPU the profile cpu"
+            )
+        try:
+            load_profile(options.profile)
+        except UserError as error:
+            parser.error(f"--profile {options.profile}: {error}")
     return options
 
 
@@ -175,7 +191,7 @@ def main() -> None:
     options = arguments()
     device = device_of(options.device)
     windows: dict[str, Any] = {}
-    title = note = ""
+    title = ""
     for window in options.windows:
         case = None
         if device is not None:
@@ -183,22 +199,25 @@ def main() -> None:
                 torch.set_num_threads(1)
             scale = options.scale or (CPU_SCALE if device.type == "cpu" else Fraction(1))
             case = Case(
-                window=window, cp=options.cp, device=device, scale=scale, profile=options.profile
+                window=window,
+                cp=options.cp,
+                device=device,
+                scale=scale,
+                profile=options.profile or PROFILE,
             )
         title, note = heading(case, options.rounds)
-        found = windows[str(window)] = run_window(case, window, options)
+        found = windows[str(window)] = {"note": note, **run_window(case, window, options)}
         show(table_of("fig15", window, found, title))
         print(note_of(found))
     print(mean_line(windows))
     if options.out:
-        options.out.write_text(json.dumps({"title": title, "note": note, "windows": windows}))
+        write_json(options.out, {"title": title, "windows": windows})
     if options.quick or options.out:
         return
     write(
         "predicted" if device is None else device.type,
         {
             "title": title,
-            "note": note,
             "command": shlex.join(["python", "-m", "experiments.paper.fig15", *sys.argv[1:]]),
             "commit": commit(),
             "date": datetime.date.today().isoformat(),

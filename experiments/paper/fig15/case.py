@@ -16,6 +16,10 @@ from wlb.sharding import shard
 from wlb.spec import ModelSpec, ParallelSpec, load
 
 N = 4
+WINDOW_STEP = WINDOW // N
+"""Windows are multiples of it: N of them are whole windows of the stream."""
+PROFILE = "h100_runs"
+"""Kernel profile of predictions, and of choices on CUDA."""
 TP = {65536: 4, 131072: 8}
 """Table 1 gives the 7B model this TP degree by window."""
 PACKERS = ("original", "bounded")
@@ -26,7 +30,7 @@ STRATEGIES = (*STATIC, "adaptive", "hybrid", "balanced")
 
 
 def layer_cost(
-    *, window: int, cp: int, profile: str = "h100", backend: str | None = None
+    *, window: int, cp: int, profile: str = PROFILE, backend: str | None = None
 ) -> ProfiledWorkload:
     """Returns the cost of one layer of the 7B model on a rank of Table 1's TP degree."""
     tp = TP.get(window, TP[WINDOW])
@@ -66,8 +70,8 @@ def micro_batches(
     """
     # A global batch of the study has N windows of `window` tokens, but `batches_of` counts windows
     # of 128K.
-    if N * window % WINDOW:
-        raise ValueError(f"window = {window}: {N} of them must be a multiple of {WINDOW} tokens")
+    if window % WINDOW_STEP:
+        raise ValueError(f"window = {window} must be a multiple of {WINDOW_STEP}")
     batches = batches_of(
         source, num_micro_batches=N * window // WINDOW, num_batches=count // N + 8, seed=seed
     )

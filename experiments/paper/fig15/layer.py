@@ -1,12 +1,13 @@
 """Describes the work of a device in this study: heads, dtype, kernel, lengths, cost model."""
 
+import argparse
 from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
 
 from experiments.harness.streams import WINDOW
-from experiments.paper.fig15.case import MODEL, TP, layer_cost
+from experiments.paper.fig15.case import MODEL, PROFILE, TP, layer_cost
 from experiments.paper.fig15.rank_times import Layout
 from wlb.cost import ProfiledWorkload, load_profile
 from wlb.kernels import select_backend
@@ -30,7 +31,7 @@ class Case:
     cp: int
     device: torch.device
     scale: Fraction
-    profile: str = "h100"
+    profile: str = PROFILE
 
     def lengths(self, pieces: IntArray) -> IntArray:
         """Returns the scaled lengths, each at least one token."""
@@ -71,9 +72,12 @@ class Case:
 
 def scale_of(text: str) -> Fraction:
     """Reads an argument such as 1/16 or 0.0625."""
-    scale = Fraction(text)
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no fraction, such as 1/16") from None
     if not 0 < scale <= 1:
-        raise ValueError(f"scale = {text} must be above 0 and at most 1")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
     return scale
 
 

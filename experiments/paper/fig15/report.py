@@ -114,6 +114,16 @@ def mean_line(windows: Mapping[str, Found]) -> str:
     return f"adaptive, mean of windows: {text} (paper: {' and '.join(map(str, PAPER_ADAPTIVE))})"
 
 
+def conditions_of(windows: Mapping[str, Found]) -> str:
+    """Says how the times came about, once for windows that have it in common."""
+    common: dict[str, list[str]] = {}
+    for window, found in windows.items():
+        common.setdefault(found["note"], []).append(window)
+    if len(common) == 1:
+        return next(iter(common))
+    return " ".join(f"Window {', '.join(of)}: {note}" for note, of in common.items())
+
+
 def write(kind: str, run: Mapping[str, Any]) -> None:
     """Writes the run's JSON, and the page and charts of all runs."""
     RESULTS.mkdir(exist_ok=True)
@@ -129,7 +139,7 @@ def write_page(runs: Mapping[str, Mapping[str, Any]]) -> None:
         parts.append(
             f"**{run['title'][0].upper()}{run['title'][1:]}** (`{kind}`): `{run['command']}` at "
             f"commit {run['commit']}, {run['date']}; CP {run['cp']}, seed {run['seed']}. "
-            f"{run['note']} {line[0].upper()}{line[1:]}."
+            f"{conditions_of(run['windows'])} {line[0].upper()}{line[1:]}."
         )
     write_results(
         RESULTS.parent,

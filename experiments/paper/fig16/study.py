@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from experiments.harness.files import write_json
 from experiments.paper.fig16.arms import ARMS, Arm, Scale, arm_of, settings, spec_of, write_profile
 from experiments.paper.fig16.bookkeeping import Bookkeeping, bookkeeping, books_from_json
 from experiments.paper.fig16.corpus import Stores, open_stores, source_versions, split_store
@@ -30,7 +31,6 @@ from experiments.paper.fig16.outcome import (
     result_of,
 )
 from wlb.data import TokenStore
-from wlb.data.store import temporary_name
 from wlb.plan import digest
 from wlb.report.run.records import read_run
 from wlb.spec import RunSpec
@@ -133,7 +133,7 @@ class Study:
             kept = books_from_json(json.loads(path.read_text("utf-8")))
         if kept is None:
             kept = bookkeeping(self.spec_of(case), self.stores.train)
-            _write_whole(path, kept)
+            write_json(path, asdict(kept))
         return kept
 
     def result(self, case: Case) -> Result | None:
@@ -165,7 +165,7 @@ class Study:
             path = folder / f"{case.name}.json"
             if path.exists() and self.result(case) is None:
                 found = self._fitting(case, path)
-                _write_whole(self.folder / case.name / "result.json", found)
+                write_json(self.folder / case.name / "result.json", asdict(found))
                 taken.append(case)
         return taken
 
@@ -173,7 +173,7 @@ class Study:
         """Writes a file of a few kilobytes for each run that ended."""
         for case in cases:
             if (found := self.result(case)) is not None:
-                _write_whole(folder / f"{case.name}.json", found)
+                write_json(folder / f"{case.name}.json", asdict(found))
 
     def command(self, case: Case) -> list[str]:
         """Returns the run as a command.
@@ -213,7 +213,7 @@ class Study:
         stores = split_store(self.stores.heldout, prefix, window=found.spec.data.context_window)
         losses = class_losses(found, stores, run / "checkpoints")
         made = result_of(found, class_losses=losses, made_by=self.digest(case))
-        _write_whole(run / "result.json", made)
+        write_json(run / "result.json", asdict(made))
         shutil.rmtree(run / "checkpoints")
         return made
 
@@ -225,11 +225,3 @@ class Study:
         before = {new: old for old, new in RENAMED.items()}
         named = {before.get(name, name): value for name, value in keys.items()}
         return digest(self.stores.checksum, *settings(dict(sorted(named.items()))))
-
-
-def _write_whole(path: Path, found: Result | Bookkeeping) -> None:
-    """Writes the file so that it is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(path)
-    temporary.write_text(json.dumps(asdict(found)) + "\n", "utf-8")
-    os.replace(temporary, path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.beyond.published_runs.__main__ import CONSTANTS, PROFILE, RUNS
+from experiments.beyond.published_runs.__main__ import CONSTANTS, RUNS
 from experiments.beyond.published_runs.fitting import (
     Sensitivity,
     fit,
@@ -16,6 +16,7 @@ from experiments.beyond.published_runs.fitting import (
 from experiments.beyond.published_runs.mapping import as_wlb_runs, layers_of_stages, mapped
 from experiments.beyond.published_runs.prediction import Constants, predict
 from experiments.beyond.published_runs.rows import read_runs
+from kernels_profile.derive import MEASURED
 from wlb.cost import load_profile
 from wlb.plan import UserError
 
@@ -116,13 +117,13 @@ def test_flops_of_a_token_count_pairs_below_the_diagonal() -> None:
 @pytest.fixture(scope="module")
 def fits() -> list[Sensitivity]:
     """Rows of each kind that take little time to simulate."""
-    profile = load_profile(PROFILE)
+    profile = load_profile(MEASURED)
     return [sensitivity(mapped(BY_LINE[line]), profile) for line in (2, 5, 14, 19, 20, 21, 29)]
 
 
 @pytest.mark.parametrize("line", [2, 5, 14, 19, 20, 21, 28, 29])
 def test_a_row_of_each_kind_is_within_ten_percent(line: int) -> None:
-    found = predict(mapped(BY_LINE[line]), load_profile(PROFILE), CONSTANTS)
+    found = predict(mapped(BY_LINE[line]), load_profile(MEASURED), CONSTANTS)
     assert abs(found.ratio - 1) < 0.1
     assert 0 < found.attention_share < 1
     assert sum(found.shares.values()) == pytest.approx(1, abs=1e-3)
@@ -130,7 +131,7 @@ def test_a_row_of_each_kind_is_within_ten_percent(line: int) -> None:
 
 def test_times_are_linear_in_the_constants(fits: list[Sensitivity]) -> None:
     constants = Constants(product_speed=0.8, fsdp_slowdown=0.3, triton_speed=0.6)
-    profile = load_profile(PROFILE)
+    profile = load_profile(MEASURED)
     for one in fits:
         assert one.ratio(constants) == pytest.approx(
             predict(one.case, profile, constants).ratio, rel=0.01

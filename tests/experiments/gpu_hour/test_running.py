@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from experiments.gpu_hour import running
 from experiments.gpu_hour.page import document, write_page
 from experiments.gpu_hour.parts import Part
 from experiments.gpu_hour.running import Ended, State, ended_of, run_parts
@@ -115,6 +116,31 @@ def test_a_part_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
     found, shown = run(tmp_path, part("good"))
     assert "earlier start" not in shown
     assert found[0].state == State.DONE
+
+
+def test_a_part_that_the_end_of_the_hour_cuts_off_is_kept_so_and_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "GRACE_S", 1)
+    found, shown = run(tmp_path, part("hangs"), seconds=3)
+    assert [ended.state for ended in found] == [State.CUT_OFF]
+    assert "hangs: cut off after" in shown
+    assert ended_of(setting_of(tmp_path), part("hangs")) == found[0]
+    assert not document(setting_of(tmp_path), found, {})["claims"]
+    again, shown = run(tmp_path, part("hangs", limit_s=2))
+    assert again[0].state == State.TOO_LONG
+    assert "earlier start" not in shown
+
+
+def test_a_part_that_failed_says_how_to_run_it_again(tmp_path: Path) -> None:
+    shown = run(tmp_path, part("raises"))[1].replace("\n", "")
+    path = tmp_path / "raises" / "ended.json"
+    remedy = f"; to run it again, remove {path} and give the same command"
+    assert remedy in shown
+    shown = run(tmp_path, part("raises"))[1].replace("\n", "")
+    assert f"raises: failed at an earlier start{remedy}" in shown
+    path.unlink()
+    assert "earlier start" not in run(tmp_path, part("raises"))[1]
 
 
 def test_without_time_parts_are_left_out_and_said(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Tests that Figure 12 divides like by like, and takes systems that were simulated before."""
-
-from pathlib import Path
+"""Tests that Figure 12 divides like by like, and averages over configurations."""
 
 import pytest
 
@@ -52,7 +50,7 @@ def cells(table: Table, row: int) -> dict[str, object]:
 
 
 def test_the_loader_and_the_exchange_are_those_of_both_sides() -> None:
-    made = fig12.simulated(outcomes(*SYSTEMS), None)
+    made = fig12.simulated(outcomes(*SYSTEMS))
     like = cells(fig12.like_table({"7b_128k": made.speeds}), 0)
     assert like["Plain-4D, cut anywhere"] == pytest.approx(8 / 7)
     assert like["Plain-4D, keys by need"] == pytest.approx(8 / 7.5)
@@ -80,17 +78,10 @@ def test_ours_plans_with_the_memory_of_a_run() -> None:
     assert all("packing.memory_gib=76" in case.overrides for case in earlier)
 
 
-def test_systems_are_taken_only_from_results_of_the_same_plain_4d(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fig12, "RESULTS", tmp_path)
-    whole = fig12.simulated(outcomes(*SYSTEMS), None)
-    for table in (fig12.table_of({"7b_128k": whole}), fig12.like_table({"7b_128k": whole.speeds})):
-        lines = [table.columns, *([str(cell) for cell in row] for row in table.rows)]
-        text = "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines)
-        (tmp_path / f"{table.name}.csv").write_text(text, "utf-8")
-    known = fig12.earlier("7b_128k")
-    new = ("plain_4d", "plain_by_need", "by_need")
-    assert fig12.simulated(outcomes(*new), known) == whole
-    with pytest.raises(ValueError, match="of other code, so simulate everything"):
-        fig12.simulated(outcomes(*new, scale=1.01), known)
+def test_prices_that_are_not_fitted_stand_beside_their_mean() -> None:
+    one, other = (fig12.simulated(outcomes(*SYSTEMS, scale=s)) for s in (1.0, 2.0))
+    found = {"flash_3": {"7b_128k": one, "70b_128k": other}}
+    table = fig12.prices_table(found)
+    assert [row[1] for row in table.rows] == ["7B-128K", "70B-128K", "mean"]
+    assert [row[2] for row in table.rows] == [4.0, 8.0, None]
+    assert cells(table, 2)["ours"] == pytest.approx(8 / 6)

@@ -89,14 +89,15 @@ def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload
     for name, ns in cost.linear.ns_per_token.items():
         term, _, one_pass = name.rpartition("_")
         if one_pass == "backward":
-            again = (ns - plain.ns_per_token[name]) * tokens * share
-            _add(out, term, -again)
-            _add(out, RECOMPUTE, again)
+            recomputed = (ns - plain.ns_per_token[name]) * tokens * share
+            _add(out, term, -recomputed)
+            _add(out, RECOMPUTE, recomputed)
     calls = (cost.linear.call_ns[1] - plain.call_ns[1]) * n * share
     attention = float(prices.attention_forward_ns.sum()) * layers
-    for term, again in (("calls", calls), ("attention", attention * cost.linear.again.attention)):
-        _add(out, term, -again)
-        _add(out, RECOMPUTE, again)
+    attention *= cost.linear.recomputed_work.attention
+    for term, recomputed in (("calls", calls), ("attention", attention)):
+        _add(out, term, -recomputed)
+        _add(out, RECOMPUTE, recomputed)
 
 
 def _add(terms: TermSeconds, name: str, value: float) -> None:

@@ -273,8 +273,8 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
     """Adds `spec` with each kind of recompute, least first, until one has all the room."""
     has_all_room = False
-    for how in (r for r in Recompute if r in choices.recompute):
-        made = replace(spec, training=replace(spec.training, recompute=how))
+    for recompute in (r for r in Recompute if r in choices.recompute):
+        made = replace(spec, training=replace(spec.training, recompute=recompute))
         if has_all_room:
             out.refuse("less recompute leaves all the room that packing can use", made, "")
             continue

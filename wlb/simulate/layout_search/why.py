@@ -131,8 +131,8 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
     if name == MICRO_BATCHES and loser.caps.s_max < winner.caps.s_max:
         text += f" (S_max {loser.caps.s_max / loser.spec.data.context_window:.2f})"
     if name == RECOMPUTE:
-        how = loser.spec.training.recompute
-        text += f" ({winner.spec.training.recompute if how == Recompute.NONE else how})"
+        recompute = loser.spec.training.recompute
+        text += f" ({winner.spec.training.recompute if recompute == Recompute.NONE else recompute})"
     return text
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from wlb.launch.failure import RankError, stack_path, stacks_to, unless_unwritable, write_failure
+from wlb.launch.failure import FailedRank, stack_path, stacks_to, unless_unwritable, write_failure
 from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import LOGS
 from wlb.parallel.mesh import Mesh
@@ -49,7 +49,7 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         except Exception as raised:
             error = full_disk(raised) or raised
             where = position.now().describe()
-            failure = RankError.of(error, world.rank, world.world_size, position=where)
+            failure = FailedRank.of(error, world.rank, world.world_size, position=where)
             write_failure(records, failure)
             if is_given and not is_alone:
                 _leave(failure, world)
@@ -83,7 +83,7 @@ def _owner(world: World, words: str) -> SlotOwner:
     )
 
 
-def _leave(failure: RankError, world: World) -> None:
+def _leave(failure: FailedRank, world: World) -> None:
     """Say what failed, and end this process, so that its launcher ends the others."""
     lines = [
         f"wlb train: rank {failure.rank} of {world.world_size} failed: {failure.error}",

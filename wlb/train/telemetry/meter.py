@@ -75,13 +75,13 @@ class TelemetryMeter:
 
     @property
     def num_steps(self) -> int:
-        """Steps added since the last record."""
+        """Steps that were added and that no record has yet."""
         return len(self._latencies_ns)
 
     @property
     def own_ns(self) -> np.ndarray:
-        """int64 [5]: own time of the terms that ranks are compared by, measured and predicted, and
-        compute, bubble and loading time since the last record."""
+        """int64 [5] of the steps that no record has yet: own time of the terms that ranks are
+        compared by, measured and predicted, and compute, bubble and loading time."""
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
         return np.array([*own, *times], np.int64)
@@ -162,7 +162,7 @@ class TelemetryMeter:
                 self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
-        """The record of all ranks' steps since the last record. A collective call."""
+        """The record of all ranks' steps that no record has yet. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
         # Each code holds a time and a rank, so that one maximum gives the largest time, and of the

@@ -1,18 +1,24 @@
 """Tests prices of GPUs with another power limit and other memory."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from wlb.cost import Collective, Elementwise, load_profile
-from wlb.cost.variant import (
+from kernels_profile import derive
+from kernels_profile.derive import (
     H100_500W,
     H100_SXM,
+    PRODUCT_SPEED,
     GpuVariant,
     clock_ratio,
+    profile_of_runs,
     profile_of_variant,
     with_product_speed,
     with_speed,
 )
+from wlb.cost import Collective, Elementwise, load_profile
+from wlb.cost.profile_file import save_profile
 from wlb.plan import UserError
 
 
@@ -36,6 +42,7 @@ def test_products_follow_the_clock_and_copies_the_memory() -> None:
         Collective.ALL_GATHER, span_ranks=8
     )
     assert (slow.name, slow.provenance.kind) == ("h100_500w", "assumed")
+    assert (slow.device, slow.power_limit_w) == (own.device, 500.0)
 
 
 def test_the_measured_board_keeps_its_profile() -> None:
@@ -59,3 +66,23 @@ def test_products_and_attention_are_scaled_apart() -> None:
 def test_boards_that_cannot_be_are_refused(power_w: float, memory: float, said: str) -> None:
     with pytest.raises(UserError, match=said):
         GpuVariant(name="board", power_w=power_w, memory_bytes_per_s=memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("h100_runs", H100_SXM), ("h100_runs_500w", H100_500W)]
+)
+def test_shipped_profiles_are_what_the_command_writes(
+    tmp_path: Path, name: str, variant: GpuVariant
+) -> None:
+    save_profile(tmp_path / "made.json", profile_of_runs(variant, name=name))
+    shipped = Path(derive.__file__).parent / f"{name}.json"
+    assert (tmp_path / "made.json").read_text() == shipped.read_text()
+
+
+def test_products_of_runs_are_slower_and_attention_is_as_measured() -> None:
+    measured, runs = load_profile("h100_sxm"), load_profile("h100_runs")
+    ratio = runs.gemm.forward.values / measured.gemm.forward.values
+    assert np.allclose(ratio, PRODUCT_SPEED, rtol=1e-3)
+    forwards = [profile.attention[0].forward.values for profile in (runs, measured)]
+    assert np.allclose(*forwards, rtol=1e-3)
+    assert runs.provenance.kind == "published"

@@ -1,11 +1,18 @@
-"""Kernel profiles of GPUs that have the same chip and another power limit or other memory.
+"""Derives kernel profiles of H100s in long training runs from `h100_sxm`, which one card measured.
 
-Products run at the clock that the power limit allows. Dynamic power goes with the clock and the
-square of the voltage, which goes with the clock too, so that the clock goes with the cube root of
-the power that is left for it. Operators bound by memory run at the ratio of the memories' peaks.
+`python -m kernels_profile.derive` writes `h100_runs.json` and `h100_runs_500w.json` beside this
+file. Two things differ from the measured card:
+
+- Matrix products run at PRODUCT_SPEED of the measured throughput. That is what published training
+  runs show (`experiments/beyond/published_runs`, which fits this constant).
+- A board may have another power limit and other memory (`GpuVariant`). Products run at the clock
+  that the power limit allows. Dynamic power goes with the clock and the square of the voltage. The
+  voltage goes with the clock too, so that the clock goes with the cube root of the power that is
+  left for it. Operators bound by memory run at the ratio of the memories' peaks.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from wlb.cost.profile import (
     AttentionTable,
@@ -15,8 +22,15 @@ from wlb.cost.profile import (
     Provenance,
     ProvenanceKind,
 )
+from wlb.cost.profile_file import load_profile, save_profile
 from wlb.cost.surface import Curve, Surface
 from wlb.plan import UserError
+
+MEASURED = "h100_sxm"
+PRODUCT_SPEED = 0.77
+"""Throughput of matrix products in published training runs over that of profile `h100_sxm`. A
+profile is made of short bursts on one GPU with today's libraries. A run is as fast as the slowest
+of many GPUs, whose power limit lowers their clocks, with the libraries of its time."""
 
 FIXED_W = 200.0
 """Power in W that a lower clock does not save: memory, links and leakage."""
@@ -44,7 +58,6 @@ class GpuVariant:
 
 H100_SXM = GpuVariant(name="h100_sxm", power_w=700.0, memory_bytes_per_s=3.35e12)
 H100_500W = GpuVariant(name="h100_500w", power_w=500.0, memory_bytes_per_s=2.4e12)
-VARIANTS = {variant.name: variant for variant in (H100_SXM, H100_500W)}
 
 
 def clock_ratio(variant: GpuVariant, *, measured: GpuVariant) -> float:
@@ -77,7 +90,7 @@ def profile_of_variant(
     return replace(
         profile,
         name=variant.name,
-        device=variant.name,
+        power_limit_w=variant.power_w,
         provenance=provenance,
         attention=tuple(with_speed(table, clock, provenance) for table in profile.attention),
         gemm=GemmCost(
@@ -115,6 +128,25 @@ def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
     )
 
 
+def profile_of_runs(variant: GpuVariant, *, name: str) -> KernelProfile:
+    """The profile of a board in long training runs, under the name `name`."""
+    measured = load_profile(MEASURED)
+    what = f"products x {PRODUCT_SPEED:g}, fitted to published training runs"
+    provenance = Provenance(
+        kind=ProvenanceKind.PUBLISHED,
+        source=f"profile {MEASURED}: {what} (python -m experiments.beyond.published_runs)",
+    )
+    derived = with_product_speed(profile_of_variant(measured, variant), PRODUCT_SPEED)
+    source = f"{derived.gemm.provenance.source}; {what}"
+    return replace(
+        derived,
+        name=name,
+        provenance=provenance,
+        gemm=replace(derived.gemm, provenance=replace(provenance, source=source)),
+        head=replace(derived.head, provenance=replace(provenance, source=source)),
+    )
+
+
 def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> AttentionTable:
     """An attention table with its throughput multiplied by `factor`."""
     forward, backward = table.square_forward, table.square_backward
@@ -135,3 +167,13 @@ def _scaled(surface: Surface, factor: float) -> Surface:
 
 def _scaled_curve(curve: Curve, factor: float) -> Curve:
     return replace(curve, values=curve.values * factor)
+
+
+def main() -> None:
+    folder = Path(__file__).parent
+    for name, variant in (("h100_runs", H100_SXM), ("h100_runs_500w", H100_500W)):
+        save_profile(folder / f"{name}.json", profile_of_runs(variant, name=name))
+
+
+if __name__ == "__main__":
+    main()

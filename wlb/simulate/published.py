@@ -1,0 +1,62 @@
+"""How far the simulator was off the training runs that others measured on H100s and published.
+
+`python -m experiments.beyond.published_runs` makes these numbers, and a test holds them to its
+results. All runs are bfloat16 training of dense models on whole sequences; none packs documents.
+"""
+
+from typing import NamedTuple
+
+from wlb.cost import KernelProfile
+from wlb.spec import RunSpec
+
+
+class PublishedError(NamedTuple):
+    """How far predicted tokens per second were off, as shares of the measured ones."""
+
+    runs: int  # published runs of this kind
+    largest: float
+
+
+BEST = "h100_runs"
+"""The profile whose products run as fast as in published runs. Its errors are those with constants
+that were fitted without the source of the run."""
+ERRORS = {
+    (BEST, False): PublishedError(19, 0.0966),
+    (BEST, True): PublishedError(5, 0.0562),
+    ("h100", False): PublishedError(19, 0.1436),
+    ("h100", True): PublishedError(5, 0.0842),
+    ("h100_sxm", False): PublishedError(19, 0.2506),
+    ("h100_sxm", True): PublishedError(5, 0.2393),
+}
+"""By profile, and by whether the run has TP, CP or PP."""
+
+
+def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
+    """The error of predictions like this one; None for profiles that no published run was predicted
+    with. A profile for another power limit has that of the measured board."""
+    return ERRORS.get((profile.name.removesuffix("_500w"), has_model_parallelism(spec)))
+
+
+def has_model_parallelism(spec: RunSpec) -> bool:
+    """Whether several ranks share a copy of the model, by TP, CP or PP."""
+    return spec.parallel.model_ranks > 1
+
+
+def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
+    """A sentence for users: how far predictions of this kind were off published runs."""
+    error = published_error(spec, profile)
+    if error is None:
+        return (
+            f"how far to trust this: no published run was predicted with profile {profile.name}; "
+            f"wlb/simulate/README.md says what is known"
+        )
+    is_parallel = has_model_parallelism(spec)
+    kind = "with TP, CP or PP" if is_parallel else "with data parallelism alone"
+    line = (
+        f"how far to trust this: with profile {profile.name}, tokens/s of {error.runs} published "
+        f"H100 runs {kind} were predicted within {error.largest:.0%}; none of them packed documents"
+    )
+    best = ERRORS[BEST, is_parallel]
+    if best.largest < error.largest:
+        line += f". With cost.profile={BEST} it is {best.largest:.0%}"
+    return line
