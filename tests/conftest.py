@@ -7,6 +7,7 @@ import multiprocessing.process
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Generator
 from typing import Any
 
@@ -30,7 +31,7 @@ _COMMON: dict[str, Any] = {
     "print_blob": True,
 }
 settings.register_profile("quick", max_examples=25, **_COMMON)
-settings.register_profile("full", max_examples=75, **_COMMON)
+settings.register_profile("full", max_examples=40, **_COMMON)
 settings.register_profile("nightly", max_examples=300, **_COMMON)
 
 # Mark expressions of the three sets. `hypothesis` is the mark that Hypothesis gives its tests.
@@ -38,6 +39,9 @@ QUICK = "not full and not nightly"
 FULL = "not nightly"
 NIGHTLY = "nightly or hypothesis"
 WORKERS = 2  # pytest's processes; tests of several ranks keep more cores than these busy
+
+PRELOADED = ("tests.parity.body", "tests.train.case", "wlb.train.loop")
+"""Modules that most ranks import. Their server imports them once, instead of each rank in 0.7 s."""
 
 _running: list[pytest.Item] = []  # the test that runs now, in this process
 _unmarked: dict[str, str] = {}  # tests that started a process without a mark, and what they started
@@ -89,6 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, name in enumerate(LONGEST) if name in folders), len(LONGEST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Has the server that ranks are forked from import `PRELOADED`, where any test starts ranks."""
+    if launcher := sys.modules.get("wlb.launch.local"):
+        launcher.PRELOAD_IF_LOADED += tuple(n for n in PRELOADED if n in sys.modules)
 
 
 def _is_file(argument: object) -> bool:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from experiments.gpu_hour.runs import restarted, trainings
 from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, emptied_runs, python
-from wlb.report import read_run
+from wlb.report.run.records import read_run
 
 GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
 CPU_TESTS = ("tests/kernels/test_attend.py", "-k", "sdpa and float32 and cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.gpu_hour.runs import WARM_UP_STEPS, TrainingRun, balanced
 from experiments.gpu_hour.setting import Answer, Setting, Verdict, emptied_runs, python
-from wlb.report import read_run
+from wlb.report.run.records import read_run
 from wlb.validation.recorded import simulate_recorded
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ def profile(setting: Setting) -> Answer:
     setting.of("profile")
     setting.profile.unlink(missing_ok=True)
     quick = ["--quick"] if setting.quick else []
-    options = ["--device", setting.device, "--out", str(setting.profile), "--no-page", *quick]
+    options = ["--device", setting.device, "--out", str(setting.profile), "--no-plots", *quick]
     python("-m", "wlb", "profile", *options)
     made = json.loads(setting.profile.read_text("utf-8"))
     answer = Answer(figures={"profile": made})

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from wlb.cost import KernelProfile
 from wlb.cost.machine import program_version
-from wlb.report import worth_of
+from wlb.report.simulation import worth_of
 
 
 def this_machine() -> str:

@@ -74,12 +74,11 @@ def test_two_ranks_compute_what_one_process_does_unpacked_and_no_document_leaks(
         assert "ranks have different arguments. documents of the micro-batch: rank 0" in other
 
 
-@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("num_ranks", "cases", "batches"),
     [
-        pytest.param(2, OTHER_FAMILIES, LENGTHS, id="families"),
+        pytest.param(2, OTHER_FAMILIES, LENGTHS, id="families", marks=pytest.mark.nightly),
         pytest.param(2, STRATEGIES, DRAWN, id="strategies", marks=pytest.mark.nightly),
         pytest.param(3, STRATEGIES[-2:], DRAWN, id="three ranks", marks=pytest.mark.nightly),
         pytest.param(4, FOUR_RANKS, LENGTHS, id="four ranks", marks=pytest.mark.nightly),

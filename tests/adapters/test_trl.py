@@ -18,7 +18,6 @@ from datasets import Dataset
 
 from experiments.hosts.common import tiny_llama, words_tokenizer
 from tests.adapters.trainer_stand_in import StandIn
-from tests.sets import nightly
 from wlb.adapters.trl import BalancedStep, balanced_steps
 from wlb.plan import UserError
 
@@ -107,12 +106,10 @@ def run(example: str) -> str:
     return done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.nightly  # tests/adapters/test_hugging_face_processes.py trains two processes in `full`
 @pytest.mark.process
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("example", "what"), [("trl_sft", "loss"), *nightly(("trl_grpo", "reward"))]
-)
+@pytest.mark.parametrize(("example", "what"), [("trl_sft", "loss"), ("trl_grpo", "reward")])
 def test_the_examples_train_two_processes(example: str, what: str) -> None:
     ranks = re.findall(rf"rank (\d): {what} \[([^]]+)\]", run(example))
     assert sorted(rank for rank, _ in ranks) == ["0", "1"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sets import nightly
 from tests.words import lacks
 from wlb.cli import main, report
 from wlb.cli.output import never_fail_to_encode
@@ -162,7 +163,7 @@ def test_no_stream_fails_to_encode(encoding: str, text: str, written: str) -> No
 
 @pytest.mark.full
 @pytest.mark.process
-@pytest.mark.parametrize("locale", [{**ASCII, "PYTHONIOENCODING": "ascii"}, ASCII, {}])
+@pytest.mark.parametrize("locale", [{**ASCII, "PYTHONIOENCODING": "ascii"}, *nightly(ASCII, {})])
 def test_what_a_stream_cannot_encode_is_escaped(tmp_path: Path, locale: dict[str, str]) -> None:
     """A path of other characters, and one that is no UTF-8, which no stream of text encodes."""
     (tmp_path / "texts.jsonl").write_text('{"text": "some words"}\n')

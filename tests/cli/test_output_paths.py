@@ -29,15 +29,15 @@ COMMANDS = {
     **{f"plan {name}": ["plan", *DRAWN, name] for name in ("--json", "--html", "--out")},
     **{
         f"simulate {name}": ["simulate", *DRAWN, name]
-        for name in ("--json", "--html", "--trace", "--timeline")
+        for name in ("--json", "--trace", "--timeline")
     },
     **{
         f"tune packing {name}": ["tune", "packing", *DRAWN, name]
-        for name in ("--json", "--html", "--plot", "--out")
+        for name in ("--json", "--plot", "--out")
     },
     **{
         f"tune layout {name}": ["tune", "layout", *DRAWN, "--gpus", "1", name]
-        for name in ("--json", "--html", "--out")
+        for name in ("--json", "--out")
     },
     **{f"rehearse {name}": ["rehearse", "demo_single", name] for name in ("--json", "--trace")},
     "profile --out": ["profile", "--device", "cpu", "--quick", "--out"],

@@ -63,7 +63,7 @@ def profile(folder: Path, *words: str) -> int:
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
+def test_a_sweep_writes_a_profile_plots_and_a_log(small, tmp_path, capsys):
     assert profile(tmp_path, "--heads", "4:2x16") == 0
     made = load_profile(str(tmp_path / "mine.json"))
     assert made.name == "mine"
@@ -82,7 +82,7 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     printed = capsys.readouterr().out
     # What is to be done, where it goes and for how long is said before anything is measured.
     begin = printed.partition("about ")[0]
-    assert lacks(begin, str(tmp_path / "mine.json"), "mine.html", "mine.log", "measures ") == []
+    assert lacks(begin, str(tmp_path / "mine.json"), "mine_plots/", "mine.log", "measures ") == []
     assert lacks(begin, "float32", "points of attention (sdpa of 1:1 heads of 16") == []
     assert re.search(r"; about \d+ min, in which nothing else should run", printed)
     log = (tmp_path / "mine.log").read_text("utf-8")
@@ -90,18 +90,26 @@ def test_a_sweep_writes_a_profile_a_page_and_a_log(small, tmp_path, capsys):
     for text in (printed, log):
         assert f"{residuals['retest_total']:.1%}" in text
         assert "mine.json" in text
-    assert (tmp_path / "mine.html").read_text("utf-8").startswith("<!doctype html>")
+    plots = {path.stem: path.read_bytes() for path in (tmp_path / "mine_plots").iterdir()}
+    assert {"figure7", "gemm", "collectives", "held_out-sdpa-4-2x16"} <= set(plots)
+    assert all(png.startswith(b"\x89PNG") for png in plots.values())
 
 
 @pytest.mark.full
 @pytest.mark.dist
-def test_a_node_has_as_many_ranks_as_is_said(small, tmp_path, capsys):
-    assert profile(tmp_path, "--no-page") == 0
+def test_records_give_a_node_as_many_ranks_as_is_said_and_no_other_sweep(small, tmp_path, capsys):
+    assert profile(tmp_path, "--no-plots") == 0
     assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 1024
-    assert profile(tmp_path, "--no-page", "--ranks-per-node", "4") == 0
+    assert profile(tmp_path, "--no-plots", "--ranks-per-node", "4") == 0
     assert load_profile(str(tmp_path / "mine.json")).ranks_per_node == 4
-    assert profile(tmp_path, "--no-page", "--ranks-per-node", "0") == 2
+    assert profile(tmp_path, "--no-plots", "--ranks-per-node", "0") == 2
     assert "--ranks-per-node = 0 must be at least 1" in capsys.readouterr().err
+    # The records are kept for the same sweep alone.
+    assert profile(tmp_path, "--no-plots", "--set", "model.hidden_size=96") == 2
+    told = capsys.readouterr().err
+    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
+    assert " there, 96 now); remove it" in told
+    assert "remove it or give another --out" in told
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(0, None), (1, None), (4, 4)])
@@ -114,7 +122,7 @@ def test_gpus_of_a_node_are_those_that_are_visible(monkeypatch, visible, expecte
 @pytest.mark.full
 @pytest.mark.dist
 def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
-    assert profile(tmp_path, "--no-page") == 0
+    assert profile(tmp_path, "--no-plots") == 0
     whole = list(small)
     records = tmp_path / "mine.sweep.jsonl"
     header, *lines, start = records.read_text("utf-8").splitlines(keepends=True)
@@ -122,7 +130,7 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
     # Killed in the middle of a line, after most of the points.
     records.write_text("".join([header, *lines[:-4], start, lines[-4][:20]]), "utf-8")
     small.clear()
-    assert profile(tmp_path, "--no-page", "--set", "model.rope_theta=10000.0") == 0
+    assert profile(tmp_path, "--no-plots", "--set", "model.rope_theta=10000.0") == 0
     assert len(small) == 4
     assert f"{len(whole) - 4} of {len(whole)} points are in" in " ".join(
         capsys.readouterr().out.split()
@@ -133,18 +141,7 @@ def test_an_interrupted_sweep_goes_on(small, tmp_path, capsys):
         points = [start["points"] for start in made.provenance.environment["starts"]]
         assert points == [len(whole), 4]
         assert "rope_theta" in made.provenance.command
-        assert profile(tmp_path, "--no-page") == 0
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_records_of_another_sweep_are_not_mixed_in(small, tmp_path, capsys):
-    assert profile(tmp_path, "--no-page") == 0
-    assert profile(tmp_path, "--no-page", "--set", "model.hidden_size=96") == 2
-    told = capsys.readouterr().err
-    assert "mine.sweep.jsonl holds the records of another sweep (model.hidden_size: " in told
-    assert " there, 96 now); remove it" in told
-    assert "remove it or give another --out" in told
+        assert profile(tmp_path, "--no-plots") == 0
 
 
 @pytest.mark.dist
@@ -172,7 +169,7 @@ def test_a_point_out_of_memory_is_told_and_the_rest_is_fitted(small, tmp_path, c
         ]
 
     monkeypatch.setattr(sweep, "grid_tasks", tasks)
-    assert profile(tmp_path, "--no-page") == 0
+    assert profile(tmp_path, "--no-plots") == 0
     told = " ".join(capsys.readouterr().out.split())
     assert re.search(r"not measured: grid .*'q': 8, 'kv': 128.*Tried to allocate 80 GiB", told)
     made = load_profile(str(tmp_path / "mine.json"))

@@ -116,11 +116,20 @@ def test_refused(capsys, words, message):
 
 
 def test_options_that_a_finished_run_does_not_take_are_named(tmp_path, capsys):
-    page = tmp_path / "page.html"
-    words = ["--html", str(page), "--step", "3", "--strict", "--replay", "--over-memory"]
+    words = [
+        "--timeline",
+        str(tmp_path / "step.png"),
+        "--step",
+        "3",
+        "--strict",
+        "--replay",
+        "--over-memory",
+    ]
     assert main(["simulate", "--run", str(tmp_path), *words, "--systems", "wlb"]) == 2
     message = capsys.readouterr().err
-    assert message.endswith("remove --systems, --step, --html, --over-memory, --strict, --replay\n")
+    assert message.endswith(
+        "remove --systems, --step, --timeline, --over-memory, --strict, --replay\n"
+    )
     assert main(["simulate", "demo", "--run", str(tmp_path), "--device", "cpu"]) == 2
     assert capsys.readouterr().err.endswith("remove --device, NAME\n")
 

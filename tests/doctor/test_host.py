@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.doctor.patient import facts, gpu, patient
+from tests.sets import nightly
 from wlb.doctor import host
 from wlb.doctor.finding import Verdict
 from wlb.launch.local import run_local
@@ -54,7 +55,9 @@ def open_files(world: World, layout: str) -> int:
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize(("num_ranks", "layout"), [(4, "parallel.tp=2"), (8, "parallel.cp=4")])
+@pytest.mark.parametrize(
+    ("num_ranks", "layout"), [(4, "parallel.tp=2"), *nightly((8, "parallel.cp=4"))]
+)
 def test_ranks_open_no_more_files_than_are_said_to_be_needed(num_ranks: int, layout: str) -> None:
     opened = run_local(open_files, num_ranks, layout, start_group=True, timeout_s=600)
     assert max(opened) <= open_files_needed(0, num_ranks, "cpu")

@@ -146,6 +146,7 @@ def test_the_trainer_of_trl_on_packed_documents_over_two_processes(tmp_path: Pat
     assert len(source.read_text("utf-8").splitlines()) <= 40
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not importlib.util.find_spec("torchtitan"), reason="needs torchtitan")
 def test_the_loader_of_torchtitan(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", [random.Random(i).randint(5, 900) for i in range(200)])
@@ -157,6 +158,7 @@ def test_the_loader_of_torchtitan(tmp_path: Path) -> None:
     assert all(0 < int(tokens) <= 512 * 3 // 2 for *_, tokens in found)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="needs megatron-core")
 def test_micro_batches_of_megatron(tmp_path: Path) -> None:
     """The store is Megatron's, with an empty document, as its tools write for a line of no text."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.parity.body import global_loss, whole
 from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_loss, spec_of
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.model import build_reference, llama
 from wlb.model.rope import rotate
@@ -75,13 +75,15 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
         Case(),
         *full(
             Case(tp=2, cp=2, pp=2, v=2),
-            Case(cp=2, recompute=Recompute.FULL),
-            Case(tp=2, cp=2, exchange=KeyExchange.NEEDED),
             Case(cp=4, exchange=KeyExchange.NEEDED, own_first=True),
-            Case(dp=2),
             Case(tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
             # The last rank's weight passes follow each other; no sum over ranks widens them.
             Case(pp=2, schedule=IZB, num_micro_batches=8, weight_delay=8),
+        ),
+        *nightly(
+            Case(cp=2, recompute=Recompute.FULL),
+            Case(tp=2, cp=2, exchange=KeyExchange.NEEDED),
+            Case(dp=2),
         ),
     ],
     ids=str,

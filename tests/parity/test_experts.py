@@ -50,12 +50,9 @@ CASES = [
     Case(dp=2, experts=PLAIN, num_micro_batches=8, reshard=True),
     # Expert parallelism over CP, DP and TP.
     Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, v=2),
-    Case(cp=2, dp=2, experts=SHARED, ep=2, ep_stages=2, num_micro_batches=8, reshard=True),
     # Copies of experts beside those of other weights (HSDP): of each EP group, of FSDP's shards.
     Case(cp=2, dp=2, experts=SHARED, ep=2, shard_size=2, num_micro_batches=8),
-    Case(dp=4, experts=PLAIN, shard_size=2, num_micro_batches=8),
     Case(tp=2, cp=2, pp=2, experts=SHARED, ep=4, ep_stages=2, v=2, schedule=IZB),
-    Case(cp=2, pp=2, experts=TWELVE, ep=2, ep_stages=3, recompute=Recompute.SELECTIVE, v=2),
     # Experts in some layers: a stage of two, and both stages of a rank, have none.
     Case(
         cp=2,
@@ -75,6 +72,13 @@ CASES = [
         num_micro_batches=8,
         reshard=True,
     ),
+]
+
+# Eight ranks whose axes other cases have in pairs, and options that others have on fewer ranks.
+NIGHTLY = [
+    Case(cp=2, dp=2, experts=SHARED, ep=2, ep_stages=2, num_micro_batches=8, reshard=True),
+    Case(dp=4, experts=PLAIN, shard_size=2, num_micro_batches=8),
+    Case(cp=2, pp=2, experts=TWELVE, ep=2, ep_stages=3, recompute=Recompute.SELECTIVE, v=2),
     Case(
         pp=2,
         dp=2,
@@ -86,10 +90,6 @@ CASES = [
         schedule=IZB,
         num_micro_batches=8,
     ),
-]
-
-# Eight ranks whose axes other cases have in pairs, and options that others have on fewer ranks.
-NIGHTLY = [
     Case(cp=2, dp=2, experts=PLAIN, ep=4, num_micro_batches=8, row_multiple=4),
     Case(cp=2, pp=2, experts=PLAIN, ep=2, ep_stages=2, recompute=Recompute.FULL, schedule=F1B),
     Case(tp=2, experts=SHARED, ep=2, ep_stages=4),
@@ -125,8 +125,8 @@ AUX = replace(PLAIN, balance=ExpertBalance.AUX_LOSS, aux_coefficient=0.5)
 BOTH = replace(AUX, z_loss=0.1)
 AUX_CASES = [
     Case(cp=2, experts=BOTH, ep=2, row_multiple=3),
-    *full(
-        Case(tp=2, pp=2, experts=replace(BOTH, scoring=Scoring.SIGMOID), schedule=F1B),
+    Case(tp=2, pp=2, experts=replace(BOTH, scoring=Scoring.SIGMOID), schedule=F1B),
+    *nightly(
         Case(dp=2, pp=2, experts=BOTH, ep=2, ep_stages=2, v=2, schedule=IZB, num_micro_batches=8),
         Case(tp=2, cp=2, experts=BOTH, ep=4, recompute=Recompute.FULL),
     ),

@@ -29,15 +29,13 @@ IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 RESHARD = [
     Case(dp=2, reshard=True, num_micro_batches=8),
     Case(cp=2, reshard=True, recompute=Recompute.FULL),
-    Case(dp=2, pp=2, reshard=True, schedule=F1B, num_micro_batches=8),
     Case(dp=2, pp=2, v=2, reshard=True, num_micro_batches=8),
 ]
-HSDP = [
-    Case(dp=4, shard_size=2, num_micro_batches=8),
+HSDP = [Case(dp=4, shard_size=2, num_micro_batches=8)]
+NIGHTLY = [
+    Case(dp=2, pp=2, reshard=True, schedule=F1B, num_micro_batches=8),
     Case(dp=2, shard_size=1),
     Case(dp=2, cp=2, shard_size=2, num_micro_batches=8),
-]
-NIGHTLY = [
     Case(tp=2, cp=2, pp=2, v=2, reshard=True, schedule=IZB, num_micro_batches=8),
     Case(dp=2, cp=2, tp=2, shard_size=2, num_micro_batches=8),
     Case(dp=4, pp=2, shard_size=2, schedule=F1B, num_micro_batches=16, reshard=True),
@@ -99,8 +97,8 @@ def watched(world: World, case: Case) -> tuple[list[int], dict[str, list[str]]]:
     "layout",
     [
         {"dp": 2},
-        {"dp": 2, "pp": 2, "schedule": F1B, "layers": 8},
         {"dp": 2, "pp": 2, "v": 2, "layers": 8},
+        *nightly({"dp": 2, "pp": 2, "schedule": F1B, "layers": 8}),
     ],
     ids=str,
 )

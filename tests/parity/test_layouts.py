@@ -43,11 +43,9 @@ CASES = [
     # On four ranks, beside those of the quick set.
     Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
-    Case(cp=4, exchange=NEEDED, row_multiple=4),
     # One axis alone.
     Case(tp=2),
     Case(cp=2),
-    Case(cp=2, exchange=NEEDED),
     Case(cp=3, strategy="per_sequence"),
     Case(dp=2),
     Case(pp=2, schedule=F1B),
@@ -56,12 +54,9 @@ CASES = [
     Case(tp=2, pp=2, v=2, schedule=IZB, weight_delay=3),
     Case(pp=4, v=2, layers=8, num_micro_batches=6),
     # Stages with as many layers as they are told; embedding and head alone.
-    Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
     Case(pp=2, v=2, layers=4, stage_layers=(1, 2, 1, 0)),
     Case(pp=2, v=2, dp=2, layers=3, stage_layers=(0, 1, 2, 0), schedule=IZB, num_micro_batches=8),
-    # Own keys while others' travel.
-    Case(cp=3, own_first=True, row_multiple=4),
-    # Others' keys in stages.
+    # Others' keys in stages, while own ones are computed.
     Case(cp=4, exchange=NEEDED, own_first=True, stages=3, recompute=Recompute.FULL),
     Case(
         tp=2,
@@ -75,23 +70,27 @@ CASES = [
         num_micro_batches=8,
     ),
     # Biases, norms of heads (of eight channels: four round too much), tied embeddings.
-    Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),
-    Case(dp=2, num_micro_batches=8, head_dim=8, parts=QWEN3),
-    Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=QWEN2),
-    Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=QWEN3),
     Case(tp=2, cp=2, pp=2, schedule=F1B, head_dim=8, parts=QWEN2, recompute=Recompute.SELECTIVE),
     # Windows that slide, in all layers or every other; capped scores and logits.
-    Case(cp=4, exchange=NEEDED, own_first=True, stages=3, keys=GEMMA2),
     Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2), keys=(*MISTRAL, ("full_every", 3))),
-    # Gemma's norms, embeddings and activation, and two bases of RoPE.
-    Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
-    Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Three and four.
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, strategy="per_sequence"),
 ]
 # Axes in pairs and triples that cases above have with more besides, or on fewer ranks.
 NIGHTLY = [
+    # Parts that cases above have on other layouts.
+    Case(cp=4, exchange=NEEDED, row_multiple=4),
+    Case(cp=2, exchange=NEEDED),
+    Case(pp=2, schedule=F1B, layers=5, stage_layers=(3, 2)),
+    Case(cp=3, own_first=True, row_multiple=4),
+    Case(cp=2, exchange=NEEDED, head_dim=8, parts=QWEN2),
+    Case(dp=2, num_micro_batches=8, head_dim=8, parts=QWEN3),
+    Case(pp=4, v=2, layers=8, num_micro_batches=6, head_dim=8, parts=QWEN2),
+    Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=QWEN3),
+    Case(cp=4, exchange=NEEDED, own_first=True, stages=3, keys=GEMMA2),
+    Case(pp=2, v=2, schedule=IZB, head_dim=8, parts=(*GEMMA, "qk_norm"), keys=GEMMA3),
+    Case(tp=2, cp=2, pp=2, head_dim=8, parts=GEMMA, keys=GEMMA3, recompute=Recompute.SELECTIVE),
     # Keys by need.
     Case(tp=2, cp=2, pp=2, own_first=True, schedule=F1B),
     Case(tp=2, cp=2, exchange=NEEDED, strategy="per_sequence"),

@@ -233,13 +233,10 @@ def steps(world: World, case: Case) -> list[dict[str, object]]:
     "case",
     [
         Case(pp=2, v=2),
-        *full(
-            Case(tp=2, cp=2),
+        *full(Case(tp=2, cp=2), Case(cp=4, exchange=KeyExchange.NEEDED)),
+        *nightly(
             Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
             Case(pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
-            Case(cp=4, exchange=KeyExchange.NEEDED),
-        ),
-        *nightly(
             Case(tp=2, cp=2, strategy="per_sequence"),
             Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
             Case(cp=2, dp=2, num_micro_batches=8),

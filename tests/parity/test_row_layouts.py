@@ -12,7 +12,7 @@ import torch
 
 from tests.parity.body import global_loss, gradient_error
 from tests.parity.case import WINDOW, Case, Reader, fresh_reference, packing, pipeline_plan, spec_of
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
@@ -113,9 +113,9 @@ def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
     "case",
     [
         Case(num_micro_batches=8),
-        *full(
+        *full(Case(cp=2, strategy="per_sequence", row_multiple=3)),
+        *nightly(
             Case(cp=2, num_micro_batches=8),
-            Case(cp=2, strategy="per_sequence", row_multiple=3),
             Case(tp=2, pp=2, v=2, schedule=Schedule.INTERLEAVED_ZERO_BUBBLE),
         ),
     ],

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from tests.parity.body import run_step, whole
 from tests.parity.case import Case, fresh_reference, packing, reference_loss, spec_of
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.kernels import Segments, attend
 from wlb.launch.local import run_local
 from wlb.model import Llama, LocalAttend, Rows, inverse_frequencies, rope_tables
@@ -122,7 +122,7 @@ def compare(world: World, tp: int) -> tuple[float, float, dict[str, float]]:
     return loss.item(), whole(expected).item(), errors
 
 
-@pytest.mark.parametrize("tp", [2, *full(4)])
+@pytest.mark.parametrize("tp", [2, *nightly(4)])
 def test_loss_and_gradients_are_those_of_parallelize_module(tp: int) -> None:
     for ours, theirs, errors in run_local(compare, tp, tp, start_group=True, timeout_s=600):
         assert ours == pytest.approx(theirs, rel=1e-6)
@@ -172,7 +172,7 @@ def memory(world: World, tp: int) -> list[tuple[int, int]]:
     return out
 
 
-@pytest.mark.parametrize("tp", [2, *full(4)])
+@pytest.mark.parametrize("tp", [2, *nightly(4)])
 def test_a_block_keeps_sharded_inputs_and_gathers_them_again(tp: int) -> None:
     """parallelize_module keeps the gathered rows that attention and MLP read; the explicit TP does
     not.
@@ -207,12 +207,8 @@ def norms(world: World, case: Case) -> tuple[float, float, float]:
     "case",
     [
         Case(tp=2),
-        *full(
-            Case(cp=2),
-            Case(pp=2, schedule=Schedule.ONE_F_ONE_B),
-            Case(dp=2),
-            Case(tp=2, cp=2, pp=2, v=2),
-        ),
+        *full(Case(dp=2), Case(tp=2, cp=2, pp=2, v=2)),
+        *nightly(Case(cp=2), Case(pp=2, schedule=Schedule.ONE_F_ONE_B)),
     ],
     ids=str,
 )

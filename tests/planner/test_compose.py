@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.sets import full
+from tests.sets import full, nightly
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, TokenStoreWriter
 from wlb.packing import (
@@ -141,7 +141,10 @@ def test_a_step_plan_survives_json() -> None:
     assert fingerprint(made, made.next(again.state)) == fingerprint(made, made.next(plan.state))
 
 
-@pytest.mark.parametrize("policy", ["bounded", *full(*(p for p in POLICIES if p != "bounded"))])
+REST = [policy for policy in POLICIES if policy not in ("bounded", "var_len", "original")]
+
+
+@pytest.mark.parametrize("policy", ["bounded", *full("var_len", "original"), *nightly(*REST)])
 def test_a_restart_from_any_state_gives_the_same_plans(policy: str) -> None:
     made = planner(policy=policy)
     plans = list(made.steps())

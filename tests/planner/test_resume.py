@@ -249,6 +249,7 @@ def test_a_state_without_what_later_versions_keep_goes_on() -> None:
     assert plans[-1].state.num_tokens == made.source.num_tokens(plans[-1].state.corpus)
 
 
+@pytest.mark.full
 def test_a_state_of_another_policy_waits_in_no_slot_and_for_no_later_step() -> None:
     """Slots and steps ahead are those of the policy that chose them; the next one begins anew."""
     for before in ("capacity", "fixed", "var_len", "original"):

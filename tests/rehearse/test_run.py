@@ -193,7 +193,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", [*full(OPTIONS[::3]), *nightly(OPTIONS[1::3], OPTIONS[2::3])])
+@pytest.mark.parametrize(
+    "options", [*full(OPTIONS[::4]), *nightly(OPTIONS[1::4], OPTIONS[2::4], OPTIONS[3::4])]
+)
 def test_options_run_and_wait_once_a_step(options: list[tuple[str, ...]]) -> None:
     specs = [small_job(*overrides) for overrides in options]
     for overrides, found in zip(options, rehearsed_each(specs, ranks="0,7"), strict=True):

@@ -49,12 +49,8 @@ def rehearsed_spec(case: Case) -> RunSpec:
 
 LARGE = [case for case in LAYOUTS if case.world > 4]
 APART = [case for case in LAYOUTS if case.stage_layers or case.weight_delay > 1]
-FEW = [
-    next(case for case in test_layouts.QUICK if case.exchange == KeyExchange.NEEDED),
-    next(case for case in test_layouts.QUICK if case.tp == case.pp == 2),
-    APART[0],
-]
-"""Keys by need, TP x PP, and unequal stages; each layout takes ten seconds."""
+FEW = [next(case for case in test_layouts.QUICK if case.exchange == KeyExchange.NEEDED)]
+"""Keys by need; tests/rehearse/test_run.py has TP x CP x PP. Each layout takes ten seconds."""
 AXES = [case for case in (*test_layouts.QUICK, *APART) if case not in FEW]
 """Every axis alone on four ranks, and options of stages that no large layout has."""
 COMBINED = [case for case in LARGE if case.exchange == KeyExchange.NEEDED]

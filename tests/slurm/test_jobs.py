@@ -297,7 +297,7 @@ def test_the_simulate_job_compares_the_systems(lab: Lab) -> None:
 def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
     out = lab.folder / "cpu.json"
     given = {"DEVICE": "cpu", "PRESET": "demo", "OUT": str(out)}
-    job = lab.submit(script="profile", **given, EXTRA="--quick --no-page")
+    job = lab.submit(script="profile", **given, EXTRA="--quick --no-plots")
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
     log = lab.log(job, "profile")
     assert ended["JobState"] == "COMPLETED", log

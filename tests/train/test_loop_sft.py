@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.sets import full
+from tests.sets import full, nightly
 from tests.train.case import Run, relaid, small_spec, train
 from wlb.cli import main
 from wlb.data import TokenStore, TokenStoreWriter
@@ -19,6 +19,8 @@ from wlb.spec.methods import keys_of
 from wlb.train.stores import train_store
 
 pytestmark = pytest.mark.process
+
+POSITIONS = ("fixed_length", "multipack_bfd_posid")
 
 
 def write_chats(prefix: Path, num: int = 40, seed: int = 0) -> TokenStore:
@@ -82,7 +84,7 @@ def heldout_before(stores: tuple[Path, Path], folder: Path) -> tuple[int, float]
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("method", ["random_padding", "fixed_length", "multipack_bfd_posid"])
+@pytest.mark.parametrize("method", ["random_padding", *nightly(*POSITIONS)])
 def test_the_layout_changes_nothing(method: str, stores: tuple[Path, Path], tmp_path: Path) -> None:
     runs: list[Run] = []
     for layout in ("one", "cp2-pp2"):

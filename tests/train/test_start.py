@@ -141,6 +141,7 @@ def _process_or_refusal(refuses: bool) -> int:
     return os.getpid()
 
 
+@pytest.mark.full
 @pytest.mark.process
 def test_a_launcher_of_ranks_leaves_gpus_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

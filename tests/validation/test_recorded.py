@@ -11,14 +11,15 @@ from rich.console import Console
 
 from tests.train.case import Run, small_spec, write_corpus
 from wlb.cli.main import main
-from wlb.report import read_run, run_page
+from wlb.report.run.page import run_page
+from wlb.report.run.records import read_run
 from wlb.report.run.simulated import simulate_step
 from wlb.spec import AttentionBackend
 from wlb.train import start
 from wlb.validation import recorded
 from wlb.validation.recorded import simulate_recorded
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")

@@ -317,7 +317,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["one", *full("tp2-pp2-v2")])
+@pytest.mark.parametrize("layout", ["one", *nightly("tp2-pp2-v2")])
 def test_transformers_computes_the_logits_of_a_run(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -26,7 +26,8 @@ from wlb.plan import (
     rows_gathered,
 )
 from wlb.planner import Planner
-from wlb.report import packing_page, packing_table, remarks, saving_line, uneven, weight_remark
+from wlb.report.packing.page import packing_page
+from wlb.report.packing.tables import packing_table, remarks, saving_line, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.simulate.forecast import batches_to_compare, simulated_shares

@@ -18,6 +18,8 @@ from wlb.plan import UserError, check_at_least
 from wlb.report.tables import console, new_table
 from wlb.spec import Device, load, presets
 
+SWEEP = ".sweep.jsonl"
+
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
@@ -25,7 +27,7 @@ def add_parser(commands: Any) -> None:
         help="measure kernels on this machine and fit the cost model",
         description="Measure attention, matrix products, element-wise operators and collectives; "
         "fit W_a and W_l of Eq. 2; print the error on held-out points; write a kernel profile "
-        "(JSON), a page of plots (needs matplotlib) and a log. An interrupted sweep continues "
+        "(JSON), plots (PNG; they need matplotlib) and a log. An interrupted sweep continues "
         "where it stopped. Start it under torchrun on several GPUs to measure collectives. "
         "kernels_profile/README.md describes the format.",
         epilog="example: wlb profile --out kernels_profile/h200.json; train with it by --set "
@@ -56,7 +58,7 @@ def add_parser(commands: Any) -> None:
     )
     add_text(parser, "--ranks-per-node", "N", text, type=number(int))
     add_flag(parser, "--quick", "coarse sweep of less than a minute")
-    add_flag(parser, "--no-page", "write no page of plots")
+    add_flag(parser, "--no-plots", "draw no plots")
     parser.set_defaults(run=run)
 
 
@@ -81,15 +83,14 @@ def run(options: argparse.Namespace) -> int:
         spec, device=device, backend=options.backend, heads=options.heads, quick=options.quick
     )
     out, name = _names(options, settings.header()["name"])
-    suffixes = [".json", *([] if options.no_page else [".html"]), ".log", ".sweep.jsonl"]
-    if not options.no_page:
+    if not options.no_plots:
         from wlb.report.plots import require_matplotlib
 
         require_matplotlib()
     make_folder(out.parent)
     refuse_file(out)
     screen = console(record=True)
-    written = ", ".join(str(out.with_suffix(suffix)) for suffix in suffixes)
+    written = _written(options, out)
     if world is None or not world.rank:
         screen.print(f"profile {name!r}, to be written: {written}", markup=False)
     command = command_of(options)
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             "commit": program_version(),
             "command": command,
         }
-        path = out.with_suffix(".sweep.jsonl")
+        path = out.with_suffix(SWEEP)
         records, environment = run_sweep(settings, path, world, screen, start)
     finally:
         worlds.shutdown()
@@ -153,11 +154,9 @@ def _finish(
         screen.print(f"note: {note}", markup=False)
     for record in built.failed:
         screen.print(f"not measured: {record.kind} {dict(record.point)}: {record.failed}")
-    files = [out, out.with_suffix(".log"), out.with_suffix(".sweep.jsonl")]
-    if not options.no_page:
-        files.insert(1, out.with_suffix(".html"))
-        write_text(files[1], _page(built, settings))
-    screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {', '.join(map(str, files))}")
+    if not options.no_plots:
+        _draw(built, settings, plots_folder(out))
+    screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {_written(options, out)}")
     write_text(out.with_suffix(".log"), screen.export_text())
 
 
@@ -169,10 +168,22 @@ def visible_gpus(device: str) -> int | None:
     return count if count > 1 else None
 
 
-def _page(built: Any, settings: Any) -> str:
-    from wlb.report.profile.page import HeldPoint, profile_page
+def plots_folder(out: Path) -> Path:
+    """The folder of a profile's plots, beside it."""
+    return out.with_name(f"{out.stem}_plots")
 
-    return profile_page(
+
+def _written(options: argparse.Namespace, out: Path) -> str:
+    """Names of what a sweep writes."""
+    plots = [] if options.no_plots else [f"{plots_folder(out)}/"]
+    return ", ".join([str(out), *plots, *(str(out.with_suffix(s)) for s in (".log", SWEEP))])
+
+
+def _draw(built: Any, settings: Any, folder: Path) -> None:
+    from wlb.report.profile.plots import profile_figures
+    from wlb.report.profile.points import HeldPoint
+
+    figures = profile_figures(
         built.profile,
         model=settings.model,
         records=[asdict(record) for record in built.records],
@@ -181,8 +192,10 @@ def _page(built: Any, settings: Any) -> str:
             for i, fitted in enumerate(built.attention)
             for point in fitted.points
         ],
-        residuals=[fitted.residuals for fitted in built.attention],
     )
+    make_folder(folder)
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=150)
 
 
 def _attention_table(built: Any) -> Table:

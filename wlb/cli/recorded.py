@@ -5,13 +5,13 @@ from pathlib import Path
 
 from wlb.cli import output
 from wlb.plan import UserError
-from wlb.report import worth_line
+from wlb.report.simulation import worth_line
 from wlb.report.tables import console, new_table
 
 _PROFILE = "cost.profile="
 _SHOWN = 40
 GIB = 1 << 30
-_UNUSED = "systems steps step in_order device trace timeline html over_memory strict replay"
+_UNUSED = "systems steps step in_order device trace timeline over_memory strict replay"
 """Options of `wlb simulate` that have no effect with --run."""
 
 

@@ -1,4 +1,4 @@
-"""`wlb report`: write a page about runs, or say what ended one; needs no torch."""
+"""`wlb report`: write the page of a run, compare runs, or say what ended one; needs no torch."""
 
 import argparse
 from datetime import datetime
@@ -10,26 +10,27 @@ from wlb.cli.options import add_flag, add_text, number
 from wlb.launch.failure import began_s, newest_records
 from wlb.launch.report import compose_report
 from wlb.plan import UserError
-from wlb.report import read_run, run_page, runs_page
-
-SEVERAL = "runs.html"
+from wlb.report.run.compare import runs_tables
+from wlb.report.run.page import run_page
+from wlb.report.run.records import RunRecords, read_run
+from wlb.report.tables import console
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
-        help="one page of a run, or of several: loss, speed, balance, ranks, a step's timeline",
+        help="a run's page: loss, speed, balance, ranks, a step's timeline; a table of several",
         description="Read metrics.jsonl and write one HTML file that needs no network: loss, "
         "tokens/s, predicted and measured times, imbalance compared with Plain-4D, a heat map of "
         "ranks, the timeline of a step, delays, stragglers, configuration. Works during the run. "
-        "Several runs are compared on one page: loss by tokens, speed, balance, keys that differ. "
-        "Needs matplotlib (extra [plot]), not torch.",
+        "Of several runs it prints tables instead: loss, speed, balance, keys that differ. "
+        "The page needs matplotlib (extra [plot]); nothing needs torch.",
         epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "
         "15% in three consecutive tables of ranks.",
     )
     text = "folder of a run: run.output_dir/run.name"
     parser.add_argument("folders", metavar="RUN", nargs="+", help=text)
-    text = f"file of the page (default: RUN/report.html; of several runs {SEVERAL} here)"
+    text = "file of the page of one run (default: RUN/report.html)"
     add_text(parser, "--out", "FILE", text)
     text = (
         "step whose passes are drawn, as the table of the run counts: measured if recorded (every "
@@ -48,24 +49,30 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.failure:
         return _failure([Path(folder) for folder in options.folders])
-    sources.check_outputs(options.out, needs_plots=True)
+    is_one = len(options.folders) == 1
+    for name, given in (("--step", options.step), ("--out", options.out)):
+        if given is not None and not is_one:
+            raise UserError(f"{name} is for the page of one run; leave it out, or give one RUN")
+    sources.check_outputs(options.out, needs_plots=is_one)
     runs = [read_run(Path(folder)) for folder in options.folders]
-    is_one = len(runs) == 1
     for each in runs:
         if (report := compose_report(each.folder, is_over=False)) is not None:
             print(f"{each.folder}: {report.text}")
-    if options.step is not None and not is_one:
-        raise UserError("--step draws a step of one run; leave it out, or give one RUN")
-    out = Path(options.out or (runs[0].folder / "report.html" if is_one else SEVERAL))
+    if is_one:
+        _write_page(options, runs[0])
+    else:
+        screen = console(markup=False)
+        for table in runs_tables(runs):
+            screen.print(table)
+    return 0
+
+
+def _write_page(options: argparse.Namespace, records: RunRecords) -> None:
+    out = Path(options.out or records.folder / "report.html")
     sources.check_outputs(str(out), needs_plots=False)
     command = output.command_of(options)
-    if is_one:
-        text = run_page(runs[0], step=options.step, command=command)
-    else:
-        text = runs_page(runs, command=command)
-    output.write_text(out, text)
+    output.write_text(out, run_page(records, step=options.step, command=command))
     print(f"written: {out} ({out.stat().st_size / 1024:,.0f} KiB)")
-    return 0
 
 
 def _started(folder: Path) -> str:

@@ -15,14 +15,7 @@ from wlb.cli.options import add_flag, add_json, add_text, number
 from wlb.cost import planned_gib, workload_for
 from wlb.cost.machine import program_version
 from wlb.plan import GlobalBatch, UserError, check_at_least
-from wlb.report import (
-    layout_text,
-    simulated,
-    simulation_page,
-    simulation_table,
-    worth_line,
-    worth_of,
-)
+from wlb.report.simulation import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.tables import console, new_table
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import (
@@ -52,7 +45,7 @@ def add_parser(commands: Any) -> None:
         "what is modelled. A layout that needs more than plans may use of cluster.memory_gib is "
         "refused.",
         epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems plain_4d fixed_4d "
-        "paper wlb --trace step.json --html page.html",
+        "paper wlb --trace step.json --timeline step.png",
     )
     source = sources.add_arguments(parser, steps=32)
     text = (
@@ -71,7 +64,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--step", type=number(int), help=text)
     add_text(parser, "--trace", "FILE", "write that step for Perfetto, chrome://tracing")
     add_text(parser, "--timeline", "FILE", "draw that step as .png, .svg or .pdf")
-    add_text(parser, "--html", "FILE", "a page with tables and plots")
     add_json(parser, "results")
     add_flag(parser, "--over-memory", "also simulate layouts that do not fit in memory")
     add_flag(parser, "--strict", "refuse runs that the kernel profile does not cover")
@@ -91,8 +83,8 @@ def run(options: argparse.Namespace) -> int:
             "--replay prints a table, but --json without a file owns stdout; give --json a FILE, "
             "or leave one of them out"
         )
-    written = (options.json, options.trace, options.timeline, options.html)
-    sources.check_outputs(*written, needs_plots=bool(options.timeline or options.html))
+    written = (options.json, options.trace, options.timeline)
+    sources.check_outputs(*written, needs_plots=bool(options.timeline))
     output.check_figure(options.timeline)
     if options.recorded:
         return recorded.show(options)
@@ -108,8 +100,8 @@ def run(options: argparse.Namespace) -> int:
         runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
     step = _chosen(options, own)
-    simulation = simulated(own, step)
-    _write(options, runs, simulation, step)
+    simulation = own.again(step)
+    _write(options, simulation, step)
     _show(options, runs, simulation, step, source.name)
     if options.replay is not None:
         return _replay(options, batches, runs)
@@ -171,9 +163,7 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
     return options.step
 
 
-def _write(
-    options: argparse.Namespace, runs: list[RunSimulation], simulation: Simulation, step: int
-) -> None:
+def _write(options: argparse.Namespace, simulation: Simulation, step: int) -> None:
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
@@ -181,16 +171,6 @@ def _write(
         title = f"step {step} of {options.name}, pipeline {pipeline}"
         figure = timeline_figure(simulation, 0, pipeline, title=title)
         figure.savefig(options.timeline, dpi=150)
-    if options.html:
-        page = simulation_page(
-            title=f"{options.name}: {len(runs)} systems simulated",
-            runs=runs,
-            own="run",
-            step=step,
-            provenance=[("command", output.command_of(options))],
-            notes=runs[-1].simulator.cost.notes,
-        )
-        output.write_text(options.html, page)
 
 
 def _show(
@@ -228,7 +208,7 @@ def _show(
         screen.print(f"  {line}")
     shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
     screen.print(f"  bubble of pipeline ranks: {shares}")
-    output.print_written(screen, options.trace, options.timeline, options.html, options.json)
+    output.print_written(screen, options.trace, options.timeline, options.json)
 
 
 def _replay(

@@ -25,7 +25,8 @@ from wlb.data import (
 from wlb.data.folder import refuse_file
 from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
-from wlb.report import SourceFacts, facts_of, require_matplotlib
+from wlb.report.packing.tables import SourceFacts, facts_of
+from wlb.report.plots import require_matplotlib
 from wlb.spec import RunSpec, presets
 
 MOST_PASSES = 1000

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.progress import track
 
-from wlb import __version__
 from wlb.cli import output, settings, sources, tune_layout
 from wlb.cli.options import add_json, add_text, add_value, number
 from wlb.cost import workload_for
@@ -25,8 +24,8 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
-from wlb.report import tuning_page, tuning_table, uneven, weight_remark
 from wlb.report.packing.plots import tuning_figure
+from wlb.report.packing.tables import tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.spec import Policy, load
 
@@ -61,7 +60,6 @@ def add_parser(commands: Any) -> None:
     add_value(packing, "--rows", 20, "rows of the front that are printed")
     add_json(packing, "points")
     add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
-    add_text(packing, "--html", "FILE", "a page with table, plot and the recommended settings")
     add_text(packing, "--out", "FILE", "write the recommended settings as TOML for wlb train")
     packing.set_defaults(run=run)
     tune_layout.add_parser(what)
@@ -108,12 +106,6 @@ def run(options: argparse.Namespace) -> int:
     toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
     if options.out:
         output.write_text(options.out, toml)
-    if options.html:
-        provenance = [("command", output.command_of(options)), ("wlb", __version__)]
-        title = f"Packing settings for {source.name}"
-        about = {"title": title, "facts": facts, "provenance": provenance, "notes": notes}
-        page = tuning_page(tuning, command=command, toml=toml, **about)
-        output.write_text(options.html, page)
     data = {
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
@@ -144,13 +136,14 @@ def _show(
     for line in notes:
         # A command that is copied must be one line.
         screen.print(line, soft_wrap=True)
-    output.print_written(screen, options.plot, options.out, options.html, options.json)
+    output.print_written(screen, options.plot, options.out, options.json)
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse wrong options before any work."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     check_at_least("--rows", options.rows, 1)
-    pictures = (options.plot, options.html)
-    sources.check_outputs(options.json, *pictures, needs_plots=any(pictures), settings=options.out)
+    sources.check_outputs(
+        options.json, options.plot, needs_plots=bool(options.plot), settings=options.out
+    )
     output.check_figure(options.plot)

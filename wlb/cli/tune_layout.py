@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from wlb import __version__
 from wlb.cli import output, sources
 from wlb.cli.options import MOST_PROCESSES, add_json, add_text, add_value, number
 from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
@@ -16,8 +15,7 @@ from wlb.cost.machine import program_version
 from wlb.cost.memory import GIB
 from wlb.packing import with_s_max
 from wlb.plan import UserError, check_at_least, check_between
-from wlb.report import worth_line, worth_of
-from wlb.report.layout.tables import (
+from wlb.report.layout import (
     LayoutReport,
     effort_line,
     fits_own_devices,
@@ -25,6 +23,7 @@ from wlb.report.layout.tables import (
     loser_lines,
     refusal_lines,
 )
+from wlb.report.simulation import worth_line, worth_of
 from wlb.report.tables import console
 from wlb.simulate.layout_search.layouts import AXES, EP, LayoutChoices, layouts_of
 from wlb.simulate.layout_search.packings import CHOSEN, POLICIES, STRATEGIES, PackingChoices
@@ -62,7 +61,6 @@ def add_parser(what: Any) -> None:
     _add_restrictions(parser)
     add_value(parser, "--top", 10, "layouts that are printed")
     add_text(parser, "--out", "FILE", "write the best layout as TOML for wlb train")
-    add_text(parser, "--html", "FILE", "a page with tables and plots")
     add_json(parser, "results")
     text = "processes (default: as many as there are cores)"
     parser.add_argument("--jobs", type=number(int, MOST_PROCESSES), default=0, help=text)
@@ -141,9 +139,9 @@ def run(options: argparse.Namespace) -> int:
         f"{options.name} on {options.gpus} devices, {spec.tokens_per_step:,} tokens a step, "
         f"{len(batches)} global batches of {source.name}"
     )
-    toml = _toml(options, given, report)
-    _write(options, report, title, toml, facts.lines, profile)
-    _show(options, report, title, profile, time.monotonic() - started)
+    if options.out:
+        output.write_text(options.out, _toml(options, given, report))
+    _show(options, report, title, facts.lines, profile, time.monotonic() - started)
     return 0
 
 
@@ -153,9 +151,7 @@ def _check(options: argparse.Namespace) -> None:
     check_at_least("--top", options.top, 1)
     check_at_least("--jobs", options.jobs, 0, " (0 = as many as cores)")
     check_between("--max-delay-mean", options.max_delay_mean, 0, math.inf)
-    sources.check_outputs(
-        options.html, options.json, needs_plots=bool(options.html), settings=options.out
-    )
+    sources.check_outputs(options.json, needs_plots=False, settings=options.out)
 
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
@@ -244,32 +240,11 @@ def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
     )
 
 
-def _write(
-    options: argparse.Namespace,
-    report: LayoutReport,
-    title: str,
-    toml: str,
-    facts: tuple[str, ...],
-    profile: KernelProfile,
-) -> None:
-    if options.out:
-        output.write_text(options.out, toml)
-    if options.html:
-        from wlb.report.layout.page import layout_page
-
-        provenance = [
-            ("command", output.command_of(options)),
-            ("priced with", worth_line(profile).removeprefix("priced with ")),
-            ("wlb", f"{__version__}, {program_version()}"),
-        ]
-        page = layout_page(report, title=title, toml=toml, facts=facts, provenance=provenance)
-        output.write_text(options.html, page)
-
-
 def _show(
     options: argparse.Namespace,
     report: LayoutReport,
     title: str,
+    facts: tuple[str, ...],
     profile: KernelProfile,
     seconds: float,
 ) -> None:
@@ -286,6 +261,8 @@ def _show(
     if output.write_json(options, data):
         return
     screen = console(markup=False)
+    for line in facts:
+        screen.print(line)
     screen.print(worth_line(profile))
     screen.print(layout_table(report, title=title))
     if report.own_note:
@@ -297,4 +274,4 @@ def _show(
     screen.print(f"{effort_line(report)}; {seconds:.0f} s")
     for line in refusal_lines(report):
         screen.print(f"  {line}")
-    output.print_written(screen, options.out, options.html, options.json)
+    output.print_written(screen, options.out, options.json)

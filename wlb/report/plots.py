@@ -24,6 +24,8 @@ DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 
 INK = "#111111"
 """Text on a bar; not black, which follows a page's colours in `svg`."""
 WIDTH = 9.0
+ANNOTATED_CELLS = 200
+"""Cells of a heat map up to which each has its number."""
 
 
 def require_matplotlib() -> None:
@@ -139,3 +141,62 @@ def draw_means(
 def stride(count: int, most: int | None) -> int:
     """Step between drawn points of `count`, so that at most `most` are drawn."""
     return max(1, -(-count // most)) if most else 1
+
+
+def heat_map_figure(
+    values: FloatArray,
+    *,
+    what: str = "computing time",
+    title: str = "",
+    tp: int = 1,
+    inner: Sequence[str] = (),
+    devices: str = "GPUs",
+) -> Any:
+    """values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
+
+    tp: GPUs that each cell stands for. inner: name of the last axis if it is not CP ranks.
+    """
+    if values.ndim != 3 or not values.size:
+        raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")
+    dp, pp, cp = values.shape
+    mean = float(values.mean())
+    relative = (values / mean if mean else np.ones_like(values)).transpose(0, 2, 1)
+    relative = relative.reshape(dp * cp, pp)
+    rows = dp * cp
+    figure, (axes,) = new_figure(height=1.6 + min(6.0, max(1.2, 0.3 * rows)))
+    low, high = float(relative.min()), float(relative.max())
+    if high - low < 1e-3:
+        low, high = low - 0.01, high + 0.01
+    mesh = axes.pcolormesh(relative, cmap="cividis", vmin=low, vmax=high)
+    axes.grid(visible=False)
+    axes.invert_yaxis()
+    axes.set(xlabel="pipeline rank", xticks=np.arange(pp) + 0.5, xticklabels=range(pp))
+    if cp > 1 and rows <= 32:
+        names = inner or [f"cp {c}" for c in range(cp)]
+        labels = [f"dp {d}, {name}" for d in range(dp) for name in names]
+        axes.set(yticks=np.arange(rows) + 0.5, yticklabels=labels)
+    else:
+        axes.set(yticks=(np.arange(dp) + 0.5) * cp, yticklabels=[f"dp {d}" for d in range(dp)])
+        if cp > 1:
+            axes.set_ylabel(f"{cp} rows each: {'CP x TP' if inner else 'CP'} ranks")
+    axes.tick_params(length=0)
+    for d in range(1, dp if cp > 1 else 1):
+        axes.axhline(d * cp, color="white", linewidth=2 if rows <= 32 else 1)
+    if relative.size <= ANNOTATED_CELLS:
+        for (row, column), value in np.ndenumerate(relative):
+            is_dark = value < (low + high) / 2
+            axes.text(
+                column + 0.5,
+                row + 0.5,
+                f"{value:.3f}" if high - low < 0.1 else f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if is_dark else INK,
+            )
+    figure.colorbar(mesh, ax=axes, label="relative to mean")
+    words = f"{title}: " if title else ""
+    words += f"{what} / mean of all {devices}, {relative.min():.3f} to {relative.max():.3f}"
+    words += f"; {tp} TP ranks a cell" if tp > 1 else ""
+    axes.set_title(words, fontsize=10, loc="left")
+    return figure

@@ -69,6 +69,10 @@ class RunSimulation:
         """Time-weighted mean bubble of all pipeline ranks."""
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
+    def again(self, step: int) -> Simulation:
+        """One of the steps, simulated again with its events."""
+        return self.simulator.run(self.prices.select(slice(step, step + 1)))
+
     def balanced_time_s(self) -> float:
         """Seconds of these steps under perfect balance (`StepPrices.balanced`)."""
         return self.simulator.total_s(self.prices, StepPrices.balanced)

@@ -125,6 +125,7 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
                 choice.kind,
                 told,
                 device=choice.kind,
+                preload=[__name__],
                 records=records_of(directory, job.started_s),
             )
 
@@ -199,7 +200,7 @@ def _keep_flight_records(directory: Path, device_kind: str) -> None:
 def _in_own_process(fn: Callable[..., Any], *args: Any) -> Any:
     """The result of `fn` from a process that ends, and with it its context on a GPU (0.5 GiB): a
     launcher that made one would hold it, beside those of its ranks, until the run ends."""
-    (result,) = run_local(_told, 1, fn, args, device="cuda")
+    (result,) = run_local(_told, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
         raise result
     return result

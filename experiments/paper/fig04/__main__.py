@@ -15,7 +15,7 @@ from experiments.harness.arguments import experiment_parser
 from experiments.harness.drawing import COLOURS, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
 from experiments.paper.fig01.large_job import STEPS, FloatArray, simulate, slowest, traced_step
-from wlb.report.simulation.plots import heat_map_figure
+from wlb.report.plots import heat_map_figure
 from wlb.simulate import Simulation
 
 

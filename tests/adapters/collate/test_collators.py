@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.sets import nightly
 from wlb.adapters.collate import FlatOptions, PaddedCollator, PaddingFreeCollator, flatten
 from wlb.plan import IGNORE
 
@@ -154,7 +155,7 @@ def test_padded() -> None:
     [PaddingFreeCollator(return_flash_attn_kwargs=True), PaddedCollator(pad_token_id=0)],
     ids=["padding-free", "padded"],
 )
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", *nightly("spawn")])
 def test_workers_of_a_data_loader(collator: Any, start: str) -> None:
     loader = DataLoader(
         features(), batch_size=2, collate_fn=collator, num_workers=1, multiprocessing_context=start

@@ -47,6 +47,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ended]]
     return folder, run(folder, *map(part, names), part("hangs", limit_s=15))[0]
 
 
+@pytest.mark.full
 def test_each_part_ends_as_it_does_and_the_next_one_runs(broken: tuple[Path, list[Ended]]) -> None:
     states = {ended.name: ended.state for ended in broken[1]}
     assert states == {
@@ -62,6 +63,7 @@ def test_each_part_ends_as_it_does_and_the_next_one_runs(broken: tuple[Path, lis
     assert logs["good"] == ""
 
 
+@pytest.mark.full
 def test_a_part_that_hangs_leaves_no_process(broken: tuple[Path, list[Ended]]) -> None:
     child = int((broken[0] / "hangs" / "child").read_text())
     for _ in range(600):
@@ -79,6 +81,7 @@ def _lives(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.full
 def test_faults_are_in_the_table_of_claims_and_on_the_page(
     broken: tuple[Path, list[Ended]], tmp_path: Path
 ) -> None:

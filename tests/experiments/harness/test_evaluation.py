@@ -4,14 +4,14 @@ import pytest
 
 from experiments.harness import constants
 from experiments.harness.evaluation import EARLIER_GIB, batches_of, outcome, spec_of, system
-from tests.sets import full
+from tests.sets import nightly
 
 NEAR = 0.98
 """Share of perfect balance that every number of pipelines keeps."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dp", [1, *full(2), pytest.param(8, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dp", [1, *nightly(2, 8)])
 def test_ours_is_within_two_percent_of_perfect_balance(dp: int) -> None:
     """That is so in the whole run, every document of which is trained."""
     case, *_ = system("wlb", "7b_128k", f"parallel.dp={dp}", gib=EARLIER_GIB)

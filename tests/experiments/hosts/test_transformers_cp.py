@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="needs the extra [hf]")
 from experiments.hosts.transformers_cp import RANKS, documents, measured
 from wlb.launch.local import run_local
 
-pytestmark = [pytest.mark.full, pytest.mark.dist]
+pytestmark = [pytest.mark.nightly, pytest.mark.dist]
 
 
 def test_a_causal_row_leaks_and_our_plans_do_not() -> None:

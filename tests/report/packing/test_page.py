@@ -15,7 +15,7 @@ from wlb.packing import PackingRun
 from wlb.packing.study.compare import compare, variants_of
 from wlb.packing.study.tune import Tuning, TuningGrid, tune
 from wlb.plan import int_array
-from wlb.report import facts_of, packing_page, packing_table, remarks, tuning_table
+from wlb.report.packing.page import packing_page
 from wlb.report.packing.plots import (
     delay_figure,
     imbalance_figure,
@@ -23,7 +23,7 @@ from wlb.report.packing.plots import (
     trade_figure,
     tuning_figure,
 )
-from wlb.report.packing.tables import COLUMNS
+from wlb.report.packing.tables import COLUMNS, facts_of, packing_table, remarks, tuning_table
 from wlb.spec import RunSpec
 
 C = 2048

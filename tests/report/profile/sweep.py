@@ -10,8 +10,8 @@ import numpy as np
 from tests.models import LLAMA2_7B as MODEL
 from wlb.cost import AttentionTable, Collective, KernelProfile, Scope, load_profile
 from wlb.cost.flops import elementwise_values
-from wlb.report.profile.page import HeldPoint
 from wlb.report.profile.points import (
+    HeldPoint,
     Record,
     collective_samples,
     elementwise_samples,
@@ -100,28 +100,6 @@ def held_of(profile: KernelProfile, *, noise: float = 0.05) -> list[HeldPoint]:
                 )
             )
     return points
-
-
-def residuals_of(points: Sequence[HeldPoint], table: int) -> dict[str, float]:
-    """Returns residuals as the fit gives them."""
-    out: dict[str, float] = {
-        "retest_forward": 0.011,
-        "retest_backward": 0.012,
-        "retest_total": 0.01,
-    }
-    for kind in ("held_pair", "held_batch"):
-        mine = [p for p in points if p.kind == kind and p.table == table]
-        for i, name in enumerate(("forward", "backward", "total")):
-            took, said = (
-                np.array([getattr(p, field) for p in mine])
-                for field in ("measured_ns", "predicted_ns")
-            )
-            took, said = (x.sum(1) if name == "total" else x[:, i] for x in (took, said))
-            error = np.abs(said / took - 1)
-            out[f"{kind}_{name}_mape"] = float(error.mean())
-            out[f"{kind}_{name}_p95"] = float(np.percentile(error, 95))
-            out[f"{kind}_{name}_max"] = float(error.max())
-    return out
 
 
 def _record(kind: str, point: dict[str, Any], **numbers: float) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import pytest
 from tests.report.run.lines import SLOW, SPEC, ranks, start, step, timeline, whole_run, write
 from wlb.cli import main
 from wlb.plan import ExpertLoad, MeasuredTimeline
-from wlb.report import read_run, run_page
+from wlb.report.run.page import run_page
 from wlb.report.run.plots import balance_figure
+from wlb.report.run.records import read_run
 from wlb.report.run.timeline import rows_of, slowest_pipeline
 from wlb.spec import apply
 

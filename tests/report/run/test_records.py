@@ -11,7 +11,7 @@ from tests.report.run import lines
 from tests.report.run.test_page import text_of
 from wlb.cli import main
 from wlb.plan import UserError
-from wlb.report import run_page
+from wlb.report.run.page import run_page
 from wlb.report.run.records import read_run
 
 Line = dict[str, Any]

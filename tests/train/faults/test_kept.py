@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.sets import full
 from tests.train.case import small_spec, write_corpus
 from tests.train.checkpoint.case import save_at_once
 from tests.train.faults.test_recorded_ranks import broken_run
@@ -38,7 +39,7 @@ def replace(folder: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("how", "step"), [(rename, STEP), (remove, 5), (replace, STEP)])
+@pytest.mark.parametrize(("how", "step"), [(rename, STEP), *full((remove, 5), (replace, STEP))])
 def test_a_folder_that_is_lost_ends_the_run(
     tmp_path: Path,
     corpus: Path,

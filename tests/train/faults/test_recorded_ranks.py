@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.sets import full, nightly
+from tests.sets import nightly
 from tests.train.case import job_of, relaid, small_spec, train, write_corpus
 from wlb.launch.failure import new_records, newest_records
 from wlb.launch.local import RankFailure, run_local
@@ -106,7 +106,7 @@ def log_lines(rank: int) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [2, *full(0)])
+@pytest.mark.parametrize("rank", [2, *nightly(0)])
 def test_a_rank_that_is_killed(tmp_path: Path, corpus: Path, rank: int) -> None:
     failure = broken_run(tmp_path, corpus, (rank,), kill)
     text = str(failure)

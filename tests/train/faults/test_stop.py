@@ -188,9 +188,8 @@ def alive(pid: int) -> bool:
     ("kind", "layout"),
     [
         (signal.SIGTERM, "one"),
-        (signal.SIGUSR1, "one"),
         (signal.SIGINT, "dp2-tp2"),
-        *nightly((signal.SIGINT, "one")),
+        *nightly((signal.SIGUSR1, "one"), (signal.SIGINT, "one")),
         *nightly((signal.SIGTERM, "dp2-tp2"), (signal.SIGUSR1, "dp2-tp2")),
     ],
 )
@@ -320,7 +319,7 @@ def test_a_signal_ends_a_run_that_waits_for_the_folder_of_another(
 
 @pytest.mark.full
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", ["dp2-tp2", *nightly("one")])
+@pytest.mark.parametrize("layout", ["one", *nightly("dp2-tp2")])
 def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
     corpus: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.sets import full
 from tests.train.case import Run, small_spec, train, write_store
 from wlb.data import TokenStore
 from wlb.plan import UserError
@@ -79,7 +80,7 @@ def test_other_tokens_without_a_description_are_noticed_on_resume(
         train(spec_of(tmp_path, store, training={"steps": 4}, model=model), resume=True)
 
 
-@pytest.mark.parametrize("key", ["eos_id", "tokenizer_checksum", "checksum"])
+@pytest.mark.parametrize("key", ["eos_id", *full("tokenizer_checksum", "checksum")])
 def test_another_tokenizer_or_corpus_is_refused_on_resume(
     tmp_path: Path, store: str, key: str
 ) -> None:

@@ -127,7 +127,7 @@ def test_lines_that_a_full_disk_lost_make_the_count_inexact(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("then", [2, 8])
+@pytest.mark.parametrize("then", [2, *nightly(8)])
 def test_steps_of_another_number_of_micro_batches_are_counted(tmp_path: Path, then: int) -> None:
     """Global batches have another size after the resume."""
     store = {"store": write_store(tmp_path / "store", num=300)}

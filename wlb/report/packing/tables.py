@@ -8,7 +8,7 @@ from rich.table import Table
 
 from wlb.packing.study.measure import DEAR, PackingSummary
 from wlb.packing.study.saving import ANYWHERE, Saving, loader_of
-from wlb.packing.study.tune import TunePoint, Tuning
+from wlb.packing.study.tune import Tuning
 from wlb.plan import IntArray, late_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
@@ -157,29 +157,20 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
 
 
 def tuning_table(tuning: Tuning, *, rows: int) -> Table:
-    """The front by imbalance (at most `rows` of it), the recommended point marked."""
-    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
-    heads, shown = tuning_rows(tuning, rows=rows)
-    table = new_table(title, labels=[""], texts=["setting"], numbers=heads)
-    for point, cells in shown:
-        mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
-        table.add_row(mark, point.summary.label, *cells, style=style)
-    return table
-
-
-def tuning_rows(
-    tuning: Tuning, *, rows: int
-) -> tuple[list[str], list[tuple[TunePoint, list[str]]]]:
-    """Heads, and cells of the front by imbalance (at most `rows` of it) and the recommended
-    point."""
+    """The front by imbalance (at most `rows` of it), the recommended point marked and always in."""
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)
     names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
     shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
     shown += [(name, cell) for name, cell in COLUMNS if name in names]
-    cells = [(point, [cell(point.summary) for _, cell in shown]) for point in points]
-    return [name for name, _ in shown], cells
+    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
+    table = new_table(title, labels=[""], texts=["setting"], numbers=[name for name, _ in shown])
+    for point in points:
+        mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
+        cells = [cell(point.summary) for _, cell in shown]
+        table.add_row(mark, point.summary.label, *cells, style=style)
+    return table
 
 
 def _thousands(tokens: float) -> str:

@@ -1,4 +1,4 @@
-"""Figures of a kernel profile: the paper's Figures 7 and 10, and how well fits fit.
+"""What `wlb profile` draws: the paper's Figures 7 and 10, and how well fits fit.
 
 In every figure points are measured and lines are fitted. No axis is limited to less than its
 points, so nothing that was measured is out of sight.
@@ -11,18 +11,26 @@ import numpy as np
 
 from wlb.cost import AttentionTable, Collective, Elementwise, KernelProfile, Scope
 from wlb.plan import FloatArray, IntArray
-from wlb.report.plots import COLOURS, legend_above, new_figure, svg
+from wlb.report.plots import COLOURS, legend_above, new_figure
 from wlb.report.profile.points import (
     PASSES,
     HeldPoint,
     PlottedSample,
+    Record,
     TermCurves,
     attention_rate,
+    collective_samples,
+    elementwise_samples,
     gemm_rate,
+    gemm_samples,
+    grid_samples,
+    layer_samples,
     segment_ns,
-    worst,
+    terms_of,
+    without_layer,
+    workload_at,
 )
-from wlb.report.profile.words import rate_unit, spoken
+from wlb.spec import ModelSpec
 
 MARKERS = "osD^vPX"
 DENSE_ROWS = 512
@@ -30,7 +38,65 @@ DENSE_ROWS = 512
 MOST_SERIES = 4
 
 
-def terms_figure(terms: TermCurves, *, name: str) -> str:
+def profile_figures(
+    profile: KernelProfile,
+    *,
+    model: ModelSpec,
+    records: Sequence[Record],
+    held: Sequence[HeldPoint],
+) -> dict[str, Any]:
+    """matplotlib Figures by name; what was not measured has none.
+
+    records: all that the sweep has, with `kind`, `point`, `numbers` and `failed` each. held: held-
+    out calls with their predictions.
+    """
+    work = workload_at(profile, model)
+    figures = {"figure7": terms_figure(terms_of(work, records))}
+    for i, table in enumerate(profile.attention):
+        kernel = f"{table.backends[0]}-{heads_text(table)}"
+        samples = grid_samples(table, records)
+        for which, name in enumerate(PASSES if shown_keys(samples) else ()):
+            figures[f"figure10-{kernel}-{name}"] = kernel_figure(table, samples, which=which)
+        if mine := [point for point in held if point.table == i]:
+            figures[f"held_out-{kernel}"] = held_figure(mine, title=kernel)
+    if samples := gemm_samples(profile, records):
+        figures["gemm"] = gemm_figure(profile, samples)
+    if samples := elementwise_samples(profile, records):
+        figures["elementwise"] = elementwise_figure(profile, samples)
+    fitted, held_out = (
+        layer_samples(profile, model, records, kind=kind) for kind in ("layer", "held_layer")
+    )
+    if fitted or held_out:
+        bare = without_layer(profile)
+        operators = [
+            sample
+            for kind in ("layer", "held_layer")
+            for sample in layer_samples(bare, model, records, kind=kind)
+        ]
+        operators.sort(key=lambda sample: sample.at["tokens"])
+        figures["layers"] = layer_figure(fitted, held_out, operators)
+    if samples := collective_samples(profile, records):
+        figures["collectives"] = collective_figure(profile, samples)
+    return figures
+
+
+def heads_text(table: AttentionTable) -> str:
+    """Heads of a rank and their size: "4x128", "8-2x128" where two key heads serve eight."""
+    grouped = table.num_kv_heads != table.num_heads
+    heads = f"{table.num_heads}-{table.num_kv_heads}" if grouped else f"{table.num_heads}"
+    return f"{heads}x{table.head_dim}"
+
+
+def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
+    """Factor and unit in which these TFLOP/s are legible."""
+    return (1.0, "TFLOP/s") if max(tflops, default=1.0) >= 1 else (1e3, "GFLOP/s")
+
+
+def spoken(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def terms_figure(terms: TermCurves) -> Any:
     """Latency over document length, relative to attention at `normal_length`, and absolute."""
     figure, (axes,) = new_figure(ncols=1, height=4.4)
     styles = {
@@ -69,7 +135,7 @@ def terms_figure(terms: TermCurves, *, name: str) -> str:
     axes.yaxis.set_major_formatter("{x:g}")
     _powers_of_two(axes)
     axes.legend(frameon=False)
-    return svg(figure, name)
+    return figure
 
 
 def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
@@ -82,9 +148,7 @@ def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
     return _few([kv for kv in many if kv >= DENSE_ROWS] or many)
 
 
-def kernel_figure(
-    table: AttentionTable, samples: Sequence[PlottedSample], *, which: int, name: str
-) -> str:
+def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, which: int) -> Any:
     """One pass of a kernel: latency of a segment over few query rows; throughput over all.
 
     Whole documents (as many keys as rows) are a line of their own.
@@ -121,8 +185,9 @@ def kernel_figure(
     left.xaxis.set_major_locator(_locator([0, 64, 128, 192, 256, 320, 384, 448, 512]))
     _engineering(left.yaxis, "s")
     _powers_of_two(right)
+    left.set_title(f"{table.backends[0]}, {heads_text(table)}", loc="left", fontsize=10)
     legend_above(figure, [right], ncols=MOST_SERIES + 1)
-    return svg(figure, name)
+    return figure
 
 
 def _fitted(
@@ -146,7 +211,7 @@ def _draw(axes: Any, marker: str, colour: str, measured: Any, fitted: Any, *, la
     axes.plot(*fitted, color=colour, linewidth=1.2)
 
 
-def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
+def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
     """Predicted over measured time of every held-out call, with a band of 10% each way."""
     figure, panels = new_figure(ncols=2, height=4.6)
     for which, axes in enumerate(panels):
@@ -174,41 +239,11 @@ def held_figure(points: Sequence[HeldPoint], *, name: str) -> str:
         for axis in (axes.xaxis, axes.yaxis):
             _engineering(axis, "s")
         axes.legend(frameon=False, loc="upper left")
-    figure.draw_without_rendering()  # computes the layout, which numbers are placed by
-    for which, axes in enumerate(panels):
-        _number(
-            axes, [(p.measured_ns[which], p.predicted_ns[which]) for _, p in worst(points, which)]
-        )
-    return svg(figure, name)
+    panels[0].set_title(title, loc="left", fontsize=10)
+    return figure
 
 
-def _number(axes: Any, points_ns: Sequence[tuple[float, float]]) -> None:
-    """Ring points and number them from 1, on the side away from the diagonal."""
-    taken: list[tuple[float, float]] = []
-    for i, (measured, predicted) in enumerate(points_ns):
-        at = (measured * 1e-9, predicted * 1e-9)
-        side = 1 if predicted > measured else -1
-        x, y = axes.transData.transform(at) * 72 / axes.figure.dpi
-        up, along = 10.0 * side, 0.0
-        while any(abs(x - up + along - a) + abs(y + up + along - b) < 12 for a, b in taken):
-            along = 6.0 - along if along <= 0 else -along
-        taken.append((x - up + along, y + up + along))
-        axes.plot(
-            *at, "o", markersize=9, markerfacecolor="none", color="#000000", markeredgewidth=0.7
-        )
-        axes.annotate(
-            str(i + 1),
-            at,
-            xytext=(along - up, along + up),
-            textcoords="offset points",
-            fontsize=9,
-            ha="center",
-            va="center",
-            arrowprops={"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 4, "shrinkB": 4},
-        )
-
-
-def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str) -> str:
+def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
     """Throughput of matrix products over tokens, of a few matrices."""
     figure, panels = new_figure(ncols=2, height=3.8)
     sizes = _few(sorted({s.at["weights"] for s in samples}))
@@ -226,12 +261,10 @@ def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample], *, nam
         _from_zero(axes)
         _powers_of_two(axes)
     legend_above(figure, panels)
-    return svg(figure, name)
+    return figure
 
 
-def elementwise_figure(
-    profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str
-) -> str:
+def elementwise_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
     """Bytes a second of each element-wise operator over the bytes of its call."""
     figure, panels = new_figure(ncols=2, height=3.8)
     for which, axes in enumerate(panels):
@@ -254,16 +287,14 @@ def elementwise_figure(
         _bytes_axis(axes)
         _engineering(axes.yaxis, "B/s")
     legend_above(figure, panels)
-    return svg(figure, name)
+    return figure
 
 
 def layer_figure(
     fitted: Sequence[PlottedSample],
     held: Sequence[PlottedSample],
     operators: Sequence[PlottedSample],
-    *,
-    name: str,
-) -> str:
+) -> Any:
     """Time of whole layers without attention over tokens: full marks are held out, empty ones fit.
 
     operators: the same points, priced as the sum of their operators (dotted).
@@ -284,7 +315,7 @@ def layer_figure(
         _powers_of_two(axes)
         _engineering(axes.yaxis, "s")
     legend_above(figure, panels)
-    return svg(figure, name)
+    return figure
 
 
 def _times(
@@ -295,9 +326,7 @@ def _times(
     return [s.at["tokens"] for s in mine], [getattr(s, of)[which] * 1e-9 for s in mine]
 
 
-def collective_figure(
-    profile: KernelProfile, samples: Sequence[PlottedSample], *, name: str
-) -> str:
+def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
     """Time of collectives over bytes of the whole buffer, a panel for each measured scope."""
     scopes = [scope for scope in Scope if any(s.at["scope"] == scope for s in samples)]
     figure, panels = new_figure(ncols=len(scopes), height=3.8)
@@ -320,7 +349,7 @@ def collective_figure(
         _bytes_axis(axes)
         _engineering(axes.yaxis, "s")
     legend_above(figure, panels)
-    return svg(figure, name)
+    return figure
 
 
 def tokens_text(count: int) -> str:

@@ -1,9 +1,8 @@
-"""Measured points of a sweep beside the fitted times of the same calls, for figures and texts.
+"""Measured points of a sweep beside the fitted times of the same calls, for figures.
 
 Fitted times come from the code that prices plans.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from wlb.spec import ModelSpec, ParallelSpec, Recompute
 PASSES = ("forward", "backward")
 NORMAL_LENGTH = 4096
 """Tokens at which attention is 1 in Figure 7."""
-MOST_WORST = 3
 
 Record = Mapping[str, Any]
 """kind, point, numbers, failed: as the sweep saves them."""
@@ -36,9 +34,6 @@ class HeldPoint:
     measured_ns: tuple[float, float]
     predicted_ns: tuple[float, float]
 
-    def error(self, which: int) -> float:
-        return self.predicted_ns[which] / self.measured_ns[which] - 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedSample:
@@ -47,9 +42,6 @@ class PlottedSample:
     at: Mapping[str, Any]
     measured_ns: tuple[float, ...]
     fitted_ns: tuple[float, ...]
-
-    def error(self, which: int) -> float:
-        return self.fitted_ns[which] / self.measured_ns[which] - 1
 
 
 def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]:
@@ -218,23 +210,9 @@ def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, whic
     return float(flops[0]) / ns * 1e-3
 
 
-def kernel_rates(
-    table: AttentionTable, samples: Sequence[PlottedSample], which: int
-) -> list[tuple[float, PlottedSample]]:
-    """Measured TFLOP/s and where, highest first."""
-    found = [(attention_rate(table, s, s.measured_ns[which], which), s) for s in samples]
-    return sorted(found, key=lambda f: -f[0])
-
-
 def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
     """TFLOP/s; backward has two products."""
     return (1, 2)[which] * sample.at["flops"] / ns * 1e-3
-
-
-def worst(points: Sequence[HeldPoint], which: int) -> list[tuple[float, HeldPoint]]:
-    """The largest errors of a pass, signed, worst first."""
-    errors = [(p.error(which), p) for p in points]
-    return sorted(errors, key=lambda e: -abs(e[0]))[:MOST_WORST]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -251,20 +229,18 @@ class TermCurves:
     normal_ns: float
     measured: Sequence[tuple[int, float]]
 
-    @property
-    def crossing(self) -> int | None:
-        """The shortest length drawn from which on attention takes longer than total linear."""
-        is_above = self.parts["attention"] > self.parts["total linear"]
-        below = np.flatnonzero(~is_above)
-        first = int(below[-1]) + 1 if below.size else 0
-        return int(self.lengths[first]) if first < self.lengths.size else None
 
-    def growth(self, name: str) -> float:
-        """Exponent of a part between half the longest length and the longest."""
-        ends = np.array([self.lengths[-1] / 2, self.lengths[-1]])
-        ns: FloatArray = np.interp(ends, self.lengths, self.parts[name])
-        half, last = (float(x) for x in ns)
-        return math.log2(last / half) if half > 0 else 0.0
+def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
+    """At the TP degree whose ranks have the first table's heads; TP 1 where none has."""
+    table = profile.attention[0]
+    tp, rest = divmod(model.num_heads, table.num_heads)
+    return ProfiledWorkload(
+        model=model,
+        parallel=ParallelSpec(tp=1 if rest else tp),
+        profile=profile,
+        backend=table.backends[0],
+        micro_batch_tokens=int(table.forward.axis1[-1]),
+    )
 
 
 def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:

@@ -13,7 +13,7 @@ from wlb.report.run import plots
 from wlb.report.run.records import RunRecords
 from wlb.report.run.simulated import simulate_step
 from wlb.report.run.timeline import measured_timeline_figure, slowest_pipeline
-from wlb.report.simulation.tables import layout_text
+from wlb.report.simulation import layout_text
 from wlb.report.timeline import timeline_figure
 from wlb.simulate import critical_path
 from wlb.spec import to_toml

@@ -14,13 +14,13 @@ from wlb.report.plots import (
     DASHES,
     RUNS,
     draw_means,
+    heat_map_figure,
     keep_far_points_at_the_edge,
     legend_above,
     new_figure,
     stride,
 )
 from wlb.report.run.records import RunRecords
-from wlb.report.simulation.plots import heat_map_figure
 from wlb.spec import ParallelSpec
 
 MOST_POINTS = 800

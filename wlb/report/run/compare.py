@@ -1,41 +1,34 @@
-"""`wlb report RUN RUN ...`: several runs on one page, by tokens trained."""
+"""`wlb report RUN RUN ...`: figures of several runs and the keys that they differ in, as tables."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wlb.plan import UserError
+from rich.table import Table
+
 from wlb.plan.plain import flat
-from wlb.report.plots import svg
-from wlb.report.render import render
 from wlb.report.run.page import tally_of
 from wlb.report.run.records import RunRecords
-from wlb.report.runs.plots import losses_figure, rates_figure
+from wlb.report.tables import new_table
 from wlb.spec import to_dict
 
-MOST_RUNS = 7
-"""Colours that can be told apart."""
 UNTOLD = ("run.name", "run.output_dir", "run.stop_file")
 """Keys whose differences say nothing about a run."""
 
 
-def runs_page(runs: Sequence[RunRecords], *, command: str = "") -> str:
-    """The page as HTML; UserError for more runs than can be told apart. command: shown on it."""
-    if len(runs) > MOST_RUNS:
-        raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
+def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
+    """A table of the runs' figures, and one of their differing keys if there are any."""
     names, figures = run_names(runs), [figures_of(run) for run in runs]
-    return render(
-        "runs",
-        title=f"{len(runs)} training runs",
-        names=names,
-        rows=[(name, [cells[name] for cells in figures]) for name in figures[0]],
-        differences=differences([to_dict(run.spec) for run in runs]),
-        figures={
-            "losses": svg(losses_figure(runs, names), "losses"),
-            "rates": svg(rates_figure(runs, names), "rates"),
-        },
-        command=command,
-    )
+    rows = [(name, [cells[name] for cells in figures]) for name in figures[0]]
+    differing = differences([to_dict(run.spec) for run in runs])
+    found = [("Figures", rows), ("Keys that differ", differing)]
+    tables: list[Table] = []
+    for title, cells in found[: 2 if differing else 1]:
+        table = new_table(title, labels=[""], numbers=names)
+        for name, told in cells:
+            table.add_row(name, *told)
+        tables.append(table)
+    return tables
 
 
 def run_names(runs: Sequence[RunRecords]) -> list[str]:

@@ -1,6 +1,6 @@
 """Simulated runs as a table, and the provenance of the profile that priced them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
@@ -12,25 +12,16 @@ from wlb.spec import RunSpec
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
 """The cell of a run and the baseline."""
-COMMON: Mapping[str, Cell] = {
-    "gain": lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}",
-    "bound": lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}",
-    "imbalance": lambda run, _: f"{run.imbalance:.3f}",
-    "delay": lambda run, _: f"{run.mean_delay:.2f}",
-    "memory": lambda run, _: f"{run.peak_memory_bytes.max() / GIB:.1f}",
-    "MFU": lambda run, _: f"{run.mfu(peak_tflops=cluster_peak_tflops(run.simulator.spec)):.1%}",
-}
-"""Columns that the terminal and the page write alike."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
     ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
-    ("gain", COMMON["gain"]),
-    ("bound", COMMON["bound"]),
-    ("imb.", COMMON["imbalance"]),
+    ("gain", lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}"),
+    ("bound", lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}"),
+    ("imb.", lambda run, _: f"{run.imbalance:.3f}"),
     ("bubble", lambda run, _: f"{run.mean_bubble:.0%}"),
-    ("delay", COMMON["delay"]),
-    ("GiB", COMMON["memory"]),
-    ("MFU", COMMON["MFU"]),
+    ("delay", lambda run, _: f"{run.mean_delay:.2f}"),
+    ("GiB", lambda run, _: f"{run.peak_memory_bytes.max() / GIB:.1f}"),
+    ("MFU", lambda run, _: f"{run.mfu(peak_tflops=cluster_peak_tflops(run.simulator.spec)):.1%}"),
 )
 
 

@@ -91,19 +91,15 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
     )
 
 
-def labelled_trials(report: LayoutReport) -> list[tuple[str, Trial]]:
-    """Rows of tables: the best layouts by rank, then the run's own settings."""
-    rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
-    return rows + ([("own", report.own)] if report.own is not None else [])
-
-
 def layout_table(report: LayoutReport, *, title: str) -> Table:
     """The best layouts, and the run's own settings below them."""
     texts = ["layout, pipeline, packing"]
     table = new_table(
         title, labels=[""], texts=texts, numbers=COLUMNS, is_plain=True, caption=CAPTION
     )
-    for label, trial in labelled_trials(report):
+    rows = [(str(i + 1), trial) for i, trial in enumerate(report.best)]
+    rows += [("own", report.own)] if report.own is not None else []
+    for label, trial in rows:
         style = "bold" if trial is report.winner else ""
         text = "\n".join(lines_of(trial))
         table.add_row(label, text, *cells_of(trial, report.own), style=style)
