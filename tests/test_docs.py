@@ -65,7 +65,7 @@ def test_the_readme_says_what_was_proven_and_how() -> None:
     text = README.read_text("utf-8").partition("One H100 has run wlb")[2].partition("\n## ")[0]
     items = [" ".join(item.split()) for item in text.split("\n- *")[1:]]
     for how, claim in (
-        ("Measured on one H100", "prices measured on that card"),
+        ("Measured on one H100", "`h100_runs` predicts"),
         ("Proven by [rehearsal]", "cannot deadlock"),
         ("Proven by runs on CPU", "equal one process"),
         ("Never run", "NCCL between GPUs"),
