@@ -15,7 +15,7 @@ from tests.words import lacks
 from wlb.cli import main
 from wlb.cli.train import COMMON
 from wlb.parallel import world as worlds
-from wlb.planner.signs import PlanningError
+from wlb.planner.liveness import PlanningError
 from wlb.spec import RunSpec, list_keys, load
 from wlb.train import start
 from wlb.train.checkpoint.saver import CheckpointError

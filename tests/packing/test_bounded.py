@@ -12,7 +12,7 @@ from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
-from wlb.packing.prices import ONE_PRICE, PriceRange
+from wlb.packing.price_range import ONE_PRICE, PriceRange
 from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
 from wlb.packing.waiting import StepLimits, fitting

@@ -22,7 +22,7 @@ from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.model import Llama
 from wlb.parallel.execute import Executor
-from wlb.parallel.experts import mixtures_of
+from wlb.parallel.expert_parallel import mixtures_of
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange

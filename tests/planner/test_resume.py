@@ -17,7 +17,7 @@ from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, TokenStore, TokenStoreWriter
 from wlb.data.blend import BlendedBatches
 from wlb.packing import OriginalPacker, PackerOptions, Packs, VarLenPacker
-from wlb.packing.saved import PackedBatches, SavedPacker
+from wlb.packing.saved_packs import PackedBatches, SavedPacker
 from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, hold_state
 from wlb.spec import WindowCut

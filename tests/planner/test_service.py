@@ -24,8 +24,8 @@ from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import PackerOptions, VarLenPacker
 from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner
+from wlb.planner.liveness import Address, PlannerLost, PlanningError
 from wlb.planner.service import PlanClient, PlannerProcess
-from wlb.planner.signs import Address, PlannerLost, PlanningError
 
 pytestmark = pytest.mark.process
 

@@ -7,7 +7,7 @@ import numpy as np
 from wlb.cost import Scope, workload_for
 from wlb.simulate import NodeKind, Simulation, Simulator, StepPrices
 from wlb.simulate.order import PassKind
-from wlb.simulate.prices import TermPrices
+from wlb.simulate.pass_times import TermPrices
 from wlb.spec import RunSpec, load
 
 MS = 1_000_000

@@ -11,7 +11,7 @@ from tests.simulate.runs import made, spec_of
 from wlb.cost import StageLayers, stage_times, without_collectives
 from wlb.plan import IntArray
 from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
-from wlb.simulate.prices import TermPrices
+from wlb.simulate.pass_times import TermPrices
 from wlb.spec import Schedule
 
 ALIGNED = [4096] * 4

@@ -7,7 +7,7 @@ from experiments.beyond.validation.plans import PROCESSES, DrawnPlan, draw_plans
 from wlb.cost import Scope, workload_for
 from wlb.simulate import Simulation, Simulator, StepPrices
 from wlb.simulate.order import PassKind
-from wlb.simulate.prices import TermPrices
+from wlb.simulate.pass_times import TermPrices
 from wlb.spec import PipelineSection, Schedule, load
 from wlb.validation.replay import StepWaits
 from wlb.validation.replay_step import compare, simulated_s, waits_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wlb.balance.exchange import SharedBins, share, sums_by
-from wlb.balance.waits import Waits
+from wlb.balance.waiting_times import Waits
 from wlb.plan import IntArray
 from wlb.plan.arrays import FloatArray
 

@@ -15,7 +15,7 @@ from wlb.balance.counted import even_counts
 from wlb.balance.exchange import sums_by
 from wlb.balance.fill import fewest_bins, fill, fill_empty
 from wlb.balance.improve import GOOD_ENOUGH, Rules, Units, improve
-from wlb.balance.waits import RankSlots, RankTotals, Slots
+from wlb.balance.waiting_times import RankSlots, RankTotals, Slots
 from wlb.plan import IntArray, UserError
 from wlb.plan.arrays import FloatArray
 

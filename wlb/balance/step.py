@@ -9,8 +9,8 @@ from wlb.balance.dynamic import solve_dynamic
 from wlb.balance.exchange import sums_by
 from wlb.balance.improve import Rules, Units
 from wlb.balance.mini_batches import choose
-from wlb.balance.prices import prices, whole
 from wlb.balance.request import RankRules, SampleLabels, SlotRules, StepRequest
+from wlb.balance.sample_costs import prices, whole
 from wlb.balance.solve import solve
 from wlb.cost import LLAMA2_7B, Cost, WorkloadModel, model_of
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, int_array, whole_number

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cli import output, recorded, sources
+from wlb.cli import finished_run, output, sources
 from wlb.cli.options import add_flag, add_json, add_text, number
 from wlb.cost import planned_gib, workload_for
 from wlb.cost.machine import program_version
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.recorded:
-        recorded.refuse_others(options, options.defaults)
+        finished_run.refuse_others(options, options.defaults)
     if options.json == "-" and options.replay is not None:
         raise UserError(
             "--replay prints a table, but --json without a file owns stdout; give --json a FILE, "
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     sources.check_outputs(*written, needs_plots=bool(options.timeline))
     output.check_figure(options.timeline)
     if options.recorded:
-        return recorded.show(options)
+        return finished_run.show(options)
     spec = priced_spec(load(options.name, options.overrides), options)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)

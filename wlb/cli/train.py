@@ -10,11 +10,11 @@ from wlb.cli.options import add_flag, add_overrides, add_text
 from wlb.cli.output import needs_train_extra
 from wlb.cli.system import with_system
 from wlb.plan import RunError, UserError
-from wlb.planner.signs import PlanningError
+from wlb.planner.liveness import PlanningError
 from wlb.report.tables import console
 from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
 from wlb.train import dry_run
-from wlb.train.faults.full import full_disk
+from wlb.train.faults.disk_full import full_disk
 from wlb.train.faults.stop import Signals
 
 _DESCRIPTION = """\

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from wlb.cost.budget import GIB
-from wlb.cost.experts import sums_by_stage
+from wlb.cost.expert_sizes import sums_by_stage
 from wlb.cost.memory import (
     DEALT_MARGIN,
     MemoryEstimate,

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from wlb.cost import experts
+from wlb.cost import expert_sizes
 from wlb.cost.budget import GIB as GIB
 from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
 from wlb.spec import (
@@ -175,7 +175,7 @@ def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: in
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
     """What a rank holds around each backward pass, with micro-batches of `tokens`."""
     kept, waiting = (
-        experts.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
+        expert_sizes.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes)
     )
     output = stage_output_bytes(spec, micro_batch_tokens=tokens)
@@ -187,7 +187,7 @@ def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
     """Bytes of a stage's gradients on one TP rank: float32, and with FSDP their reduced shard."""
     count = stage_parameters(spec, stage=stage)
     with_experts = spec.stage_expert_layers[stage]
-    shard = experts.stored_parameters(spec, count, with_experts) if _has_fsdp(spec) else 0
+    shard = expert_sizes.stored_parameters(spec, count, with_experts) if _has_fsdp(spec) else 0
     return FLOAT32_BYTES * (count + shard)
 
 
@@ -197,7 +197,9 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     size = _compute_bytes(spec)
     local, recompute = _local(spec, micro_batch_tokens), spec.training.recompute
     load = spec.cost.expert_load
-    order_bytes = experts.order_bytes(model, is_recomputed=recompute != Recompute.NONE, load=load)
+    order_bytes = expert_sizes.order_bytes(
+        model, is_recomputed=recompute != Recompute.NONE, load=load
+    )
     if recompute == Recompute.FULL:
         return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
@@ -205,11 +207,11 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         # Q and K before their norms; K and Q after them are kept for attention.
         values += model.q_dim + model.kv_dim
     if spec.training.recompute == Recompute.NONE:
-        values += model.hidden_size + experts.mlp_values(model, load=load)
+        values += model.hidden_size + expert_sizes.mlp_values(model, load=load)
     # A log-sum-exp a head, and with norms of heads a root mean square each.
     float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
     if recompute == Recompute.NONE:
-        float32_values += experts.z_loss_values(model)
+        float32_values += expert_sizes.z_loss_values(model)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
     return local * (per_token + 2 * model.kv_dim * size) // tp
 
@@ -241,9 +243,9 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     and V are added up; and of activations recomputed for attention's."""
     local = _local(spec, tokens)
     load = spec.cost.expert_load
-    hidden = experts.hidden_values(spec.model, load=load)
+    hidden = expert_sizes.hidden_values(spec.model, load=load)
     values = 2 * spec.model.hidden_size + 3 * hidden // spec.parallel.tp
-    values += experts.exchanged_values(spec.model, load=load) // spec.parallel.tp
+    values += expert_sizes.exchanged_values(spec.model, load=load) // spec.parallel.tp
     mlp = local * _compute_bytes(spec) * values
     kept, half, whole = (
         layer_activation_bytes(_with_recompute(spec, recompute), micro_batch_tokens=tokens)
@@ -348,8 +350,8 @@ def memory_of_rank(
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
     parameters = _parameters(spec, pp_rank=pp_rank)
     with_experts = sum(spec.stage_expert_layers[stage] for stage in spec.stages_of(pp_rank))
-    shard = experts.stored_parameters(spec, parameters, with_experts)
-    kinds = experts.kinds_of(spec, spec.stages_of(pp_rank))
+    shard = expert_sizes.stored_parameters(spec, parameters, with_experts)
+    kinds = expert_sizes.kinds_of(spec, spec.stages_of(pp_rank))
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
@@ -383,7 +385,7 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
 
 
 def _has_fsdp(spec: RunSpec) -> bool:
-    is_divided = spec.parallel.fsdp_size > 1 or experts.divides_experts(spec)
+    is_divided = spec.parallel.fsdp_size > 1 or expert_sizes.divides_experts(spec)
     return is_divided or spec.training.dtype != Dtype.FLOAT32
 
 
@@ -414,8 +416,8 @@ def _gathered(spec: RunSpec, pp_rank: int) -> int:
     most = max(spec.stage_layers[stage] for stage in stages)
     at_once = min(most, 1 + LAYERS_AHEAD)
     # Layers of the larger kind are taken to follow each other.
-    of_layers = experts.sum_over(spec, stages, layer_parameters)
-    largest = max(map(layer_parameters, experts.kinds_of(spec, stages)))
+    of_layers = expert_sizes.sum_over(spec, stages, layer_parameters)
+    largest = max(map(layer_parameters, expert_sizes.kinds_of(spec, stages)))
     return count - of_layers + min(of_layers, at_once * largest)
 
 
@@ -424,7 +426,7 @@ def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
     own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
     stages = spec.stages_of(pp_rank)
-    in_layers = experts.sum_over(spec, stages, lambda kind: most_in_layer(kind, window))
+    in_layers = expert_sizes.sum_over(spec, stages, lambda kind: most_in_layer(kind, window))
     output = stage_output_bytes(spec, micro_batch_tokens=window)
     kept = (in_layers, len(stages) * output)
     return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
@@ -469,8 +471,8 @@ def _compute_bytes(spec: RunSpec) -> int:
 def layer_parameters(spec: RunSpec) -> int:
     """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank. This
     is a layer with experts if the model has any, as for all sizes of one layer here
-    (`experts.sums_by_stage`)."""
-    model, held = spec.model, experts.experts_of_layer(spec)
+    (`expert_sizes.sums_by_stage`)."""
+    model, held = spec.model, expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
     divided = model.num_layer_parameters - whole - held * spec.parallel.ep
     return divided // spec.parallel.tp + whole + held
@@ -481,7 +483,7 @@ def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
     stage has both."""
     model, tp = spec.model, spec.parallel.tp
-    count = experts.sum_over(spec, [stage], layer_parameters)
+    count = expert_sizes.sum_over(spec, [stage], layer_parameters)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp
     if stage == 0:
         count += vocabulary

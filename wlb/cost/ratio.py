@@ -1,7 +1,7 @@
 """Work by a ratio of FLOPs, which needs no measured device, and the forms in which users say costs.
 
 By name, two frameworks' own formulas: "verl" is 24,576 tokens + tokens^2 (its `calculate_workload`,
-a 7B model's ratio); "slime" prices whole samples only (`wlb.balance.prices`).
+a 7B model's ratio); "slime" prices whole samples only (`wlb.balance.sample_costs`).
 """
 
 from collections.abc import Callable, Sequence

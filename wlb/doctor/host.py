@@ -18,7 +18,7 @@ from wlb.plan import UserError
 from wlb.train.checkpoint.folder import list_complete
 from wlb.train.checkpoint.room import most_at_once
 from wlb.train.job import directory_of
-from wlb.train.memory import GIB, budget_of, estimate_of, hold_against, within
+from wlb.train.memory_check import GIB, budget_of, estimate_of, hold_against, within
 
 PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")

@@ -17,9 +17,9 @@ from wlb.cost.profile import Collective, KernelProfile
 from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, ranges, skipped, warned
 from wlb.parallel import collectives
+from wlb.parallel.connect import checked_all_to_all, checked_collectives
 from wlb.parallel.grid import LINKS
 from wlb.parallel.mesh import used_groups
-from wlb.parallel.warm import checked_all_to_all, checked_collectives
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"

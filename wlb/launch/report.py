@@ -62,7 +62,7 @@ _WAITS = (
     "wlb/train/reduce.py",
     "wlb/train/evaluate.py",
     "wlb/train/telemetry/ranks.py",
-    "wlb/parallel/warm.py",
+    "wlb/parallel/connect.py",
 )
 """Parts of the innermost stack frames of a rank that waits for other ranks: parts of paths, and
 the function in which torch's pipeline schedules wait, whose file also computes. On CUDA collectives

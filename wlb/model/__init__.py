@@ -1,6 +1,6 @@
 """A plain decoder over packed rows: LLaMA, Mistral, Qwen, Gemma, mixtures of experts."""
 
-from wlb.model.experts import ExpertRows as ExpertRows
+from wlb.model.expert_layer import ExpertRows as ExpertRows
 from wlb.model.llama import Attend as Attend
 from wlb.model.llama import LayerRows as LayerRows
 from wlb.model.llama import Llama as Llama

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from wlb.model.experts import ExpertRows, MixtureMlp, initial_experts
+from wlb.model.expert_layer import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
 from wlb.model.norm import norm_of, normalise
 from wlb.model.rope import rotate

@@ -7,6 +7,7 @@ from wlb.packing.bins import Bins as Bins
 from wlb.packing.bins import pack_bins as pack_bins
 from wlb.packing.bounded import BoundedPacker as BoundedPacker
 from wlb.packing.capacity import CapacityPacker as CapacityPacker
+from wlb.packing.carry_slots import CarrySlots as CarrySlots
 from wlb.packing.examples import ExamplesPacker as ExamplesPacker
 from wlb.packing.fixed import FixedPacker as FixedPacker
 from wlb.packing.ilp.model import Objective as Objective
@@ -26,12 +27,11 @@ from wlb.packing.policies import first_with_room as first_with_room
 from wlb.packing.policies import options_for as options_for
 from wlb.packing.policies import packer_for as packer_for
 from wlb.packing.policies import with_s_max as with_s_max
-from wlb.packing.prices import PriceRange as PriceRange
+from wlb.packing.price_range import PriceRange as PriceRange
 from wlb.packing.refine import refine as refine
-from wlb.packing.saved import PackedBatches as PackedBatches
-from wlb.packing.saved import Packs as Packs
-from wlb.packing.saved import SavedPacker as SavedPacker
-from wlb.packing.slots import CarrySlots as CarrySlots
+from wlb.packing.saved_packs import PackedBatches as PackedBatches
+from wlb.packing.saved_packs import Packs as Packs
+from wlb.packing.saved_packs import SavedPacker as SavedPacker
 from wlb.packing.study.measure import PackingRun as PackingRun
 from wlb.packing.study.measure import PackingSummary as PackingSummary
 from wlb.packing.study.measure import label_weights as label_weights

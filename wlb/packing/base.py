@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from wlb.cost import WorkloadModel
-from wlb.packing.slots import CarrySlots
+from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import (
     Carry,
     GlobalBatch,

@@ -14,10 +14,10 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits, check_s_max
-from wlb.packing.prices import ONE_PRICE, PriceRange, comparable
+from wlb.packing.carry_slots import CarrySlots
+from wlb.packing.price_range import ONE_PRICE, PriceRange, comparable
 from wlb.packing.refine import refine
 from wlb.packing.release import choose
-from wlb.packing.slots import CarrySlots
 from wlb.packing.var_len import place
 from wlb.packing.waiting import StepLimits, fitting
 from wlb.plan import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from wlb.packing.base import LEFTOVER, STEP_ORDER, PolicyPacker, Pushed, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
-from wlb.packing.slots import CarrySlots
+from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, hold_whole
 
 

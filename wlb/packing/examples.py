@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits
-from wlb.packing.slots import CarrySlots
+from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, check_at_least
 
 STEPS_SORTED = 50

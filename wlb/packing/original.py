@@ -16,8 +16,8 @@ from typing import ClassVar
 import numpy as np
 
 from wlb.packing.base import PolicyPacker, Pushed, check_fits
+from wlb.packing.carry_slots import CarrySlots
 from wlb.packing.fixed import Part, cut_into, parts_that_fill
-from wlb.packing.slots import CarrySlots
 from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, cut_at, offsets_of
 from wlb.spec import WindowCut
 

@@ -12,8 +12,8 @@ from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.ilp.packers import IlpFixedPacker, IlpVarLenPacker
 from wlb.packing.original import OriginalPacker
-from wlb.packing.prices import PriceRange
-from wlb.packing.saved import SavedPacker
+from wlb.packing.price_range import PriceRange
+from wlb.packing.saved_packs import SavedPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError
 from wlb.spec import PackingSection, Policy, RunSpec, check

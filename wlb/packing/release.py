@@ -10,8 +10,8 @@ all hosts (single IEEE operations). Cost: O(n log n) and some thousand choices, 
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.packing.pouring import poured
 from wlb.packing.waiting import CLASS, ReleaseChoices, StepLimits, WaitingDocuments
+from wlb.packing.water_filling import poured
 from wlb.plan import BoolArray, IntArray
 
 LEAST = 0.35

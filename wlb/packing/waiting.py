@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from wlb.cost.flops import FloatArray
-from wlb.packing.prices import comparable
+from wlb.packing.price_range import comparable
 from wlb.packing.var_len import place
 from wlb.plan import BoolArray, IntArray, IntLike, offsets_of
 

@@ -19,11 +19,11 @@ from wlb.kernels import Scores
 from wlb.kernels.fused.select import FusedChoice, choose_fused
 from wlb.kernels.select import Choice, choose_backend
 from wlb.model import Llama, Ops, initial_weight
-from wlb.model.experts import MixtureMlp
+from wlb.model.expert_layer import MixtureMlp
 from wlb.parallel.compiled import compile_layers
 from wlb.parallel.data import needs_fsdp, shard_stage, shard_start, share_streams
 from wlb.parallel.deferred import DeferringOps, WeightQueue
-from wlb.parallel.experts import divide_experts, is_expert, own_experts
+from wlb.parallel.expert_parallel import divide_experts, is_expert, own_experts
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import TensorParallelOps, local_tensor, placement
 from wlb.parallel.tensor_op import TracedTensorParallelOps

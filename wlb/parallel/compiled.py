@@ -18,7 +18,7 @@ from torch._dynamo.decorators import mark_static, mark_unbacked, maybe_mark_dyna
 from torch._dynamo.utils import counters
 
 from wlb.model import Llama, Rows
-from wlb.model.experts import MixtureMlp
+from wlb.model.expert_layer import MixtureMlp
 from wlb.plan import UserError
 
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from wlb.model import Llama
 from wlb.parallel.collectives import all_reduce
-from wlb.parallel.experts import experts_of, sharding_of_experts
+from wlb.parallel.expert_parallel import experts_of, sharding_of_experts
 from wlb.parallel.mesh import EXPERT_SHARD, Mesh
 from wlb.parallel.tensor import local_tensor, placement
 from wlb.spec import FsdpSection

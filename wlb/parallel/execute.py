@@ -16,7 +16,7 @@ from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
 from wlb.parallel.data import finish_gradients, set_gradient_sync
-from wlb.parallel.experts import add_up_loads
+from wlb.parallel.expert_parallel import add_up_loads
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.model.expert_way import StageRows, inverse_of, sorted_by_expert
+from wlb.model.expert_dispatch import StageRows, inverse_of, sorted_by_expert
 from wlb.parallel.collectives import start_all_to_all, wait
 
 Numbers = list[list[int]]

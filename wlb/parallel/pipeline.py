@@ -146,7 +146,7 @@ class VarLenStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing: torch 2.11 would connect the group of the axis pp, which carries no transfers.
-        `wlb.parallel.warm` has connected the links."""
+        `wlb.parallel.connect` has connected the links."""
         return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
@@ -267,7 +267,7 @@ def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
     The vote sends messages through all stages and reads the result on the host, before a
     schedule's first step and whenever training and evaluation alternate
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py).
-    `wlb.parallel.warm` has connected the neighbours already.
+    `wlb.parallel.connect` has connected the neighbours already.
     """
     from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
 

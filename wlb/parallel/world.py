@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from wlb.parallel.gloo import use_one_worker
 from wlb.parallel.host import allow_open_files, destroy_gloo_groups, new_host_group
-from wlb.parallel.waits import ended_by_signals
+from wlb.parallel.wait_signals import ended_by_signals
 from wlb.plan import UserError
 from wlb.spec.run import Device
 

@@ -36,8 +36,8 @@ from wlb.plan.exchange import rows_moved as rows_moved
 from wlb.plan.exchange import rows_moved_in_stages as rows_moved_in_stages
 from wlb.plan.exchange import rows_read as rows_read
 from wlb.plan.exchange import stage_bounds as stage_bounds
-from wlb.plan.experts import ExpertLoad as ExpertLoad
-from wlb.plan.experts import ExpertLoads as ExpertLoads
+from wlb.plan.expert_load import ExpertLoad as ExpertLoad
+from wlb.plan.expert_load import ExpertLoads as ExpertLoads
 from wlb.plan.metrics import MeasuredStep as MeasuredStep
 from wlb.plan.metrics import StepCounts as StepCounts
 from wlb.plan.metrics import StepMetrics as StepMetrics

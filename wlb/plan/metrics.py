@@ -14,7 +14,7 @@ import numpy as np
 from wlb.plan.arrays import IntArray
 from wlb.plan.errors import UserError
 from wlb.plan.exchange import KeyRows
-from wlb.plan.experts import LOAD, ExpertLoad
+from wlb.plan.expert_load import LOAD, ExpertLoad
 from wlb.plan.packing import PackingPlan
 from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema, schema_of
 from wlb.plan.telemetry import TELEMETRY, Telemetry

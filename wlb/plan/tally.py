@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from wlb.plan.exchange import KeyRows
-from wlb.plan.experts import ExpertLoads
+from wlb.plan.expert_load import ExpertLoads
 from wlb.plan.metrics import MeasuredStep, StepMetrics, degrees_of
 from wlb.plan.ranks import RankTable, Straggler
 from wlb.plan.telemetry import Moments, Spread, Telemetry, Work

@@ -46,8 +46,8 @@ from wlb.plan import (
     predict,
 )
 from wlb.planner.deal import deal
+from wlb.planner.expert_pipelines import deal_rounds
 from wlb.planner.lengths import packer_of, source_of
-from wlb.planner.meet import deal_rounds
 from wlb.planner.resume import hold_state
 from wlb.sharding import NAMES, shard
 from wlb.spec import ExchangeChoice, Policy, Remainder, RunSpec, WindowCut

@@ -35,7 +35,7 @@ from typing import Any
 from wlb.data.leftovers import made_and_held, sweep
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner.compose import Planner
-from wlb.planner.signs import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
+from wlb.planner.liveness import SILENCE_S, Address, PlannerLost, PlanningError, SignsOfLife
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _BEAT_S = 0.25

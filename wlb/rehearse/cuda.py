@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 
 from wlb.kernels.fused import select
 from wlb.rehearse import compiler, record
+from wlb.rehearse.fake_memory import FOOTPRINT
 from wlb.rehearse.gpu import GPU, FakeEvent, FakeStream, RankMessage, called_from
-from wlb.rehearse.memory import FOOTPRINT
 from wlb.rehearse.record import Recorder
 from wlb.train import refuse
 

@@ -20,7 +20,7 @@ from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.job import Job
-from wlb.train.memory import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, hold_against, within
 from wlb.train.refuse import refuse_early
 from wlb.train.stores import Stores, open_stores, ready
 

@@ -19,14 +19,14 @@ from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
-from wlb.rehearse import cuda, experts
+from wlb.rehearse import cuda, equal_experts
 from wlb.rehearse.allocator import reserved
+from wlb.rehearse.fake_memory import FOOTPRINT
 from wlb.rehearse.gpu import GPU, Communicator
-from wlb.rehearse.memory import FOOTPRINT
-from wlb.rehearse.prices import Prices
+from wlb.rehearse.kernel_times import Prices
 from wlb.rehearse.record import Recorder, check_copied
 from wlb.rehearse.results import Fault, RankResult, StepResult
-from wlb.simulate.memory import peak_of_step
+from wlb.simulate.peak_memory import peak_of_step
 from wlb.spec import RunSpec
 from wlb.train import loop
 from wlb.train.checkpoint import saver
@@ -109,7 +109,7 @@ class RehearsedTrainer(loop.Trainer):
         super()._step(plan, pipeline)
         batches = [batch.num_tokens for batch in pipeline.micro_batches]
         parallel = self.spec.parallel
-        longest = experts.most_local_tokens(plan, parallel, self.mesh.at)
+        longest = equal_experts.most_local_tokens(plan, parallel, self.mesh.at)
         self.results.append(
             StepResult(
                 step=plan.step,
@@ -174,7 +174,7 @@ def _trainer(
     rank: int, job: Job, items: Callable[[int], list[Item]], stack: contextlib.ExitStack
 ) -> RehearsedTrainer:
     spec = job.spec
-    experts.load_equally(spec)
+    equal_experts.load_equally(spec)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     priced = with_backend(spec, "cuda")
     recorder = Recorder(Prices(workload_for(priced, "cuda"), priced.kernels), fakes)
@@ -223,7 +223,7 @@ def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
     q, kv, ffn = model.q_dim // tp, model.kv_dim // tp, model.ffn_hidden_size // tp
     hidden, vocab = model.hidden_size, model.padded_vocab_size // tp
     dense = {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
-    return dense | experts.weight_shapes(spec) if model.experts.num else dense
+    return dense | equal_experts.weight_shapes(spec) if model.experts.num else dense
 
 
 @contextlib.contextmanager

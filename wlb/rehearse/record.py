@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from wlb.rehearse.fake_memory import FOOTPRINT
 from wlb.rehearse.gpu import (
     GPU,
     Communicator,
@@ -26,8 +27,7 @@ from wlb.rehearse.gpu import (
     Splits,
     called_from,
 )
-from wlb.rehearse.memory import FOOTPRINT
-from wlb.rehearse.prices import Prices, size_of
+from wlb.rehearse.kernel_times import Prices, size_of
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor, torch.nn.Buffer}

@@ -11,9 +11,9 @@ import numpy as np
 
 from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
+from wlb.sharding.attention_price import GATHER, cheapest
 from wlb.sharding.per_document import document_chunks, per_document
 from wlb.sharding.per_sequence import head_tail_ranks, per_sequence
-from wlb.sharding.prices import GATHER, cheapest
 from wlb.sharding.spans import RankedSpans, checked_lengths, cut_sequence, from_spans
 from wlb.spec import ExchangeChoice
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from wlb.cost import WorkloadModel
 from wlb.plan import IntLike, ShardingPlan, UserError
+from wlb.sharding.attention_price import GATHER, cheapest
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
-from wlb.sharding.prices import GATHER, cheapest
 from wlb.spec import ExchangeChoice, Remainder
 
 

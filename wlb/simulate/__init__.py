@@ -6,8 +6,8 @@ from wlb.simulate.graph import Node as Node
 from wlb.simulate.graph import NodeKind as NodeKind
 from wlb.simulate.order import PassKind as PassKind
 from wlb.simulate.order import pipeline_order as pipeline_order
-from wlb.simulate.prices import ShardedStep as ShardedStep
-from wlb.simulate.prices import StepPrices as StepPrices
+from wlb.simulate.pass_times import ShardedStep as ShardedStep
+from wlb.simulate.pass_times import StepPrices as StepPrices
 from wlb.simulate.program import Wires as Wires
 from wlb.simulate.program import step_graph as step_graph
 from wlb.simulate.run import RunSimulation as RunSimulation

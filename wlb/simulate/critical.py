@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.order import PassKind
-from wlb.simulate.prices import KEYS, StepPrices
+from wlb.simulate.pass_times import KEYS, StepPrices
 from wlb.simulate.step import Simulation
 
 K = TypeVar("K", bound=Hashable)

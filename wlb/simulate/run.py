@@ -17,7 +17,7 @@ from wlb.cost.memory import GIB
 from wlb.data import ListedBatches
 from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
 from wlb.planner import Planner
-from wlb.simulate.prices import ShardedStep, StepPrices, joined
+from wlb.simulate.pass_times import ShardedStep, StepPrices, joined
 from wlb.simulate.program import Wires
 from wlb.simulate.shards import WLB_FSDP, FsdpExecution
 from wlb.simulate.step import Simulation, Simulator, chunked

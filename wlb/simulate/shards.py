@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import Collective, CollectiveCost, Elementwise, KernelProfile, ProfiledWorkload
-from wlb.cost.experts import experts_of_layer, sharing_ranks, stored_parameters
+from wlb.cost.expert_sizes import experts_of_layer, sharing_ranks, stored_parameters
 from wlb.cost.linear import GRADIENT_BYTES
 from wlb.cost.memory import stage_parameters
 from wlb.cost.profile import DTYPE_BYTES

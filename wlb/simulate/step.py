@@ -15,9 +15,8 @@ import numpy as np
 from wlb.cost import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, StepMetrics, UserError
 from wlb.simulate.graph import Graph, NodeKind
-from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import Action, Order, PassKind
-from wlb.simulate.prices import (
+from wlb.simulate.pass_times import (
     CALLS,
     ShardedStep,
     StepPrices,
@@ -25,6 +24,7 @@ from wlb.simulate.prices import (
     message_scope,
     step_prices,
 )
+from wlb.simulate.peak_memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.program import Wires, step_graph
 from wlb.simulate.shards import WLB_FSDP, FsdpExecution, ShardCosts, shard_costs
 from wlb.spec import RunSpec, check

@@ -22,7 +22,7 @@ from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
 from wlb.simulate.published import trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once
-from wlb.train.memory import caps_line, estimate_of, hold_against, too_much, within
+from wlb.train.memory_check import caps_line, estimate_of, hold_against, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing

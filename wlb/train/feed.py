@@ -11,8 +11,8 @@ from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.planner import open_planner
+from wlb.planner.liveness import SILENCE_S, Address
 from wlb.planner.service import PlanClient, PlannerProcess
-from wlb.planner.signs import SILENCE_S, Address
 from wlb.spec import RunSpec
 
 STEPS_AHEAD = 3

@@ -12,7 +12,7 @@ from wlb.data.reader import StoreReader
 from wlb.launch.position import Position
 from wlb.parallel.data import gradient_square
 from wlb.parallel.execute import Executor
-from wlb.parallel.experts import load_values
+from wlb.parallel.expert_parallel import load_values
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import World
 from wlb.plan import PipelinePlan, PlannerState, StepPlan

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from wlb.parallel.data import scale_gradients
-from wlb.parallel.experts import is_expert, rebalance
+from wlb.parallel.expert_parallel import is_expert, rebalance
 from wlb.spec import RateSchedule, RunSpec, TrainingSection
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels.segments import copy_to_device
-from wlb.parallel.experts import num_load_values
+from wlb.parallel.expert_parallel import num_load_values
 from wlb.parallel.mesh import Mesh
 from wlb.plan import ExpertLoad, FloatArray, KeyRows, PipelinePlan, StepPlan, key_rows
 from wlb.spec import ModelSpec
@@ -87,7 +87,7 @@ class StepReducer:
         """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
 
         loss, gradient_square, stop: this rank's share. expert_load: of its layers
-        (`wlb.parallel.experts.load_values`). done: the executed pipeline plan.
+        (`wlb.parallel.expert_parallel.load_values`). done: the executed pipeline plan.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
@@ -126,7 +126,7 @@ class StepReducer:
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:
-        """values: as in `wlb.parallel.experts.load_values`, of all stages."""
+        """values: as in `wlb.parallel.expert_parallel.load_values`, of all stages."""
         num = self._num_layers
         layers = tuple(layer for layer in range(num) if values[layer])
         if not layers:

@@ -26,7 +26,7 @@ from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
 from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.memory import budget_of, hold_against
+from wlb.train.memory_check import budget_of, hold_against
 from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of, refuse_snapshots
 from wlb.train.telemetry.sinks import refuse_missing
 

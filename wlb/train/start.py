@@ -24,7 +24,7 @@ from wlb.packing import with_s_max
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group
 from wlb.parallel.mesh import build_mesh, limit_collectives
-from wlb.parallel.waits import ended_by_signals
+from wlb.parallel.wait_signals import ended_by_signals
 from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
@@ -35,12 +35,12 @@ from wlb.train.checkpoint.room import hold_room, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
-from wlb.train.faults.recorded import recorded
+from wlb.train.faults.recorded_rank import recorded
 from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
 from wlb.train.loop import Trainer
-from wlb.train.memory import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, hold_against, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
     Probe,

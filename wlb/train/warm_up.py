@@ -14,7 +14,7 @@ from wlb.kernels import BACKENDS, Scores, Segments
 from wlb.kernels.backend import SavedTensors
 from wlb.kernels.flash_package import FlashBackend
 from wlb.parallel.build import compute_dtype, kernel_of
-from wlb.parallel.warm import warm
+from wlb.parallel.connect import warm
 from wlb.spec import ExchangeChoice, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 

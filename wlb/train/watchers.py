@@ -3,7 +3,7 @@
 from wlb.spec import RunSpec
 from wlb.train.checkpoint.saves import SaveCheckpoints
 from wlb.train.evaluate import EvaluateHeldOut, Evaluator
-from wlb.train.faults.kept import KeepFolder
+from wlb.train.faults.folder_removed import KeepFolder
 from wlb.train.faults.stop import StopRequest
 from wlb.train.faults.verify import VerifyStores
 from wlb.train.hooks import Hook, RunContext

@@ -12,7 +12,7 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
 from wlb.spec import ModelSpec, RopeKind, RopeScaling
-from wlb.weights import experts
+from wlb.weights import expert_weights
 from wlb.weights.defaults import DEFAULTS, Defaults, default_ids
 from wlb.weights.gemma import GEMMA, KEYS, full_rope, gemma_json, gemma_type, is_gemma, read_gemma
 from wlb.weights.windows import WINDOW, flag, read_window, window_json
@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
-    **experts.ARCHITECTURES,
+    **expert_weights.ARCHITECTURES,
 }
 """Architectures by model_type."""
 
@@ -60,7 +60,7 @@ _ROPE = """
     original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
     truncate
 """
-_KNOWN = frozenset(f"{_READ} {_HARMLESS} {experts.READ} {experts.HARMLESS}".split())
+_KNOWN = frozenset(f"{_READ} {_HARMLESS} {expert_weights.READ} {expert_weights.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
 _MODEL = "AutoModelForCausalLM"
 _SAID = {"gemma2": ("sliding_window_size",), "qwen3_moe": ("use_qk_norm",)}
@@ -107,7 +107,7 @@ def read_config(path: Path) -> HubModel:
         head_dim=keys.whole("head_dim") if values.get("head_dim") else usual.head_dim,
         ffn_hidden_size=keys.whole("intermediate_size"),
         norm_eps=keys.real("rms_norm_eps", usual.norm_eps),
-        experts=experts.read_experts(keys, model_type),
+        experts=expert_weights.read_experts(keys, model_type),
         tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
@@ -191,7 +191,7 @@ def config_json(
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
         **_FIXED.get(model_type, {}),
-        **(experts.experts_json(spec, model_type) or window_json(spec, model_type)),
+        **(expert_weights.experts_json(spec, model_type) or window_json(spec, model_type)),
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
@@ -231,7 +231,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 def _type_of(spec: ModelSpec) -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
     if spec.experts.num:
-        return experts.type_of(spec)
+        return expert_weights.type_of(spec)
     if spec.qk_norm_rows:
         raise UserError(
             "model.qk_norm_rows = true without experts: transformers has it in OLMoE alone, here; "

@@ -12,7 +12,7 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 
-from wlb.model.experts import BALANCE
+from wlb.model.expert_layer import BALANCE
 from wlb.plan import check_at_least
 from wlb.prepare import load_tokenizer
 from wlb.prepare.encode import token_text

@@ -13,7 +13,7 @@ import torch
 from wlb.model import Llama
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.spec import ModelSpec
-from wlb.weights.experts import names_in_files
+from wlb.weights.expert_weights import names_in_files
 
 CHECKPOINT_ROOT = "model"
 """Key of the parameters in a checkpoint's state dict."""

@@ -42,7 +42,7 @@ system `wlb`, with one layer a stage: messages between ranks repeat from layer t
 system changes their sizes, not their order (tests/rehearse/test_run_layouts.py, where recompute
 is proven too). Of 405b_128k, whose 8,192 ranks are too many, the first and the last rank of the
 first, a middle and the last pipeline position. Peak: most bytes of living tensors. Estimate:
-`wlb.simulate.memory.peak_of_step` for the same step, the first step left out. Reserved: what
+`wlb.simulate.peak_memory.peak_of_step` for the same step, the first step left out. Reserved: what
 torch's caching allocator takes for the same requests. May be reserved: the device's memory less
 CUDA's context and NCCL's buffers. Nothing ran on a GPU."""
 

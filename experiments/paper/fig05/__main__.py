@@ -23,7 +23,7 @@ from experiments.harness.pages import Against, How, Picture, Table, show, write_
 from wlb.cost import Scope, workload_for
 from wlb.report.timeline import add_timeline_legend, draw_timeline, row_inches
 from wlb.simulate import NodeKind, PassKind, Simulation, Simulator, StepPrices
-from wlb.simulate.prices import TermPrices
+from wlb.simulate.pass_times import TermPrices
 from wlb.spec import Schedule
 
 FORWARD_NS, BACKWARD_NS = 10_000_000, 20_000_000

@@ -17,8 +17,8 @@ from wlb.simulate.layout_search.layouts import (
     pipeline_of,
     planned_bytes,
 )
-from wlb.simulate.memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.simulate.order import pipeline_order
+from wlb.simulate.peak_memory import peak_held_bytes, rest_bytes, stage_bytes, stage_gradients
 from wlb.spec import EpSection, ExpertsSpec, Recompute, Schedule, check
 
 NONE = Recompute.NONE

@@ -25,11 +25,11 @@ from wlb.packing.base import (
     check_s_max,
     permuted,
 )
+from wlb.packing.carry_slots import CarrySlots
 from wlb.packing.fixed import FixedPacker, Window, greedy
 from wlb.packing.ilp.fluid import Shape, items_of, placed
 from wlb.packing.ilp.model import Objective, solve
 from wlb.packing.ilp.solvers import Solver, SolverLimits
-from wlb.packing.slots import CarrySlots
 from wlb.packing.var_len import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 

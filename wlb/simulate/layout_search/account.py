@@ -12,7 +12,7 @@ from dataclasses import replace
 from wlb.cost import ProfiledWorkload
 from wlb.simulate.critical import NAMES
 from wlb.simulate.graph import NodeKind
-from wlb.simulate.prices import KEYS, StepPrices
+from wlb.simulate.pass_times import KEYS, StepPrices
 from wlb.simulate.step import Simulator
 from wlb.spec import Recompute
 

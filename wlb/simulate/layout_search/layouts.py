@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from wlb.cost import TokenCaps, gpu_budget, planned_gib, token_caps
 from wlb.cost.memory import GIB, held_bytes
 from wlb.plan import UserError
-from wlb.simulate.memory import rest_bytes
+from wlb.simulate.peak_memory import rest_bytes
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, check
 
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5

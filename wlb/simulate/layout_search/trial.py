@@ -21,7 +21,7 @@ from wlb.plan import GlobalBatch, IntArray, StepPlan, UserError, local_tokens, o
 from wlb.planner import Planner
 from wlb.simulate.layout_search.account import TermSeconds, account, even_terms, work_terms
 from wlb.simulate.layout_search.layouts import Candidate, name_of, planned_bytes
-from wlb.simulate.prices import LayerTimes, ShardedStep, StepPrices, layer_times, prices_of
+from wlb.simulate.pass_times import LayerTimes, ShardedStep, StepPrices, layer_times, prices_of
 from wlb.simulate.run import RunSimulation, collected, sharded_steps, simulate_run
 from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec

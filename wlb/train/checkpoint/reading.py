@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from wlb.model import Llama
-from wlb.model.experts import BALANCE
+from wlb.model.expert_layer import BALANCE
 from wlb.model.llama import HEAD
 from wlb.plan import RunError, UserError
 from wlb.plan.read_file import WRONG_SHAPE, told

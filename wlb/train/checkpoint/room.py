@@ -13,7 +13,7 @@ from wlb.cost.budget import CHECKPOINT_BYTES, size_text
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.faults.full import lack_of_room
+from wlb.train.faults.disk_full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:

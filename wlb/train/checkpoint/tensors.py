@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.tensor import DTensor
 
 from wlb.model import Llama
-from wlb.model.experts import BALANCE
+from wlb.model.expert_layer import BALANCE
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.optimizer import Optimizers

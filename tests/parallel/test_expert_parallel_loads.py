@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wlb.model import ExpertRows, Llama
-from wlb.parallel import experts
+from wlb.parallel import expert_parallel
 from wlb.parallel.mesh import EP, Coordinates
 from wlb.plan import ExpertLoad
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec
@@ -32,7 +32,7 @@ def test_ranks_wait_for_the_most_loaded_one_of_each_micro_batch(
     """EP rank 0 has experts 0 and 1: 5 and 1 rows of 6 and 7, so that 5 + 6 are waited for."""
     with torch.device("meta"):
         stage = Llama(MODEL, layers=range(1, 2), is_first=False, is_last=False)
-    (mixture,) = experts.mixtures_of(stage)
+    (mixture,) = expert_parallel.mixtures_of(stage)
     rows: list[Any] = []
     for counts in OWN:
         told = ExpertRows(num=4)
@@ -53,12 +53,12 @@ def test_ranks_wait_for_the_most_loaded_one_of_each_micro_batch(
         calls.append(own.numel())
         return own + torch.tensor(others)
 
-    monkeypatch.setattr(experts, "all_reduce", all_reduce)
-    experts.add_up_loads([stage], rows, mesh)
+    monkeypatch.setattr(expert_parallel, "all_reduce", all_reduce)
+    expert_parallel.add_up_loads([stage], rows, mesh)
     assert calls == [4 + 2 * 2]
     assert mixture.load is not None
     assert mixture.load.tolist() == [4, 2, 4, 3]
-    values = experts.load_values([stage], MODEL.num_layers, mesh)
+    values = expert_parallel.load_values([stage], MODEL.num_layers, mesh)
     assert values is not None
     assert values.tolist() == pytest.approx([0, 4 / 3.25, 0, 0, 11 / 6.5, 0, 6, 7])
     reducer = StepReducer(mesh, ("per_document",), MODEL)

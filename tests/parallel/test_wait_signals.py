@@ -6,18 +6,18 @@ import sys
 
 import pytest
 
-from wlb.parallel.waits import ended_by_signals
+from wlb.parallel.wait_signals import ended_by_signals
 
 WAITING = """
 import ctypes, signal, sys
-from wlb.parallel import waits
+from wlb.parallel import wait_signals
 
-waits.ANSWER_S = 0.1
+wait_signals.ANSWER_S = 0.1
 signal.signal(signal.SIGTERM, lambda *_: None)
 signal.signal(signal.SIGINT, lambda *_: None)
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 libc.pthread_mutex_lock(mutex)
-with waits.ended_by_signals(was_asked=sys.argv[1] == "before"):
+with wait_signals.ended_by_signals(was_asked=sys.argv[1] == "before"):
     print("waiting", flush=True)
     libc.pthread_mutex_lock(mutex)  # as torch waits for a peer: in C, also after a signal
 """

@@ -6,7 +6,7 @@ import pytest
 from wlb.cost import FlopsWorkload, attention_latency
 from wlb.plan import ShardingPlan
 from wlb.sharding import NAMES, per_document, per_sequence, shard
-from wlb.sharding.prices import cheapest
+from wlb.sharding.attention_price import cheapest
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
 

@@ -8,7 +8,7 @@ import pytest
 from tests.simulate.runs import made, spec_of
 from wlb.cost import in_flight, memory_of_rank
 from wlb.simulate import pipeline_order
-from wlb.simulate.memory import PassBytes, pass_bytes, peak_held_bytes
+from wlb.simulate.peak_memory import PassBytes, pass_bytes, peak_held_bytes
 from wlb.spec import ModelSpec, ParallelSpec, PipelineSection, Recompute, RunSpec, Schedule, check
 
 ONE = np.array([1] * 64)

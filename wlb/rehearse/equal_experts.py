@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from wlb.model import ExpertRows
-from wlb.model.experts import MixtureMlp
+from wlb.model.expert_layer import MixtureMlp
 from wlb.parallel import execute, expert_exchange
 from wlb.parallel.mesh import Coordinates, Mesh
 from wlb.plan import PipelinePlan, StepPlan

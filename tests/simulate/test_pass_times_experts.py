@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.simulate.order import PassKind
-from wlb.simulate.prices import StepPrices, TermPrices
+from wlb.simulate.pass_times import StepPrices, TermPrices
 
 KINDS = (PassKind.FORWARD, PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT)
 

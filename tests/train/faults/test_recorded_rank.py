@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from wlb.train.faults.recorded import rank_log
+from wlb.train.faults.recorded_rank import rank_log
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(

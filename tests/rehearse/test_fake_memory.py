@@ -2,8 +2,8 @@
 
 import pytest
 
+from wlb.rehearse.fake_memory import BLOCK, Footprint
 from wlb.rehearse.gpu import GPU, FakeEvent, FakeGpu, FakeStream, RehearsalFault
-from wlb.rehearse.memory import BLOCK, Footprint
 
 
 class Storage:

@@ -13,8 +13,8 @@ from torch.nn.functional import silu
 from tests.kernels.test_grouped import blackwell
 from wlb.kernels import grouped
 from wlb.model import ExpertRows, Llama, build_reference, initial_weight
-from wlb.model import experts as experts_module
-from wlb.model.experts import MixtureMlp
+from wlb.model import expert_layer as experts_module
+from wlb.model.expert_layer import MixtureMlp
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
 PLAIN = ExpertsSpec(num=8, per_token=2, hidden_size=16)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import memory_of_rank
-from wlb.cost.experts import layer_kinds
+from wlb.cost.expert_sizes import layer_kinds
 from wlb.cost.memory import (
     FLOAT32_BYTES,
     layer_activation_bytes,

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from wlb.parallel.mesh import Coordinates
-from wlb.rehearse.experts import EqualLoads, GroupRows, pipelines_of_group
+from wlb.rehearse.equal_experts import EqualLoads, GroupRows, pipelines_of_group
 from wlb.spec import ParallelSpec, load
 
 

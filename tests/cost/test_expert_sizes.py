@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.cost.budget import num_communicators
-from wlb.cost.experts import (
+from wlb.cost.expert_sizes import (
     RoutedWork,
     experts_of_layer,
     hidden_values,
@@ -31,7 +31,7 @@ from wlb.cost.memory import (
 )
 from wlb.cost.profile_file import load_profile
 from wlb.cost.workload import ProfiledWorkload, workload_for
-from wlb.simulate.memory import stage_bytes
+from wlb.simulate.peak_memory import stage_bytes
 from wlb.spec import ExpertsSpec, FsdpSection, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 MODEL = ModelSpec(

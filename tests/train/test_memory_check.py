@@ -18,7 +18,7 @@ from wlb.packing import caps_of
 from wlb.parallel import world as worlds
 from wlb.spec import RunSpec, apply, load, system_choices
 from wlb.train import dry_run, start
-from wlb.train.memory import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, hold_against, within
 
 LAYOUT = {"parallel": {"dp": 1, "pp": 2}, "pp": {"schedule": "1f1b"}}
 

@@ -11,7 +11,7 @@ from tests.weights.case import SPEC, hub_tensors, write_hub
 from wlb.model import build_reference
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 from wlb.weights.config import config_json, read_config
-from wlb.weights.experts import names_in_files, type_of
+from wlb.weights.expert_weights import names_in_files, type_of
 from wlb.weights.names import parameters_of
 
 EXPERTS = ExpertsSpec(num=3, per_token=2, hidden_size=16)

@@ -4,7 +4,7 @@ A `Way` is one layer's routing of a micro-batch: `there` dispatches rows and com
 `back` does so with gradients. The held experts are divided into stages, whose rows travel one after
 the other, so that one stage's rows are under way while another's are computed. Autograd sees an
 empty tensor instead of the rows, which may be under way: they are in a `Trip`, each of whose parts
-is read once and freed. Shapes: as in `wlb.model.experts`.
+is read once and freed. Shapes: as in `wlb.model.expert_layer`.
 """
 
 from collections.abc import Callable, Generator, Sequence

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.simulate.runs import MODEL, WINDOW, cost_of, made, spec_of, steps_of
 from wlb.cost import Collective, Scope, StageLayers, attention_latency, over_gather_ns, stage_times
 from wlb.simulate import PassKind, Simulator, StepPrices
-from wlb.simulate.prices import end_terms, linear_terms, message_scope, message_terms
+from wlb.simulate.pass_times import end_terms, linear_terms, message_scope, message_terms
 from wlb.spec import ExchangeChoice, ParallelSpec, Recompute, RunSpec, Schedule, Strategy
 
 ALIGNED = [WINDOW] * 4

@@ -4,7 +4,7 @@ Dropless: an expert computes all rows that choose it, in one order (expert, sour
 that sums never depend on timing. A score multiplies its expert's hidden values, not its output, so
 that backward needs no outputs. Shapes: T real rows, K experts a token, N = T K rows at experts, E
 experts, C width, F hidden size of an expert; M rows of this process's experts, P of them in a stage
-(`wlb.model.expert_way`).
+(`wlb.model.expert_dispatch`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear, pad, silu
 
 from wlb.kernels.grouped import weight_gradients
-from wlb.model.expert_way import ExpertExchange, FirstPass, LocalExperts, Way, during_pass
+from wlb.model.expert_dispatch import ExpertExchange, FirstPass, LocalExperts, Way, during_pass
 from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
@@ -215,8 +215,8 @@ class _WithLoss(torch.autograd.Function):
 
 class MixtureMlp(nn.Module):
     """A layer's experts. shared: the MLP of all tokens, if there is one. exchange: the way to the
-    experts (`wlb.parallel.experts`). load: rows of each expert in the last step, over all ranks.
-    slowest: rows of the EP rank that had most, summed over the step's micro-batches.
+    experts (`wlb.parallel.expert_parallel`). load: rows of each expert in the last step, over all
+    ranks. slowest: rows of the EP rank that had most, summed over the step's micro-batches.
 
     balance: each expert's bias, or its share of the previous step's tokens (`ExpertBalance`). The
     auxiliary loss takes shares over all ranks, which are known one step late, so that it is the

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from wlb.model import Llama, Rows
-from wlb.model.experts import GroupedMlp, MixtureMlp
+from wlb.model.expert_layer import GroupedMlp, MixtureMlp
 from wlb.parallel.collectives import all_reduce
 from wlb.parallel.deferred import WeightQueue
 from wlb.parallel.expert_exchange import ExpertAllToAll

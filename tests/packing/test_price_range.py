@@ -19,8 +19,8 @@ from wlb.packing import (
     place,
     refine,
 )
-from wlb.packing.pouring import poured
-from wlb.packing.prices import ONE_PRICE, comparable
+from wlb.packing.price_range import ONE_PRICE, comparable
+from wlb.packing.water_filling import poured
 from wlb.plan import Documents, GlobalBatch, Pieces
 
 C = 4096

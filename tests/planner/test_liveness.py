@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from wlb.planner import signs as module
-from wlb.planner.signs import Address, PlanningError, SignsOfLife
+from wlb.planner import liveness as module
+from wlb.planner.liveness import Address, PlanningError, SignsOfLife
 
 
 class Clock:

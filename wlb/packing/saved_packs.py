@@ -17,7 +17,7 @@ import numpy as np
 from wlb.data import MOST_COUNT, Source, SourceBatches
 from wlb.data.batches import IDENTITY, check_state, hold_given, identity_of
 from wlb.packing.base import PackerOptions, PolicyPacker, Pushed
-from wlb.packing.slots import CarrySlots
+from wlb.packing.carry_slots import CarrySlots
 from wlb.plan import (
     Carry,
     Documents,

@@ -1,4 +1,4 @@
-"""waits: what waits for what, and so how far each bin is from where it should be.
+"""What waits for what, and so how far each bin is from where it should be.
 
 `Slots`: ranks meet in every micro-batch, and any bin may go to any rank. `RankSlots`: the same with
 a rank for every bin. `RankTotals`: ranks meet once in a step. Each says how long a step takes

@@ -9,7 +9,7 @@ from tests.simulate.runs import MODEL, cost_of, spec_of, steps_of
 from wlb.cost import ProfiledWorkload, kernels_ns, over_gather_ns
 from wlb.plan import IntArray
 from wlb.simulate import PassKind, ShardedStep, Simulator
-from wlb.simulate.prices import joined
+from wlb.simulate.pass_times import joined
 from wlb.spec import ExchangeChoice, RunSpec, check
 
 MIXED = [4096, 3000, 1096, 2048, 2048, 1000, 3000, 96]

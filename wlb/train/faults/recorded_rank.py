@@ -18,7 +18,7 @@ from wlb.launch.position import Position, SlotOwner
 from wlb.launch.report import LOGS
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.world import Origin, World
-from wlb.train.faults.full import full_disk
+from wlb.train.faults.disk_full import full_disk
 from wlb.train.telemetry.appended import AppendedFile
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.train.case import small_spec, write_corpus
 from wlb.cli.main import main
 from wlb.spec import to_toml
-from wlb.train.faults.full import full_disk
+from wlb.train.faults.disk_full import full_disk
 from wlb.train.loop import Trainer
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.planner.deal import deal
-from wlb.planner.meet import deal_rounds
+from wlb.planner.expert_pipelines import deal_rounds
 
 
 def waits(work_ns: np.ndarray, dealt: np.ndarray, meets: int) -> int:

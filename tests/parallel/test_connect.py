@@ -7,7 +7,7 @@ import torch.distributed as dist
 from wlb.launch.local import RankFailure, run_local
 from wlb.parallel import collectives, mesh
 from wlb.parallel import world as worlds
-from wlb.parallel.warm import warm
+from wlb.parallel.connect import warm
 from wlb.spec.run import ParallelSpec
 
 CPU = torch.device("cpu")
