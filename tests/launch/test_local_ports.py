@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.ports import descendants, listening
 from tests.train.case import job_of, relaid, small_spec, write_corpus
-from tests.train.faults.test_recorded_ranks import rank_main
+from tests.train.faults.test_recorded_rank_broken import rank_main
 from wlb.launch.local import run_local
 
 

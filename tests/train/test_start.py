@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_corpus
-from tests.train.faults.test_recorded_ranks import free_port
+from tests.train.faults.test_recorded_rank_broken import free_port
 from wlb.launch.local import RankFailure, run_local
 from wlb.parallel import world as worlds
 from wlb.parallel.host import host_group

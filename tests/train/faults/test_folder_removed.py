@@ -11,7 +11,7 @@ import pytest
 from tests.sets import full
 from tests.train.case import small_spec, write_corpus
 from tests.train.checkpoint.case import save_at_once
-from tests.train.faults.test_recorded_ranks import broken_run
+from tests.train.faults.test_recorded_rank_broken import broken_run
 from wlb.cli.main import main
 from wlb.parallel.execute import Executor
 from wlb.spec import to_toml
