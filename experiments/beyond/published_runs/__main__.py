@@ -353,7 +353,7 @@ def text_of(found: Sequence[Prediction]) -> str:
         "the pipelines and the row whose attention is most of the time (torch's ring attention); "
         "and the peaks of both pipelines, which come out too low: torch's pipeline keeps buffers "
         "for what it receives, and FP8 products keep copies of weights, both of which wlb does not "
-        "have. Peaks of the other four rows that print one are predicted within 5%.",
+        "have. Peaks of the other four rows that print one are predicted within 5.1%.",
     )
     return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from experiments.beyond.published_runs.fitting import (
     sensitivity,
 )
 from experiments.beyond.published_runs.mapping import as_wlb_runs, layers_of_stages, mapped
-from experiments.beyond.published_runs.prediction import Constants, predict
+from experiments.beyond.published_runs.prediction import Constants, kept_bytes, predict
 from experiments.beyond.published_runs.rows import read_runs
 from kernels_profile.derive import MEASURED
 from wlb.cost import load_profile
@@ -155,6 +155,22 @@ def test_rank_correlation_by_hand() -> None:
     assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
     assert rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("line", [19, 20, 25, 26])
+def test_printed_peaks_without_a_pipeline_are_within_six_percent(line: int) -> None:
+    case = mapped(BY_LINE[line])
+    found = predict(case, load_profile(MEASURED), CONSTANTS)
+    assert case.run.peak_gib is not None
+    assert abs(found.peak_gib / case.run.peak_gib - 1) < 0.06
+
+
+def test_checkpointing_by_operator_keeps_every_second_product() -> None:
+    """Of 8B's layer: its input, attention's result, Q and V, gate and down projection's results."""
+    case = mapped(BY_LINE[19])
+    assert case.recomputed is not None
+    values = 4096 + 4096 + 4096 + 1024 + 14336 + 4096
+    assert kept_bytes(case.recomputed, case.spec) == 2 * 16384 * values
 
 
 def test_peaks_count_sharded_gradients() -> None:
