@@ -17,10 +17,8 @@ find_output
 OUT=${OUT:-doctor-$SLURM_JOB_ID.json}
 if [[ $PRESET != *.toml ]]; then SYSTEM=${SYSTEM:-wlb}; fi # A file says itself how it packs.
 echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: examined for $PRESET${SYSTEM:+, system $SYSTEM}, as $OUT"
-settings=("run.device=${DEVICE:-cuda}" "run.output_dir=$OUTPUT")
-if [ -n "${STORE:-}" ]; then settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}"); fi
+find_ranks
 # The ranks are not killed when the first one fails, because srun's status would then be that of a signal. The
 # examination itself names a rank that hangs, and ends all.
-exec srun --label --kill-on-bad-exit=0 --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
-    --cpus-per-task="$(cpus_of_task)" \
-    "$PYTHON" -m wlb doctor "$PRESET" --system "${SYSTEM:-}" --json "$OUT" --set "${settings[@]}" "${EXTRA[@]}"
+exec srun --kill-on-bad-exit=0 "${RANKS[@]}" "$PYTHON" -m wlb doctor "$PRESET" --system "${SYSTEM:-}" --json "$OUT" \
+    --set "run.output_dir=$OUTPUT" "${GIVEN[@]}" "${EXTRA[@]}"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by launch.sh, doctor.sh, profile.sh and simulate.sh, which set PRESET before, and gpu_hour.sh: enters the checkout that sbatch was called in
+# Sourced by launch.sh, doctor.sh, profile.sh, simulate.sh and fig12.sh, which set PRESET before, and gpu_hour.sh: enters the checkout that sbatch was called in
 # and finds its Python. sbatch runs a copy of a script, so nothing can be found beside the script itself.
 set -euo pipefail
 cd "${WLB_HOME:-${SLURM_SUBMIT_DIR:?start this by sbatch}}"
@@ -29,14 +29,23 @@ else
 fi
 # Cores for each task on the node that has fewest: SLURM_JOB_CPUS_PER_NODE is 96(x2),64 for nodes of 96, 96 and 64.
 cpus_of_task() { echo $(($(tr , '\n' <<<"$SLURM_JOB_CPUS_PER_NODE" | sed 's/(.*//' | sort -n | sed -n 1p) / SLURM_NTASKS_PER_NODE)); }
+# Runs Python once, on the job's first node.
+alone() { ${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" "$@"; }
+# Sets RANKS to options of srun for one task a GPU. Tasks fill a node's sockets in the order of its GPUs. Every task sees all GPUs of its node,
+# because NVLink needs that.
+find_ranks() {
+    RANKS=(--label --distribution=block:block "--cpu-bind=${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" "--cpus-per-task=$(cpus_of_task)")
+}
 # Sets OUTPUT, unless it is set, to a file's run.output_dir, or to the default.
 find_output() {
     if [ -z "${OUTPUT:-}" ] && [[ ${PRESET:-} == *.toml ]]; then
         local read_output='import sys, tomllib; print(tomllib.load(open(sys.argv[1], "rb")).get("run", {}).get("output_dir", ""))'
-        OUTPUT=$(${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -c "$read_output" "$PRESET")
+        OUTPUT=$(alone -c "$read_output" "$PRESET")
     fi
     OUTPUT=${OUTPUT:-runs}
 }
+# Settings of every run, after which come those of EXTRA.
+GIVEN=("run.device=${DEVICE:-cuda}" ${PROFILE:+"cost.profile=$PROFILE"} ${STORE:+"data.store=$STORE" "data.heldout_store=${HELDOUT:-}"})
 read -ra EXTRA <<<"${EXTRA:-}"
 read -ra SRUN_ARGS <<<"${SRUN_ARGS:-}"
 # sbatch --export=NAMES would make srun pass on these names alone, without what follows.

@@ -38,30 +38,36 @@ find_output
 mkdir -p "$OUTPUT" && rm -f "$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID"
 stop_file=$OUTPUT/.stop-$RUN_NAME@$SLURM_JOB_ID
 if [ $asked = yes ]; then touch "$stop_file"; fi # The request came before the file had its place.
-settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "run.device=${DEVICE:-cuda}")
-data="no STORE is given: a trial on Python's own sources, the corpus of the demo"
-if [[ $PRESET == *.toml ]]; then data="as $PRESET says"; fi
+settings=("run.name=$RUN_NAME" "run.output_dir=$OUTPUT" "run.stop_file=$stop_file" "${GIVEN[@]}") trial=''
 if [ -n "${STORE:-}" ]; then
     data="token store $STORE"
-    settings+=("data.store=$STORE" "data.heldout_store=${HELDOUT:-}")
+elif [[ $PRESET == *.toml ]]; then
+    data="as $PRESET says"
+elif [[ " ${EXTRA[*]} ${given[*]}" =~ \ data\.(store|blend|corpus)= ]]; then
+    data="as ${BASH_REMATCH[0]# }... says"
+else
+    trial="STORE=PREFIX sbatch ... trains on your documents (wlb prepare), or on lengths like the paper's (wlb prepare --synthetic wlb_paper)"
+    data="no STORE is given: a trial of 100 steps on Python's own sources, whose documents are short; $trial"
+    settings+=(training.steps=100 training.warmup_steps=10)
 fi
+whose=''
+if [ "$SYSTEM" = wlb ]; then whose=" (this project's own; SYSTEM=paper is the paper's WLB-LLM)"; fi
 echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) at commit" \
-    "$(git rev-parse --short HEAD 2>/dev/null || echo unknown): $PRESET${SYSTEM:+, system $SYSTEM}, on" \
+    "$(git rev-parse --short HEAD 2>/dev/null || echo unknown): $PRESET${SYSTEM:+, system $SYSTEM$whose}, on" \
     "$SLURM_JOB_NUM_NODES x $SLURM_NTASKS_PER_NODE ranks of $SLURM_JOB_NODELIST"
 echo "run: $OUTPUT/$RUN_NAME; data: $data"
 
-# Tasks fill a node's sockets in the order of its GPUs. Every task sees all GPUs of its node, because NVLink needs that.
 # on_ranks KILL COMMAND OPTIONS sets code to srun's exit status; with KILL=1 the first rank that fails ends the others.
+find_ranks
 on_ranks() {
-    srun --label --kill-on-bad-exit="$1" --distribution=block:block --cpu-bind="${CPU_BIND:-cores}" "${CONTAINER[@]}" "${SRUN_ARGS[@]}" \
-        --cpus-per-task="$(cpus_of_task)" "$PYTHON" -m wlb "$2" "$PRESET" \
-        --system "$SYSTEM" "${@:3}" --set "${settings[@]}" "${EXTRA[@]}" "${given[@]}" &
+    srun --kill-on-bad-exit="$1" "${RANKS[@]}" "$PYTHON" -m wlb "$2" "$PRESET" --system "$SYSTEM" "${@:3}" \
+        --set "${settings[@]}" "${EXTRA[@]}" "${given[@]}" &
     while kill -0 $! 2>/dev/null; do wait $! || true; done # A signal ends a wait, but not srun.
     code=0
     wait $! || { code=$?; echo "$(date -Is) $2: srun ended with $code"; }
 }
 # Says which rank failed first and where each one was, from the files that they left. 2 is a wrong command, which starts no rank.
-explain() { ((code == 0 || code == 2)) || ${CONTAINER[0]:+srun --nodes=1 --ntasks=1} "${CONTAINER[@]}" "$PYTHON" -m wlb report --failure "$OUTPUT/$RUN_NAME" || true; }
+explain() { ((code == 0 || code == 2)) || alone -m wlb report --failure "$OUTPUT/$RUN_NAME" || true; }
 newest() { find "$OUTPUT/$RUN_NAME/checkpoints" -maxdepth 1 -regex '.*/step-[0-9]+' -printf '%f\n' 2>/dev/null | sort | tail -n 1; }
 code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
@@ -79,7 +85,11 @@ elif ((code)); then
     again=yes did="failed after it had saved $after"
 fi
 rm -f "$stop_file"
-if [ $again = no ]; then echo "$(date -Is) ended"; exit; fi
+if [ $again = no ]; then
+    [ -z "$trial" ] || echo "this was a trial; $trial"
+    echo "$(date -Is) ended"
+    exit
+fi
 if ((${SLURM_RESTART_COUNT:-0} >= MAX_RESTARTS)); then
     echo "$(date -Is) $did; not requeued after MAX_RESTARTS=$MAX_RESTARTS: RUN_NAME=$RUN_NAME sbatch ... goes on"
     exit 1

@@ -17,4 +17,4 @@ lengths=(--synthetic wlb_paper)
 if [ -n "${STORE:-}" ]; then lengths=(--corpus "$STORE"); fi
 echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $PRESET, lengths ${lengths[1]}"
 read -ra systems <<<"${SYSTEM:-plain_4d fixed_4d paper wlb}"
-exec ${CONTAINER[0]:+srun} "${CONTAINER[@]}" ${CONTAINER[0]:+"${SRUN_ARGS[@]}"} "$PYTHON" -m wlb simulate "$PRESET" "${lengths[@]}" --systems "${systems[@]}" "${EXTRA[@]}"
+exec ${CONTAINER[0]:+srun} "${CONTAINER[@]}" ${CONTAINER[0]:+"${SRUN_ARGS[@]}"} "$PYTHON" -m wlb simulate "$PRESET" "${lengths[@]}" --systems "${systems[@]}" ${PROFILE:+--set "cost.profile=$PROFILE"} "${EXTRA[@]}"
