@@ -130,7 +130,7 @@ def whole(lab: Lab, out_of_time: int) -> int:
 
 def test_both_nodes_train_and_the_loss_falls(lab: Lab, whole: int) -> None:
     log = lab.log(whole)
-    for words in ("7b_128k", "system wlb", "2 x 2 ranks of n[1-2]", "data: no STORE"):
+    for words in ("7b_128k", "system wlb", "2 x 2 ranks of n[1-2]", "data: as data.corpus="):
         assert words in log
     for words in ("0: 4 ranks given by slurm", "TP 2 x CP 1 x PP 2 x DP 1", "cpu with Gloo"):
         assert words in log
@@ -283,6 +283,23 @@ def test_a_preemption_that_only_the_ranks_are_told_of_is_one_too(
         assert "asking" not in log
 
 
+@pytest.mark.nightly
+def test_the_job_of_figure_12_trains_the_systems_and_prints_their_row(lab: Lab) -> None:
+    variables, options, _ = documented_trial()
+    folder = lab.folder / "measured"
+    given = {**variables, "STEPS": "6", "OUTPUT": str(folder)}
+    options = [*options, "--nodelist=n9,n10"]
+    job = lab.submit(*options, script="fig12", **given)
+    ended = lab.cluster.ended(job, within_s=WITHIN_S)
+    log = lab.log(job, "fig12")
+    assert ended["JobState"] == "COMPLETED", log
+    assert "Figure 12, measured: 7B-128K" in log
+    row = r"^│ {} +│ +(\d\.\d{{3}}) │ +(\d\.\d{{3}}) │"
+    for label in ("Plain-4D", "Fixed-4D", "WLB-LLM", "ours"):
+        assert re.search(row.format(label), log, re.MULTILINE), log
+    assert not list(folder.glob("fig12-*/*/checkpoints"))
+
+
 def test_the_simulate_job_compares_the_systems(lab: Lab) -> None:
     job = lab.submit(script="simulate", PRESET="550m_64k", EXTRA="--steps 4")
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
@@ -297,11 +314,15 @@ def test_the_simulate_job_compares_the_systems(lab: Lab) -> None:
 def test_the_profile_job_writes_a_profile(lab: Lab) -> None:
     out = lab.folder / "cpu.json"
     given = {"DEVICE": "cpu", "PRESET": "demo", "OUT": str(out)}
-    job = lab.submit(script="profile", **given, EXTRA="--quick --no-plots")
+    size = ("--ntasks-per-node=2", "--gpus-per-node=0")
+    job = lab.submit(*size, script="profile", **given, EXTRA="--quick --no-plots")
     ended = lab.cluster.ended(job, within_s=WITHIN_S)
     log = lab.log(job, "profile")
     assert ended["JobState"] == "COMPLETED", log
-    assert json.loads(out.read_text("utf-8"))["name"] == "cpu"
+    profile = json.loads(out.read_text("utf-8"))
+    assert profile["name"] == "cpu"
+    kinds = {(c["op"], c["scope"]): c["provenance"]["kind"] for c in profile["collectives"]}
+    assert kinds["all_gather", "intra_node"] == "measured"
     assert f"wrote {out}" in log
 
 

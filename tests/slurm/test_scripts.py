@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ FOLDER = ROOT / "slurm"
 TABLE_1 = [
     f"{size}_{window}" for size in ("550m", "7b", "30b", "70b") for window in ("64k", "128k")
 ]
-SUBMITTED = [*TABLE_1, "train", "doctor", "profile", "gpu_hour", "simulate"]
+SUBMITTED = [*TABLE_1, "train", "doctor", "profile", "gpu_hour", "simulate", "fig12"]
 GPUS_A_NODE = 8
 CPUS_A_NODE = 96
 
@@ -35,7 +36,7 @@ def test_every_script_is_short_and_clean() -> None:
     assert {p.stem for p in scripts} == {*SUBMITTED, "launch", "environment"}
     for script in scripts:
         num_lines = len(script.read_text("utf-8").splitlines())
-        assert num_lines <= {"launch": 90, "environment": 60}.get(script.stem, 40), script
+        assert num_lines <= {"launch": 100, "environment": 65}.get(script.stem, 40), script
         subprocess.run(["bash", "-n", script], check=True)
     if shutil.which("shellcheck"):
         stand_in = Path(__file__).with_name("stand_in.sh")
@@ -84,7 +85,8 @@ def launched(
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
         f"env >{folder}/environment; {also}; exit {code}",
         "scontrol": f'[ "$1" = show ] && echo "{job} " || echo "scontrol $*"',
-        "python": f'[ "$3" != report ] || echo "python $*"; [ "$1" = -c ] || exit 0\n'
+        "python": 'if [[ "$3" == report || "$2" == experiments.* ]]; then echo "python $*"; fi\n'
+        '[ "$1" = -c ] || exit 0\n'
         f'exec {sys.executable} "$@"',
     }.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -363,6 +365,107 @@ def test_ranks_are_examined_before_they_train(tmp_path: Path) -> None:
     assert quick in sick.stdout
     assert trained not in sick.stdout
     assert "not fit to train; DOCTOR=no sbatch ..." in sick.stdout
+
+
+def settings_of(folder: Path) -> list[str]:
+    """Returns the settings of the command that srun started last."""
+    words = (folder / "arguments").read_text("utf-8").splitlines()
+    return words[words.index("--set") + 1 :]
+
+
+TRIAL = ["training.steps=100", "training.warmup_steps=10"]
+
+
+def test_a_preset_without_documents_is_a_trial_that_says_what_to_give(tmp_path: Path) -> None:
+    asked = "wlb prepare --synthetic wlb_paper"
+    given: dict[str, Any] = {"code": 0, "preempted": False}
+    done = launched(tmp_path, **given)
+    started, ended = done.stdout.split("srun: ")[0], done.stdout.splitlines()[-2:]
+    assert "no STORE is given: a trial of 100 steps" in started
+    assert asked in started
+    assert ended[0].startswith("this was a trial; STORE=PREFIX sbatch ...")
+    assert ended[1].endswith(" ended")
+    assert settings_of(tmp_path)[-2:] == TRIAL
+    # What the user sets comes after it.
+    launched(tmp_path, **given, EXTRA="training.steps=7")
+    assert settings_of(tmp_path)[-3:] == [*TRIAL, "training.steps=7"]
+    for documents in ({"STORE": "stores/mine"}, {"EXTRA": "run.seed=1 data.blend=[]"}):
+        done = launched(tmp_path, **given, **documents)
+        assert "trial" not in done.stdout
+        assert set(TRIAL).isdisjoint(settings_of(tmp_path))
+    done = launched(tmp_path, "7b_64k", "data.store=stores/mine", **given)
+    assert "data: as data.store=... says" in done.stdout
+    assert set(TRIAL).isdisjoint(settings_of(tmp_path))
+
+
+def test_the_first_line_says_whose_system_it_is(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"code": 0, "preempted": False}
+    first = launched(tmp_path, **given).stdout.splitlines()[0]
+    assert "system wlb (this project's own; SYSTEM=paper is the paper's WLB-LLM)" in first
+    first = launched(tmp_path, **given, SYSTEM="paper").stdout.splitlines()[0]
+    assert "system paper, on" in first
+
+
+def test_a_measured_profile_reaches_every_command_that_prices(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"code": 0, "preempted": False}
+    mine = "cost.profile=kernels_profile/mine.json"
+    for script, words in {"launch": (), "train": ("7b_64k",), "doctor": (), "fig12": ()}.items():
+        launched(tmp_path, *words, **given, script=script, PROFILE="kernels_profile/mine.json")
+        assert mine in settings_of(tmp_path), script
+        launched(tmp_path, *words, **given, script=script)
+        assert not [s for s in settings_of(tmp_path) if s.startswith("cost.")], script
+
+
+def test_a_node_is_profiled_by_a_rank_a_gpu(tmp_path: Path) -> None:
+    options = options_of(FOLDER / "profile.sh")
+    assert options["ntasks-per-node"] == options["gpus-per-node"] == str(GPUS_A_NODE)
+    out = "kernels_profile/mine.json"
+    done = launched(tmp_path, script="profile", code=0, preempted=False, OUT=out, EXTRA="--quick")
+    assert done.returncode == 0, done.stderr
+    assert f"PROFILE={out} sbatch" in done.stdout
+    words = (tmp_path / "arguments").read_text("utf-8").splitlines()
+    assert {"--distribution=block:block", "--cpu-bind=cores"} < set(words)
+    assert words[words.index("-m") :] == (
+        f"-m wlb.profile --device cuda --preset 7b_128k --out {out} --quick".split()
+    )
+
+
+def test_figure_12_trains_the_four_systems_on_the_same_documents(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"script": "fig12", "preempted": False, "PRESET": "550m_64k"}
+    done = launched(tmp_path, code=0, **given, EXTRA="run.seed=3")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "fig12-7"
+    lines = done.stdout.splitlines()
+    measured = "python -m experiments.paper.fig12.measured"
+    made = f"{measured} documents 550m_64k --steps 40 --out {folder}/documents --set run.seed=3"
+    trained = [line for line in lines if " -m wlb train " in line]
+    systems = ["plain_4d", "fixed_4d", "paper", "wlb"]
+    for system, line in zip(systems, trained, strict=True):
+        assert f"-m wlb train 550m_64k --system {system} --set" in line
+        assert f"data.store={folder}/documents" in line
+        assert f"run.output_dir={folder} run.seed=3 run.name={system}" in line
+        assert "training.steps=40" in line
+    row = f"{measured} row 550m_64k " + " ".join(f"{folder}/{system}" for system in systems)
+    assert lines[-1] == row
+    assert lines.index(made) < lines.index(trained[0])
+    # A store of one's own is trained as it is, and a system that fails ends the job.
+    done = launched(tmp_path, code=1, **given, STORE="stores/mine", DOCTOR="no", SYSTEM="paper wlb")
+    assert done.returncode == 1
+    assert measured not in done.stdout
+    assert done.stdout.count("srun: ") == done.stdout.count("data.store=stores/mine") == 1
+
+
+def test_figure_12_leaves_no_checkpoints(tmp_path: Path) -> None:
+    saved = tmp_path / "runs" / "fig12-7" / "paper" / "checkpoints"
+    kept = tmp_path / "runs" / "other" / "checkpoints"
+    kept.mkdir(parents=True)
+    also = f"mkdir -p {saved}/step-00000040"
+    given = {"SYSTEM": "paper", "DOCTOR": "no", "STORE": "stores/mine", "also": also}
+    done = launched(tmp_path, script="fig12", code=0, preempted=False, **given)
+    assert done.returncode == 0, done.stderr
+    assert saved.parent.exists()
+    assert not saved.exists()
+    assert kept.exists()
 
 
 @pytest.mark.slurm
