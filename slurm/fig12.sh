@@ -29,9 +29,11 @@ echo "$(date -Is) job $SLURM_JOB_ID on $SLURM_JOB_NODELIST: $PRESET, $STEPS step
 # wlb COMMAND SYSTEM OPTIONS on all ranks
 on_ranks() { srun --kill-on-bad-exit=1 "${RANKS[@]}" "$PYTHON" -m wlb "$1" "$PRESET" --system "$2" "${@:3}" --set "${settings[@]}" "run.name=${2/:/-}"; }
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks doctor "${systems[0]}" --quick; fi
+folders=()
 for system in "${systems[@]}"; do
     echo "$(date -Is) $system"
+    folders+=("$folder/${system/:/-}")
     on_ranks train "$system"
-    rm -rf "$folder/${system/:/-}/checkpoints" # Each is as large as the model and its optimiser; only times are wanted.
+    rm -rf "${folders[-1]}/checkpoints" # Each is as large as the model and its optimiser; only times are wanted.
 done
-alone -m experiments.paper.fig12.measured row "$PRESET" "${systems[@]/#/$folder/}"
+alone -m experiments.paper.fig12.measured row "$PRESET" "${folders[@]}"

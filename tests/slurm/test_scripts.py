@@ -460,9 +460,11 @@ def test_figure_12_leaves_no_checkpoints(tmp_path: Path) -> None:
     kept = tmp_path / "runs" / "other" / "checkpoints"
     kept.mkdir(parents=True)
     also = f"mkdir -p {saved}/step-00000040"
-    given = {"SYSTEM": "paper", "DOCTOR": "no", "STORE": "stores/mine", "also": also}
+    given = {"SYSTEM": "paper fixed_4d:2", "DOCTOR": "no", "STORE": "stores/mine", "also": also}
     done = launched(tmp_path, script="fig12", code=0, preempted=False, **given)
     assert done.returncode == 0, done.stderr
+    folders = f"{saved.parent} {saved.parent.parent}/fixed_4d-2"
+    assert done.stdout.endswith(f"fig12.measured row 7b_128k {folders}\n")
     assert saved.parent.exists()
     assert not saved.exists()
     assert kept.exists()

@@ -8,12 +8,13 @@ system's name: plain_4d, fixed_4d, paper, wlb. `slurm/fig12.sh` does both, with 
 """
 
 import argparse
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.constants import title
+from experiments.harness.constants import FLASH_2, FLASH_3, PRICES, title
 from experiments.harness.evaluation import NAMES
 from experiments.harness.pages import Table, show
 from wlb.plan import UserError
@@ -26,6 +27,9 @@ SPARE = 1.1
 """Tokens of the store over those of the steps, so that no system reads a document twice."""
 PLAIN = "plain_4d"
 LABELS = {PLAIN: "Plain-4D", **NAMES}
+SIMULATED = {"simulated, FA2": FLASH_2, "simulated, FA3": FLASH_3}
+"""Columns of what the page of Figure 12 predicts for an H100, by attention kernel."""
+PREDICTIONS = Path(__file__).parent / "results" / "prices.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +128,30 @@ def _compared(spec: RunSpec) -> dict[str, Any]:
     }
 
 
+def simulated(config: str, prices: str) -> dict[str, float]:
+    """Returns the speed-ups over Plain-4D that Figure 12's page predicts for a configuration, by
+    label; empty for one that is not in the paper's Table 1."""
+    with PREDICTIONS.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["prices"], row["configuration"]) == (PRICES[prices].title, title(config)):
+                return {LABELS[PLAIN]: 1.0} | {name: float(row[name]) for name in NAMES.values()}
+    return {}
+
+
 def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
     """Returns Figure 12's bars of a configuration, and what they are made of."""
     plain = systems[PLAIN]
+    predicted = [simulated(config, prices) for prices in SIMULATED.values()]
     body: list[list[Any]] = []
     for name, one in systems.items():
         by_work = one.flops_per_s / plain.flops_per_s if plain.flops_per_s else None
+        label = LABELS.get(name, name)
         body.append(
             [
-                LABELS.get(name, name),
+                label,
                 one.tokens_per_s / plain.tokens_per_s,
                 by_work,
+                *(speeds.get(label) for speeds in predicted),
                 one.tokens_per_s,
                 one.time_s / one.num_steps,
                 one.num_steps,
@@ -145,6 +162,7 @@ def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
         "system",
         "tokens/s over Plain-4D",
         "FLOP/s over Plain-4D",
+        *SIMULATED,
         "tokens/s",
         "s/step",
         "steps",
@@ -158,6 +176,7 @@ def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
         formats={
             "tokens/s over Plain-4D": ".3f",
             "FLOP/s over Plain-4D": ".3f",
+            **dict.fromkeys(SIMULATED, ".3f"),
             "tokens/s": ",.0f",
             "s/step": ".3f",
             "waiting": ".1%",
@@ -165,7 +184,8 @@ def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
         note="FLOP/s: of the documents that were trained, without padding and recomputation. "
         "Systems that let long documents wait have trained others than Plain-4D when they stop; "
         "FLOP/s count that, tokens/s do not. Waiting: tokens that wait at the end, as a share of "
-        "those trained.",
+        "those trained. Simulated: Figure 12's page, for the preset as it is, on H100s with "
+        "FlashAttention-2 or 3.",
     )
 
 

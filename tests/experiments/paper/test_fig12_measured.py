@@ -71,6 +71,14 @@ def test_the_row_divides_by_plain_4d_and_leads_with_it(tmp_path: Path) -> None:
     assert first["tokens/s over Plain-4D"] == first["FLOP/s over Plain-4D"] == 1.0
     assert second["tokens/s over Plain-4D"] == pytest.approx(1.5, abs=1e-3)
     assert second["FLOP/s over Plain-4D"] == pytest.approx(1.8)
+    # Beside them stands what the page of Figure 12 says of this configuration.
+    page = (ROOT / "experiments/paper/fig12/results/README.md").read_text("utf-8")
+    for prices in ("FA2", "FA3"):
+        kernel = f"H100 runs, FlashAttention-{prices[-1]}"
+        (cells,) = [row for row in page.splitlines() if f"| {kernel} | 7B-128K |" in row]
+        assert first[f"simulated, {prices}"] == 1.0
+        assert f"{second[f'simulated, {prices}']:.3f}" == cells.split("|")[5].strip()
+    assert row_table("demo", systems).rows[1][3:5] == [None, None]
 
 
 def test_only_runs_that_differ_in_their_system_are_compared(tmp_path: Path) -> None:
