@@ -104,7 +104,7 @@ def read_systems(folders: Sequence[Path]) -> dict[str, MeasuredSystem]:
     if PLAIN not in runs:
         raise UserError(f"no RUN is named {PLAIN}, which the others are compared with")
     expected = _compared(runs[PLAIN].spec)
-    for name, run in runs.items():
+    for run in runs.values():
         for key, value in _compared(run.spec).items():
             if value != expected[key]:
                 raise UserError(

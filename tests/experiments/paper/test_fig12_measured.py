@@ -108,7 +108,7 @@ def test_documents_are_enough_for_the_steps_and_fit_the_window(tmp_path: Path) -
     words = ("--steps", "7", "--out", str(tmp_path / "documents"), "--set", *sizes)
     main(["documents", "7b_128k", *words])
     store = open_store(str(tmp_path / "documents"))
-    needed = 7 * load("7b_128k", sizes).tokens_per_step
+    needed = 7 * load("7b_128k", list(sizes)).tokens_per_step
     assert needed < store.lengths.sum() < 1.3 * needed
     assert store.lengths.max() <= 512
 
