@@ -8,6 +8,7 @@ compute it is left to the parity tests of test_attend.py, on a GPU.
 import sys
 from importlib import metadata
 from itertools import product
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,15 @@ from torch import Tensor
 from tests.kernels.flash_stand_ins import CALLS, STAND_INS, flash2_forward
 from tests.words import lacks
 from wlb.kernels.backend import SavedTensors
-from wlb.kernels.flash import FLASH2, FLASH3, FLASH4, Flash2Backend, Flash3Backend, Flash4Backend
+from wlb.kernels.flash import (
+    FLASH2,
+    FLASH3,
+    FLASH4,
+    Flash2Backend,
+    Flash3Backend,
+    Flash4Backend,
+    wheel_index,
+)
 from wlb.kernels.flash_package import FlashFunction, FlashPackage
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Scores, Segments
@@ -366,3 +375,11 @@ def test_a_package_without_metadata_is_named_by_its_module(monkeypatch):
     assert (
         lacks(problem, "no known version", "attend does not take b", "wlb-test-kernels 1.0") == []
     )
+
+
+def test_flash_attention_3_is_installed_from_the_index_of_torch_s_cuda() -> None:
+    assert wheel_index("12.6") == "https://download.pytorch.org/whl/cu126"
+    command = f"pip install --no-deps flash-attn-3 --index-url {wheel_index(torch.version.cuda)}"
+    assert Flash3Backend.package.install == command
+    page = Path(__file__).parents[2] / "slurm" / "INSTALL.md"
+    assert command.rpartition("/cu")[0] in page.read_text("utf-8")

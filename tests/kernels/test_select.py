@@ -190,10 +190,16 @@ def test_the_log_line_on_a_gpu(monkeypatch):
 
 
 BETTER = [
-    (HOPPER, (), AUTO, "flash_attention_3", "pip install flash-attn-3"),
+    (HOPPER, (), AUTO, "flash_attention_3", "pip install --no-deps flash-attn-3 --index-url"),
     (HOPPER, (4,), AUTO, "flash_attention_3", "flash-attn-3 is not installed"),
     (BLACKWELL, (3,), AUTO, "flash_attention_4", "wlb-llm[flash]"),
-    (HOPPER, (), AttentionBackend.TORCH_VARLEN, "flash_attention_3", "pip install flash-attn-3"),
+    (
+        HOPPER,
+        (),
+        AttentionBackend.TORCH_VARLEN,
+        "flash_attention_3",
+        "pip install --no-deps flash-attn-3 --index-url",
+    ),
 ]
 
 

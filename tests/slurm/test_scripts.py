@@ -414,6 +414,12 @@ def test_a_measured_profile_reaches_every_command_that_prices(tmp_path: Path) ->
         assert mine in settings_of(tmp_path), script
         launched(tmp_path, *words, **given, script=script)
         assert not [s for s in settings_of(tmp_path) if s.startswith("cost.")], script
+    # In a container Python is started by srun, whose stand-in prints its arguments.
+    simulated = {**given, "script": "simulate", "CONTAINER_IMAGE": "a.sqsh"}
+    launched(tmp_path, **simulated, PROFILE="kernels_profile/mine.json")
+    assert settings_of(tmp_path) == [mine]
+    launched(tmp_path, **simulated)
+    assert "--set" not in (tmp_path / "arguments").read_text("utf-8").splitlines()
 
 
 def test_a_node_is_profiled_by_a_rank_a_gpu(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ All compute float16 and bfloat16 with heads in steps of 8. Their parameters were
 of the versions below and are tested with stand-ins; **none has run on a GPU here**.
 """
 
+import torch
+
 from wlb.kernels.flash_package import (
     FlashBackend,
     FlashFunction,
@@ -18,6 +20,11 @@ _WRITTEN = ("dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic")
 _NO_WINDOW = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0}
 _FLASH2 = {**_NO_WINDOW, "causal": True, "dropout_p": 0.0, "alibi_slopes": None}
 _FLASH4 = {"window_size_left": None, "window_size_right": None, "softcap": 0.0, "causal": True}
+
+
+def wheel_index(cuda: str | None) -> str:
+    """PyTorch's index of wheels for a version of CUDA, that of 13.0 where torch is a CPU's."""
+    return f"https://download.pytorch.org/whl/cu{(cuda or '13.0').replace('.', '')}"
 
 
 class Flash2Backend(FlashBackend):
@@ -58,7 +65,7 @@ class Flash3Backend(FlashBackend):
         distribution="flash-attn-3",
         module="flash_attn_interface",
         supported="flash-attn-3 3.0.0",
-        install="pip install flash-attn-3, from PyTorch's wheel index for torch.version.cuda",
+        install=f"pip install --no-deps flash-attn-3 --index-url {wheel_index(torch.version.cuda)}",
         functions=(
             # Splitting keys helps decoding only, and every number of splits rounds differently.
             FlashFunction(
