@@ -43,12 +43,12 @@ GRID = AttentionGrid(
 SOURCE = Provenance(kind=ProvenanceKind.MEASURED, source="made up")
 
 
-def layout(backend: str, heads: int = 4) -> HeadLayout:
+def layout(backend: str, heads: int = 4, head_dim: int = 16) -> HeadLayout:
     return HeadLayout(
         backend=backend,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=16,
+        head_dim=head_dim,
         dtype=torch.float32,
         device=CPU if backend == "sdpa" else torch.device("cuda"),
     )
@@ -66,7 +66,9 @@ def kernel(of: HeadLayout) -> AttentionTable:
         num_heads=of.num_heads,
         num_kv_heads=of.num_kv_heads,
         head_dim=of.head_dim,
-        tile_rows=of.tile_rows,
+        tile_rows=of.tiles.forward_rows,
+        backward_tile_rows=of.tiles.backward_rows,
+        backward_tile_keys=of.tiles.backward_keys,
         padded_lengths=of.padded_lengths,
         launch_forward_ns=20_000,
         launch_backward_ns=30_000,
@@ -136,6 +138,23 @@ def test_a_known_kernel_is_found(backend):
         1.0: pytest.approx(0.8, rel=0.1),
         4.0: 1.0,
     }
+
+
+@pytest.mark.parametrize(("head_dim", "tiles"), [(64, (192, 128, 128)), (128, (128, 64, 128))])
+def test_a_kernel_with_other_tiles_in_backward_is_found(head_dim, tiles):
+    """Both passes' surfaces share their rows, which are multiples of either pass's tile."""
+    of = layout("flash_attention_3", head_dim=head_dim)
+    truth = kernel(of)
+    fitted = fit_attention(measured(of, truth), backends=(of.backend,), provenance=SOURCE)
+    table = fitted.table
+    assert (table.tile_rows, table.backward_tile_rows, table.backward_tile_keys) == tiles
+    assert np.array_equal(table.forward.axis0, table.backward.axis0)
+    rows = table.forward.axis0
+    assert ((rows % tiles[0] == 0) | (rows % tiles[1] == 0)).all()
+    assert {min(tiles[:2]), tiles[0]} <= set(rows)
+    for passed in ("forward", "backward"):
+        assert fitted.residuals[f"held_batch_{passed}_mape"] < 0.03
+        assert fitted.residuals[f"held_pair_{passed}_mape"] < 0.05
 
 
 def test_what_a_calls_grid_takes_is_found():
