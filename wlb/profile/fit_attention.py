@@ -126,10 +126,7 @@ def _from_grid(
         alone = calls[0].numbers[f"{name}_ns"]
         two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
-        values |= {
-            f"launch_{name}_ns": round(alone - group),
-            f"group_{name}_ns": round(group),
-        }
+        values |= {f"launch_{name}_ns": round(alone - group), f"group_{name}_ns": round(group)}
         own_ns = _own_ns(attention, grid, name, alone, group, blocks)
         rates = _rates(layout, grid, name, own_ns)
         surfaces[name] = rates.surface
