@@ -143,6 +143,18 @@ def test_figures_of_the_results_are_those_of_their_pages() -> None:
             assert figure in text, f"{figure} is not on {link}"
 
 
+def test_figures_without_the_fit_are_those_of_their_pages() -> None:
+    """Each section of experiments/RESULTS.md links the pages that have its figures."""
+    page = ROOT / "experiments" / "RESULTS.md"
+    sections = page.read_text("utf-8").split("\n## ")
+    assert len(sections) >= 5
+    for section in sections[1:]:
+        links = re.findall(r"\]\(([\w/]+/results/README\.md)\)", section)
+        text = " ".join((page.parent / link).read_text("utf-8") for link in links)
+        for figure in re.findall(r"\b\d\.\d{3}\b", section):
+            assert figure in text, f"{figure} is on no page that '{section[:40]}' links"
+
+
 def test_the_tour_has_twelve_files() -> None:
     text = README.read_text("utf-8").split("## A tour")[1].split("\n## ")[0]
     assert len(re.findall(r"^\| \[wlb/", text, re.MULTILINE)) == TOUR

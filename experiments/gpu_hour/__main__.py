@@ -87,6 +87,8 @@ def main() -> int:
             f"{row['measured']}",
             markup=False,
         )
+    for line in made["advice"]:
+        console.print(f"to change: {line}", markup=False)
     console.print(f"wrote {page} and {path}; please send the JSON back", markup=False)
     return 3 if any(row["verdict"] == "failed" for row in made["claims"]) else 0
 

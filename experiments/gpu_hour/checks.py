@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
-from experiments.gpu_hour.runs import restarted, trainings
+from experiments.gpu_hour.runs import EIGHT_GPUS, balanced, restarted, trainings
 from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, emptied_runs, python
 from wlb.report.run.records import read_run
 
@@ -19,9 +19,10 @@ KILLED_AT = 5
 
 
 def doctor(setting: Setting) -> Answer:
-    """`wlb doctor` for the first training run."""
+    """`wlb doctor` for the first training run, on eight GPUs for the run that takes them all."""
     folder = setting.of("doctor")
-    run = trainings(setting)[0].write(setting, folder=folder)
+    examined = balanced(setting) if setting.gpus == EIGHT_GPUS else trainings(setting)[0]
+    run = examined.write(setting, folder=folder)
     found = folder / "doctor.json"
     quick = ["--quick"] if setting.quick else []
     found.unlink(missing_ok=True)

@@ -117,6 +117,62 @@ def compared(folder: Path, profiles: Mapping[str, str]) -> dict[str, Any]:
     return out
 
 
+def memory(setting: Setting, *, run: TrainingRun) -> Answer:
+    """Peak memory of a run, estimated and rehearsed on a fake GPU, beside each other."""
+    answer, folder = Answer(), setting.of(f"memory_{run.name}")
+    found = folder / "rehearsed.json"
+    found.unlink(missing_ok=True)
+    toml = run.write(setting, folder=folder)
+    # A rehearsal takes the place of the GPU, so it must not see one.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    python("-m", "wlb", "rehearse", str(toml), "--steps", "2", "--json", str(found), env=hidden)
+    ranks = json.loads(found.read_text("utf-8"))["ranks"]
+    rehearsed = max(rank["peak_bytes"] for rank in ranks) / GIB
+    metrics = setting.folder / f"steps_{run.name}" / "runs" / run.name
+    measured = compared(metrics, {"": "the shipped profile"})
+    answer.figures = {"rehearsed_gib": rehearsed, "peak_gib": measured["peak_gib"]}
+    claim = f"{run.name}: peak memory, rehearsed on a fake GPU"
+    answer.within(claim, rehearsed, measured["peak_gib"], share=MEMORY_ERROR, unit="GiB")
+    return answer
+
+
+EXCHANGES = {
+    "gather": ("sharding.exchange=gather",),
+    "by_need": ("sharding.exchange=needed",),
+    "by_need_overlapped": ("sharding.exchange=needed", "cp.overlap_stages=1"),
+}
+"""Ways in which CP ranks get each other's keys, as settings."""
+
+
+def exchange(setting: Setting) -> Answer:
+    """Our system with keys gathered and with keys by need: measured beside simulated."""
+    run, folder = balanced(setting), setting.of("exchange")
+    toml = run.write(setting, folder=emptied_runs(folder))
+    known = [f"cost.profile={setting.profile}"] if setting.profile.exists() else []
+    measured: dict[str, float] = {}
+    simulated: dict[str, float] = {}
+    for way, keys in EXCHANGES.items():
+        named = ["--system", "wlb", "--set", f"run.name={way}", *keys]
+        python("-m", "wlb", "train", str(toml), *named)
+        measured[way] = tokens_per_s(folder / "runs" / way)
+        found = folder / f"{way}.json"
+        # The run itself is simulated with these keys; no other system is asked for.
+        options = ["--systems", "--steps", str(run.steps), "--json", str(found), "--set", *keys]
+        python("-m", "wlb", "simulate", str(toml), *options, *known)
+        (row,) = json.loads(found.read_text("utf-8"))["runs"]
+        simulated[way] = row["tokens_per_s"]
+    answer = Answer(figures={"tokens_per_s": measured, "simulated_tokens_per_s": simulated})
+    for way in list(EXCHANGES)[1:]:
+        answer.within(
+            f"{way} over gather, tokens per second",
+            simulated[way] / simulated["gather"],
+            measured[way] / measured["gather"],
+            share=SPEEDUP_ERROR,
+            unit="x",
+        )
+    return answer
+
+
 def balance(setting: Setting) -> Answer:
     """Plain-4D, the paper's system and ours on the same documents: measured beside simulated."""
     run, folder = balanced(setting), setting.of("balance")

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.gpu_hour.advice import advice
 from experiments.gpu_hour.running import Ended, State
 from experiments.gpu_hour.setting import Setting
 from experiments.harness.pages import commit
@@ -78,12 +79,13 @@ def document(setting: Setting, parts: Sequence[Ended], found: Mapping[str, Any])
                     "verdict": "failed",
                 }
             )
-    return {
+    made = {
         "schema_version": 1,
         "conditions": dict(found),
         "claims": claims,
         "parts": [asdict(part) for part in parts],
     }
+    return {**made, "advice": advice(made)}
 
 
 def write_page(made: Mapping[str, Any], path: Path) -> Path:

@@ -58,6 +58,14 @@ PARTS = (
         least_gpus=8,
     ),
     Part(
+        name="exchange",
+        title="what keys by need gain over all-gathers of keys",
+        answer=measured.exchange,
+        limit_s=600,
+        quick_limit_s=300,
+        least_gpus=8,
+    ),
+    Part(
         name="sharding",
         title="attention under each CP sharding (Figure 15)",
         answer=measured.sharding,
@@ -86,8 +94,19 @@ def all_parts(setting: Setting) -> list[Part]:
         )
         for run in trainings(setting)
     ]
+    rehearsed = [
+        Part(
+            name=f"memory_{run.name}",
+            title=f"memory of {run.name} beside its rehearsal on a fake GPU",
+            answer=partial(measured.memory, run=run),
+            limit_s=300,
+            quick_limit_s=150,
+        )
+        for run in trainings(setting)
+        if setting.device == "cuda" and run.name.startswith("stack")
+    ]
     where = [part.name for part in PARTS].index("sharding")
-    parts = [*PARTS[:where], *trained, *PARTS[where:]]
+    parts = [*PARTS[:where], *trained, *PARTS[where:], *rehearsed]
     return [p for p in parts if setting.device == "cpu" or setting.gpus >= p.least_gpus]
 
 

@@ -40,6 +40,7 @@ TINY = {
     "model.ffn_hidden_size": 176,
 }
 FULL = {"training.recompute": "full"}
+EIGHT_GPUS = 8
 EIGHT = {"parallel.tp": 2, "parallel.cp": 2, "parallel.pp": 2, "pp.schedule": "1f1b"}
 
 

@@ -1,9 +1,10 @@
 """What every part of the hour is told, and what it answers."""
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -85,8 +86,13 @@ def emptied_runs(folder: Path) -> Path:
     return folder
 
 
-def python(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
-    """Runs `python ARGUMENTS` at the repository's root; its output is that of the part."""
+def python(
+    *arguments: str, check: bool = True, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Runs `python ARGUMENTS` at the repository's root; its output is that of the part.
+
+    env: variables on top of this process's
+    """
     print("+", *arguments, flush=True)
     command: Sequence[str] = (sys.executable, *arguments)
-    return subprocess.run(command, cwd=ROOT, check=check)
+    return subprocess.run(command, cwd=ROOT, check=check, env={**os.environ, **(env or {})})

@@ -48,7 +48,7 @@ def test_the_winner_is_written_as_a_run(made: dict[str, Any]) -> None:
     assert spec.model == given.model
     assert spec.data == given.data
     assert spec.planner == given.planner
-    for section in ("parallel", "tp", "ep", "pp", "packing", "sharding"):
+    for section in ("parallel", "ep", "pp", "packing", "sharding"):
         assert spec.to_dict()[section] == best["spec"][section]
     assert spec.training.recompute == best["spec"]["training"]["recompute"]
     text = Path(made["toml"]).read_text("utf-8")

@@ -51,6 +51,13 @@ class FakeNvml(ModuleType):
             raise self.NVMLError("Not Found")
         return "handle"
 
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        assert index == 0
+        return "handle"
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
+        return 700_000
+
     def nvmlDeviceGetClockInfo(self, handle: str, kind: int) -> int:
         assert handle == "handle"
         return 1000 + 100 * self.rounds if kind == self.NVML_CLOCK_SM else 2600
@@ -105,6 +112,7 @@ def test_a_gpu_described(monkeypatch: pytest.MonkeyPatch):
         "A GPU", "9.0", "570.86.10", 132, 50 << 20, 80 << 30
     ]  # fmt: skip
     assert found["cpu"] != "A GPU"
+    assert found["power_limit_w"] == 700.0
     assert nvml.started == 0
 
 

@@ -8,7 +8,7 @@ windows. `--take` measures only rows that the results do not have. Constants: `c
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
-from experiments.harness.constants import configuration
+from experiments.harness.constants import NOT_FITTED, PRICES, configuration
 from experiments.harness.pages import How, Table, commit_of, read_table, show, write_results
 from experiments.harness.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
@@ -86,8 +86,10 @@ def measured(row: Row, batches: list[GlobalBatch], *, is_timed: bool = True) -> 
     return record_of(row, figures | ({} if is_timed else {"packing_ms": None}))
 
 
-def rows() -> list[Row]:
+def rows(options: PackerOptions = OPTIONS) -> list[Row]:
     """Returns every method but the solver, in the paper's order, ours last.
+
+    options: number and size of micro-batches, and prices
 
     The paper does not give these choices:
 
@@ -98,17 +100,17 @@ def rows() -> list[Row]:
     - The solver minimises the sum of the steps' maxima.
     - Imbalance is the mean over steps of Section 7.4's degree.
     """
-    whole = OriginalPacker(options=OPTIONS, cut=WindowCut.SHORT)
+    whole = OriginalPacker(options=options, cut=WindowCut.SHORT)
     out = [
         Row(label="original packing", make=lambda: whole, paper=(1.44, 0)),
-        Row(label="original, cut anywhere", make=lambda: OriginalPacker(options=OPTIONS)),
+        Row(label="original, cut anywhere", make=lambda: OriginalPacker(options=options)),
     ]
     for w, paper in ((1, (1.41, 4)), (2, (1.22, 5)), (4, (1.11, 5)), (8, (1.08, 5))):
-        packer = FixedPacker(options=OPTIONS, window_batches=w)
+        packer = FixedPacker(options=options, window_batches=w)
         out.append(Row(label=f"fixed greedy, W = {w}", make=lambda p=packer: p, paper=paper))
     for n, paper in ((1, (1.24, 8)), (2, (1.05, 20)), (3, (1.05, 23))):
         var_len = VarLenPacker(
-            options=OPTIONS,
+            options=options,
             s_max=int(constants.S_MAX * WINDOW),
             queue_thresholds=tuple(int(t * WINDOW) for t in constants.QUEUES[n]),
         )
@@ -117,17 +119,17 @@ def rows() -> list[Row]:
         )
     # Each policy has the other's caps too, so that what wide caps give is not taken for a policy's.
     wide = VarLenPacker(
-        options=OPTIONS,
+        options=options,
         s_max=2 * WINDOW,
         step_tokens=int(1.5 * N * WINDOW),
         queue_thresholds=tuple(int(t * WINDOW) for t in constants.QUEUES[2]),
     )
     out.append(Row(label=CAPPED["wide"][0], make=lambda: wide))
-    narrow = BoundedPacker(options=OPTIONS, s_max=int(constants.S_MAX * WINDOW), max_delay=10)
+    narrow = BoundedPacker(options=options, s_max=int(constants.S_MAX * WINDOW), max_delay=10)
     out.append(Row(label=CAPPED["the paper's"][1], make=lambda: narrow))
     for s_max, step_tokens, delay in ((2.0, 1.5, 10), (1.5, 1.1, 40)):
         bounded = BoundedPacker(
-            options=OPTIONS,
+            options=options,
             s_max=int(s_max * WINDOW),
             step_tokens=int(step_tokens * N * WINDOW),
             max_delay=delay,
@@ -258,6 +260,28 @@ def draws_of(*, steps: int, seeds: Sequence[int]) -> Table:
     )
 
 
+def unfitted_table(batches: list[GlobalBatch]) -> Table:
+    """Measures every method but the solver at prices that are not fitted to the paper."""
+    found: list[list[Any]] = [[row.label, row.paper[0] if row.paper else None] for row in rows()]
+    titles = [PRICES[prices].title for prices in NOT_FITTED]
+    for prices in NOT_FITTED:
+        spec = configuration("7b_128k", *PRICES[prices].overrides)
+        cost = workload_of(spec, PRICES[prices].load())
+        for line, row in zip(found, rows(replace(OPTIONS, cost=cost)), strict=True):
+            summary = measure(row.make(), batches, cost=cost).summary
+            line += [summary.imbalance, summary.mean_delay]
+    columns = [name for title in titles for name in (title, f"mean delay, {title}")]
+    return Table(
+        name="unfitted",
+        title="The fitted lengths at prices that no number of the paper was used for",
+        columns=["method", "paper", *columns],
+        rows=found,
+        formats={"paper": ".2f"} | {name: ".2f" if "delay" in name else ".3f" for name in columns},
+        note="Prices are those of profile `h100_runs` with either attention kernel; batches as in "
+        "the first table.",
+    )
+
+
 def caps_text(records: Sequence[Record]) -> str:
     """Compares Algorithm 1 and `bounded` at the same caps."""
     by_label = {record["row"]: record for record in records}
@@ -326,6 +350,9 @@ def main() -> None:
         f"{solver_text(options.time_limit)}",
         tables=[
             *(table_of(name, records) for name, records in found.items()),
+            unfitted_table(
+                batches_of("evaluation", num_micro_batches=N, num_batches=steps, seed=options.seed)
+            ),
             draws_of(steps=steps, seeds=seeds),
         ],
     )

@@ -124,7 +124,8 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = read_table(tmp_path, "gains", title="Gains", formats=table.formats)
     assert found.markdown() == table.markdown()
     assert "| a, b | 1.255 | 3 |" in found.markdown()
-    write_results(tmp_path, **given, tables=[found], figures_of="abc12")
+    given["text"] = "The table is of commit abc12."
+    write_results(tmp_path, **given, tables=[found])
     assert (tmp_path / "results" / "gains.csv").read_bytes() == written
     assert commit_of(tmp_path) == "abc12"
 
