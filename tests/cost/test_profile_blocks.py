@@ -21,7 +21,7 @@ from wlb.cost import (
     load_profile,
     scaled_profile,
 )
-from wlb.cost.profile_file import profile_to_json, save_profile
+from wlb.cost.profile_file import profile_from_json, profile_to_json, save_profile
 from wlb.plan import UserError
 from wlb.sharding import per_document
 from wlb.spec import ModelSpec, ParallelSpec
@@ -29,6 +29,7 @@ from wlb.spec import ModelSpec, ParallelSpec
 BLOCKS = BlockCost(forward_ns=1.0, backward_ns=5.5, tail_forward_ns=27.5, tail_backward_ns=23.0)
 AXIS = np.array([128.0, 131072.0])
 FLAT = Surface(axis0=AXIS, axis1=AXIS, values=np.full((2, 2), 400.0))
+LONG = replace(FLAT, axis0=np.array([1.0, 131072.0]), axis1=np.array([1.0, 131072.0]))
 PLAIN = AttentionTable(
     backends=("torch_varlen",),
     num_heads=4,
@@ -192,3 +193,39 @@ def test_a_scaled_profile_scales_blocks_too() -> None:
     assert scaled.attention[0].blocks == BlockCost(
         forward_ns=2.0, backward_ns=16.5, tail_forward_ns=55.0, tail_backward_ns=69.0
     )
+
+
+def test_backward_has_its_own_tiles() -> None:
+    """One row computes 128 rows over 1000 keys in forward, 64 in backward, at 4 and 10 FLOPs."""
+    table = replace(PLAIN, backward_tile_rows=64, forward=LONG, backward=LONG)
+    q, kv = np.array([1.0, 65.0]), np.array([1000.0, 1000.0])
+    forward, backward = table.times_ns(q, kv, num_heads=4, head_dim=128)
+    unit = 4 * 128 / 400.0 * 1e-3
+    assert forward.tolist() == pytest.approx([128 * 1000 * 4 * unit] * 2)
+    # Of 65 rows the first 64 see all keys but the last one's, to a tile's end: 935 + 64.
+    two_tiles = 64 * (999 + 1000)
+    assert backward.tolist() == pytest.approx([64 * 1000 * 10 * unit, two_tiles * 10 * unit])
+
+
+def test_backward_counts_blocks_of_its_own_keys() -> None:
+    table = replace(TABLE, backward_tile_rows=64, backward_tile_keys=96)
+    rows, keys = np.array([300.0]), np.array([1000.0])
+    forward, backward = table.calls_ns(rows, keys, np.array([0, 1]), num_heads=4)
+    assert forward.tolist() == [1000 + 4 * 3 * 1.0 + 1000 * 27.5]
+    assert backward.tolist() == [2000 + 4 * 11 * 5.5 + 300 * 23.0]
+
+
+def test_files_without_backwards_tiles_have_forwards() -> None:
+    """Old files have one number; new ones state backward's where it is another."""
+    profile = replace(load_profile("h100"), attention=(TABLE,))
+    old = profile_to_json(profile)
+    assert not {"backward_tile_rows", "backward_tile_keys"} & old["attention"][0].keys()
+    read = profile_from_json(old).attention[0]
+    assert (read.backward_tile_rows, read.backward_tile_keys) == (128, 128)
+    other = replace(TABLE, backward_tile_rows=64)
+    new = json.loads(json.dumps(profile_to_json(replace(profile, attention=(other,)))))
+    read = profile_from_json(new).attention[0]
+    assert (read.tile_rows, read.backward_tile_rows, read.backward_tile_keys) == (128, 64, 128)
+    new["attention"][0]["backward_tile_rows"] = -1
+    with pytest.raises(UserError, match="backward_tile_rows = -1 must be a whole number"):
+        profile_from_json(new)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from wlb.cost import FlopsWorkload
-from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker
+from wlb.packing import BoundedPacker, Packer, PackerOptions, VarLenPacker, measure
 from wlb.packing.var_len import place
-from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, predict
+from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, imbalance, predict, starved_remark
 from wlb.planner import Planner
 
 
@@ -62,6 +62,32 @@ def test_a_queue_releases_as_often_as_it_can() -> None:
     (plan,), carry = pack.push(batch(0, [6, 6, 6, 6, 6]), pack.start())
     assert documents(plan) == [[0, 2], [1, 3]]
     assert waiting(carry) == [(1, 4)]
+
+
+def crafted_stream() -> list[GlobalBatch]:
+    """Every fourth batch of 4,000 tokens has three documents for each of two outlier queues."""
+    outliers, ordinary = [250, *[925] * 3, *[325] * 3], [100] * 40
+    lengths = [ordinary if i % 4 else outliers for i in range(12)]
+    return [batch(i, each, first_id=100 * i) for i, each in enumerate(lengths)]
+
+
+def test_the_printed_algorithm_starves_steps_and_other_keys_do_not() -> None:
+    """The first batch trains 250 of its 4,000 tokens, in one of four micro-batches."""
+    cost = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=4000)
+    options = PackerOptions(num_micro_batches=4, context_window=1000, cost=cost)
+    printed = VarLenPacker(options=options, s_max=1500, queue_thresholds=(300, 630))
+    (plan,), _ = printed.push(crafted_stream()[0], printed.start())
+    assert sorted(plan.tokens.tolist()) == [0, 0, 0, 250]
+    assert imbalance(plan.workload_ns) == 4.0
+
+    def remark(packer: Packer) -> str:
+        return starved_remark(measure(packer, crafted_stream(), cost=cost).tokens)
+
+    for starving in (printed, replace(printed, literal=True), replace(printed, step_tokens=4400)):
+        assert "of 12 steps are starved" in remark(starving)
+        assert "tokens, 250 at least" in remark(starving)
+    assert remark(replace(printed, queue_thresholds=())) == ""
+    assert remark(BoundedPacker(options=options, s_max=1500, step_tokens=4400)) == ""
 
 
 def test_held_outliers_leave_after_so_many_steps_however_many_there_are() -> None:

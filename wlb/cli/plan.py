@@ -201,7 +201,7 @@ def _show(
     )
     summaries = [r.summary for r in runs]
     screen.print(packing_table(summaries, title=title, own=own))
-    for line in (*notes, *remarks(summaries)):
+    for line in (*notes, *remarks(runs)):
         screen.print(line)
     output.print_written(screen, options.out, options.html, options.json)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray, tile_pairs
-from wlb.cost.surface import BoolArray, Curve, Surface
+from wlb.cost.surface import BoolArray, Cells, Curve, Surface
 from wlb.plan import IntArray, UserError
 
 
@@ -48,6 +48,9 @@ class Scope(StrEnum):
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
+"""Sides of backward's tiles in an `AttentionTable`, which may be left out where both are forward's
+`tile_rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,21 +102,28 @@ class BlockCost:
         most_kv: FloatArray,
         *,
         tile_rows: int,
+        backward_tile_keys: int,
         sliding: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
         """Forward and backward ns of calls in one layer, shape [num_calls].
 
-        num_segments: times heads. most_q, most_kv: most rows, and most keys, of a call's segments.
-        sliding: keys that a query sees, 0 = all.
+        Args:
+            num_segments: Segments times heads.
+            most_q: Rows of the segment of a call that has most rows.
+            most_kv: Keys of the segment of a call that has most keys.
+            tile_rows: Query rows of a block of forward.
+            backward_tile_keys: Keys of a block of backward.
+            sliding: Keys that a query sees, 0 = all.
         """
-        tiles_q, tiles_kv = (np.ceil(most / tile_rows) for most in (most_q, most_kv))
-        # A tile of rows reads the keys of all its rows' windows.
-        reach = sliding + tile_rows if sliding else np.inf
+        tiles_q, tiles_kv = np.ceil(most_q / tile_rows), np.ceil(most_kv / backward_tile_keys)
+        # A tile of rows reads the keys of all its rows' windows; a tile of keys, all their rows.
+        keys = sliding + tile_rows if sliding else np.inf
+        rows = sliding + backward_tile_keys if sliding else np.inf
         return (
             num_segments * tiles_q * self.forward_ns
-            + np.minimum(most_kv, reach) * self.tail_forward_ns,
+            + np.minimum(most_kv, keys) * self.tail_forward_ns,
             num_segments * tiles_kv * self.backward_ns
-            + np.minimum(most_q, reach) * self.tail_backward_ns,
+            + np.minimum(most_q, rows) * self.tail_backward_ns,
         )
 
     def times(self, forward: float, backward: float) -> "BlockCost":
@@ -128,37 +138,52 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionTable:
-    """One attention kernel at one head layout.
-
-    backends: the kernel's names (values of `kernels.attention`). tile_rows: query rows of a tile
-    (128 on Hopper). padded_lengths: rising lengths that rows and keys are rounded up to by kernels
-    that group similar segments (SDPA). forward, backward: achieved TFLOP/s of tile-quantised FLOPs
-    over (query rows, keys). square_*: TFLOP/s of segments without a prefix (rows = keys), if
-    measured apart; used where it exceeds the surface. heads, heads_efficiency: throughput at a
-    number of heads a rank, relative to the surface. launch_*_ns: once a varlen call. group_*_ns:
-    once for each group of segments (`groups`). reach: largest measured keys by row of the surface,
-    [rows], if not all keys were measured. blocks: what a call's grid takes, None if not measured.
-    """
+    """One attention kernel at one head layout. Throughput is in TFLOP/s of tile-quantised FLOPs."""
 
     backends: tuple[str, ...]
+    """The kernel's names (values of `kernels.attention`)."""
     num_heads: int
+    """Query heads of the measured calls."""
     num_kv_heads: int
+    """Heads of keys and values of the measured calls."""
     head_dim: int
+    """Size of a head."""
     tile_rows: int
+    """Query rows of a tile of forward; 1 for kernels without tiles."""
     launch_forward_ns: int
+    """Forward's time of a varlen call beyond its segments."""
     launch_backward_ns: int
+    """Backward's time of a varlen call beyond its segments."""
     forward: Surface
+    """Forward's throughput over (query rows, keys)."""
     backward: Surface
+    """Backward's throughput over (query rows, keys)."""
     heads: FloatArray
+    """Numbers of heads on a rank."""
     heads_efficiency: FloatArray
+    """Throughput at these numbers of heads, relative to the surfaces."""
     provenance: Provenance
+    """Where the numbers come from."""
+    backward_tile_rows: int = 0
+    """Query rows of a tile of backward; 0 becomes `tile_rows`."""
+    backward_tile_keys: int = 0
+    """Keys of a block of backward, by which `blocks` counts them; 0 becomes `tile_rows`."""
     padded_lengths: tuple[int, ...] = ()
+    """Rising lengths that rows and keys are rounded up to by kernels that group similar segments
+    (SDPA)."""
     group_forward_ns: int = 0
+    """Forward's time of each group of segments (`groups`)."""
     group_backward_ns: int = 0
+    """Backward's time of each group of segments."""
     square_forward: Curve | None = None
+    """Forward's throughput of segments without a prefix (rows = keys), if measured apart; used
+    where it exceeds the surface."""
     square_backward: Curve | None = None
+    """Backward's throughput of segments without a prefix, likewise."""
     reach: FloatArray | None = None
+    """Most keys that were measured with each row of the surface, [rows]; None: all keys were."""
     blocks: BlockCost | None = None
+    """What a call's grid takes; None if not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
@@ -197,7 +222,10 @@ class AttentionTable:
         if isinstance(self.backends, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"backends {self.backends!r} must be a list of names")
         object.__setattr__(self, "backends", tuple(self.backends))
-        for name in ("num_heads", "num_kv_heads", "head_dim", "tile_rows"):
+        for name in BACKWARD_TILES:
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, self.tile_rows)
+        for name in ("num_heads", "num_kv_heads", "head_dim", "tile_rows", *BACKWARD_TILES):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
@@ -234,23 +262,31 @@ class AttentionTable:
         counted, at the throughput of a segment that is no longer than the window.
         """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
-        work = tile_pairs(rows, keys, tile_rows=self.tile_rows, sliding=sliding)
-        work = np.where(q > 0, work * (head_dim * num_heads / self.efficiency(num_heads)), 0.0)
-        if sliding:
-            rows, keys = np.minimum(rows, sliding), np.minimum(keys, sliding)
-        tiled = self._tiled(rows)
-        cells = self.forward.cells(tiled, keys)
-        rates = [self.forward.read(cells), self.backward.read(cells)]
-        if self.square_forward is not None and self.square_backward is not None:
-            # Segments without a prefix need no explicit mask, so they are at least as fast as the
-            # surface; a measurement that says otherwise is noise.
-            for i, curve in enumerate((self.square_forward, self.square_backward)):
-                is_square = (q == kv) & ((kv <= sliding) if sliding else True)
-                rates[i] = np.where(is_square, np.maximum(curve.at(tiled), rates[i]), rates[i])
-        # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
-        forward = work * (FORWARD_FLOPS_PER_PAIR * 1e-3) / rates[0]
-        backward = work * (BACKWARD_FLOPS_PER_PAIR * 1e-3) / rates[1]
-        return forward, backward
+        scale = head_dim * num_heads / self.efficiency(num_heads)
+        # Segments without a prefix need no explicit mask, so they are at least as fast as the
+        # surface; a measurement that says otherwise is noise.
+        is_square = (q == kv) & ((kv <= sliding) if sliding else True)
+        capped = np.minimum(keys, sliding) if sliding else keys
+        passes = (
+            (self.tile_rows, FORWARD_FLOPS_PER_PAIR, self.forward, self.square_forward),
+            (self.backward_tile_rows, BACKWARD_FLOPS_PER_PAIR, self.backward, self.square_backward),
+        )
+        # Passes of equal tiles share what depends on tiles alone.
+        of_tiles: dict[int, tuple[FloatArray, FloatArray, Cells]] = {}
+        found: list[FloatArray] = []
+        for tile, flops_per_pair, surface, square in passes:
+            if tile not in of_tiles:
+                pairs = tile_pairs(rows, keys, tile_rows=tile, sliding=sliding)
+                tiled = _tiled(np.minimum(rows, sliding) if sliding else rows, tile)
+                work = np.where(q > 0, pairs * scale, 0.0)
+                of_tiles[tile] = work, tiled, surface.cells(tiled, capped)
+            work, tiled, cells = of_tiles[tile]
+            rates = surface.read(cells)
+            if square is not None:
+                rates = np.where(is_square, np.maximum(square.at(tiled), rates), rates)
+            # FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
+            found.append(work * (flops_per_pair * 1e-3) / rates)
+        return found[0], found[1]
 
     def calls_ns(
         self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
@@ -270,7 +306,12 @@ class AttentionTable:
         np.maximum.at(most_kv, call, np.where(q > 0, kv, 0.0))
         num_segments = np.bincount(call[q > 0], minlength=forward.size) * num_heads
         grid = self.blocks.ns(
-            num_segments, most_q, most_kv, tile_rows=self.tile_rows, sliding=sliding
+            num_segments,
+            most_q,
+            most_kv,
+            tile_rows=self.tile_rows,
+            backward_tile_keys=self.backward_tile_keys,
+            sliding=sliding,
         )
         return forward + grid[0], backward + grid[1]
 
@@ -291,7 +332,7 @@ class AttentionTable:
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
         """Mask of segments outside the surface, whose throughput is clamped."""
-        rows, keys = self._tiled(self.padded(q)), self.padded(kv)
+        rows, keys = _tiled(self.padded(q), self.tile_rows), self.padded(kv)
         is_outside = self.forward.outside(rows, keys)
         if self.reach is not None:
             axis = self.forward.axis0
@@ -309,8 +350,10 @@ class AttentionTable:
         i = np.minimum(np.searchsorted(steps, lengths), steps.size - 1)
         return np.where((lengths > 0) & (lengths <= steps[-1]), steps[i], lengths)
 
-    def _tiled(self, q: FloatArray) -> FloatArray:
-        return np.ceil(q / self.tile_rows) * self.tile_rows
+
+def _tiled(q: FloatArray, tile_rows: int) -> FloatArray:
+    """Rows rounded up to whole tiles."""
+    return np.ceil(q / tile_rows) * tile_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

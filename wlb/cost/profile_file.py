@@ -15,6 +15,7 @@ from typing import Any, cast
 from wlb.cost.flops import FloatArray
 from wlb.cost.machine import is_same
 from wlb.cost.profile import (
+    BACKWARD_TILES,
     AttentionTable,
     BlockCost,
     CollectiveCost,
@@ -291,6 +292,7 @@ def _rounded(values: FloatArray) -> list[Any]:
 
 def _attention(data: Mapping[str, Any]) -> AttentionTable:
     values: dict[str, Any] = {name: data[name] for name in _TABLE_FIELDS}
+    values |= {name: data[name] for name in BACKWARD_TILES if name in data}
     if (square := data.get("square")) is not None:
         for name in _PASSES:
             curve = Curve(axis=square["lengths"], values=square[f"{name}_tflops"])
@@ -309,6 +311,8 @@ def _attention(data: Mapping[str, Any]) -> AttentionTable:
 
 def _attention_json(table: AttentionTable) -> dict[str, Any]:
     data: dict[str, Any] = {name: getattr(table, name) for name in _TABLE_FIELDS}
+    if any(getattr(table, name) != table.tile_rows for name in BACKWARD_TILES):
+        data |= {name: getattr(table, name) for name in BACKWARD_TILES}
     if table.square_forward is not None and table.square_backward is not None:
         lengths = table.square_forward.axis.tolist()
         data["square"] = {"lengths": lengths} | _tflops(table.square_forward, table.square_backward)

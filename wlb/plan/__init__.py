@@ -45,6 +45,7 @@ from wlb.plan.metrics import imbalance as imbalance
 from wlb.plan.metrics import late_remark as late_remark
 from wlb.plan.metrics import merge as merge
 from wlb.plan.metrics import predict as predict
+from wlb.plan.metrics import starved_remark as starved_remark
 from wlb.plan.packing import Carry as Carry
 from wlb.plan.packing import Layout as Layout
 from wlb.plan.packing import MicroBatch as MicroBatch

@@ -5,6 +5,7 @@ Both are written to metrics.jsonl with the same keys. A key that a record has no
 there, or 0 for workloads, as files of all versions have it.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Self
@@ -235,6 +236,34 @@ def late_remark(num_overdue: int, max_delay: int) -> str:
         f"{num_overdue} pieces of documents were trained later than packing.max_delay, up to "
         f"{max_delay} steps after they came, because steps were full; raise packing.step_tokens or "
         f"packing.s_max so that more can be caught up, or packing.max_delay if so late is fine"
+    )
+
+
+STARVED = 0.25
+"""A step with less than this share of the median step's tokens is starved."""
+
+
+def starved_remark(step_tokens: Sequence[int] | IntArray) -> str:
+    """Sentences about starved steps, with the remedies; "" if there are none.
+
+    step_tokens: tokens of each step, shape [num_steps]. Steps without tokens update nothing and do
+    not count.
+    """
+    tokens = np.asarray(step_tokens, np.int64)
+    tokens = tokens[tokens > 0]
+    if not tokens.size:
+        return ""
+    usual = float(np.median(tokens))
+    starved = tokens[tokens < STARVED * usual]
+    if not starved.size:
+        return ""
+    return (
+        f"{starved.size} of {tokens.size} steps are starved: they have less than a quarter of the "
+        f"usual step's {usual:,.0f} tokens, {starved.min():,} at least; each updates the weights "
+        f"like a full step, with a noisier and larger gradient. packing.policy = bounded makes a "
+        f"step only where there is enough for one; with var_len, empty packing.queue_thresholds "
+        f"hold nothing back; training.loss_normalizer = constant makes such a step's gradient as "
+        f"small as its tokens are few"
     )
 
 

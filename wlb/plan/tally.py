@@ -137,7 +137,8 @@ class Saves:
 
 @dataclass(slots=True)
 class Tally:
-    """Contents of the summary. losses: mean loss of each step, in order. heldout: loss after
+    """Contents of the summary. losses: mean loss of each step, in order. step_tokens: tokens that
+    each step trained, in order. heldout: loss after
     executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order; experts: their
     layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
     warm-up. refused: steps that were not finite, by the action taken;
@@ -146,6 +147,7 @@ class Tally:
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
     losses: list[float] = field(default_factory=list[float])
+    step_tokens: list[int] = field(default_factory=list[int])
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     shardings: dict[str, int] = field(default_factory=dict[str, int])
     key_rows: KeyRows = KeyRows()
@@ -170,6 +172,7 @@ class Tally:
         self.ours.add(predicted)
         if plain is not None:
             self.plain.add(plain)
+        self.step_tokens.append(measured.num_tokens)
         if measured.loss is not None:
             self.losses.append(measured.loss)
         for name, count in measured.sharding_counts:

@@ -21,13 +21,12 @@ from wlb.kernels import Segments
 from wlb.kernels.backend import SavedTensors
 from wlb.kernels.op import backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS
+from wlb.kernels.tiles import Tiles, tiles_of
 from wlb.plan import IntArray, digest, offsets_of
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer
 from wlb.sharding import shard
 
-TILE_ROWS = {"cuda": 128, "cpu": 1}
-"""Query rows of a tile of FlashAttention's forward kernels; CPU kernels have no tiles."""
 CUDA_TILES = 1024
 """Number of tiles that fills a GPU with several waves."""
 CPU_KEYS, CPU_SEGMENTS = 4096, 256
@@ -71,8 +70,9 @@ class HeadLayout:
         return PADDED_LENGTHS if self.backend == "sdpa" else ()
 
     @property
-    def tile_rows(self) -> int:
-        return 1 if self.padded_lengths else TILE_ROWS[self.device.type]
+    def tiles(self) -> Tiles:
+        is_untiled = self.padded_lengths or self.device.type == "cpu"
+        return Tiles(1, 1, 1) if is_untiled else tiles_of(self.backend, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def count_of(layout: HeadLayout, q: int, kv: int) -> int:
     """Number of equal segments that fills the device."""
     if layout.device.type == "cpu":
         return max(1, min(CPU_SEGMENTS, CPU_KEYS // kv))
-    fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tile_rows)))
+    fill = -(-CUDA_TILES // (layout.num_heads * -(-q // layout.tiles.forward_rows)))
     bytes_a_key = 4 * layout.num_kv_heads * layout.head_dim * layout.dtype.itemsize
     return max(1, min(fill, MOST_BYTES // (bytes_a_key * kv)))
 

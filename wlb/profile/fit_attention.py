@@ -11,6 +11,7 @@ held-out points. wlb/profile/README.md has the steps.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -90,7 +91,7 @@ def fit_attention(
     fitted, notes = _fit_batches(attention, table, has_blocks=False)
     # Kernels that group similar segments compute no grid of tiles. After notes the times are not to
     # be trusted, and a grid's cost would hide that.
-    if attention.layout.tile_rows > 1 and not notes:
+    if attention.layout.tiles.forward_rows > 1 and not notes:
         fitted, _ = _fit_batches(attention, table, has_blocks=True)
         table = _from_grid(attention, backends, provenance, blocks=fitted.blocks)
         fitted, notes = _fit_batches(attention, table, has_blocks=True)
@@ -119,28 +120,56 @@ def _from_grid(
             f"{len(calls)} single calls, {len(grid)} grid points"
         )
     values: dict[str, object] = {}
+    surfaces: dict[str, Surface] = {}
+    reach: FloatArray | None = None
     for name in PASSES:
         alone = calls[0].numbers[f"{name}_ns"]
         two = [r.numbers[f"{name}_ns"] for r in attention.of("two_groups")]
         group = min(alone, max(0.0, two[0] - alone)) if two else 0.0
-        values |= {
-            f"launch_{name}_ns": round(alone - group),
-            f"group_{name}_ns": round(group),
-            **_rates(layout, grid, name, _own_ns(attention, grid, name, alone, group, blocks)),
-        }
+        values |= {f"launch_{name}_ns": round(alone - group), f"group_{name}_ns": round(group)}
+        own_ns = _own_ns(attention, grid, name, alone, group, blocks)
+        rates = _rates(layout, grid, name, own_ns)
+        surfaces[name] = rates.surface
+        if rates.square is not None:
+            values[f"square_{name}"] = rates.square
+        if name == "forward":
+            reach = rates.reach
+    tiles = layout.tiles
     return AttentionTable(
         backends=backends,
         num_heads=layout.num_heads,
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
-        tile_rows=layout.tile_rows,
+        tile_rows=tiles.forward_rows,
+        backward_tile_rows=tiles.backward_rows,
+        backward_tile_keys=tiles.backward_keys,
         padded_lengths=layout.padded_lengths,
         blocks=blocks,
         heads=np.array([layout.num_heads]),
         heads_efficiency=np.ones(1),
         provenance=provenance,
+        **_on_shared_rows(surfaces, reach),  # pyright: ignore[reportArgumentType]
         **values,  # pyright: ignore[reportArgumentType]
     )
+
+
+def _on_shared_rows(
+    surfaces: Mapping[str, Surface], reach: FloatArray | None
+) -> dict[str, Surface | FloatArray | None]:
+    """Both passes' surfaces on the rows of either, which reads the same between their own rows.
+
+    Passes of unequal tiles were measured at the same rows, but have nodes where their own tiles
+    end. reach: by rows of forward's surface.
+    """
+    own = surfaces["forward"].axis0
+    rows = np.union1d(own, surfaces["backward"].axis0)
+    if reach is not None:
+        reach = reach[np.minimum(np.searchsorted(own, rows), own.size - 1)]
+    shared = {
+        name: replace(surface, axis0=rows, values=surface.at(rows[:, None], surface.axis1[None]))
+        for name, surface in surfaces.items()
+    }
+    return {**shared, "reach": reach}
 
 
 def _own_ns(
@@ -171,19 +200,35 @@ def _grid_ns(layout: HeadLayout, blocks: BlockCost | None, call: Call) -> tuple[
     q, kv = call
     most_q, most_kv = (np.array([x.max()], np.float64) for x in (q, kv))
     forward, backward = blocks.ns(
-        np.array([q.size * layout.num_heads]), most_q, most_kv, tile_rows=layout.tile_rows
+        np.array([q.size * layout.num_heads]),
+        most_q,
+        most_kv,
+        tile_rows=layout.tiles.forward_rows,
+        backward_tile_keys=layout.tiles.backward_keys,
     )
     return float(forward[0]), float(backward[0])
 
 
+class _Rates(NamedTuple):
+    """What the grid says of one pass."""
+
+    surface: Surface
+    """Throughput of segments."""
+    square: Curve | None
+    """Throughput of segments without a prefix, where they are apart."""
+    reach: FloatArray | None
+    """Most keys that were measured with each row of the surface; None: all keys were."""
+
+
 def _rates(
     layout: HeadLayout, grid: Sequence[Record], name: str, own_ns: Sequence[float]
-) -> dict[str, object]:
+) -> _Rates:
     """TFLOP/s of segments; for kernels with groups, those without a prefix are apart.
 
     own_ns: what each call takes without its segments.
     """
     is_apart = bool(layout.padded_lengths)
+    tile = layout.tiles.forward_rows if name == "forward" else layout.tiles.backward_rows
     found: dict[tuple[bool, int, int], list[float]] = {}
     for record, own in zip(grid, own_ns, strict=True):
         q, kv, count = (record.point[k] for k in ("q", "kv", "count"))
@@ -193,10 +238,10 @@ def _rates(
         price = max(took - own, 0.2 * took) / count
         rows = next((n for n in layout.padded_lengths if n >= q), q)  # that the kernel computes
         sides = (np.array([float(x)]) for x in (q if q == kv else rows, kv))
-        work = float(tile_pairs(*sides, tile_rows=layout.tile_rows)[0])
+        work = float(tile_pairs(*sides, tile_rows=tile)[0])
         rate = work * layout.num_heads * layout.head_dim * FLOPS[name] / price * 1e-3
         # The point with one row less than keys stands for the diagonal with a prefix.
-        node = kv if is_apart and q == kv - 1 else -(-rows // layout.tile_rows) * layout.tile_rows
+        node = kv if is_apart and q == kv - 1 else -(-rows // tile) * tile
         found.setdefault((is_apart and q == kv, node, kv), []).append(rate)
     square = {q: float(np.median(r)) for (is_square, q, _), r in sorted(found.items()) if is_square}
     axis_q = np.array(sorted({q for _, q, _ in found}), np.float64)
@@ -206,15 +251,14 @@ def _rates(
         if not is_square:
             values[np.searchsorted(axis_q, q), np.searchsorted(axis_kv, kv)] = np.median(rates)
     values = limit_growth(axis_q, axis_kv, fill_gaps(axis_q, axis_kv, values))
-    out: dict[str, object] = {name: Surface(axis0=axis_q, axis1=axis_kv, values=values)}
-    reach = [max(kv for _, row, kv in found if row == q) for q in axis_q]
-    if min(reach) < axis_kv[-1]:
-        out["reach"] = np.array(reach, np.float64)
+    surface = Surface(axis0=axis_q, axis1=axis_kv, values=values)
+    reach = np.array([max(kv for _, row, kv in found if row == q) for q in axis_q], np.float64)
+    curve = None
     if is_apart:
         lengths = np.array(list(square), np.float64)
-        curve = limit_curve_growth(lengths, np.array(list(square.values())))
-        out[f"square_{name}"] = Curve(axis=lengths, values=curve)
-    return out
+        limited = limit_curve_growth(lengths, np.array(list(square.values())))
+        curve = Curve(axis=lengths, values=limited)
+    return _Rates(surface, curve, reach if reach.min() < axis_kv[-1] else None)
 
 
 def fill_gaps(axis_q: FloatArray, axis_kv: FloatArray, values: FloatArray) -> FloatArray:
@@ -315,7 +359,7 @@ def _features(table: AttentionTable, call: Call, which: int) -> list[float]:
     sides = (~is_square, is_square) if table.square_forward is not None else (~is_square,)
     kinds = [a & b for a in sides for b in (~is_long, is_long)]
     most = (q.max(), kv.max())
-    tiles = np.ceil(most[which] / table.tile_rows)
+    tiles = np.ceil(most[which] / (table.tile_rows, table.backward_tile_keys)[which])
     blocks, tail = table.num_heads * q.size * tiles, most[1 - which]
     return [1.0, groups, blocks, tail, *(float(times[kind].sum()) for kind in kinds)]
 

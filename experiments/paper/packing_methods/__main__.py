@@ -151,7 +151,7 @@ def rows_table(found: list[RowCounts]) -> Table:
         note="Rows of padding and mini are the examples, which the counts are given. "
         "As printed: 1,000 examples at a time, the unfinished row dropped, examples over msl "
         "packed too (flat: cut at msl). Tokens lost: dropped with those rows, or cut.",
-        most_rows=72,
+        most_rows=80,
     )
 
 
@@ -214,7 +214,7 @@ def words(steps: list[StepCounts], rows: list[RowCounts]) -> str:
         "**Rows** of Tables 2 and 3 were not fitted to, beyond each model's examples and tokens. "
         "They come out if the 20,000 examples, those over msl too, are packed 1,000 at a time "
         f"and the row that each thousand ends in is dropped: basic packing within "
-        f"{max(over['basic packing']):.1%} for all nine tokenizers, flat rows within "
+        f"{max(over['basic packing']):.1%} for all ten models, flat rows within "
         f"{max(over['flat']):.1%} (Falcon and Phi-2, which have 2,048 positions, on FLAN; the "
         f"others within 1.1%). Counted without losing anything they are up to {lossless:.1%} off. "
         "So the printed flat runs on OrcaMath trained on 1 to 3% fewer tokens than the padded "

@@ -43,6 +43,9 @@ def test_losses_are_relative_to_originals(tmp_path: Path) -> None:
     said = loss_text([one, eight])
     assert "fixed greedy, W = 8 +1.60 ± 0.20% (worse)" in said
     assert "bounded, T 1.5 +4.00% (one seed)" in loss_text([bounded])
+    assert "The interval here has it" in said
+    assert "It is not seen here" in loss_text([one, eight._replace(relative=0.0139)])
+    assert loss_text([one]).endswith("for its 550M model.")
     (panel,) = draw_losses([one, eight, bounded]).axes
     (line, _, _) = panel.containers[0]
     assert line.get_xdata().tolist() == [1, 8]

@@ -149,8 +149,13 @@ def test_a_row_without_a_step_is_no_perfect_balance(runs: list[PackingRun]) -> N
     assert "1.000" not in line
     assert line.count(" - ") >= 3
     late = replace(fine, label="is late", num_overdue=7, max_delay=12)
-    said = remarks([fine, none, some, late])
+    even = replace(runs[1], tokens=np.full(runs[1].tokens.shape, 1000))
+    said = remarks([replace(even, summary=s) for s in (fine, none, some, late)])
     assert [text.partition(":")[0] for text in said] == ["holds all", "holds some", "is late"]
+    starved = replace(even, tokens=int_array("t", [1000, 249, 0, 1000, 250, 1000]))
+    (text,) = remarks([even, starved])
+    assert text.startswith(f"{fine.label}: 1 of 5 steps are starved")
+    assert "249 at least" in text
     assert "7 pieces" in said[2]
     assert "up to 12 steps" in said[2]
     assert "no step before the data ended" in said[0]

@@ -177,6 +177,6 @@ def test_a_calls_grid_is_part_of_a_segments_time() -> None:
     with_grid, without = (segment_ns(t, q, kv, count) for t in (table, first))
     heads = table.num_heads
     # The call's grid and tail, divided by its 10 segments.
-    tiles_q, tiles_kv = -(-256 // table.tile_rows), -(-1024 // table.tile_rows)
+    tiles_q, tiles_kv = -(-256 // table.tile_rows), -(-1024 // table.backward_tile_keys)
     assert with_grid[0] - without[0] == pytest.approx(heads * tiles_q * 1.5 + 1024 * 2.75)
     assert with_grid[1] - without[1] == pytest.approx(heads * tiles_kv * 5.5 + 256 * 2.3)

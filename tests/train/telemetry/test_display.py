@@ -162,6 +162,22 @@ def test_late_documents_are_told_once_and_counted_in_the_summary() -> None:
     assert "6 pieces of documents were trained later" in console.file.getvalue()
 
 
+def test_the_summary_warns_of_starved_steps() -> None:
+    def said(*tokens: int) -> str:
+        tally, console = Tally(), Console(file=StringIO(), width=400)
+        for step, num in enumerate(tokens):
+            tally.add(replace(metrics(step), num_tokens=num), PREDICTED, None)
+        summary(console, tally, files={}, wall="1.0 s")
+        assert isinstance(console.file, StringIO)
+        return " ".join(console.file.getvalue().split())
+
+    text = said(4000, 250, 4000, 999, 0, 5000)
+    assert "starved steps" in text
+    assert "warning: 2 of 5 steps are starved" in text
+    assert "4,000 tokens, 250 at least" in text
+    assert "starved" not in said(4000, 1000, 4000)
+
+
 def test_the_summary_names_stragglers_or_says_that_there_were_none() -> None:
     def said(tally: Tally) -> str:
         console = Console(file=StringIO(), width=250)

@@ -30,7 +30,7 @@ def packing_page(
         title=title,
         facts=facts.lines,
         best=min(stepped, key=lambda s: s.step_time_weighted, default=None),
-        notes=[*notes, *remarks(summaries)],
+        notes=[*notes, *remarks(runs)],
         head=["policy", *(name for name, _ in COLUMNS)],
         rows=[[s.label, *(cell(s) for _, cell in COLUMNS)] for s in summaries],
         own=labels.index(own) if own in labels else None,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from wlb.packing.study.measure import DEAR, PackingSummary
+from wlb.packing.study.measure import DEAR, PackingRun, PackingSummary
 from wlb.packing.study.saving import ANYWHERE, Saving, loader_of
 from wlb.packing.study.tune import Tuning
-from wlb.plan import IntArray, late_remark
+from wlb.plan import IntArray, late_remark, starved_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
 from wlb.spec import LossNormalizer
@@ -67,10 +67,12 @@ CAPTION = (
 )
 
 
-def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
-    """Sentences about rows that held back much until the data ended, or trained documents late."""
+def remarks(runs: Sequence[PackingRun]) -> list[str]:
+    """Sentences about rows that held back much until the data ended, trained documents late, or
+    have starved steps before the flush."""
     out: list[str] = []
-    for s in summaries:
+    for run in runs:
+        s = run.summary
         share = s.flushed_tokens / s.num_tokens
         if not s.num_steps:
             out.append(
@@ -84,6 +86,8 @@ def remarks(summaries: Sequence[PackingSummary]) -> list[str]:
             )
         if s.num_overdue:
             out.append(f"{s.label}: {late_remark(s.num_overdue, s.max_delay)}")
+        if starved := starved_remark(run.tokens):
+            out.append(f"{s.label}: {starved}")
     return out
 
 

@@ -87,7 +87,11 @@ def segment_ns(
     if table.blocks is not None:
         heads = count * table.num_heads
         grid = table.blocks.ns(
-            heads, q.astype(np.float64), kv.astype(np.float64), tile_rows=table.tile_rows
+            heads,
+            q.astype(np.float64),
+            kv.astype(np.float64),
+            tile_rows=table.tile_rows,
+            backward_tile_keys=table.backward_tile_keys,
         )
     return (
         forward + (table.launch_forward_ns + table.group_forward_ns + grid[0]) / count,

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.plan import TERMS, UserError, late_remark
+from wlb.plan import TERMS, UserError, late_remark, starved_remark
 from wlb.plan.ranks import RANKS_INTERVAL, STRAGGLER_TABLES, STRAGGLER_THRESHOLD
 from wlb.plan.tally import Tally
 from wlb.report.plots import svg
@@ -42,6 +42,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
         steps_done=int(records.steps_done[-1]),
         totals=totals,
         late=late_remark(totals.overdue, totals.max_delay) if totals.overdue else "",
+        starved=starved_remark(totals.step_tokens),
         term_names=TERMS,
         figures={name: svg(figure, name) for name, figure in figures.items()},
         ranks=_ranks(records) if records.tables else None,

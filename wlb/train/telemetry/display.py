@@ -12,7 +12,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from wlb.plan import TERMS, ExpertLoads, MeasuredStep, Moments, StepMetrics, Work, late_remark
+from wlb.plan import (
+    TERMS,
+    ExpertLoads,
+    MeasuredStep,
+    Moments,
+    StepMetrics,
+    Work,
+    late_remark,
+    starved_remark,
+)
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
@@ -324,6 +333,8 @@ def _balance(table: Table, tally: Tally) -> None:
     )
     if tally.overdue:
         table.add_row("late", late_remark(tally.overdue, tally.max_delay))
+    if starved := starved_remark(tally.step_tokens):
+        table.add_row("starved steps", f"warning: {starved}")
 
 
 def _measured(table: Table, measured: MeasuredShare) -> None:
