@@ -62,6 +62,8 @@ def test_the_power_limit_chooses_among_profiles_of_a_device(monkeypatch):
     assert matching_profile("cuda", name, power_limit_w=690.0).name == "h100_sxm"
     assert matching_profile("cuda", name, power_limit_w=500.0).name == "h100_runs_500w"
     assert matching_profile("cuda", name).name == "h100_sxm"
+    # No profile is of 600 W: the measured one is taken, and a run says so.
+    assert matching_profile("cuda", name, power_limit_w=600.0).name == "h100_sxm"
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(name, power_mw=500_000))
     of_run = workload_for(load("7b_128k", ["cost.profile=auto"]), "cuda")
     assert of_run.profile.name == "h100_runs_500w"

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -258,6 +259,27 @@ def test_a_failure_is_named_by_what_was_raised_unless_torch_wrapped_it() -> None
     assert "KeyError: 'block'" in FailedRank.of(wrapped, 0, 4).traceback
     refused = raised_from(UserError("give another folder"), cause)
     assert FailedRank.of(refused, 0, 4).error == "give another folder"
+
+
+def test_the_error_of_a_backward_pass_is_the_one_inside_torchs_stage() -> None:
+    """By torch's own function, whose words are not those of forward."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.pipelining._backward import stage_backward
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *grads: Any) -> Any:
+            raise RuntimeError("Connection closed by peer")
+
+    x = torch.ones(1, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        stage_backward(Broken.apply(x), torch.ones(1), [x])
+    assert "Connection closed by peer" not in str(caught.value)
+    assert FailedRank.of(caught.value, 0, 2).error == "RuntimeError: Connection closed by peer"
 
 
 def test_a_full_disk_keeps_no_report_and_ends_nothing(left: Left) -> None:

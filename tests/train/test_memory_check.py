@@ -18,7 +18,7 @@ from wlb.packing import caps_of
 from wlb.parallel import world as worlds
 from wlb.spec import RunSpec, apply, load, system_choices
 from wlb.train import dry_run, start
-from wlb.train.memory_check import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, given_beyond, hold_against, measured_budget, within
 
 LAYOUT = {"parallel": {"dp": 1, "pp": 2}, "pp": {"schedule": "1f1b"}}
 
@@ -111,6 +111,27 @@ def test_a_gpu_has_its_own_memory(
     asked = replace(spec, cluster=replace(spec.cluster, memory_gib=20.0))
     assert budget_of(asked, "cuda") == gpu_budget(asked)
     assert budget_of(asked, "cpu") == cpu_budget(spec, gib=20.0, source="cluster.memory_gib")
+
+
+def test_plans_never_count_on_more_than_a_gpu_has(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cluster.memory_gib may be of another cluster, or may start a run above its estimate."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = SimpleNamespace(total_memory=79 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: found)
+    spec = small_spec(tmp_path, corpus)
+    large = replace(spec, cluster=replace(spec.cluster, memory_gib=141.0))
+    measured = measured_budget(large)
+    assert measured == gpu_budget(large, gib=79.0, source="the smallest GPU here")
+    (line,) = given_beyond(large, measured)
+    assert "cluster.memory_gib = 141, but the smallest GPU here has 79.0 GiB" in line
+    assert given_beyond(spec, measured) == []
+    planned = replace(large, packing=replace(large.packing, memory_gib=120.0))
+    lowered, (said,) = within(planned, measured)
+    assert lowered.packing.memory_gib == measured.planned_gib
+    assert "packing.memory_gib = 120 is lowered" in said
 
 
 @pytest.mark.usefixtures("_no_ranks")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from wlb.cli import output
 from wlb.spec import LossNormalizer, PackingSection, RunSpec, check, to_toml
+from wlb.spec.methods import kept_method
 
 
 def packed_as(
@@ -18,7 +19,7 @@ def packed_as(
         data = replace(data, store=options.corpus, blend=())
     if is_constant:
         training = replace(training, loss_normalizer=LossNormalizer.CONSTANT)
-    packing = replace(section, method="", packs="")
+    packing = replace(section, method=kept_method(section.method, section.policy), packs="")
     return check(replace(given, packing=packing, data=data, training=training))
 
 

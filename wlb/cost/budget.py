@@ -86,13 +86,13 @@ def cluster_gib(spec: RunSpec) -> float:
     return spec.cluster.memory_gib or ASSUMED_GIB
 
 
-def gpu_budget(
-    spec: RunSpec, *, gib: float | None = None, source: str = "cluster.memory_gib"
-) -> Budget:
+def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> Budget:
     """The budget of a GPU with `gib` of memory, or with that of the cluster."""
+    key = "cluster.memory_gib"
+    told = key if spec.cluster.memory_gib else f"assumed; {key} sets it"
     return Budget(
         gib=cluster_gib(spec) if gib is None else gib,
-        source=source,
+        source=source or told,
         context_bytes=int(CONTEXT_GIB * GIB),
         nccl_bytes=int(num_communicators(spec) * COMMUNICATOR_GIB * GIB),
         gaps=ALLOCATOR_GAPS,

@@ -150,7 +150,13 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
             raise UserError(f"{name} = {data[name]!r} must be text; measure the profile again")
     values: dict[str, Any] = {name: data[name] for name in _PROFILE_FIELDS}
     if "power_limit_w" in data:
-        values["power_limit_w"] = data["power_limit_w"]
+        limit = data["power_limit_w"]
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+            raise UserError(
+                f"power_limit_w = {limit!r} must be a number of W above 0; leave it out if it is "
+                f"unknown"
+            )
+        values["power_limit_w"] = float(limit)
     gemm = data["gemm"]
     made = KernelProfile(
         **values,

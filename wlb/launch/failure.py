@@ -29,7 +29,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 _MOST_CHARACTERS = 4000
 _MOST_LINES = 100
 _FATAL = "Fatal Python error: "
-_TORCH_STAGE = "failed to run forward:"
+_TORCH_STAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
 """In the RuntimeError that torch.distributed.pipelining raises from the exception of a stage."""
 
 
@@ -60,7 +60,7 @@ class FailedRank:
         """Of an exception that the rank raised. Its cause is named where torch's stage of a
         pipeline wraps it; any other exception says itself what failed."""
         line, trace = in_words(error)
-        while _TORCH_STAGE in str(error) and error.__cause__ is not None:
+        while _TORCH_STAGE.search(str(error)) and error.__cause__ is not None:
             error = error.__cause__
             line = in_words(error)[0]
         return cls(

@@ -14,6 +14,7 @@ from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.pass_times import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
 from wlb.spec import PackingSection, RunSpec
+from wlb.spec.methods import kept_method
 
 SIMULATED_MICRO_BATCHES = 64
 """Approximate number of micro-batches that are simulated, in 2 to 8 steps."""
@@ -78,7 +79,10 @@ def simulated_shares(
     """Share of the GPU hours of each of `usual` that `best` saves on the same global batches, with
     whole steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
     # A method and packs of the run's own would contradict another policy.
-    sections = [replace(section, method="", packs="") for section in (best, *usual)]
+    sections = [
+        replace(section, method=kept_method(section.method, section.policy), packs="")
+        for section in (best, *usual)
+    ]
     own, *times = [
         simulate_run(replace(spec, packing=section), cost, batches).time_s for section in sections
     ]

@@ -45,6 +45,11 @@ def has_model_parallelism(spec: RunSpec) -> bool:
 def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
     """A sentence for users: how far predictions of this kind were off published runs."""
     error = published_error(spec, profile)
+    if spec.model.experts.num or spec.model.sliding_window:
+        return (
+            "how far to trust this: no published run that was predicted had experts or sliding "
+            "windows; wlb/simulate/README.md says what is known"
+        )
     if error is None:
         return (
             f"how far to trust this: no published run was predicted with profile {profile.name}; "

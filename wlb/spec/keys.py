@@ -29,7 +29,6 @@ class RemovedKey:
 
     why: str  # completes "was removed, because", and says what to do instead if there is anything
     value: Any = None  # what wlb does as if it were set to; None = no value of it matters any more
-    decides: bool = False  # whether weights with another value compute something else
 
 
 _LEARNED = RemovedKey(
@@ -42,10 +41,10 @@ def _constant(value: Any, name: str, file: str) -> RemovedKey:
     return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
 
 
-def _turns(value: float) -> RemovedKey:
-    """A key of RoPE's scaling that model.rope_scaling.turns replaced."""
-    why = "model.rope_scaling.turns has both bounds: [low_freq_factor, high_freq_factor] of llama3,"
-    return RemovedKey(f"{why} [beta_slow, beta_fast] of yarn", value, decides=True)
+_TURNS = RemovedKey(
+    "model.rope_scaling.turns has both bounds: [low_freq_factor, high_freq_factor] of llama3, "
+    "[beta_slow, beta_fast] of yarn"
+)
 
 
 REMOVED: dict[str, RemovedKey] = {
@@ -83,8 +82,8 @@ REMOVED: dict[str, RemovedKey] = {
         "training.recompute = full keeps what its second forward pass gathered",
         False,
     ),
-    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does it", False),
-    "cp.stages": RemovedKey("cp.overlap_stages says both that and how often", 1),
+    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does it"),
+    "cp.stages": RemovedKey("cp.overlap_stages says both that and how often"),
     "data.cache_dir": RemovedKey(
         "stores of data.corpus are in run.output_dir/stores; `wlb prepare` puts one anywhere",
         "runs/stores",
@@ -101,16 +100,17 @@ REMOVED: dict[str, RemovedKey] = {
         "background",
     ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
-    "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/experts.py"),
-    "model.rope_scaling.beta_fast": _turns(32.0),
-    "model.rope_scaling.beta_slow": _turns(1.0),
-    "model.rope_scaling.high_freq_factor": _turns(4.0),
-    "model.rope_scaling.low_freq_factor": _turns(1.0),
+    "model.experts.bias_rate": _constant(1e-3, "BIAS_RATE", "model/expert_layer.py"),
+    "model.rope_scaling.beta_fast": _TURNS,
+    "model.rope_scaling.beta_slow": _TURNS,
+    "model.rope_scaling.high_freq_factor": _TURNS,
+    "model.rope_scaling.low_freq_factor": _TURNS,
     "packing.bin_method": RemovedKey(
         "packing.method, which records hold beside it, chooses how bins are filled; "
-        "CapacityPacker(method=...) of wlb.packing takes any way"
+        "CapacityPacker(method=...) of wlb.packing takes any way",
+        "best_fit_decreasing",
     ),
-    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it"),
+    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it", False),
     "packing.grouping": RemovedKey(
         "micro-batches of like load always share a step, which balances better", "by_load"
     ),
@@ -121,7 +121,7 @@ REMOVED: dict[str, RemovedKey] = {
         "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
-    "run.memory_gib": RemovedKey("cluster.memory_gib is for runs and estimates", 0.0),
+    "run.memory_gib": RemovedKey("cluster.memory_gib is for runs and estimates"),
     "run.over_memory": RemovedKey(
         "a run whose memory estimate exceeds the device is always refused; a larger "
         "cluster.memory_gib starts it anyway",
@@ -310,6 +310,7 @@ def apply(
     """
     section = cast("type[Any]", type(spec))
     whole = whole or section
+    values = _carried_over(values, prefix, is_stored=is_stored)
     hints = get_type_hints(section)
     changes: dict[str, Any] = {}
     for name, value in values.items():
@@ -359,6 +360,44 @@ def _is_removed(dotted: str, value: Any) -> bool:
     return dotted in REMOVED
 
 
+def _carried_over(values: dict[str, Any], prefix: str, *, is_stored: bool) -> dict[str, Any]:
+    """Values that wlb wrote (is_stored), with merged keys of `REMOVED` as those that have their
+    meaning.
+
+    A section that holds an old key was written before they were merged, so that the new key is not
+    in it or has its default.
+    """
+    if not is_stored:
+        return values
+    out = dict(values)
+    if not prefix:
+        for section, old, new in (
+            ("run", "memory_gib", "memory_gib"),
+            ("telemetry", "peak_tflops", "peak_tflops"),
+        ):
+            held = cast("dict[str, Any]", out.get(section, {}))
+            if old in held:
+                cluster = cast("dict[str, Any]", out.get("cluster", {}))
+                out["cluster"] = {**cluster, new: held[old]}
+                out[section] = {name: value for name, value in held.items() if name != old}
+    if prefix == "packing." and out.get("method"):
+        # The method of the record decided these keys, as it does without them.
+        out.pop("bin_method", None)
+        out.pop("by_length", None)
+    if prefix == "cp." and "overlap" in out:
+        stages = out.pop("stages", 1)
+        out["overlap_stages"] = stages if out.pop("overlap") else 0
+    if prefix == "model.rope_scaling.":
+        pairs = {"llama3": ("low_freq_factor", "high_freq_factor")}
+        pairs["yarn"] = ("beta_slow", "beta_fast")
+        names = pairs.get(str(out.get("kind")))
+        if names and all(name in out for name in names):
+            out["turns"] = [float(out[name]) for name in names]
+        for name in (name for pair in pairs.values() for name in pair):
+            out.pop(name, None)
+    return out
+
+
 def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
     """Refuse a removed key of a user; warn of one that wlb wrote, if its value was another one."""
     if dotted not in REMOVED:
@@ -370,11 +409,6 @@ def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> N
         raise UserError(f"{source}: {dotted} was removed, because {removed.why}; remove the key")
     if removed.value is None or value == removed.value:
         return
-    if removed.decides:
-        raise UserError(
-            f"{source}: {dotted} = {value!r} was removed, because {removed.why}; set that in the "
-            f"file, or the weights compute something else"
-        )
     warnings.warn(
         f"{source}: {dotted} = {value!r} has no effect any more, because {removed.why}",
         RemovedKeyWarning,

@@ -56,6 +56,11 @@ def bin_method_of(method: str) -> BinMethod:
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 
 
+def kept_method(method: str, policy: str) -> str:
+    """`method`, which decides bins and grouping too, if it is one of `policy`; else ""."""
+    return method if keys_of(method).get("policy") == policy else ""
+
+
 def keys_of(method: str) -> Mapping[str, Any]:
     """Return the [packing] keys of a method, none for ""; UserError listing the known methods."""
     if not method:

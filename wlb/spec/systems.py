@@ -2,10 +2,11 @@
 
 plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and WLB-LLM of the paper (Section 7.1). Fixed-4D
 uses the better of two static shardings. wlb is this project's own system: it recomputes MLPs where
-memory limits packing and that is faster, packs for a range of prices, because nobody has measured a
-GPU's (`experiments/beyond/system_defaults`), and takes the constant loss normalizer: with steps of
-up to 1.5 global batches, a mean per step would weigh long documents' labels less (0.80 in
-`experiments/paper/fig16`, with a higher held-out loss on long documents in every seed).
+memory limits packing and that is faster, packs for a range of prices, because a run's GPUs may
+differ from the measured one (`experiments/beyond/system_defaults`), and takes the constant loss
+normalizer: with steps of up to 1.5 global batches, a mean per step would weigh long documents'
+labels less (0.80 in `experiments/paper/fig16`, with a higher held-out loss on long documents in
+every seed).
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,9 @@
 
 The estimate bounds resident memory (`wlb.cost.memory`), with packing's S_max and T. It may take the
 memory that `wlb.cost.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
-allocator's gaps. The device's memory is `cluster.memory_gib` if set; on CPU it is unknown
-otherwise, and nothing is refused.
+allocator's gaps. A run is refused by `cluster.memory_gib` if it is set, else by the memory of the
+smallest GPU; on CPU that is unknown, and nothing is refused. Plans never count on more than a GPU
+has.
 """
 
 from dataclasses import replace
@@ -21,15 +22,29 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
     given = spec.cluster.memory_gib
     if device != "cuda":
         return cpu_budget(spec, gib=given, source="cluster.memory_gib") if given else None
-    if given:
-        return gpu_budget(spec)
+    return gpu_budget(spec) if given else measured_budget(spec)
+
+
+def measured_budget(spec: RunSpec) -> Budget | None:
+    """Memory of the smallest GPU here, whatever `cluster.memory_gib` says; None without a GPU."""
     # Imported here, so that a dry run, which asks for no device, imports no torch.
     from wlb.parallel import world as worlds
 
     size = worlds.device_memory_bytes()
-    return (
-        None if size is None else gpu_budget(spec, gib=size / GIB, source="the smallest GPU here")
-    )
+    if size is None:
+        return None
+    return gpu_budget(spec, gib=size / GIB, source="the smallest GPU here")
+
+
+def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
+    """A warning for the log where `cluster.memory_gib` is more than a GPU has."""
+    given = spec.cluster.memory_gib
+    if measured is None or given <= measured.gib:
+        return []
+    return [
+        f"WARNING: cluster.memory_gib = {given:g}, but {measured.source} has {measured.gib:.1f} GiB"
+        f": the run is not refused for it, and may run out of memory"
+    ]
 
 
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
@@ -43,7 +58,10 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
     """`spec` with packing.memory_gib lowered to what the device has, and a line if it was lowered:
     systems and `wlb tune layout` compute it from cluster.memory_gib, of which a device may lack a
-    GiB."""
+    GiB.
+
+    budget: of the device; on GPUs the measured one
+    """
     if budget is None:
         return spec, []
     planned, given = budget.planned_gib, spec.packing.memory_gib

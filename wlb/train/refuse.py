@@ -170,6 +170,8 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 def _meaning(model: ModelSpec) -> dict[str, object]:
     """Keys that change a model's output and not its shapes, as long-context training does."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
+    # Bounds that are left out are those of the kind.
+    scaling["rope_scaling.turns"] = model.rope_scaling.bounds
     named = {name: attrgetter(name)(model) for name in MEANING}
     # Without experts their keys mean nothing.
     has_experts = model.experts.num > 0

@@ -40,7 +40,7 @@ from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
 from wlb.train.loop import Trainer
-from wlb.train.memory_check import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, given_beyond, hold_against, measured_budget, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
     Probe,
@@ -264,9 +264,12 @@ def _job(
     console = asked.console
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
-    filled = with_s_max(filled, planned_gib=budget.planned_gib if budget else None)
-    filled, lowered = within(filled, budget)
-    memory = lowered + hold_against(filled, budget)
+    measured = measured_budget(filled) if choice.kind == "cuda" else None
+    # Plans count on what is there, whatever the run may take before it is refused.
+    least = min((b for b in (budget, measured) if b), key=lambda b: b.gib, default=None)
+    filled = with_s_max(filled, planned_gib=least.planned_gib if least else None)
+    filled, lowered = within(filled, least)
+    memory = given_beyond(filled, measured) + lowered + hold_against(filled, budget)
     directory = directory_of(spec)
     saved, passed_over, falls_back = _resumed(spec, asked)
     init_from = None

@@ -58,7 +58,7 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
             made = prepare_docstrings(spec.run.stores_dir, **_docstring_options(spec))
         trained = f", {made.num_targets / made.num_tokens:.0%} trained"
         return _stores_of(made, spec, f"conversations, {made.num_tokens:,} tokens{trained}")
-    prefix = _store_prefix(spec)
+    prefix = _store_prefix(spec, spec.run.stores_dir)
     with console.status(f"token store of {spec.data.corpus}") as status:
 
         def progress(done: int, total: int) -> None:
@@ -87,14 +87,18 @@ def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
     )
 
 
-def train_store(spec: RunSpec) -> StoreName:
-    """The name of a run's token store, which may not have been made yet."""
+def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
+    """The name of a run's token store, which may not have been made yet.
+
+    stores: the folder of stores that runs make; None = the run's own
+    """
+    folder = stores or spec.run.stores_dir
     data = spec.data
     if data.blend or data.store:
         return data.blend or data.store
     if data.corpus == DOCSTRINGS:
-        return str(docstring_prefix(spec.run.stores_dir, **_docstring_options(spec)))
-    return f"{_store_prefix(spec)}-train"
+        return str(docstring_prefix(folder, **_docstring_options(spec)))
+    return f"{_store_prefix(spec, folder)}-train"
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
@@ -107,14 +111,15 @@ def _docstring_options(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _store_prefix(spec: RunSpec) -> Path:
-    """Prefix of data.corpus's store: one for each corpus, vocabulary and held-out share."""
+def _store_prefix(spec: RunSpec, folder: Path) -> Path:
+    """Prefix of data.corpus's store in the folder of stores: one for each corpus, vocabulary and
+    held-out share."""
     data = spec.data
     is_builtin = data.corpus == STDLIB
     corpus = data.corpus if is_builtin else os.path.realpath(data.corpus)
     mark = digest(corpus, data.bpe_vocab_size, str(data.heldout_fraction)) % 16**6
     name = corpus if is_builtin else Path(corpus).name
-    return spec.run.stores_dir / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
+    return folder / f"{name}-bpe{data.bpe_vocab_size}-{mark:06x}"
 
 
 def with_vocabulary(spec: RunSpec) -> RunSpec:

@@ -74,11 +74,11 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
     if "data" not in sections:
         return FoundTokenizer(why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model", "run") if name in sections}
-    if "cache_dir" in known["data"]:
-        # Older runs had their stores in a folder of its own: by default in runs/stores.
-        beside = str(Path(known["data"]["cache_dir"]).parent)
-        known["run"] = known.get("run", {}) | {"output_dir": beside}
-    name = train_store(apply(RunSpec(), known, source="run.json", is_stored=True))
+    data = dict(known["data"])
+    # Older runs had a key for the folder of their stores.
+    folder = data.pop("cache_dir", None)
+    spec = apply(RunSpec(), known | {"data": data}, source="run.json", is_stored=True)
+    name = train_store(spec, stores=Path(folder) if folder else None)
     for prefix in (name,) if isinstance(name, str) else (p for p, _ in parse_blend(name)):
         # A store may be gone, but one that is there says which tokenizer it has.
         StoreInfo.read(store_path(prefix, ".json"))
