@@ -15,6 +15,7 @@ import numpy as np
 from wlb.cost import KernelProfile, Provenance, ProvenanceKind, Scope, load_profile
 from wlb.cost.surface import Surface
 from wlb.data import LengthFamily
+from wlb.simulate.published import ERRORS
 from wlb.spec import RunSpec, load
 
 FAMILY = LengthFamily(
@@ -104,6 +105,15 @@ PRICES = {
 `h100_runs`, which is measured on an H100 and agrees with training runs that others published. No
 number of the paper was used for the latter. The paper does not name its attention kernel."""
 NOT_FITTED = (FLASH_2, FLASH_3)
+
+
+def runs_note() -> str:
+    """Says what prices of `h100_runs` are worth, for the note of a table of simulated runs."""
+    error = ERRORS["h100_runs", True]
+    return (
+        f"H100 runs: profile `h100_runs`, which no number of the paper is in. It predicted tokens/s "
+        f"of {error.runs} published runs with TP, CP or PP within {error.largest:.0%}."
+    )
 
 
 def profile() -> KernelProfile:

@@ -84,8 +84,7 @@ def main() -> None:
         rows=rows,
         formats=dict.fromkeys([*titles, "imbalance", "of bound"], ".3f") | {"bubble": ".1%"},
         note="imbalance: slowest micro-batch over mean, forward and backward, time-weighted. It, "
-        "bubble and of bound are at fitted prices. H100 runs: profile `h100_runs`, which no number "
-        "of the paper is in.",
+        f"bubble and of bound are at fitted prices. {constants.runs_note()}",
     )
     against = [
         Against(what=label, paper=paper, ours=round(g, 3))

@@ -79,7 +79,7 @@ def table_of(rows: dict[str, dict[int, dict[str, float]]]) -> Table:
         columns=["prices", "window", *NAMES.values()],
         rows=body,
         formats=dict.fromkeys(NAMES.values(), ".3f"),
-        note="H100 runs: profile `h100_runs`, which no number of the paper is in.",
+        note=constants.runs_note(),
     )
 
 
