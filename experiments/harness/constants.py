@@ -111,8 +111,8 @@ def runs_note() -> str:
     """Says what prices of `h100_runs` are worth, for the note of a table of simulated runs."""
     error = ERRORS["h100_runs", True]
     return (
-        f"H100 runs: profile `h100_runs`, which no number of the paper is in. It predicted tokens/s "
-        f"of {error.runs} published runs with TP, CP or PP within {error.largest:.0%}."
+        f"H100 runs: profile `h100_runs`, which no number of the paper is in. It predicted "
+        f"tokens/s of {error.runs} published runs with TP, CP or PP within {error.largest:.0%}."
     )
 
 

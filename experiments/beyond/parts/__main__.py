@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.constants import FITTED, FLASH_3, PRICES, TABLE_1, configuration, title
+from experiments.harness.constants import (
+    FITTED,
+    FLASH_3,
+    NOT_FITTED,
+    PRICES,
+    TABLE_1,
+    configuration,
+    title,
+)
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     BY_NEED,
@@ -122,7 +130,8 @@ PARTS: dict[str, Any] = {
 def about(prices: str) -> dict[str, Any]:
     """Returns what is said of a table beside its figures."""
     title = f"Speed-up over Plain-4D with interleaved 1F1B; prices: {PRICES[prices].title}"
-    return {"name": TABLES[prices], "title": title, **PARTS}
+    note = PARTS["note"] + (f" {constants.runs_note()}" if prices in NOT_FITTED else "")
+    return {"name": TABLES[prices], "title": title, **PARTS, "note": note}
 
 
 def parts(prices: str, steps: int, seed: int) -> Table:
