@@ -297,7 +297,7 @@ def _against_table(against: Sequence[Against]) -> Table:
         [row.what, _digits(row.paper), _digits(row.ours), *([row.note] if has_notes else [])]
         for row in against
     ]
-    columns = ("what", "paper", "ours", *(["note"] if has_notes else []))
+    columns = ("what", "paper", "here", *(["note"] if has_notes else []))
     return Table(name="against", title="Beside the paper", columns=columns, rows=rows)
 
 

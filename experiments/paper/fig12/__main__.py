@@ -182,7 +182,7 @@ def table_of(found: dict[str, Simulated]) -> Table:
     ]
     return Table(
         name="speedups",
-        title="Speed-up over Plain-4D, same documents, flush counted",
+        title="Fitted prices: speed-up over Plain-4D, same documents",
         columns=columns,
         rows=body,
         formats=dict.fromkeys((*speeds, "of bound"), ".3f") | {"bubble": ".1%", "GiB": ".1f"},
@@ -250,7 +250,7 @@ def prices_text(found: Mapping[str, Mapping[str, Simulated]]) -> str:
         f"that published training runs gave; no number of the paper is in it. Lengths and "
         f"thresholds of Algorithm 1 stay as they were fitted. It predicted "
         f"tokens/s of {error.runs} published runs with TP, CP or PP within {error.largest:.0%}; "
-        f"such errors change both sides of a ratio alike. With FlashAttention-2, WLB-LLM is "
+        f"errors that both sides of a ratio have partly cancel. With FlashAttention-2, WLB-LLM is "
         f"{old['paper']:.3f} times as fast as Plain-4D on average (the paper: 1.23) and ours "
         f"{old['wlb']:.3f} times; with FlashAttention-3, whose attention takes less of the step, "
         f"{new['paper']:.3f} and {new['wlb']:.3f} times. Over Plain-4D that cuts anywhere, ours is "
@@ -288,8 +288,8 @@ def text_of(found: dict[str, Simulated], *, steps: int, room: str) -> str:
         f"Plain-4D with all-gathers, which is two gains in one: Plain-4D itself becomes "
         f"{gains['plain_by_need']:.3f} times as fast by them, ours {own:.3f} times. Like for like, "
         f"ours is {need:.3f} times as fast.\n\n"
-        f"Where ours differs from the paper: it prints no numbers for single configurations, and "
-        f"says that larger models gain slightly less. Here they gain clearly less, because "
+        f"Where this reproduction differs: the paper prints no numbers for single configurations, "
+        f"and says that larger models gain slightly less. Here they gain clearly less, because "
         f"attention's share of the work falls with a model's width, and 550M models are nearly "
         f"all attention. The planner deals Plain-4D's micro-batches to pipelines by work too, "
         f"which flatters it where DP is above 1 (550M-64K). The constants are those of "
