@@ -42,6 +42,7 @@ def test_parts_for_one_gpu_leave_out_what_needs_eight(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.process
 @pytest.mark.parametrize("gpus", [1, 8])
 def test_every_run_is_rehearsed_and_fits(gpus: int, tmp_path: Path) -> None:
     """All ranks on fake GPUs: no fault, no deadlock, less memory than 80 GB have."""
