@@ -24,7 +24,10 @@ GAIN = 0.02
 
 
 def advice(made: Mapping[str, Any]) -> list[str]:
-    """What to change, as sentences; [] where everything agrees."""
+    """What to change, as sentences; [] where everything agrees.
+
+    An hour on a CPU tries the parts; of prices and defaults it says nothing.
+    """
     parts = {part["name"]: part for part in made["parts"]}
     figures = {name: part["answer"].get("figures", {}) for name, part in parts.items()}
     gpu = made["conditions"].get("gpu", "a CPU")
@@ -33,6 +36,8 @@ def advice(made: Mapping[str, Any]) -> list[str]:
         for row in made["claims"]
         if row["verdict"] == "failed"
     ]
+    if made["conditions"].get("device") == "cpu":
+        return said
     if "profile" in figures.get("profile", {}):
         name = short_name(gpu)
         said.append(

@@ -53,6 +53,12 @@ def test_each_thing_that_differs_is_said(figures: dict[str, Any], expected: str)
     assert expected in said
 
 
+def test_an_hour_on_a_cpu_says_nothing_of_prices() -> None:
+    hour = made(profile={"profile": {}}, steps_a=steps(0.5))
+    hour["conditions"] = {"device": "cpu"}
+    assert advice(hour) == []
+
+
 def test_what_failed_comes_first() -> None:
     hour = made(profile={"profile": {}})
     hour["claims"] = [
