@@ -20,12 +20,17 @@ COMPARED = ("plain_4d", "paper", "wlb")
 
 
 def profile(setting: Setting) -> Answer:
-    """`wlb profile`: prices of this device, and their error on calls that no fit has seen."""
+    """`wlb profile`: prices of this device, and their error on calls that no fit has seen.
+
+    Eight GPUs measure collectives too.
+    """
     setting.of("profile")
     setting.profile.unlink(missing_ok=True)
     quick = ["--quick"] if setting.quick else []
     options = ["--device", setting.device, "--out", str(setting.profile), "--no-plots", *quick]
-    python("-m", "wlb", "profile", *options)
+    ranks = ["--standalone", "--nproc-per-node", str(setting.gpus)]
+    launcher = ["-m", "torch.distributed.run", *ranks] if setting.gpus > 1 else []
+    python(*launcher, "-m", "wlb", "profile", *options)
     made = json.loads(setting.profile.read_text("utf-8"))
     answer = Answer(figures={"profile": made})
     for table in made["attention"]:
