@@ -13,9 +13,11 @@ file. Two things differ from the measured card:
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from wlb.cost.profile import (
     AttentionTable,
+    ElementwiseCost,
     GemmCost,
     HeadCost,
     KernelProfile,
@@ -26,6 +28,7 @@ from wlb.cost.profile_file import load_profile, save_profile
 from wlb.cost.surface import Curve, Surface
 from wlb.plan import UserError
 
+Scalable = TypeVar("Scalable", Surface, Curve)
 MEASURED = "h100_sxm"
 PRODUCT_SPEED = 0.77
 """Throughput of matrix products in published training runs over that of profile `h100_sxm`. A
@@ -94,19 +97,11 @@ def profile_of_variant(
         provenance=provenance,
         attention=tuple(with_speed(table, clock, provenance) for table in profile.attention),
         gemm=GemmCost(
-            forward=_scaled(profile.gemm.forward, clock),
-            backward=_scaled(profile.gemm.backward, clock),
+            forward=scaled(profile.gemm.forward, clock),
+            backward=scaled(profile.gemm.backward, clock),
             provenance=provenance,
         ),
-        elementwise=tuple(
-            replace(
-                cost,
-                forward_bytes_per_s=cost.forward_bytes_per_s * memory,
-                backward_bytes_per_s=cost.backward_bytes_per_s * memory,
-                provenance=provenance,
-            )
-            for cost in profile.elementwise
-        ),
+        elementwise=tuple(with_bandwidth(cost, memory, provenance) for cost in profile.elementwise),
         head=HeadCost(
             tflops=profile.head.tflops * clock,
             backward_bytes_per_s=profile.head.backward_bytes_per_s * memory,
@@ -121,8 +116,8 @@ def with_product_speed(profile: KernelProfile, factor: float) -> KernelProfile:
         profile,
         gemm=replace(
             profile.gemm,
-            forward=_scaled(profile.gemm.forward, factor),
-            backward=_scaled(profile.gemm.backward, factor),
+            forward=scaled(profile.gemm.forward, factor),
+            backward=scaled(profile.gemm.backward, factor),
         ),
         head=replace(profile.head, tflops=profile.head.tflops * factor),
     )
@@ -152,21 +147,28 @@ def with_speed(table: AttentionTable, factor: float, provenance: Provenance) -> 
     forward, backward = table.square_forward, table.square_backward
     return replace(
         table,
-        forward=_scaled(table.forward, factor),
-        backward=_scaled(table.backward, factor),
-        square_forward=None if forward is None else _scaled_curve(forward, factor),
-        square_backward=None if backward is None else _scaled_curve(backward, factor),
+        forward=scaled(table.forward, factor),
+        backward=scaled(table.backward, factor),
+        square_forward=None if forward is None else scaled(forward, factor),
+        square_backward=None if backward is None else scaled(backward, factor),
         blocks=None if table.blocks is None else table.blocks.times(1 / factor, 1 / factor),
         provenance=provenance,
     )
 
 
-def _scaled(surface: Surface, factor: float) -> Surface:
-    return replace(surface, values=surface.values * factor)
+def with_bandwidth(cost: ElementwiseCost, factor: float, provenance: Provenance) -> ElementwiseCost:
+    """An element-wise operator with its bandwidth multiplied by `factor`."""
+    return replace(
+        cost,
+        forward_bytes_per_s=cost.forward_bytes_per_s * factor,
+        backward_bytes_per_s=cost.backward_bytes_per_s * factor,
+        provenance=provenance,
+    )
 
 
-def _scaled_curve(curve: Curve, factor: float) -> Curve:
-    return replace(curve, values=curve.values * factor)
+def scaled(table: Scalable, factor: float) -> Scalable:
+    """A surface or a curve with its values multiplied by `factor`."""
+    return replace(table, values=table.values * factor)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from experiments.gpu_hour import checks, measured
-from experiments.gpu_hour.runs import trainings
+from experiments.gpu_hour.runs import TrainingRun, trainings
 from experiments.gpu_hour.setting import Answer, Setting
 
 
@@ -85,29 +85,30 @@ PARTS = (
 def all_parts(setting: Setting) -> list[Part]:
     """The parts in order, with one for each training run, that this number of GPUs can run."""
     trained = [
-        Part(
-            name=f"steps_{run.name}",
-            title=f"step time and memory of {run.name} beside what was predicted",
-            answer=partial(measured.steps, run=run),
-            limit_s=300,
-            quick_limit_s=150,
+        _of_run(
+            "steps", run, "step time and memory of {} beside what was predicted", measured.steps
         )
         for run in trainings(setting)
     ]
     rehearsed = [
-        Part(
-            name=f"memory_{run.name}",
-            title=f"memory of {run.name} beside its rehearsal on a fake GPU",
-            answer=partial(measured.memory, run=run),
-            limit_s=300,
-            quick_limit_s=150,
-        )
+        _of_run("memory", run, "memory of {} beside its rehearsal on a fake GPU", measured.memory)
         for run in trainings(setting)
         if setting.device == "cuda" and run.name.startswith("stack")
     ]
     where = [part.name for part in PARTS].index("sharding")
     parts = [*PARTS[:where], *trained, *PARTS[where:], *rehearsed]
     return [p for p in parts if setting.device == "cpu" or setting.gpus >= p.least_gpus]
+
+
+def _of_run(kind: str, run: TrainingRun, title: str, answer: Callable[..., Answer]) -> Part:
+    """A part that looks at one training run. title: with {} for the run's name."""
+    return Part(
+        name=f"{kind}_{run.name}",
+        title=title.format(run.name),
+        answer=partial(answer, run=run),
+        limit_s=300,
+        quick_limit_s=150,
+    )
 
 
 def parts_for(setting: Setting, names: list[str]) -> list[Part]:

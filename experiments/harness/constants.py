@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kernels_profile.derive import scaled, with_bandwidth
 from wlb.cost import KernelProfile, Provenance, ProvenanceKind, Scope, load_profile
 from wlb.cost.surface import Surface
 from wlb.data import LengthFamily
@@ -130,8 +131,8 @@ def profile() -> KernelProfile:
         attention=tuple(
             replace(
                 table,
-                forward=_scaled(table.forward, ATTENTION_FORWARD),
-                backward=_scaled(table.backward, ATTENTION_BACKWARD),
+                forward=scaled(table.forward, ATTENTION_FORWARD),
+                backward=scaled(table.backward, ATTENTION_BACKWARD),
                 provenance=assumed,
             )
             for table in base.attention
@@ -142,15 +143,7 @@ def profile() -> KernelProfile:
             backward=_flat(base.gemm.backward, GEMM_BACKWARD_TFLOPS),
             provenance=assumed,
         ),
-        elementwise=tuple(
-            replace(
-                cost,
-                forward_bytes_per_s=cost.forward_bytes_per_s * MEMORY,
-                backward_bytes_per_s=cost.backward_bytes_per_s * MEMORY,
-                provenance=assumed,
-            )
-            for cost in base.elementwise
-        ),
+        elementwise=tuple(with_bandwidth(cost, MEMORY, assumed) for cost in base.elementwise),
         collectives=tuple(
             cost
             if cost.scope == Scope.INTRA_NODE
@@ -158,10 +151,6 @@ def profile() -> KernelProfile:
             for cost in base.collectives
         ),
     )
-
-
-def _scaled(surface: Surface, factor: float) -> Surface:
-    return replace(surface, values=surface.values * factor)
 
 
 def _flat(surface: Surface, tflops: float) -> Surface:
