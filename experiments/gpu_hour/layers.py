@@ -21,7 +21,7 @@ from torch import Tensor
 
 from experiments.harness.arguments import at_least, experiment_parser
 from experiments.harness.constants import FLASH_2, PRICES
-from experiments.harness.evaluation import Case, batches_of, compared, spec_of
+from experiments.harness.evaluation import Case, batches_of, compared, outcomes, spec_of
 from experiments.harness.files import write_json
 from experiments.paper.fig15.rank_times import passes_ns
 from wlb.cost import workload_of
@@ -225,8 +225,8 @@ def main() -> int:
         rows = found["configs"].setdefault(config, {})
         for system in SYSTEMS:
             shared = {"steps": options.steps, "seed": options.seed, "prices": FLASH_2}
-            (case, *_) = compared(system, config, *options.set, **shared)
-            rows[system] = run_system(case, device=device, rounds=options.rounds)
+            (fastest,) = outcomes([compared(system, config, *options.set, **shared)])
+            rows[system] = run_system(fastest.case, device=device, rounds=options.rounds)
             # What is measured so far is kept if the next one ends the process.
             write_json(options.out, found)
             plain, made = rows[SYSTEMS[0]], rows[system]
