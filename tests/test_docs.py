@@ -155,6 +155,19 @@ def test_figures_without_the_fit_are_those_of_their_pages() -> None:
             assert figure in text, f"{figure} is on no page that '{section[:40]}' links"
 
 
+def test_examples_of_own_parts_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the blocks of wlb/EXTENDING.md one after the other, as a reader would type them."""
+    text = (ROOT / "wlb" / "EXTENDING.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 5
+    names: dict[str, object] = {"__name__": "extending"}
+    for block in blocks:
+        exec(compile(block, "EXTENDING.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert "longest_first imbalance" in printed
+    assert "bounded imbalance" in printed
+
+
 def test_the_tour_has_twelve_files() -> None:
     text = README.read_text("utf-8").split("## A tour")[1].split("\n## ")[0]
     assert len(re.findall(r"^\| \[wlb/", text, re.MULTILINE)) == TOUR

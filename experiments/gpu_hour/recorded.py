@@ -1,9 +1,11 @@
-"""Writes the page of what an H100 measured, from the records that it left; needs no GPU.
+"""Writes the page of what single GPUs measured, from the records that they left; needs no GPU.
 
-`python -m experiments.gpu_hour.recorded` reads results/h100_2026-11-26: metrics of four training
-runs, times of Figure 15's kernels, and a run that was killed and resumed. It plans the runs' steps
-again and simulates them with the published profile `h100`, with `h100_sxm`, which was measured on
-the same day, and with `h100_runs`, which has the slower products of long published runs.
+`python -m experiments.gpu_hour.recorded` reads two folders of results. h100_2026-11-26 holds the
+metrics of four training runs, times of Figure 15's kernels, and a run that was killed and resumed.
+The runs' steps are planned again and simulated with the published profile `h100`, with `h100_sxm`,
+which was measured on the same day, and with `h100_runs`, which has the slower products of long
+published runs. h200_2026-11-27 holds the layers that `experiments.gpu_hour.layers` timed, and the
+results of the tests in which several ranks share a GPU over NCCL.
 """
 
 import json
@@ -15,12 +17,14 @@ import numpy as np
 from experiments.gpu_hour.measured import compared
 from experiments.gpu_hour.runs import make_store
 from experiments.harness.arguments import experiment_parser
+from experiments.harness.constants import title
 from experiments.harness.pages import ROOT, How, Table, show, write_results
 from experiments.paper.fig15.case import STATIC, layer_cost, micro_batches
 from wlb.cost import attention_latency
 from wlb.sharding import shard
 
 RECORDS = Path(__file__).parent / "results" / "h100_2026-11-26"
+LAYERS = Path(__file__).parent / "results" / "h200_2026-11-27"
 PROFILES = ("h100", "h100_sxm", "h100_runs")
 DOCUMENTS = {"3m": 3_000_000, "6m": 6_000_000}
 """Tokens of the stores that the runs read, by name in runs/gpu_hour/documents."""
@@ -33,16 +37,23 @@ RUNS = {
 }
 MEASURED, BEFORE, NOW = "over per sequence", "predicted then", "predicted by h100_sxm"
 TEXT = """
-One H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130, Python 3.12.3, alone on the card.
-It is one GPU, so nothing here is about collectives between GPUs, pipelines or context parallelism
-between ranks.
+The first two tables are of one H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130,
+Python 3.12.3, alone on the card. The third is of one H200 at 700 W with the same software. Each is
+one GPU, so nothing here says how fast GPUs talk to each other.
 
-Besides what the tables show: of `pytest -m gpu` {passed} tests passed and {skipped} were skipped
-for packages or GPUs that were not there. Remarks of torch, which are allowed since, failed {failed}
-more, which were not run again. A small run that was killed after {killed} steps and resumed had
-{losses}.
-
+On the H100, {passed} tests of `pytest -m gpu` passed and {skipped} were skipped for packages or
+GPUs that were not there. Remarks of torch, which are allowed since, failed {failed} more, which
+were not run again. A small run that was killed after {killed} steps and resumed had {losses}.
 FlashAttention-3 was version 3.0.0, built for heads of 128, causal and variable-length calls only.
+
+On the H200, NCCL {nccl} connected up to {most_ranks} ranks that shared the card, each as a host of
+its own (`tests/gpu/one_gpu.py`). So collectives, pipelines and context parallelism ran with NCCL's
+own communicators and streams. {float32} layouts of tensor, context, pipeline, expert and data
+parallelism in float32 had the losses, gradients and updates of one process, and {bfloat16} in
+bfloat16 with FlashAttention-2 had its loss within 2%. A run of {most_ranks} ranks in
+TP 2, CP 2 and PP 2 was trained for {steps} steps. From its checkpoint in the middle, the same
+layout had the same losses to the last bit, and another layout (CP 4, DP 2) and one process had them
+within 0.5%.
 """
 
 
@@ -139,16 +150,70 @@ def sharding_table() -> Table:
     )
 
 
+LAYER_COLUMNS = {
+    "config": "configuration",
+    "system": "system",
+    "predicted": "over Plain-4D, all predicted",
+    "measured": "over Plain-4D, layers measured",
+    "forward": "predicted over measured, forward",
+    "backward": "predicted over measured, backward",
+    "correlation": "correlation of a layer's times",
+}
+SYSTEM_NAMES = {"plain_4d": "Plain-4D", "paper": "WLB-LLM", "wlb": "ours"}
+
+
+def layers_table() -> Table:
+    """Speed-ups with predicted and with measured layers, and how well layers are predicted."""
+    found = json.loads((LAYERS / "layers.json").read_text("utf-8"))
+    rows: list[list[Any]] = []
+    for config, systems in found["configs"].items():
+        plain = systems["plain_4d"]
+        for system, made in systems.items():
+            speedups = [plain[name] / made[name] for name in ("predicted_s", "measured_s")]
+            predicted, measured = (
+                np.array(made[f"layers_{name}_ns"], float).reshape(-1, 2)
+                for name in ("predicted", "measured")
+            )
+            # Ranks without tokens were not timed.
+            timed = measured[:, 0] > 0
+            ratios = predicted[timed].sum(axis=0) / measured[timed].sum(axis=0)
+            both = predicted[timed].sum(axis=1), measured[timed].sum(axis=1)
+            correlation = float(np.corrcoef(*both)[0, 1])
+            names = [title(config), SYSTEM_NAMES[system]]
+            rows.append([*names, *speedups, *map(float, ratios), correlation])
+    return Table(
+        name="layers",
+        title="What balance gains, with the measured layers of every rank",
+        columns=list(LAYER_COLUMNS),
+        rows=rows,
+        formats={
+            **dict.fromkeys(("predicted", "measured", "forward", "backward"), ".3f"),
+            "correlation": ".4f",
+        },
+        page_columns=LAYER_COLUMNS,
+        note=(
+            "Each system planned the same 17 steps of documents of the paper's lengths. For each "
+            "micro-batch and context-parallel rank one decoder layer ran on the H200, forward and "
+            "backward, as wide as one tensor-parallel rank has it, with FlashAttention-2. These "
+            "times take the place of predicted attention, matrix products and element-wise "
+            "operations; collectives and the pipeline are simulated in both columns. Predictions "
+            "are those of profile h100_runs, so the last three columns compare an H100 in long "
+            "runs with an H200 that ran for a minute."
+        ),
+    )
+
+
 def main() -> None:
     options = experiment_parser(__doc__, quick="simulate one run").parse_args()
     make_documents()
     names = list(RUNS)[2:3] if options.quick else list(RUNS)
-    tables = [steps_table(names), sharding_table()]
+    tables = [steps_table(names), sharding_table(), layers_table()]
     show(*tables)
     if options.quick:
         return
     restart = json.loads((RECORDS / "restart.json").read_text("utf-8"))["figures"]
     tests = json.loads((RECORDS / "kernels.json").read_text("utf-8"))
+    shared = json.loads((LAYERS / "nccl.json").read_text("utf-8"))
     differ = restart["differ"]
     losses = (
         f"other losses in steps {differ}"
@@ -157,10 +222,10 @@ def main() -> None:
     )
     write_results(
         Path(__file__).parent,
-        title="wlb on an H100",
+        title="wlb on one GPU",
         how=How.MEASURED,
-        profile="one NVIDIA H100 80GB HBM3, 2026-11-26",
-        text=TEXT.format(killed=restart["killed_after"], losses=losses, **tests),
+        profile="one NVIDIA H100 80GB HBM3, 2026-11-26; one NVIDIA H200, 2026-11-27",
+        text=TEXT.format(killed=restart["killed_after"], losses=losses, **tests, **shared),
         tables=tables,
         command="python -m experiments.gpu_hour.recorded",
     )

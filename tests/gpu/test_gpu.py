@@ -39,8 +39,7 @@ CASES = [
     Case(pp=2, v=2),
     Case(pp=2, v=2, schedule=IZB),
     Case(dp=2),
-    Case(cp=4, exchange=NEEDED, own_first=True),
-    Case(cp=4, exchange=NEEDED, own_first=True, stages=2),
+    Case(cp=4, exchange=NEEDED),
     Case(pp=4, schedule=Schedule.ONE_F_ONE_B, num_micro_batches=8),
     Case(dp=4, shard_size=2, num_micro_batches=8),
     Case(dp=2, pp=2, v=2, reshard=True, num_micro_batches=8),
@@ -53,6 +52,8 @@ BF16 = [
     Case(head_dim=16),
     Case(head_dim=16, cp=2),
     Case(head_dim=16, cp=4, exchange=NEEDED, own_first=True),
+    Case(head_dim=16, cp=4, exchange=NEEDED, own_first=True, stages=2),
+    Case(head_dim=16, cp=2, own_first=True),
     Case(head_dim=16, tp=2, cp=2, pp=2, v=2),
     Case(head_dim=16, tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
 ]
