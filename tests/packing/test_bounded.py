@@ -1,5 +1,6 @@
 """Tests `bounded`: literal decisions, its three bounds, the flush, determinism, refusals."""
 
+import doctest
 import math
 from dataclasses import replace
 
@@ -56,6 +57,11 @@ def run(pack: BoundedPacker, batches: list[list[int]]) -> tuple[list[PackingPlan
 
 ORDINARY = [C // 16] * 64
 """This batch has four windows and no outlier."""
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    done = doctest.testmod(bounded)
+    assert (done.failed, done.attempted > 4) == (0, True)
 
 
 def test_nothing_is_held_without_outliers() -> None:
