@@ -45,48 +45,59 @@ from wlb.plan import (
     offsets_of,
 )
 
-# Each constant says what it trades, what chose it, and what it does to imbalance and to the mean
-# delay in steps when it is halved and doubled. These are of the fitted stream, ProLong and the
-# library: N = 4, T 1.5, S_max 2, D 10, one price, 400 steps each. As the constants stand they are
-# 1.0064 and 0.272, 1.0059 and 0.116, 1.0038 and 0.143. LOG is experiments/LOG.md.
+# Each constant says what it trades and what chose it (LOG is experiments/LOG.md). Imbalance and
+# mean delay in steps of N = 4 at T 1.5, S_max 2, D 10 and one price, 400 steps of each stream:
+#
+#                    fitted          ProLong         library
+# as they stand      1.0064  0.272   1.0059  0.116   1.0038  0.143
+# DELAY_PRICE / 2    1.0039  0.341   1.0053  0.136   1.0022  0.166
+#             * 2    1.0117  0.220   1.0068  0.092   1.0056  0.126
+# CURVATURE / 2      1.0055  0.325   1.0054  0.134   1.0030  0.163
+#           * 2      1.0086  0.246   1.0060  0.098   1.0050  0.119
+# URGENCY / 2        1.0057  0.276   1.0070  0.122   1.0044  0.145
+#         * 2        1.0070  0.265   1.0056  0.111   1.0038  0.119
+# LEAST / 2          1.0050  0.276   1.0042  0.117   1.0038  0.143
+#       * 2          1.0743  0.173   1.0148  0.058   1.0040  0.141
+# OUTLIER / 2        1.0073  0.267   1.0055  0.118   1.0038  0.142
+#         * 2        1.0071  0.279   1.0067  0.114   1.0062  0.134
+# CLASS 0.985        1.0062  0.269   1.0059  0.116   1.0038  0.143
+#       0.94         1.0064  0.272   1.0059  0.116   1.0038  0.143
+# NUM_PACKED 4, 16   1.0064  0.272   1.0059  0.116   1.0038  0.143
 
 DELAY_PRICE, DELAY_PRICE_IN_RANGE = 0.15, 0.1
 """Price of a global batch held for a step, in typical micro-batch times, times sqrt(N): more means
 less delay and more imbalance. With many micro-batches some imbalance is always on offer, which a
-constant price would take (LOG, "what lost": 1.013 instead of 1.008 at N = 16). The first is of one
-price of attention, the second of a range, which needs more company (LOG, "balance over a range of
-prices"). Halved 1.0039 and 0.341, 1.0053 and 0.136, 1.0022 and 0.166; doubled 1.0117 and 0.220,
-1.0068 and 0.092, 1.0056 and 0.126."""
+price that does not fall with N would take (LOG, "bounded: what lost": 1.013 instead of 1.008 at N =
+16). The first is of one price of attention; a range needs more company, and has the second (LOG,
+"balance over a range of prices")."""
 CURVATURE = 0.1
 """Wait, in typical micro-batch times, whose square counts as much as itself: less avoids the worst
-steps, at the price of delay. It makes one step of 1.10 dearer than ten of 1.01 (LOG, "what lost":
-the 95th percentile on the library from 1.10 to 1.02). Halved 1.0055 and 0.325, 1.0054 and 0.134,
-1.0030 and 0.163; doubled 1.0086 and 0.246, 1.0060 and 0.098, 1.0050 and 0.119."""
+steps, at the price of delay. One step of 1.10 is dearer than ten of 1.01 (LOG, "bounded: what
+lost": the 95th percentile on the library from 1.10 to 1.02)."""
 URGENCY = 2.0
 """Weight of the company that a tall held document still lacks when it must leave: more lets
-documents near its work wait for it. LOG, "what lost": without it 1.021 instead of 1.008 on the
-library. Halved 1.0057 and 0.276, 1.0070 and 0.122, 1.0044 and 0.145; doubled 1.0070 and 0.265,
-1.0056 and 0.111, 1.0038 and 0.119."""
+documents of nearly its work wait for it (LOG, "bounded: what lost": 1.008 on the library, 1.021
+without)."""
 LEAST = 0.35
 """Global batches that a step takes at least, if that much waits and fits. Holding nearly everything
-back costs no wait, so that steps would alternate between nearly empty and full ones: with lengths
-drawn uniformly 1.95 instead of 1.13 (LOG, "reviews of bounded"). Halved 1.0050 and 0.276, 1.0042
-and 0.117, 1.0038 and 0.143; doubled 1.0743 and 0.173, 1.0148 and 0.058, 1.0040 and 0.141."""
+back costs no wait, so that steps would alternate between nearly empty and full ones (LOG, "Reviews
+of bounded": lengths drawn uniformly, 1.13 instead of 1.95)."""
 OUTLIER = 0.2
 """Work of the smallest outlier, in typical micro-batches: less decides about more documents one by
-one, for which there are more candidates. Halved 1.0073 and 0.267, 1.0055 and 0.118, 1.0038 and
-0.142; doubled 1.0071 and 0.279, 1.0067 and 0.114, 1.0062 and 0.134."""
+one, which are more candidates (the table above)."""
 CLASS = 0.97
-"""Outliers down to this part of the tallest one's work form a size class. Candidates begin at the
-start of a class, so that classes bound their number whatever n is, and a class's oldest document
-leaves first. At 0.985 and 0.94 nothing changes beyond 0.0002 and 0.004; CANDIDATES."""
+"""Outliers down to this part of the tallest one's work form a size class, whose oldest leaves
+first. Candidates begin at the start of a class, so that their number does not grow with n: more
+and finer ones, for time. At N = 64 a step of the fitted stream has 2,178; at 0.985 and 0.94 it has
+3,075 and 1,151, with the same imbalance."""
 NUM_PACKED = 8
-"""Most candidates that are packed: more find better ones where bounds are loose, for time. Of one
-price 1.02 a step are packed at N = 4 and 1.6 at N = 16, so that 4 and 16 make the same plans. With
-prices 0.7 to 1.6, N = 16, fitted, 4, 8, 16 have 1.0108, 1.0107, 1.0089, and no limit 1.0060 with 37
-packed a step; at N = 64 that would be 552."""
+"""Most candidates that are packed: more find better ones where bounds are loose, for time. At one
+price the best bound is mostly exact (1.02 packed a step at N = 4). At prices 0.7 to 1.6 and N = 16
+4, 8, 16 on the fitted stream have 1.0108, 1.0107, 1.0089; without a limit it is 1.0060 at 0.06 more
+delay, with 37 packed a step, and 552 at N = 64."""
 ONE_BY_ONE = 8
-"""ONEBYONE"""
+"""Intervals of up to so many outliers are listed one by one, longer ones in powers of two and
+eighths of N: more candidates, for time. 4 changes no imbalance at N = 4, 16 and 64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
