@@ -1,5 +1,6 @@
 """Tests `bounded`: literal decisions, its three bounds, the flush, determinism, refusals."""
 
+import doctest
 import math
 from dataclasses import replace
 
@@ -11,11 +12,10 @@ from hypothesis import strategies as st
 from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
-from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded, release
+from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded
+from wlb.packing.bounded import StepLimits, choose, fitting
 from wlb.packing.price_range import ONE_PRICE, PriceRange
-from wlb.packing.release import choose
 from wlb.packing.study.measure import measure
-from wlb.packing.waiting import StepLimits, fitting
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, UserError, imbalance
 
 C = 4096
@@ -57,6 +57,11 @@ def run(pack: BoundedPacker, batches: list[list[int]]) -> tuple[list[PackingPlan
 
 ORDINARY = [C // 16] * 64
 """This batch has four windows and no outlier."""
+
+
+def test_the_worked_example_of_the_docstring() -> None:
+    done = doctest.testmod(bounded)
+    assert (done.failed, done.attempted > 4) == (0, True)
 
 
 def test_nothing_is_held_without_outliers() -> None:
@@ -459,7 +464,7 @@ def test_a_rare_tall_document_collects_company(monkeypatch: pytest.MonkeyPatch) 
     """The shortfall term does it: without it the document leaves alone at its last moment."""
     batches = rare(96)
     ours = measure(packer(), batches, cost=COST).summary
-    monkeypatch.setattr(release, "URGENCY", 0.0)
+    monkeypatch.setattr(bounded, "URGENCY", 0.0)
     without = measure(packer(), batches, cost=COST).summary
     assert ours.imbalance_time_weighted < without.imbalance_time_weighted - 0.005
     assert ours.imbalance_max < without.imbalance_max - 0.03

@@ -19,8 +19,8 @@ from wlb.packing import (
     place,
     refine,
 )
+from wlb.packing.bounded import water_filled
 from wlb.packing.price_range import ONE_PRICE, comparable
-from wlb.packing.water_filling import poured
 from wlb.plan import Documents, GlobalBatch, Pieces
 
 C = 4096
@@ -141,7 +141,7 @@ def test_a_fluid_is_poured_where_the_worst_price_is_lowest(
     table = np.array(micro_batches)
     sizes, loads = table[:, 0], table[:, 1:].T
     total = np.array(work) * (tokens > 0)
-    level = poured(loads, sizes, tokens, total, 150)
+    level = water_filled(loads, sizes, tokens, total, 150)
     if tokens > int((150 - sizes).sum()):
         assert level is None
         return

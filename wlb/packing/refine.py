@@ -13,8 +13,13 @@ from dataclasses import dataclass
 
 Exchange = tuple[int, int, int, int | None]
 """(new maximum of the two, fast micro-batch, document for it, document that comes back or None)."""
+
+# These three bound the time of a round and the number of rounds. Halved and doubled none changes
+# the imbalance of `bounded` by more than 0.0001 (fitted stream, ProLong, library, N = 4).
 MOST_OTHERS = 8
+"""Fastest micro-batches with which the slowest one tries exchanges."""
 MOST_SWAPPED = 16
+"""Documents of most work in the slowest micro-batch that are tried for a swap."""
 WORTHWHILE = 2e-4
 """An exchange that gains less, in parts of the mean, is the last one."""
 
