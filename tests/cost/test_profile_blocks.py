@@ -19,10 +19,10 @@ from wlb.cost import (
     attention_latency,
     ideal_kernels_ns,
     load_profile,
-    scaled_profile,
 )
 from wlb.cost.profile_file import profile_from_json, profile_to_json, save_profile
 from wlb.plan import UserError
+from wlb.profile.calibrate import scaled_profile
 from wlb.sharding import per_document
 from wlb.spec import ModelSpec, ParallelSpec
 

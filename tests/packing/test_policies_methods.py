@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.adapters.collate.test_flat import Reader
 from wlb.cost import FlopsWorkload
-from wlb.cost.memory import longest_micro_batch
 from wlb.data import GlobalBatches, LengthSource
+from wlb.memory.estimate import longest_micro_batch
 from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_for
 from wlb.parallel.rows import rank_labels
 from wlb.plan import IGNORE, Documents, GlobalBatch, Layout, PackingPlan

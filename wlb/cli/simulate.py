@@ -12,8 +12,9 @@ import numpy as np
 
 from wlb.cli import finished_run, output, sources
 from wlb.cli.options import add_flag, add_json, add_text, number
-from wlb.cost import planned_gib, workload_for
+from wlb.cost import workload_for
 from wlb.cost.machine import program_version
+from wlb.memory import planned_gib
 from wlb.plan import GlobalBatch, UserError, check_at_least
 from wlb.report.simulation import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.tables import console, new_table

@@ -1,17 +1,7 @@
-"""Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2, memory."""
+"""Predicted costs: FLOPs, kernel profiles, the workload of Eq. 2."""
 
 from wlb.cost.all_to_all import all_to_all_ns as all_to_all_ns
 from wlb.cost.all_to_all import link_bandwidths as link_bandwidths
-from wlb.cost.budget import Budget as Budget
-from wlb.cost.budget import cpu_budget as cpu_budget
-from wlb.cost.budget import gpu_budget as gpu_budget
-from wlb.cost.budget import planned_gib as planned_gib
-from wlb.cost.calibrate import Scales as Scales
-from wlb.cost.calibrate import calibrated_name as calibrated_name
-from wlb.cost.calibrate import fit_scales as fit_scales
-from wlb.cost.calibrate import scaled_profile as scaled_profile
-from wlb.cost.caps import TokenCaps as TokenCaps
-from wlb.cost.caps import token_caps as token_caps
 from wlb.cost.exposed import over_gather_ns as over_gather_ns
 from wlb.cost.exposed import own_keys as own_keys
 from wlb.cost.exposed import waits_ns as waits_ns
@@ -37,10 +27,6 @@ from wlb.cost.machine import cluster_peak_tflops as cluster_peak_tflops
 from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
-from wlb.cost.memory import MemoryEstimate as MemoryEstimate
-from wlb.cost.memory import in_flight as in_flight
-from wlb.cost.memory import memory_estimate as memory_estimate
-from wlb.cost.memory import memory_of_rank as memory_of_rank
 from wlb.cost.profile import AttentionTable as AttentionTable
 from wlb.cost.profile import BlockCost as BlockCost
 from wlb.cost.profile import Collective as Collective
@@ -85,7 +71,3 @@ from wlb.cost.workload import WorkloadModel as WorkloadModel
 from wlb.cost.workload import rows_of_layer as rows_of_layer
 from wlb.cost.workload import workload_for as workload_for
 from wlb.cost.workload import workload_of as workload_of
-from wlb.cost.workspace import AttentionCall as AttentionCall
-from wlb.cost.workspace import attention_workspace_bytes as attention_workspace_bytes
-from wlb.cost.workspace import deterministic_copies as deterministic_copies
-from wlb.cost.workspace import most_attention_workspace_bytes as most_attention_workspace_bytes

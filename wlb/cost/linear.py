@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from wlb.cost.all_to_all import all_to_all_latency_ns, all_to_all_ns
-from wlb.cost.expert_sizes import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
+from wlb.cost.expert_rows import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
     elementwise_calls,

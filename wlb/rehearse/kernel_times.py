@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.cost import AttentionCall, ProfiledWorkload, all_to_all_ns, attention_workspace_bytes
+from wlb.cost import ProfiledWorkload, all_to_all_ns
 from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
+from wlb.memory import AttentionCall, attention_workspace_bytes
 from wlb.rehearse.gpu import Splits
 from wlb.spec.run import KernelSection
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import Budget, cpu_budget, gpu_budget, key_bytes, machine_name, workload_for
-from wlb.cost.memory import GIB
+from wlb.cost import key_bytes, machine_name, workload_for
 from wlb.data import GlobalBatches, lengths_of_family, open_batches
+from wlb.memory import Budget, cpu_budget, gpu_budget
+from wlb.memory.estimate import GIB
 from wlb.packing import with_s_max
 from wlb.parallel.grid import rank_grid
 from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
