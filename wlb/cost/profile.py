@@ -48,6 +48,8 @@ class Scope(StrEnum):
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+"""The head's gradient is float32, and so are dK and dV on their way between CP ranks."""
 BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
 """Sides of backward's tiles in an `AttentionTable`, which may be left out where both are forward's
 `tile_rows`."""

@@ -23,8 +23,7 @@ from wlb.cost import (
     limit_growth,
 )
 from wlb.cost.flops import FloatArray, elementwise_calls, elementwise_values
-from wlb.cost.linear import GRADIENT_BYTES
-from wlb.cost.profile import OPTIONAL, elementwise_of
+from wlb.cost.profile import GRADIENT_BYTES, OPTIONAL, elementwise_of
 from wlb.plan import UserError
 from wlb.profile.linear import rank_matrices, rank_model
 from wlb.profile.tasks import Record, measured

@@ -133,7 +133,7 @@ class Prices:
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
         """Bytes that the rank `own` of `ranks` sends or receives, and ns of its links one after the
-        other, as `LinearCost.needed_exchange_ns` prices it."""
+        other, as `ProfiledWorkload.needed_exchange_ns` prices it."""
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node
         span = int(ranks[-1] - ranks[0] + 1)

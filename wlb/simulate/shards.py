@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import Collective, CollectiveCost, Elementwise, KernelProfile, ProfiledWorkload
-from wlb.cost.linear import GRADIENT_BYTES
-from wlb.cost.profile import DTYPE_BYTES
+from wlb.cost.profile import DTYPE_BYTES, GRADIENT_BYTES
 from wlb.memory.estimate import stage_parameters
 from wlb.memory.expert_sizes import experts_of_layer, sharing_ranks, stored_parameters
 from wlb.plan import IntArray, check_between
