@@ -9,12 +9,10 @@ from wlb.cost.flops import PLAIN_TORCH as PLAIN_TORCH
 from wlb.cost.flops import RecomputedWork as RecomputedWork
 from wlb.cost.flops import attention_backward_flops as attention_backward_flops
 from wlb.cost.flops import attention_forward_flops as attention_forward_flops
-from wlb.cost.flops import causal_pairs as causal_pairs
 from wlb.cost.flops import document_flops as document_flops
 from wlb.cost.flops import head_flops as head_flops
 from wlb.cost.flops import layer_linear_flops as layer_linear_flops
 from wlb.cost.flops import linear_flops_per_token as linear_flops_per_token
-from wlb.cost.flops import tile_pairs as tile_pairs
 from wlb.cost.flops import window_flops as window_flops
 from wlb.cost.forms import COST_NAMES as COST_NAMES
 from wlb.cost.forms import Cost as Cost
@@ -32,6 +30,8 @@ from wlb.cost.machine import known_peak_tflops as known_peak_tflops
 from wlb.cost.machine import machine_name as machine_name
 from wlb.cost.machine import rank_peak_tflops as rank_peak_tflops
 from wlb.cost.mismatch import mismatches as mismatches
+from wlb.cost.pairs import causal_pairs as causal_pairs
+from wlb.cost.pairs import tile_pairs as tile_pairs
 from wlb.cost.profile import AttentionTable as AttentionTable
 from wlb.cost.profile import BlockCost as BlockCost
 from wlb.cost.profile import Collective as Collective

@@ -9,12 +9,11 @@ from typing import cast
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
 from wlb.cost.profile import KernelProfile
 from wlb.cost.profile_file import profile_names
 from wlb.cost.workload import workload_of
 from wlb.cost.workload_model import LLAMA2_7B, TILE_ROWS, FlopsWorkload, WorkloadModel
-from wlb.plan import IntArray, UserError
+from wlb.plan import FloatArray, IntArray, UserError
 from wlb.spec import load
 
 Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]

@@ -3,10 +3,9 @@
 from wlb.cost.flops import layer_matrices
 from wlb.cost.machine import is_same
 from wlb.cost.profile_file import has_power
-from wlb.cost.surface import BoolArray
 from wlb.cost.workload import LinearCost, ProfiledWorkload
 from wlb.cost.workload_model import token_counts
-from wlb.plan import IntLike
+from wlb.plan import BoolArray, IntLike
 
 
 def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray, tile_pairs
-from wlb.cost.surface import BoolArray, Cells, Curve, Surface
-from wlb.plan import IntArray, UserError
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
+from wlb.cost.surface import Cells, Curve, Surface
+from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 
 class ProvenanceKind(StrEnum):

@@ -10,8 +10,16 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray, tile_pairs
-from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, check_at_least, rows_moved
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
+from wlb.plan import (
+    FloatArray,
+    IntArray,
+    IntLike,
+    ShardingPlan,
+    UserError,
+    check_at_least,
+    rows_moved,
+)
 from wlb.plan.arrays import first_true
 
 

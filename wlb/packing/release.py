@@ -9,10 +9,9 @@ all hosts (single IEEE operations). Cost: O(n log n) and some thousand choices, 
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
 from wlb.packing.waiting import CLASS, ReleaseChoices, StepLimits, WaitingDocuments
 from wlb.packing.water_filling import poured
-from wlb.plan import BoolArray, IntArray
+from wlb.plan import BoolArray, FloatArray, IntArray
 
 LEAST = 0.35
 """Global batches that a step takes at least, if that much waits and fits: holding nearly everything

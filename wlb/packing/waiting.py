@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
 from wlb.packing.price_range import comparable
 from wlb.packing.var_len import place
-from wlb.plan import BoolArray, IntArray, IntLike, offsets_of
+from wlb.plan import BoolArray, FloatArray, IntArray, IntLike, offsets_of
 
 OUTLIER = 0.2
 """Work of the smallest outlier, in typical micro-batches."""

@@ -8,8 +8,7 @@ Guarantees: equal on all hosts (single IEEE operations in a fixed order). Cost: 
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray
+from wlb.plan import FloatArray, IntArray
 
 
 def poured(
