@@ -10,7 +10,7 @@ from tests.parity.test_bf16 import bf16
 from wlb.kernels.grouped import weight_gradients
 from wlb.launch.local import run_local
 from wlb.spec import AttentionBackend, Schedule
-from wlb.spec.check import MOST_EXPERTS_OF_RANK
+from wlb.spec.checks import MOST_EXPERTS_OF_RANK
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.models import LLAMA2_7B
-from wlb.cost import key_bytes
+from wlb.cost.key_bytes import key_bytes
 from wlb.memory import AttentionCall, in_flight, memory_estimate, memory_of_rank, token_caps
 from wlb.memory import estimate as estimates
 from wlb.memory.estimate import (
@@ -15,7 +15,7 @@ from wlb.memory.estimate import (
     workspaces_bytes,
 )
 from wlb.plan import KeyExchange
-from wlb.sharding import per_document
+from wlb.sharding.per_document import per_document
 from wlb.spec import (
     AttentionBackend,
     Dtype,

@@ -11,8 +11,8 @@ import numpy as np
 
 from wlb.cost.profile import KernelProfile
 from wlb.cost.profile_file import profile_names
+from wlb.cost.protocol import LLAMA2_7B, TILE_ROWS, FlopsWorkload, WorkloadModel
 from wlb.cost.workload import workload_of
-from wlb.cost.workload_model import LLAMA2_7B, TILE_ROWS, FlopsWorkload, WorkloadModel
 from wlb.plan import FloatArray, IntArray, UserError
 from wlb.spec import load
 

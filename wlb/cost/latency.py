@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost.workload_model import ExchangePrices, WorkloadModel, rows_of_layer
+from wlb.cost.protocol import ExchangePrices, WorkloadModel, rows_of_layer
 from wlb.plan import IntArray, IntLike, KeyExchange, ShardingPlan, UserError, offsets_of
 from wlb.plan.sharding import RankTimes
 

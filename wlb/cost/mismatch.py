@@ -3,8 +3,8 @@
 from wlb.cost.flops import layer_matrices
 from wlb.cost.machine import is_same
 from wlb.cost.profile_file import has_power
+from wlb.cost.protocol import token_counts
 from wlb.cost.workload import LinearCost, ProfiledWorkload
-from wlb.cost.workload_model import token_counts
 from wlb.plan import BoolArray, IntLike
 
 

@@ -51,7 +51,7 @@ from wlb.cost.profile import (
     KernelProfile,
 )
 from wlb.cost.profile_file import load_profile, matching_profile
-from wlb.cost.workload_model import Transfers, segment_sizes, token_counts, whole_ns
+from wlb.cost.protocol import Transfers, segment_sizes, token_counts, whole_ns
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_between
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import key_bytes, machine_name, mismatches, workload_for
+from wlb.cost import machine_name, mismatches, workload_for
+from wlb.cost.key_bytes import key_bytes
 from wlb.data import GlobalBatches, lengths_of_family, open_batches
 from wlb.memory import Budget, cpu_budget, gpu_budget
 from wlb.memory.estimate import GIB
