@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from wlb.cost.flops import FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.machine import program_version
+from wlb.cost.pairs import FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.profile import (
     OPTIONAL,
     AttentionTable,

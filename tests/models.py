@@ -1,6 +1,8 @@
-"""Dimensions of published models that tests of several folders price."""
+"""Dimensions of models that tests of several folders price."""
 
-from wlb.spec import ModelSpec
+from dataclasses import replace
+
+from wlb.spec import ExpertsSpec, ModelSpec
 
 LLAMA2_7B = ModelSpec(
     vocab_size=32000,
@@ -10,3 +12,16 @@ LLAMA2_7B = ModelSpec(
     num_kv_heads=32,
     ffn_hidden_size=11008,
 )
+
+EXPERTS = ModelSpec(
+    vocab_size=256,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    experts=ExpertsSpec(num=8, per_token=2, hidden_size=24, shared=1),
+)
+MIXED_EXPERTS = replace(
+    EXPERTS, num_layers=4, ffn_hidden_size=40, experts=replace(EXPERTS.experts, dense_layers=(0,))
+)
+"""The first of four layers has an MLP."""

@@ -69,7 +69,7 @@ def test_only_world_reads_the_environment() -> None:
     assert found == ["wlb/parallel/world.py"]
 
 
-PLANNING = ("packing", "sharding", "planner", "balance", "cost")
+PLANNING = ("packing", "sharding", "planner", "balance", "cost", "memory")
 DIFFER_BETWEEN_CPUS = {
     *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "power", "float_power"),
     *("sin", "cos", "tan", "tanh", "cbrt", "hypot", "argpartition"),

@@ -77,7 +77,6 @@ __all__ = [
     "TokenStore",
     "VarLenPacker",
     "WorkloadModel",
-    "__version__",
     "balance_step",
     "load",
     "load_profile",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kernels_profile.derive import PRODUCT_SPEED
-from wlb.cost.budget import ALLOCATOR_GAPS
 from wlb.cost.machine import short_name
+from wlb.memory.budget import ALLOCATOR_GAPS
 from wlb.plan import UserError
 from wlb.plan.read_file import read_json
 
@@ -74,7 +74,7 @@ def _of_memory(figures: Mapping[str, Any]) -> Iterator[str]:
                 yield (
                     f"{name.removeprefix('steps_')}: the estimate of memory is {off:+.0%} off "
                     f"({found['estimated_gib']:.1f} for {found['peak_gib']:.1f} GiB). Its terms "
-                    f"are in wlb/cost/memory.py; gaps of the allocator are {ALLOCATOR_GAPS:g}."
+                    f"are in wlb/memory/estimate.py; gaps of the allocator are {ALLOCATOR_GAPS:g}."
                 )
 
 

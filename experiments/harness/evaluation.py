@@ -17,8 +17,9 @@ import numpy as np
 from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import PRICES, configuration
-from wlb.cost import planned_gib, workload_of
+from wlb.cost import workload_of
 from wlb.data import GlobalBatches, LengthFamily, LengthSource
+from wlb.memory import planned_gib
 from wlb.plan import GlobalBatch
 from wlb.simulate import RunSimulation, simulate_run
 from wlb.spec import RunSpec, system_overrides

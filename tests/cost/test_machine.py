@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.words import lacks
-from wlb.cost import load_profile, machine, matching_profile, profile_file, save_profile
+from wlb.cost import load_profile, machine, matching_profile, mismatches, profile_file, save_profile
 from wlb.cost.machine import gpu_name, gpu_power_limit_w, is_same, machine_name, short_name
 from wlb.cost.workload import workload_for
 from wlb.spec import AttentionBackend, load
@@ -67,9 +67,9 @@ def test_the_power_limit_chooses_among_profiles_of_a_device(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml(name, power_mw=500_000))
     of_run = workload_for(load("7b_128k", ["cost.profile=auto"]), "cuda")
     assert of_run.profile.name == "h100_runs_500w"
-    assert "power limit" not in " ".join(of_run.notes)
+    assert "power limit" not in " ".join(mismatches(of_run))
     told = workload_for(load("7b_128k", ["cost.profile=h100_sxm"]), "cuda")
-    assert "a power limit of 700 W, this one has 500 W" in " ".join(told.notes)
+    assert "a power limit of 700 W, this one has 500 W" in " ".join(mismatches(told))
 
 
 def test_the_cpus_name_comes_from_the_kernel(monkeypatch, tmp_path):
@@ -144,7 +144,7 @@ def test_a_run_says_what_does_not_match(monkeypatch):
         spec = load("7b_128k", ["cost.profile=auto"])
         spec = replace(spec, kernels=replace(spec.kernels, **kernels))
         cost = workload_for(spec, "cuda")
-        return "; ".join([cost.profile.name, *cost.notes])
+        return "; ".join([cost.profile.name, *mismatches(cost)])
 
     assert notes("NVIDIA H200").startswith("h200; ")
     assert "this machine has" not in notes("NVIDIA H200")
@@ -156,11 +156,11 @@ def test_a_run_says_what_does_not_match(monkeypatch):
 
 def test_pieces_beyond_what_was_measured_are_told():
     spec = load("7b_128k", [])
-    assert not any("extrapolated" in note for note in workload_for(spec, "cuda").notes)
+    assert not any("extrapolated" in note for note in mismatches(workload_for(spec, "cuda")))
     longer = load("7b_128k", ["data.context_window=524288"])
-    pieces, products = [n for n in workload_for(longer, "cuda").notes if "extrapolated" in n]
+    pieces, products = [n for n in mismatches(workload_for(longer, "cuda")) if "extrapolated" in n]
     assert "pieces of up to 524288 tokens are extrapolated: measured were" in pieces
     assert "131072 keys" in pieces
     assert lacks(products, "matrix products", "262,144 tokens", "131,072") == []
     small = load("7b_128k", ["cost.profile=cpu"])
-    assert any("weights are extrapolated" in n for n in workload_for(small, "cuda").notes)
+    assert any("weights are extrapolated" in n for n in mismatches(workload_for(small, "cuda")))

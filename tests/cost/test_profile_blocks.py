@@ -19,11 +19,11 @@ from wlb.cost import (
     attention_latency,
     ideal_kernels_ns,
     load_profile,
-    scaled_profile,
 )
 from wlb.cost.profile_file import profile_from_json, profile_to_json, save_profile
 from wlb.plan import UserError
-from wlb.sharding import per_document
+from wlb.profile.calibrate import scaled_profile
+from wlb.sharding.per_document import per_document
 from wlb.spec import ModelSpec, ParallelSpec
 
 BLOCKS = BlockCost(forward_ns=1.0, backward_ns=5.5, tail_forward_ns=27.5, tail_backward_ns=23.0)

@@ -16,12 +16,14 @@ from wlb.cost import (
     WorkloadModel,
     exchange_ns,
     load_profile,
+    mismatches,
     rows_of_layer,
     workload_for,
     workload_of,
 )
+from wlb.cost.mismatch import extrapolated
 from wlb.plan import KeyExchange, rows_moved
-from wlb.sharding import per_sequence
+from wlb.sharding.per_sequence import per_sequence
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 SMALL = ModelSpec(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=192)
@@ -201,16 +203,16 @@ def test_more_tensor_parallelism_makes_a_rank_faster():
 def test_times_of_another_dtype_are_told():
     spec = load("demo")
     assert spec.training.dtype == "float32"
-    told = [workload_of(spec, load_profile(name)).notes for name in ("h100", "cpu")]
+    told = [mismatches(workload_of(spec, load_profile(name))) for name in ("h100", "cpu")]
     assert "float32 is priced with times of bfloat16" in told[0]
     assert not any("is priced with times of" in note for note in told[1])
 
 
 def test_what_is_outside_the_profile_is_told():
     work = WORKLOADS["h100-cp2"]
-    assert work.extrapolated([1024, 131072, 1 << 20]).tolist() == [False, False, True]
-    assert any("heads a rank are outside" in note for note in work.notes)
-    assert any("a KV head" in note for note in work.notes)
+    assert extrapolated(work, [1024, 131072, 1 << 20]).tolist() == [False, False, True]
+    assert any("heads a rank are outside" in note for note in mismatches(work))
+    assert any("a KV head" in note for note in mismatches(work))
 
 
 def test_the_ends_of_the_model_are_priced_literally():

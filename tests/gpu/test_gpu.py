@@ -18,7 +18,7 @@ from wlb.kernels.grouped import weight_gradients
 from wlb.launch.local import run_local
 from wlb.plan import KeyExchange
 from wlb.spec import AttentionBackend, ExpertsSpec, Recompute, Schedule
-from wlb.spec.check import MOST_EXPERTS_OF_RANK
+from wlb.spec.checks import MOST_EXPERTS_OF_RANK
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from wlb.cost import FlopsWorkload, memory_estimate, memory_of_rank, token_caps
+from wlb.cost import FlopsWorkload
+from wlb.memory import memory_estimate, memory_of_rank, token_caps
 from wlb.packing import (
     BinMethod,
     BoundedPacker,

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from tests.adapters.collate.test_flat import Reader
 from wlb.cost import FlopsWorkload
-from wlb.cost.memory import longest_micro_batch
 from wlb.data import GlobalBatches, LengthSource
+from wlb.memory.estimate import longest_micro_batch
 from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_for
 from wlb.parallel.rows import rank_labels
 from wlb.plan import IGNORE, Documents, GlobalBatch, Layout, PackingPlan
 from wlb.planner import Planner
-from wlb.sharding import per_sequence
+from wlb.sharding.per_sequence import per_sequence
 from wlb.spec import METHODS, RunSpec, load
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)

@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.parallel.test_context import HOWS, Case, How, Tensors, local_inputs, made, run
 from tests.sets import full
-from wlb.cost import key_bytes
-from wlb.cost.key_bytes import KeyBytes
+from wlb.cost.key_bytes import KeyBytes, key_bytes
 from wlb.launch.local import run_local
 from wlb.parallel import context_op, overlap_op
 from wlb.parallel.context import ContextAttention

@@ -21,9 +21,9 @@ from tests.parity.case import (
 from tests.parity.test_tensor import CU_SEQLENS, micro_batch, saved_bytes
 from tests.parity.test_zero_bubble import Count
 from tests.sets import full, nightly
-from wlb.cost.linear import RECOMPUTED_WORK
-from wlb.cost.memory import layer_activation_bytes
+from wlb.cost.flops import RECOMPUTED_WORK
 from wlb.launch.local import run_local
+from wlb.memory.estimate import layer_activation_bytes
 from wlb.model import Llama
 from wlb.parallel.build import recompute_layers
 from wlb.parallel.deferred import DeferringOps

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload, ProfiledWorkload, attention_latency, load_profile
 from wlb.plan import ShardingPlan
-from wlb.sharding import NAMES, balanced, hybrid, per_document, per_sequence, shard
+from wlb.sharding import NAMES, shard
+from wlb.sharding.balanced import balanced
+from wlb.sharding.hybrid import hybrid
+from wlb.sharding.per_document import per_document
+from wlb.sharding.per_sequence import per_sequence
 from wlb.spec import ModelSpec, ParallelSpec
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.simulate.runs import made, spec_of
-from wlb.cost import in_flight, memory_of_rank
+from wlb.memory import in_flight, memory_of_rank
 from wlb.simulate import pipeline_order
 from wlb.simulate.peak_memory import PassBytes, pass_bytes, peak_held_bytes
 from wlb.spec import ModelSpec, ParallelSpec, PipelineSection, Recompute, RunSpec, Schedule, check

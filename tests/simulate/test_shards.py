@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulate.runs import cost_of, made, spec_of
 from wlb.cost import Collective, Elementwise
-from wlb.cost.memory import stage_parameters
+from wlb.memory.estimate import stage_parameters
 from wlb.simulate import FsdpExecution, Node, NodeKind, PassKind, Simulator
 from wlb.simulate.shards import ShardCosts, fsdp_span, shard_costs
 from wlb.spec import ExpertsSpec, FsdpSection, ParallelSpec, RunSpec, Schedule

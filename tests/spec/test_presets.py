@@ -5,7 +5,7 @@ They are Table 1's eight, and the 405B job that its Figures 1 and 4 trace.
 
 import pytest
 
-from wlb.cost import memory_estimate
+from wlb.memory import memory_estimate
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, check, load, presets
 
 # name: (tp, cp, pp, dp), GPUs, billions of parameters the name means, parameters exactly.

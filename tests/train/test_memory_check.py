@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 
 from tests.train.case import small_spec, train, write_corpus
-from wlb.cost import Budget, cpu_budget, gpu_budget, memory_estimate, planned_gib
-from wlb.cost.memory import GIB
+from wlb.memory import Budget, cpu_budget, gpu_budget, memory_estimate, planned_gib
+from wlb.memory.estimate import GIB
 from wlb.packing import caps_of
 from wlb.parallel import world as worlds
 from wlb.spec import RunSpec, apply, load, system_choices

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wlb.cost import WorkloadModel
-from wlb.cost.flops import FloatArray
-from wlb.plan import DocumentIds, IntArray, IntLike, UserError, offsets_of
+from wlb.plan import DocumentIds, FloatArray, IntArray, IntLike, UserError, offsets_of
 from wlb.planner import Planner
 
 

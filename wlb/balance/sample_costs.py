@@ -1,6 +1,6 @@
 """What each sample costs, from any of the things that say so, as float64 whole numbers.
 
-Most are workload models (`wlb.cost.ratio`). "slime" is the forward FLOPs of a dense model
+Most are workload models (`wlb.cost.protocol`). "slime" is the forward FLOPs of a dense model
 (`slime_flops`, slime's `calculate_fwd_flops`). A number is a FLOPs ratio: attention's cost of a
 sample of that many tokens equals its linear layers'.
 """

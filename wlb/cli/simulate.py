@@ -12,8 +12,9 @@ import numpy as np
 
 from wlb.cli import finished_run, output, sources
 from wlb.cli.options import add_flag, add_json, add_text, number
-from wlb.cost import planned_gib, workload_for
+from wlb.cost import mismatches, workload_for
 from wlb.cost.machine import program_version
+from wlb.memory import planned_gib
 from wlb.plan import GlobalBatch, UserError, check_at_least
 from wlb.report.simulation import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.tables import console, new_table
@@ -137,10 +138,10 @@ def _fastest(
     for spec in alternatives:
         try:
             cost = workload_for(spec, options.device)
-            if options.strict and cost.notes:
+            if options.strict and mismatches(cost):
                 raise UserError(
                     f"cost.profile = {spec.cost.profile} does not cover this run: "
-                    f"{'; '.join(cost.notes)}; measure one that does (wlb profile), or leave "
+                    f"{'; '.join(mismatches(cost))}; measure one that does (wlb profile), or leave "
                     f"--strict out"
                 )
             made = simulate_run(spec, cost, batches, label=label)
@@ -187,7 +188,7 @@ def _show(
         "version": program_version(),
         "profile": cost.profile.name,
         "worth": dict(worth_of(cost.profile)),
-        "notes": list(cost.notes),
+        "notes": list(mismatches(cost)),
         "trust": trust_line(own.simulator.spec, cost.profile),
         "spec": own.simulator.spec.to_dict(),
         "runs": [r.to_json() for r in runs],
@@ -197,7 +198,7 @@ def _show(
     screen = console(markup=False)
     screen.print(layout_text(own.simulator.spec))
     screen.print(worth_line(cost.profile))
-    for note in cost.notes:
+    for note in mismatches(cost):
         screen.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"
     screen.print(simulation_table(runs, title=title, own="run"))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from wlb.cli.options import add_flag, add_overrides, add_text, number
-from wlb.cost import planned_gib
 from wlb.data import (
     FAMILIES,
     BlendedBatches,
@@ -23,6 +22,7 @@ from wlb.data import (
     open_store,
 )
 from wlb.data.folder import refuse_file
+from wlb.memory import planned_gib
 from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
 from wlb.report.packing.tables import SourceFacts, facts_of

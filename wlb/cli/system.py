@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 
-from wlb.cost import planned_gib
+from wlb.memory import planned_gib
 from wlb.packing import first_with_room
 from wlb.spec import RunSpec, load, system_choices
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from wlb.cli import output, sources
 from wlb.cli.options import MOST_PROCESSES, add_json, add_text, add_value, number
-from wlb.cost import KernelProfile, gpu_budget, planned_gib, workload_for
+from wlb.cost import KernelProfile, workload_for
 from wlb.cost.machine import program_version
-from wlb.cost.memory import GIB
+from wlb.memory import gpu_budget, planned_gib
+from wlb.memory.estimate import GIB
 from wlb.packing import with_s_max
 from wlb.plan import UserError, check_at_least, check_between
 from wlb.report.layout import (

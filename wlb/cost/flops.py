@@ -1,67 +1,21 @@
-"""FLOP counts of attention segments, tiles, linear layers, documents and models.
+"""Counts that prices are made of: FLOPs, values and calls of attention, of a layer and of models.
 
 A multiply-add is two FLOPs; attention counts QK^T and PV only. Backward has two conventions:
 kernel FLOPs (`attention_backward_flops`, kernel profiles) are 2.5 x forward, because a flash kernel
 recomputes QK^T; model FLOPs (`document_flops`, MFU) are 2 x forward, without recomputation.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.plan import IntArray
-from wlb.plan.arrays import first_true
-from wlb.spec import ExpertsSpec, ModelSpec
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
+from wlb.plan import FloatArray, IntArray
+from wlb.spec import ExpertsSpec, ModelSpec, Recompute
 
-FloatArray = npt.NDArray[np.float64]
-
-FORWARD_FLOPS_PER_PAIR = 4
-"""Forward FLOPs per query-key pair, head and head_dim: a multiply-add each for QK^T and PV."""
-BACKWARD_FLOPS_PER_PAIR = 10
-"""The same in backward: a multiply-add each for QK^T again, dV, dP, dQ and dK."""
 LINEAR_BACKWARD_FACTOR = 2
 """Products in backward of a matrix product: the input's gradient and the weight's."""
-
-
-def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
-    """Query-key pairs of segments of `q` rows that end at key `kv` (bottom-right causal).
-
-    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. With a
-    sliding window it sees the latest `sliding` of them (0 = all). Shape [n].
-    """
-    q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
-    if (i := first_true((q < 0) | (q > kv))) is not None:
-        raise ValueError(
-            f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
-            f"needs 0 <= q <= kv"
-        )
-    pairs = q * kv - q * (q - 1) // 2
-    if not sliding:
-        return pairs
-    # Row i leaves out kv - q + i + 1 - sliding keys, from the row on where that is above 0.
-    hidden = kv - q + 1 - sliding
-    first = np.clip(-hidden, 0, q)
-    return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
-
-
-def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 0) -> FloatArray:
-    """Pairs that a kernel on whole tiles of `tile_rows` query rows computes (Section 5.3).
-
-    Tile t of ceil(q / tile_rows) computes all its rows over the keys of its last row, kv - q +
-    (t + 1) * tile_rows, at most kv: 16 rows cost as much as 128. Tiles of one row give
-    `causal_pairs`. Floats, because mean lengths are allowed. With a sliding window a tile computes
-    no keys before those of its first row's window.
-    """
-    num_tiles = np.ceil(q / tile_rows)
-    full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
-    if sliding:
-        # Tile t leaves out kv - q + t * tile_rows + 1 - sliding keys, where that is above 0.
-        left_out = kv - q + 1 - sliding
-        first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
-        last = np.maximum(first, num_tiles) - 1
-        full = full - (num_tiles - first) * (left_out + tile_rows * (first + last) / 2)
-    return np.where(q > 0, tile_rows * (full + kv), 0.0)
 
 
 def attention_forward_flops(
@@ -142,6 +96,63 @@ def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     rotary = 2 + (model.query_factor() != 1.0)
     calls = {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
     return calls | ({"head_norm": 2} if model.qk_norm else {})
+
+
+PLAIN_TORCH: dict[str, tuple[float, float]] = {
+    "norm": (18 / 2, 34 / 3),
+    "head_norm": (18 / 2, 34 / 3),
+    "rotary": (10 / 2, 10 / 2),
+    "swiglu": (5 / 3, 9 / 5),
+}
+"""Traffic of element-wise operators that torch runs one kernel at a time, over that of fused ones
+(`elementwise_values`). Norms are cast to float32, squared, averaged, multiplied, cast back and
+multiplied by their weight: 18 two-byte values of each one, and 34 in backward; rotations run in
+float32 complex numbers: 10; SiLU and the gate's product are two kernels: 5 and 9. Additions are one
+kernel in any case."""
+
+TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
+"""All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
+again and the gradients of both outputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputedWork:
+    """The part of a layer that backward computes again."""
+
+    matrices: Sequence[int]  # of `layer_matrices`
+    calls: dict[str, int]  # of element-wise operators
+    tp: tuple[int, int]  # TP's all-gathers and reduce-scatters
+    attention: bool  # whether attention runs again, with CP's gather
+
+
+RECOMPUTED_WORK = {
+    Recompute.NONE: RecomputedWork(matrices=range(0), calls={}, tp=(0, 0), attention=False),
+    Recompute.SELECTIVE: RecomputedWork(
+        matrices=range(4, 6), calls={"norm": 1, "swiglu": 1}, tp=(1, 0), attention=False
+    ),
+    Recompute.FULL: RecomputedWork(
+        matrices=range(6),
+        calls={},  # all but the last addition of a model's: `recomputed_work`
+        tp=(2, 1),
+        attention=True,
+    ),
+}
+"""The executor stops before a layer's last product: down projection, its reduce-scatter and the
+residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
+
+
+def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
+    """What backward computes again of a layer of `model` with wlb's `training.recompute`."""
+    work = RECOMPUTED_WORK[recompute]
+    if recompute != Recompute.FULL:
+        return work
+    calls = elementwise_calls(model)
+    calls |= {"residual": calls["residual"] - 1}
+    if not model.branch_norms:
+        return replace(work, calls=calls)
+    # The last norm needs the last product, which is therefore made again.
+    calls |= {"norm": calls["norm"] - 1}
+    return replace(work, calls=calls, matrices=range(7), tp=TP_FORWARD)
 
 
 def layer_linear_flops(model: ModelSpec) -> int:

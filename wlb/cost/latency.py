@@ -7,11 +7,11 @@ every layer, so a micro-batch waits for the slowest rank of each pass, not of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost.workload import ExchangePrices, ProfiledWorkload, WorkloadModel, rows_of_layer
+from wlb.cost.protocol import ExchangePrices, WorkloadModel, rows_of_layer
 from wlb.plan import IntArray, IntLike, KeyExchange, ShardingPlan, UserError, offsets_of
 from wlb.plan.sharding import RankTimes
 
@@ -100,12 +100,6 @@ def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
     mine = np.sort(np.asarray(lengths))[::-1][::cp]
     calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
-
-
-def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
-    """`cost` with free collectives, to compare with thread CPU time, which excludes waiting."""
-    free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
-    return replace(cost, profile=replace(cost.profile, collectives=free))
 
 
 def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:

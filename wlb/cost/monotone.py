@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray, UserError
+from wlb.plan import FloatArray, IntArray, UserError
 
 DENSE = 4096
 _LONGEST = 1 << 26

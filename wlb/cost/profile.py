@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray, tile_pairs
-from wlb.cost.surface import BoolArray, Cells, Curve, Surface
-from wlb.plan import IntArray, UserError
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
+from wlb.cost.surface import Cells, Curve, Surface
+from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 
 class ProvenanceKind(StrEnum):
@@ -48,6 +48,8 @@ class Scope(StrEnum):
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+GRADIENT_BYTES = 4
+"""The head's gradient is float32, and so are dK and dV on their way between CP ranks."""
 BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
 """Sides of backward's tiles in an `AttentionTable`, which may be left out where both are forward's
 `tile_rows`."""

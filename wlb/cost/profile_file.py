@@ -12,7 +12,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
-from wlb.cost.flops import FloatArray
 from wlb.cost.machine import is_same
 from wlb.cost.profile import (
     BACKWARD_TILES,
@@ -28,7 +27,7 @@ from wlb.cost.profile import (
     ProvenanceKind,
 )
 from wlb.cost.surface import Curve, Surface
-from wlb.plan import UserError
+from wlb.plan import FloatArray, UserError
 from wlb.plan.read_file import malformed, read_json, read_object
 
 SCHEMA_VERSION = 2

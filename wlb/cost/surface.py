@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from wlb.cost.flops import FloatArray
-from wlb.plan import IntArray, UserError
+from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
-BoolArray = npt.NDArray[np.bool_]
 _TOLERANCE = 1e-3
 
 

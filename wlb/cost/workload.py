@@ -1,175 +1,71 @@
-"""W_a(d) + W_l(d) of Eq. 2: predicted work of a document, injected into packing and sharding.
+"""Eq. 2: the work of a document, W(d) = W_a(d) + W_l(d), by which packing and sharding balance.
 
-The time of one pipeline rank's layers, forward and backward, for a piece of d tokens spread evenly
-over the CP group: int64 ns, additive over pieces, 0 for length 0, monotone in length. W_a prices
-the cheaper of two shardings (Section 5.3): per-document chunks, or the whole piece on one rank in
-1 of cp cases. W_l is proportional to d. Padding, costs a call, embedding, head, pipeline messages
-and gradient communication are left out: they do not depend on which documents share a micro-batch.
+W is the predicted time of one pipeline rank's layers, forward and backward, for a piece of d tokens
+that is spread over the CP group: int64 ns, additive over pieces, 0 for length 0, monotone in d.
+
+- W_a, quadratic in d: the attention kernels (`ProfiledWorkload.attention_ns`). It is the cheaper of
+  two shardings (Section 5.3): per-document chunks, or the whole piece on one rank in 1 of cp cases.
+- W_l, proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators, TP's
+  collectives, an all-gather of CP's keys and values, and what ranks wait for experts' rows. With
+  `training.recompute`, backward includes what runs again, at forward's price.
+
+Prices are those of a kernel profile (`wlb.cost.profile`): counts (`wlb.cost.flops`) over measured
+throughput. `wlb profile` measures them.
+
+Not part of W, because it does not depend on which documents share a micro-batch, and where it is
+priced instead: costs a call and collectives' latency (`LinearCost.call_ns`, `attention_call_ns`);
+embedding, head and loss (at the end of `LinearCost`); padding and pipeline messages
+(`wlb.simulate.pass_times`); FSDP and gradients (`wlb.simulate.shards`). What ranks wait for an
+exchange of keys beyond, or short of, a plain all-gather is in `wlb.cost.exposed`, and attention of
+real shards in `wlb.cost.latency`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost.flops import FloatArray
-from wlb.cost.linear import LinearCost, Passes, RecomputedWork
-from wlb.cost.machine import gpu_power_limit_w, is_same, machine_name
+from wlb.cost.all_to_all import all_to_all_latency_ns, all_to_all_ns
+from wlb.cost.expert_rows import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
+from wlb.cost.flops import (
+    LINEAR_BACKWARD_FACTOR,
+    TP_BACKWARD,
+    TP_FORWARD,
+    RecomputedWork,
+    elementwise_calls,
+    elementwise_values,
+    head_flops,
+    layer_matrices,
+    recomputed_work,
+)
+from wlb.cost.machine import gpu_power_limit_w, machine_name
 from wlb.cost.monotone import MonotoneTable
-from wlb.cost.profile import AttentionTable, KernelProfile
-from wlb.cost.profile_file import has_power, load_profile, matching_profile
-from wlb.cost.surface import BoolArray
-from wlb.plan import IntArray, IntLike, ShardingPlan, UserError, rows_moved
-from wlb.plan.arrays import first_true
+from wlb.cost.profile import (
+    DTYPE_BYTES,
+    GRADIENT_BYTES,
+    AttentionTable,
+    Collective,
+    CollectiveCost,
+    Elementwise,
+    KernelProfile,
+)
+from wlb.cost.profile_file import load_profile, matching_profile
+from wlb.cost.protocol import Transfers, segment_sizes, token_counts, whole_ns
+from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_between
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
+
+Passes = tuple[float, float]
+"""Forward and backward."""
+Work = tuple[float, float, float]
+"""Forward, backward without recompute, and the part of forward that backward runs again."""
 
 _MOST_TABLED = 1 << 18
 
 
-class WorkloadModel(Protocol):
-    """Costs as packing and sharding see them: int64 ns of a pipeline rank's layers, shape [n]."""
-
-    def workload_ns(self, lengths: IntLike) -> IntArray:
-        """W_a + W_l of each piece."""
-        ...
-
-    def attention_ns(self, lengths: IntLike) -> IntArray:
-        """W_a of each piece."""
-        ...
-
-    def linear_ns(self, lengths: IntLike) -> IntArray:
-        """W_l of each piece."""
-        ...
-
-    def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """The forward part of each piece's workload, of which Section 7.4 takes the imbalance."""
-        ...
-
-    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Forward and backward kernel time of segments (q rows over kv keys) on one rank; zero rows
-        are free."""
-        ...
-
-    def attention_call_ns(
-        self, q: IntLike, kv: IntLike, offsets: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Costs of calls without their segments, forward and backward, shape [num_calls].
-
-        Call i holds segments [offsets[i], offsets[i + 1]); offsets: shape [num_calls + 1].
-        """
-        ...
-
-    def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """Collectives of a micro-batch's keys and values over `cp` ranks, forward and backward."""
-        ...
-
-
-@runtime_checkable
-class ExchangePrices(Protocol):
-    """A workload that also prices the exchange by need; others are refused for needed and auto."""
-
-    def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
-        backward. moved: rows that rank i receives of rank j's (`rows_of_layer`), shape [cp, cp]."""
-        ...
-
-
-class Transfers(NamedTuple):
-    """ns in a pipeline rank's layers, or what hides them. there: K and V in forward. again: in
-    backward, 0 if they are kept. back: their gradients."""
-
-    there: float
-    again: float
-    back: float
-
-
-@runtime_checkable
-class HiddenExchange(Protocol):
-    """A workload that knows what hides an exchange; of others all of it is taken to be waited for.
-
-    overlaps: whether attention over own keys hides it too. stages: of an exchange by need then.
-    cp_ranks_per_node: neighbours among CP ranks that share a node.
-    """
-
-    @property
-    def overlaps(self) -> bool: ...
-
-    @property
-    def stages(self) -> int: ...
-
-    @property
-    def cp_ranks_per_node(self) -> int: ...
-
-    def transfers_ns(
-        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
-    ) -> Transfers:
-        """Collectives of a micro-batch of `num_tokens`; moved: see `needed_exchange_ns`, None for
-        an all-gather."""
-        ...
-
-    def products_ns(self, num_tokens: int) -> Transfers:
-        """Matrix products that run meanwhile."""
-        ...
-
-
-@runtime_checkable
-class SlidingLayers(Protocol):
-    """A workload some of whose layers have a sliding window of keys; others have none.
-
-    sliding_window: keys that a query sees in them. sliding_share: those layers over all.
-    """
-
-    @property
-    def sliding_window(self) -> int: ...
-
-    @property
-    def sliding_share(self) -> float: ...
-
-
-def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
-    """Rows that rank i reads of rank j's in the mean layer, shape [cp, cp] (`rows_moved`)."""
-    if not isinstance(cost, SlidingLayers) or not cost.sliding_share:
-        return rows_moved(plan)
-    share = cost.sliding_share
-    sliding = rows_moved(plan, sliding=cost.sliding_window)
-    return rows_moved(plan) * (1 - share) + sliding * share
-
-
-def whole_ns(values: FloatArray) -> IntArray:
-    """Whole ns; raises UserError for NaN, infinity and over 292 years."""
-    bad = values[~(values < 2.0**63)]
-    if bad.size:
-        raise UserError(f"the cost model gives {bad[0]} ns; check the kernel profile's numbers")
-    return np.rint(values).astype(np.int64)
-
-
-def token_counts(name: str, values: IntLike) -> FloatArray:
-    """Token counts as floats; UserError for others than whole ones of at least 0."""
-    array = np.asarray(values)
-    if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0):
-        raise UserError(
-            f"{name} must be whole token counts of at least 0, got dtype {array.dtype} with "
-            f"minimum {array.min()}"
-        )
-    return array.astype(np.float64)
-
-
-def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
-    """Query rows and keys of segments as floats; UserError for more rows than keys."""
-    rows, keys = token_counts("q", q), token_counts("kv", kv)
-    if (i := first_true(rows > keys)) is not None:
-        raise UserError(
-            f"segment {i} has {rows[i]:.0f} query rows over {keys[i]:.0f} keys; kv is the end of "
-            f"the span, at least q"
-        )
-    return rows, keys
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfiledWorkload:
-    """The workload of one pipeline rank, priced with a kernel profile.
+    """W of one pipeline rank, priced with a kernel profile (a `WorkloadModel`).
 
     Attention by length is tabled at construction (about 2 ms), so that pricing is a look-up.
     """
@@ -188,12 +84,12 @@ class ProfiledWorkload:
     defers_weights: bool = False  # as in `LinearCost`
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
     recomputed: RecomputedWork | None = None  # as in `LinearCost`
-    machine: str = ""  # for `notes` only; "" if unknown
-    power_limit_w: float = 0.0  # of the machine's GPU, for `notes` only; 0 if unknown
-    dtype: str = ""  # for `notes` only; "" if unknown
-    longest: int = 0  # most tokens of a piece, for `notes` only; 0 if unknown
+    machine: str = ""  # for `mismatches` only; "" if unknown
+    power_limit_w: float = 0.0  # of the machine's GPU, for `mismatches` only; 0 if unknown
+    dtype: str = ""  # for `mismatches` only; "" if unknown
+    longest: int = 0  # most tokens of a piece, for `mismatches` only; 0 if unknown
     table: AttentionTable = field(init=False)  # of the profile, for this kernel and these heads
-    linear: LinearCost = field(init=False)  # W_l, by operator
+    linear: "LinearCost" = field(init=False)  # W_l, by operator
     ns_per_token: dict[str, float] = field(init=False)  # by linear term
     forward_ns: MonotoneTable = field(init=False, repr=False)  # attention by length
     backward_ns: MonotoneTable = field(init=False, repr=False)  # of backward
@@ -217,47 +113,66 @@ class ProfiledWorkload:
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
         longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
-        tables = MonotoneTable.of(self._attention, longest=longest)
+        tables = MonotoneTable.of(self._attention_of_pieces, longest=longest)
         for name, tabled in zip(("forward_ns", "backward_ns"), tables, strict=True):
             object.__setattr__(self, name, tabled)
 
-    @property
-    def heads_per_rank(self) -> int:
-        """Query heads of a TP rank."""
-        return self.model.num_heads // self.parallel.tp
-
-    @property
-    def num_layers_per_rank(self) -> int:
-        """Layers of a pipeline rank."""
-        return self.linear.num_layers
-
-    @property
-    def sliding_window(self) -> int:
-        """Keys that a query sees in a sliding layer (`SlidingLayers`)."""
-        return self.model.sliding_window
-
-    @property
-    def sliding_share(self) -> float:
-        """Sliding layers over all; these prices are of stages that have the model's share."""
-        return self.model.num_sliding_layers / self.model.num_layers
-
-    @property
-    def of_sliding_layers(self) -> "ProfiledWorkload":
-        """Prices of as many layers whose window slides in all of them."""
-        return _of_sliding_layers(self)
+    # W = W_a + W_l
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
+    # W_a: attention kernels
+
     def attention_ns(self, lengths: IntLike) -> IntArray:
         d = token_counts("lengths", lengths)
         return self.forward_ns.at(d) + self.backward_ns.at(d)
+
+    def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """W_a of pieces, forward and backward, before it is tabled."""
+        # The whole piece on one rank, which happens in 1 of cp cases.
+        forward, backward = self._times(d, d)
+        cp = self.parallel.cp
+        if cp == 1:
+            return forward, backward
+        # Per document, a rank has two of 2 cp chunks, of which one is early and one late.
+        chunk_forward, chunk_backward = self._times(*self.mean_chunk(d))
+        forward = np.minimum(forward / cp, 2 * chunk_forward)
+        return forward, np.minimum(backward / cp, 2 * chunk_backward)
+
+    def mean_chunk(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Rows and keys of the mean chunk of pieces that are sharded per document."""
+        cp = self.parallel.cp
+        return (d, d) if cp == 1 else (d / (2 * cp), d * (2 * cp + 1) / (4 * cp))
+
+    def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Kernels of segments (q rows over kv keys) in all layers of a pipeline rank."""
+        forward, backward = np.zeros(q.shape), np.zeros(q.shape)
+        for layers, window in self._layers_by_window():
+            times = self.table.times_ns(
+                *(q, kv),
+                num_heads=self.heads_per_rank,
+                head_dim=self.model.head_size,
+                sliding=window,
+            )
+            forward, backward = forward + times[0] * layers, backward + times[1] * layers
+        return forward, backward + forward * self.linear.recomputed_work.attention
+
+    def _layers_by_window(self) -> list[tuple[float, int]]:
+        """Numbers of layers and their windows, 0 for those that see all keys."""
+        sliding = self.num_layers_per_rank * self.sliding_share
+        both = ((self.num_layers_per_rank - sliding, 0), (sliding, self.model.sliding_window))
+        return [(layers, window) for layers, window in both if layers]
+
+    # W_l: all else that grows with tokens
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
         d = token_counts("lengths", lengths)
         return sum(
             (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
         )
+
+    # Parts of W
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
         d = token_counts("lengths", lengths)
@@ -272,6 +187,12 @@ class ProfiledWorkload:
             "attention_backward": self.backward_ns.at(d),
         }
         return attention | {name: whole_ns(d * ns) for name, ns in self.ns_per_token.items()}
+
+    def pooled_ns(self, tokens: IntArray) -> IntArray:
+        """The part of micro-batches' work that ranks of an EP group share: experts' products."""
+        return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
+
+    # Attention of segments, as they are sharded
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         forward, backward = self._times(*segment_sizes(q, kv))
@@ -290,112 +211,414 @@ class ProfiledWorkload:
         recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
         return whole_ns(forward), whole_ns(backward) + recomputed
 
+    # The exchange of keys and values, of which W_l has an all-gather's bandwidth term
+
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        return self.linear.kv_exchange_ns(num_tokens, cp=cp)
+        """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
+        reduce-scatter of gradients and, unless gathered K and V are kept, the gather again.
+        Transfers that matrix products hide are included."""
+        there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
+        return round(there), round(again + back)
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Of the busiest rank, in the layers of a pipeline rank (`ExchangePrices`)."""
-        return self.linear.needed_exchange_ns(moved)
+        """(forward, backward) all-to-alls of the rows that ranks need, as `kv_exchange_ns`
+        (`ExchangePrices`): of the busiest rank.
 
-    def pooled_ns(self, tokens: IntArray) -> IntArray:
-        """The part of micro-batches' work that ranks of an EP group share: experts' products."""
-        return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
+        moved: rows that rank i receives of rank j's, [cp, cp] with i first. Gradients go the other
+        way.
+        """
+        there, again, back = self.transfers_ns(moved, 0, cp=len(moved))
+        return round(there), round(again + back)
+
+    def transfers_ns(
+        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
+    ) -> Transfers:
+        """Collectives of keys in the layers of a pipeline rank (`HiddenExchange`).
+
+        moved: as in `needed_exchange_ns`; None: an all-gather of `num_tokens`.
+        """
+        if moved is None:
+            tp = self.parallel.tp
+            values = num_tokens * 2 * self.model.kv_dim / tp
+            of_gather, of_scatter = self.linear.gather_and_scatter(tp * cp, cp)
+            there = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
+            back = of_scatter.time_ns(values * GRADIENT_BYTES, num_ranks=cp)
+        else:
+            there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
+            back = self._all_to_all_ns(moved.T, GRADIENT_BYTES)
+        layers = self.num_layers_per_rank
+        return Transfers(there=there * layers, again=there * layers, back=back * layers)
+
+    def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
+        """One layer's all-to-all of K and V, or of their gradients."""
+        cp, tp = len(moved), self.parallel.tp
+        if cp == 1:
+            return 0.0
+        node = np.arange(cp) * tp // self.profile.ranks_per_node
+        row_bytes = 2 * self.model.kv_dim / tp * value_bytes
+        return all_to_all_ns(
+            self.profile, moved, node[:, None] == node, row_bytes=row_bytes, span_ranks=tp * cp
+        )
+
+    def products_ns(self, num_tokens: int) -> Transfers:
+        """Matrix products of a micro-batch that run while its keys travel (`HiddenExchange`): Q's
+        projection in forward; the MLP's and the output projection's backward; Q's backward."""
+        q = self.linear.products_ns(range(1))
+        rest = self.linear.products_ns(range(3, 7))
+        tokens = num_tokens * self.num_layers_per_rank
+        return Transfers(there=q[0] * tokens, again=rest[1] * tokens, back=q[1] * tokens)
+
+    # The layers and ranks that are priced
+
+    @property
+    def heads_per_rank(self) -> int:
+        """Query heads of a TP rank."""
+        return self.model.num_heads // self.parallel.tp
+
+    @property
+    def num_layers_per_rank(self) -> int:
+        """Layers of a pipeline rank."""
+        return self.linear.num_layers
 
     @property
     def cp_ranks_per_node(self) -> int:
         """CP ranks that follow each other in a node (`HiddenExchange`)."""
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
 
-    def transfers_ns(
-        self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
-    ) -> Transfers:
-        """Collectives of keys in the layers of a pipeline rank (`HiddenExchange`)."""
-        return Transfers(*self.linear.transfers_ns(moved, num_tokens, cp=cp))
-
-    def products_ns(self, num_tokens: int) -> Transfers:
-        """Matrix products that run while keys travel (`HiddenExchange`)."""
-        return Transfers(*self.linear.products_ns(num_tokens))
-
-    def extrapolated(self, lengths: IntLike) -> BoolArray:
-        """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
-        d = token_counts("lengths", lengths)
-        rows, keys = self._chunks(d)
-        return self.table.extrapolated(rows, keys) | self.table.extrapolated(d, d)
+    @property
+    def sliding_window(self) -> int:
+        """Keys that a query sees in a sliding layer (`SlidingLayers`)."""
+        return self.model.sliding_window
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Mismatches between profile and run, as sentences for a log."""
-        table, model, profile = self.table, self.model, self.profile
-        notes: list[str] = []
-        if self.machine and not is_same(self.machine, profile.device):
-            notes.append(
-                f"it is of {profile.device}, this machine has {self.machine}: `wlb profile` "
-                f"measures it"
-            )
-        if not has_power(profile, self.power_limit_w):
-            notes.append(
-                f"it is of a GPU with a power limit of {profile.power_limit_w:g} W, this one has "
-                f"{self.power_limit_w:g} W: matrix products run at another clock"
-            )
-        if self.dtype and self.dtype != profile.dtype:
-            notes.append(f"{self.dtype} is priced with times of {profile.dtype}")
-        if self.backend is not None and self.backend not in table.backends:
-            notes.append(f"attention by {self.backend} is priced as {table.backends[0]}")
-        if self.longest and self.extrapolated([self.longest])[0]:
-            measured = table.forward
-            notes.append(
-                f"pieces of up to {self.longest} tokens are extrapolated: measured were "
-                f"{measured.axis0[0]:.0f}..{measured.axis0[-1]:.0f} rows over "
-                f"{measured.axis1[0]:.0f}..{measured.axis1[-1]:.0f} keys"
-                + ("" if table.reach is None else f", {table.reach.min():.0f} with some rows")
-            )
-        notes += self.linear.notes
-        if table.head_dim != model.head_size:
-            notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
-        group = model.num_heads // model.num_kv_heads
-        table_group = table.num_heads // table.num_kv_heads
-        if group != table_group:
-            notes.append(
-                f"{group} query heads a KV head are priced with a table of {table_group} a KV head"
-            )
-        if not table.heads[0] <= self.heads_per_rank <= table.heads[-1]:
-            notes.append(
-                f"{self.heads_per_rank} heads a rank are outside the table's "
-                f"{table.heads[0]:.0f}..{table.heads[-1]:.0f}"
-            )
-        return tuple(notes)
+    def sliding_share(self) -> float:
+        """Sliding layers over all; these prices are of stages that have the model's share."""
+        return self.model.num_sliding_layers / self.model.num_layers
 
-    def _chunks(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        cp = self.parallel.cp
-        return (d, d) if cp == 1 else (d / (2 * cp), d * (2 * cp + 1) / (4 * cp))
+    @property
+    def of_sliding_layers(self) -> "ProfiledWorkload":
+        """Prices of as many layers whose window slides in all of them."""
+        return _of_sliding_layers(self)
 
-    def _attention(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        forward, backward = self._times(d, d)
-        cp = self.parallel.cp
-        if cp == 1:
-            return forward, backward
-        chunk_forward, chunk_backward = self._times(*self._chunks(d))
-        forward = np.minimum(forward / cp, 2 * chunk_forward)
-        return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
-    def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Of all layers of a pipeline rank: of those that see all keys, and of the sliding ones."""
-        forward, backward = np.zeros(q.shape), np.zeros(q.shape)
-        for layers, window in self._layers_by_window():
-            times = self.table.times_ns(
-                *(q, kv),
-                num_heads=self.heads_per_rank,
-                head_dim=self.model.head_size,
-                sliding=window,
-            )
-            forward, backward = forward + times[0] * layers, backward + times[1] * layers
-        return forward, backward + forward * self.linear.recomputed_work.attention
+@lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry asks for them in every step
+def _of_sliding_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
+    return replace(cost, model=replace(cost.model, full_every=0, full_first=0))
 
-    def _layers_by_window(self) -> list[tuple[float, int]]:
-        """Numbers of layers and their windows, 0 for those that see all keys."""
-        sliding = self.num_layers_per_rank * self.sliding_share
-        both = ((self.num_layers_per_rank - sliding, 0), (sliding, self.model.sliding_window))
-        return [(layers, window) for layers, window in both if layers]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """W_l of a pipeline rank for one token, and what such a rank does besides attention and W.
+
+    The fields are those of `ProfiledWorkload`.
+    """
+
+    model: ModelSpec  # whose layers are priced
+    parallel: ParallelSpec  # the layout, which divides them
+    profile: KernelProfile  # the prices
+    micro_batch_tokens: int  # tokens at which GEMM throughput is read
+    recompute: Recompute  # of [training]
+    tp_overlap: float = 0.0  # share of TP's bandwidth terms hidden behind matrix products
+    expert_stages: int = 1  # ep.stages
+    defers_weights: bool = False  # whether weights' gradients are computed in passes of their own
+    expert_load: float = 1.0  # rows of the EP rank that a layer waits for over the mean rank's
+    # Bytes that element-wise operators move in each pass over those of the profile's fused kernels,
+    # by operator, for trainers without such kernels (`PLAIN_TORCH`).
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
+    recomputed: RecomputedWork | None = None  # of another trainer; None: what `recompute` does
+
+    def __post_init__(self) -> None:
+        check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
+
+    # W_l of one token
+
+    @property
+    def ns_per_token(self) -> dict[str, float]:
+        """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
+        parallel, exposed = self.parallel, 1 - self.tp_overlap
+        terms = {
+            "gemm": self._products_with_load_ns(),
+            "elementwise": self._in_layer(self._mean(self._elementwise_of)),
+            "tp_comm": tuple(
+                self.tp_wire_ns(*calls) * exposed
+                for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
+            ),
+            "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
+        }
+        if self.parallel.ep > 1:
+            share, waits = self._routed_share, self._routed_work().waits(self.expert_stages)
+            both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
+            terms["elementwise"] = tuple(a + b * share for a, b in both)
+            terms["ep_comm"] = (*(wait * share for wait in waits), 0.0)
+        out: dict[str, float] = {}
+        for name, (forward, backward, recomputed) in terms.items():
+            out[f"{name}_forward"] = forward * self.num_layers
+            out[f"{name}_backward"] = (backward + recomputed) * self.num_layers
+        return out
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are priced: the mean pipeline rank's, rounded up."""
+        return -(-self.model.num_layers // self.parallel.pp)
+
+    @property
+    def recomputed_work(self) -> RecomputedWork:
+        """What backward computes again of a layer."""
+        return self.recomputed or recomputed_work(self.model, self.recompute)
+
+    # W_l: matrix products
+
+    def _products_with_load_ns(self) -> Work:
+        """Matrix products of one token in the mean layer, experts' on the rank with most rows."""
+        own, routed = self.products_ns(), self._routed_ns()
+        forward, backward, recomputed = (
+            a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
+        )
+        return forward, backward, recomputed
+
+    def products_ns(self, matrices: range = range(7)) -> Work:
+        """Matrix products of one token in the mean layer, of some of `layer_matrices`, with equal
+        rows on all EP ranks."""
+        return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices)))
+
+    def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
+        """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
+        tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
+        tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
+        forward = backward = recomputed = 0.0
+        for i, (rows, columns) in enumerate(layer_matrices(model)):
+            if i not in matrices:
+                continue
+            weights = np.array([rows * columns / tp])
+            work = 2 * rows * columns / (tp * cp) * 1e-3
+            once = work / float(gemm.forward.at(tokens, weights)[0])
+            forward += once
+            backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
+            recomputed += once * (i in self.recomputed_work.matrices)
+        return forward, backward, recomputed
+
+    def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
+        """Work of the mean layer, from that of layers with experts and of those with an MLP."""
+        works = [(kind.share, work_of(kind.model)) for kind in self.model.layer_kinds]
+        forward, backward, recomputed = (sum(s * w[i] for s, w in works) for i in range(3))
+        return forward, backward, recomputed
+
+    def _in_layer(self, work: Work) -> Work:
+        """Times of single operators scaled to their times inside a layer."""
+        (forward, backward, recomputed), layer = work, self.profile.layer
+        in_forward = layer.forward_factor
+        return forward * in_forward, backward * layer.backward_factor, recomputed * in_forward
+
+    # W_l: element-wise operators
+
+    def _elementwise_of(self, model: ModelSpec) -> Work:
+        """Element-wise operators of one token in a layer of `model`: bytes over throughput."""
+        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        calls = elementwise_calls(self.model)
+        forward = backward = recomputed = 0.0
+        for op, values in elementwise_values(model).items():
+            if op != Elementwise.EMBEDDING:
+                cost = self.profile.elementwise_of(Elementwise(op))
+                more = self.traffic.get(op, (1.0, 1.0))
+                once = values[0] * more[0] * size / cost.forward_bytes_per_s * 1e9
+                forward += once
+                backward += values[1] * more[1] * size / cost.backward_bytes_per_s * 1e9
+                recomputed += once * self.recomputed_work.calls.get(op, 0) / calls[op]
+        return forward, backward, recomputed
+
+    # W_l: collectives of TP, and of CP's keys and values
+
+    def tp_wire_ns(self, gathers: int, scatters: int) -> float:
+        """Exposed bandwidth terms of collectives of [tokens, hidden], for one token."""
+        row_bytes = self.model.hidden_size * DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
+        tp = self.parallel.tp
+        return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
+
+    def _kv_wire_ns(self, values: float) -> Work:
+        """Bandwidth terms of a token's keys and values and of their gradients."""
+        cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
+        gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
+        scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
+        if self.recomputed_work.attention:
+            return gather, scatter, gather
+        return gather, scatter + gather, 0.0
+
+    def _wire_ns(
+        self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
+    ) -> float:
+        """Bandwidth terms of all-gathers and reduce-scatters."""
+        costs = self.gather_and_scatter(span_ranks, num_ranks)
+        gather, scatter = (cost.wire_ns(size_bytes, num_ranks=num_ranks) for cost in costs)
+        return gathers * gather + scatters * scatter
+
+    def gather_and_scatter(self, span_ranks: int, num_ranks: int) -> list[CollectiveCost]:
+        return [
+            self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks)
+            for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+        ]
+
+    # W_l: experts of a token
+
+    def _routed_ns(self) -> Work:
+        """What experts compute of one token in the mean layer, if all ranks have equal rows."""
+        experts, model = self.model.experts, self.model.layer_kinds[0].model
+        routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
+        forward, backward, recomputed = self._in_layer(self._gemm_of(model, range(4, 7)))
+        return forward * routed, backward * routed, recomputed * routed
+
+    def _routed_work(self) -> RoutedWork:
+        """What hides experts' rows while they travel, of one token in one layer with experts, on
+        the rank with most rows."""
+        model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
+        products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
+        shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
+        forward, backward, recomputed = (ns * (1 - shared) * self.expert_load for ns in products)
+        if not self.model.branch_norms:
+            # The experts' last product does not run again, whatever dense layers recompute.
+            recomputed = min(recomputed, forward * 2 / 3)
+        weights = backward / LINEAR_BACKWARD_FACTOR
+        return RoutedWork(
+            wire=routed_wire_ns(self.model, self.parallel, self.profile) * self.expert_load,
+            forward=forward + moved[0],
+            gradients=backward - weights + moved[1],
+            weights=weights,
+            recomputed=recomputed + moved[2],
+            shared_forward=products[0] * shared,
+            shared_backward=products[1] * shared,
+            shared_recomputed=products[2] * shared,
+            before=self._in_layer(self._gemm_of(model, range(4)))[2] if is_full else 0.0,
+            is_recomputed=self.recompute != Recompute.NONE,
+            defers_weights=self.defers_weights,
+        )
+
+    def _reordered_ns(self) -> Work:
+        """Time to reorder a token's rows before and after they travel (`reordered_values`), in one
+        layer with experts, on the rank with most rows."""
+        cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
+        size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
+        size *= self.expert_load
+        forward, backward, recomputed = (
+            n * size / cost.forward_bytes_per_s * 1e9 for n in reordered_values(self.model)
+        )
+        work = self._in_layer((forward, backward, recomputed))
+        return (*work[:2], work[2] * (self.recompute != Recompute.NONE))
+
+    @property
+    def _routed_share(self) -> float:
+        """Layers with experts over all layers."""
+        return self.model.num_expert_layers / self.model.num_layers
+
+    # Not part of W: constants of a micro-batch
+
+    @property
+    def call_ns(self) -> Passes:
+        """Once a micro-batch: calls and collectives' latency of a rank's layers.
+
+        An upper bound on a GPU, where launches hide behind running kernels.
+        """
+        tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
+        work = self.recomputed_work
+        forward: float = profile.layer.forward_call_ns
+        backward: float = profile.layer.backward_call_ns
+        # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
+        # proportion to its matrix products.
+        backward += forward * len(work.matrices) / len(layer_matrices(self.model))
+        for op, calls in elementwise_calls(self.model).items():
+            cost = profile.elementwise_of(Elementwise(op))
+            forward += calls * cost.forward_call_ns
+            backward += calls * cost.backward_call_ns
+            backward += work.calls.get(op, 0) * cost.forward_call_ns
+        tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
+        for op, tp_calls, cp_calls in (
+            # Backward gathers K and V once: recomputed attention keeps what it gathers.
+            (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, 1)),
+            (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
+        ):
+            tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
+            cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
+            forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
+            backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
+        if self.parallel.ep > 1:
+            more = [ns * self._routed_share for ns in self._stage_call_ns()]
+            forward, backward = forward + more[0], backward + more[1]
+        return forward * self.num_layers, backward * self.num_layers
+
+    def _stage_call_ns(self) -> Passes:
+        """Constant cost a micro-batch of the exchange in a layer with experts: latency of
+        all-to-alls that nothing hides, and what smaller products take longer in stages."""
+        work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
+        late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
+        rows, columns = layer_matrices(self.model.layer_kinds[0].model)[4]
+        at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
+        smaller = smaller_products_ns(
+            self.model,
+            stages,
+            profile=self.profile,
+            tflops=float(self.profile.gemm.forward.at(*at)[0]),
+            is_recomputed=self.recompute != Recompute.NONE,
+        )
+        forward, backward = (
+            (a - b) * tokens + more for a, b, more in zip(late, early, smaller, strict=True)
+        )
+        return forward, backward
+
+    @property
+    def _routed_alpha_ns(self) -> float:
+        """Latency of an all-to-all of experts' rows."""
+        span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
+        return all_to_all_latency_ns(self.profile, span_ranks=span)
+
+    # Not part of W: the ends of the model
+
+    @property
+    def embedding_ns_per_token(self) -> Passes:
+        """The first stage's embedding of one token of a micro-batch."""
+        cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
+        # The time is not divided by tp: every TP rank looks up all tokens in its part of the
+        # vocabulary.
+        size = DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
+        forward, backward = elementwise_values(self.model)[Elementwise.EMBEDDING]
+        return (
+            forward * size / cost.forward_bytes_per_s * 1e9,
+            backward * size / cost.backward_bytes_per_s * 1e9,
+        )
+
+    @property
+    def head_ns_per_token(self) -> float:
+        """Head and loss of one token on the last stage, both passes: all run in forward."""
+        flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
+        ranks = self.parallel.tp * self.parallel.cp
+        return flops / ranks / self.profile.head.tflops * 1e-3
+
+    @property
+    def head_backward_ns(self) -> float:
+        """Backward of the head, once a micro-batch: it scales the weight's gradient."""
+        values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
+        return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
+
+    # Parts of W_l
+
+    @property
+    def weight_products_ns_per_token(self) -> float:
+        """Time for one token of the matrix products that give weights' gradients."""
+        return self._products_with_load_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
+
+    @property
+    def routed_ns_per_token(self) -> Work:
+        """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
+        on the one of its EP group that has most rows."""
+        factor = self.num_layers * self.expert_load
+        forward, backward, recomputed = self._routed_ns()
+        return forward * factor, backward * factor, recomputed * factor
+
+    def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
+        """What all-to-alls of experts' rows take in a rank's layers, and the part of it that the
+        rank waits for."""
+        work, each = self._routed_work(), num_tokens / num_micro_batches
+        alpha = self._routed_alpha_ns / each
+        whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
+        copies = num_tokens * self.num_layers * self._routed_share
+        return whole * copies, sum(work.waits(self.expert_stages, alpha)) * copies
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
@@ -403,7 +626,7 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
 
     cost.profile = auto takes the profile that matches device and kernel. A kernel that the profile
     lacks, or "auto", is priced as its first, so that a run need not wait for a measurement;
-    `.notes` tells mismatches.
+    `wlb.cost.mismatch` tells what does not match.
     """
     name, backend = spec.cost.profile, str(spec.kernels.attention)
     machine = machine_name(device)
@@ -424,8 +647,8 @@ def workload_of(
     Args:
         spec: The run.
         profile: Prices of the device.
-        machine: Name of the device, for `.notes`; "" if there is none.
-        power_limit_w: Power limit of the device in W, for `.notes`; 0 if it is unknown.
+        machine: Name of the device, for `mismatches`; "" if there is none.
+        power_limit_w: Power limit of the device in W, for `mismatches`; 0 if it is unknown.
     """
     backend = str(spec.kernels.attention)
     return ProfiledWorkload(
@@ -448,6 +671,7 @@ def workload_of(
     )
 
 
-@lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry asks for them in every step
-def _of_sliding_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
-    return replace(cost, model=replace(cost.model, full_every=0, full_first=0))
+def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
+    """`cost` with free collectives, to compare with thread CPU time, which excludes waiting."""
+    free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
+    return replace(cost, profile=replace(cost.profile, collectives=free))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from wlb.cost import planned_gib
-from wlb.cost.budget import ALLOCATOR_GAPS, CHECKPOINT_BYTES
 from wlb.doctor.facts import Patient, affinity
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.doctor.gpu import NO_GPU
+from wlb.memory import planned_gib
+from wlb.memory.budget import ALLOCATOR_GAPS, CHECKPOINT_BYTES
 from wlb.packing import with_s_max
 from wlb.parallel.host import open_files_needed
 from wlb.plan import UserError

@@ -1,40 +1,5 @@
 """Packing policies: which documents make up each micro-batch of a step."""
 
-from wlb.packing.base import Packer as Packer
-from wlb.packing.base import PackerOptions as PackerOptions
-from wlb.packing.bins import BinMethod as BinMethod
-from wlb.packing.bins import Bins as Bins
-from wlb.packing.bins import pack_bins as pack_bins
-from wlb.packing.bounded import BoundedPacker as BoundedPacker
-from wlb.packing.capacity import CapacityPacker as CapacityPacker
-from wlb.packing.carry_slots import CarrySlots as CarrySlots
-from wlb.packing.examples import ExamplesPacker as ExamplesPacker
-from wlb.packing.fixed import FixedPacker as FixedPacker
-from wlb.packing.ilp.model import Objective as Objective
-from wlb.packing.ilp.packers import IlpFixedPacker as IlpFixedPacker
-from wlb.packing.ilp.packers import IlpOptions as IlpOptions
-from wlb.packing.ilp.packers import IlpReport as IlpReport
-from wlb.packing.ilp.packers import IlpVarLenPacker as IlpVarLenPacker
-from wlb.packing.ilp.packers import solve_fixed as solve_fixed
-from wlb.packing.ilp.packers import solve_var_len as solve_var_len
-from wlb.packing.ilp.solvers import Solver as Solver
-from wlb.packing.original import OriginalPacker as OriginalPacker
-from wlb.packing.original import WindowCut as WindowCut
-from wlb.packing.policies import PACKERS as PACKERS
-from wlb.packing.policies import baseline_for as baseline_for
-from wlb.packing.policies import caps_of as caps_of
-from wlb.packing.policies import first_with_room as first_with_room
-from wlb.packing.policies import options_for as options_for
-from wlb.packing.policies import packer_for as packer_for
-from wlb.packing.policies import with_s_max as with_s_max
-from wlb.packing.price_range import PriceRange as PriceRange
-from wlb.packing.refine import refine as refine
-from wlb.packing.saved_packs import PackedBatches as PackedBatches
-from wlb.packing.saved_packs import Packs as Packs
-from wlb.packing.saved_packs import SavedPacker as SavedPacker
-from wlb.packing.study.measure import PackingRun as PackingRun
-from wlb.packing.study.measure import PackingSummary as PackingSummary
-from wlb.packing.study.measure import label_weights as label_weights
-from wlb.packing.study.measure import measure as measure
-from wlb.packing.var_len import VarLenPacker as VarLenPacker
-from wlb.packing.var_len import place as place
+from wlb.lazy import attach
+
+attach(__name__)

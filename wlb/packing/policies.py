@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wlb.cost import WorkloadModel, token_caps
+from wlb.cost import WorkloadModel
+from wlb.memory import token_caps
 from wlb.packing.base import Packer, PackerOptions, PolicyPacker
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker

@@ -6,32 +6,24 @@ another process, and again from the state that a checkpoint stored. `shard(plan,
 spans of one pipeline, lazily. A plan's labels are counted when `next` returns it (`counted`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
-from wlb.cost import LLAMA2_7B, Cost, ProfiledWorkload, WorkloadModel, workload_for, workload_model
-from wlb.data import GlobalBatches, Source, StoreName, TokenStore, open_batches
-from wlb.packing import (
-    OriginalPacker,
-    PackedBatches,
-    Packer,
-    PackerOptions,
-    Packs,
-    SavedPacker,
-    baseline_for,
-    options_for,
-    packer_for,
-)
+# Names of these rooms are imported when they are used: a list of lengths needs few of them.
+from wlb import cost as prices
+from wlb import data, packing, planner, sharding
+from wlb.cost import LLAMA2_7B, WorkloadModel
 from wlb.plan import (
     Carry,
     GlobalBatch,
     IntArray,
     IntLike,
-    Layout,
     PackingPlan,
     Pieces,
     PipelinePlan,
@@ -41,16 +33,13 @@ from wlb.plan import (
     StepPlan,
     UserError,
     hold_whole,
+    int_array,
     local_tokens,
     merge,
     predict,
 )
-from wlb.planner.deal import deal
-from wlb.planner.expert_pipelines import deal_rounds
-from wlb.planner.lengths import packer_of, source_of
-from wlb.planner.resume import hold_state
-from wlb.sharding import NAMES, shard
-from wlb.spec import ExchangeChoice, Policy, Remainder, RunSpec, WindowCut
+from wlb.planner.deal import deal, deal_rounds
+from wlb.spec import ExchangeChoice, Remainder, RunSpec, Strategy
 
 
 class BatchSource(Protocol):
@@ -84,8 +73,8 @@ class Planner:
     """
 
     source: BatchSource
-    packer: Packer
-    baseline: Packer | None
+    packer: packing.Packer
+    baseline: packing.Packer | None
     cost: WorkloadModel
     strategy: str = "adaptive"
     remainder: Remainder = Remainder.MERGED
@@ -102,18 +91,18 @@ class Planner:
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
                 f"pipelines equally; use a multiple of {self.dp}"
             )
-        if self.strategy not in NAMES:
+        if self.strategy not in tuple(Strategy):
             raise UserError(
-                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(NAMES)}"
+                f"unknown sharding strategy {self.strategy!r}; known: {', '.join(Strategy)}"
             )
 
     @classmethod
-    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> "Planner":
+    def from_spec(cls, spec: RunSpec, source: BatchSource, cost: WorkloadModel) -> Planner:
         """The planner of a run; `spec.parallel.dp` must be filled in."""
         return cls(
             source=source,
-            packer=packer_for(spec, cost),
-            baseline=baseline_for(spec, cost) if spec.planner.baseline else None,
+            packer=packing.packer_for(spec, cost),
+            baseline=packing.baseline_for(spec, cost) if spec.planner.baseline else None,
             cost=cost,
             strategy=str(spec.sharding.strategy),
             remainder=spec.sharding.remainder,
@@ -127,14 +116,14 @@ class Planner:
     @classmethod
     def for_lengths(
         cls,
-        lengths: IntLike | Source,
+        lengths: IntLike | data.Source,
         *,
         context_window: int,
         num_micro_batches: int,
         cp: int = 1,
         dp: int = 1,
         row_multiple: int = 1,
-        cost: Cost = LLAMA2_7B,
+        cost: prices.Cost = LLAMA2_7B,
         strategy: str = "adaptive",
         s_max: int | None = None,
         step_tokens: int | None = None,
@@ -144,7 +133,7 @@ class Planner:
         epochs: int = 1,
         shuffle: bool = False,
         seed: int = 0,
-    ) -> "Planner":
+    ) -> Planner:
         """A planner over documents of these lengths (tokens), in this order; see README.
 
         lengths: or their source. Give a `TokenStore` itself, not its lengths, wherever its tokens
@@ -158,17 +147,28 @@ class Planner:
         Algorithm 1 with those queues, and max_delay is not used. long_documents: "split" or
         "refuse" those above a window. shuffle: another order every epoch, of `seed`.
         """
-        model = workload_model(cost)
-        options = PackerOptions(
+        # Forms of a cost that are no workload are read with kernel profiles at hand.
+        is_model = hasattr(cost, "workload_ns")
+        model = cast(WorkloadModel, cost) if is_model else prices.workload_model(cost)
+        options = packing.PackerOptions(
             num_micro_batches=num_micro_batches,
             context_window=context_window,
             cost=model,
             long_documents=long_documents,
             seed=seed,
         )
-        packer = packer_of(options, s_max, step_tokens, max_delay, queue_thresholds)
-        source = GlobalBatches(
-            source_of(lengths),
+        caps: dict[str, Any] = {
+            "options": options,
+            "s_max": context_window * 3 // 2 if s_max is None else s_max,
+            "step_tokens": step_tokens,
+        }
+        if queue_thresholds is None:
+            packer = packing.BoundedPacker(**caps, max_delay=max_delay)
+        else:
+            thresholds = tuple(int_array("queue_thresholds", queue_thresholds).tolist())
+            packer = packing.VarLenPacker(**caps, queue_thresholds=thresholds)
+        source = data.GlobalBatches(
+            lengths if isinstance(lengths, data.Source) else _source_of(lengths),
             tokens_per_batch=options.tokens_per_step,
             seed=seed,
             epochs=epochs,
@@ -177,7 +177,7 @@ class Planner:
         return cls(
             source=source,
             packer=packer,
-            baseline=OriginalPacker(options=options),
+            baseline=packing.OriginalPacker(options=options),
             cost=model,
             strategy=strategy,
             dp=dp,
@@ -186,7 +186,7 @@ class Planner:
         )
 
     @property
-    def packers(self) -> tuple[Packer, ...]:
+    def packers(self) -> tuple[packing.Packer, ...]:
         """Those of the steps and of their baseline."""
         return tuple(packer for packer in (self.packer, self.baseline) if packer)
 
@@ -204,7 +204,7 @@ class Planner:
         state that contradicts itself or the data (`wlb.planner.resume`).
         """
         if state is not None:
-            hold_state(state, self.source, own=self.packers)
+            planner.hold_state(state, self.source, own=self.packers)
         at = state or self.start()
         # What the state has planned comes first: its plans are those of the run that ended.
         had_ended = at.exhausted
@@ -250,7 +250,7 @@ class Planner:
         if self.meets == 1:
             return deal(plan.workload_ns, plan.rows, self.dp)
         work_ns = plan.workload_ns
-        if isinstance(self.cost, ProfiledWorkload):
+        if isinstance(self.cost, prices.ProfiledWorkload):
             work_ns = work_ns - self.cost.pooled_ns(plan.rows)
         return deal_rounds(work_ns, plan.rows, self.dp, self.meets)
 
@@ -282,7 +282,7 @@ class Planner:
             pipeline=pipeline,
             micro_batches=micro_batches,
             shardings=tuple(
-                shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
+                sharding.shard(m.lengths, cp=self.cp, cost=self.cost, **how) for m in micro_batches
             ),
             local_tokens=plan.local_tokens(pipeline),
             step_rows=int(plan.packing.rows.sum()),
@@ -331,7 +331,7 @@ class Planner:
         )
 
 
-def _taken_over(carry: Carry, packer: Packer) -> Carry:
+def _taken_over(carry: Carry, packer: packing.Packer) -> Carry:
     """What waits, for `packer`: slots and steps ahead are those of the policy that chose them."""
     if carry.policy == packer.policy:
         return carry
@@ -355,66 +355,9 @@ def counted(plan: PackingPlan, source: object) -> PackingPlan:
     return replace(plan, pieces=pieces, num_joined_targets=0)
 
 
-_PLAIN_PACKING: dict[str, Any] = {
-    "packs": "",
-    "num_micro_batches": 0,
-    "window_cut": WindowCut.ANYWHERE,
-    "layout": Layout.SEPARATE,
-    "bin_windows": 1,
-    "window_batches": 1,
-}
-
-
-def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
-    """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
-
-    The planner process calls this, so that it opens its own files and shares none with training.
-    """
-    cost = workload_for(spec, device)
-    if spec.packing.packs:
-        return _of_packs(spec, store, cost)
-    source = open_batches(
-        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
-    )
-    return Planner.from_spec(spec, source, cost)
-
-
-def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
-    """Steps that were packed offline, checked against the run and its store."""
-    if not isinstance(name, str):
-        raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
-    store, options = TokenStore(name), options_for(spec, cost)
-    packs = Packs.load(spec.packing.packs)
-    packs.check(store, options)
-    planner = Planner.from_spec(spec, PackedBatches(packs, store, epochs=spec.data.epochs), cost)
-    return replace(planner, packer=SavedPacker(options=options, packs=packs))
-
-
-def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
-    """One epoch of a store, packed as the run would."""
-    source = GlobalBatches(
-        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
-    )
-    plain = replace(spec, planner=replace(spec.planner, baseline=False))
-    plans = (plan.packing for plan in Planner.from_spec(plain, source, cost).steps())
-    return Packs.of(plans, store, window=spec.data.context_window)
-
-
-def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
-    """The planner of an evaluation reads the held-out store once, in order, in Plain-4D's windows,
-    or for fine-tuning methods whole examples one after the other (next fit). It is always the same,
-    so that the held-out loss does not depend on the run's packing policy.
-    """
-    source = GlobalBatches(
-        TokenStore(store),
-        tokens_per_batch=spec.tokens_per_step,
-        seed=spec.run.seed,
-        epochs=1,
-        shuffle=False,
-    )
-    # A fine-tuning method's documents are held out in bins filled in their order.
-    is_tuned = bool(spec.packing.method)
-    policy, method = (Policy.CAPACITY, "random_posid") if is_tuned else (Policy.ORIGINAL, "")
-    packing = replace(spec.packing, policy=policy, method=method, **_PLAIN_PACKING)
-    plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
-    return Planner.from_spec(plain, source, workload_for(spec, device))
+def _source_of(lengths: IntLike) -> data.LengthSource:
+    """A source that knows lengths alone."""
+    array = int_array("lengths", lengths)
+    # What was given says more than the integers: a float may have been rounded.
+    given: Any = lengths if isinstance(lengths, list | tuple | np.ndarray) else array
+    return data.LengthSource(name="given", lengths=given)

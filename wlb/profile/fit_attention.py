@@ -26,8 +26,8 @@ from wlb.cost import (
     limit_growth,
     tile_pairs,
 )
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, FloatArray
-from wlb.plan import IntArray, UserError
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
+from wlb.plan import FloatArray, IntArray, UserError
 from wlb.profile.attention import HeadLayout
 from wlb.profile.tasks import Record, measured
 

@@ -22,10 +22,9 @@ from wlb.cost import (
     Surface,
     limit_growth,
 )
-from wlb.cost.flops import FloatArray, elementwise_calls, elementwise_values
-from wlb.cost.linear import GRADIENT_BYTES
-from wlb.cost.profile import OPTIONAL, elementwise_of
-from wlb.plan import UserError
+from wlb.cost.flops import elementwise_calls, elementwise_values
+from wlb.cost.profile import GRADIENT_BYTES, OPTIONAL, elementwise_of
+from wlb.plan import FloatArray, UserError
 from wlb.profile.linear import rank_matrices, rank_model
 from wlb.profile.tasks import Record, measured
 from wlb.spec import ModelSpec

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from wlb.cost.budget import cluster_gib
 from wlb.data import lengths_of_family
 from wlb.data.index import write_index
 from wlb.data.store import store_path, token_dtype
+from wlb.memory.budget import cluster_gib
 from wlb.packing import with_s_max
 from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.planner import Planner

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wlb.cost import AttentionCall, ProfiledWorkload, all_to_all_ns, attention_workspace_bytes
-from wlb.cost.flops import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
+from wlb.cost import ProfiledWorkload, all_to_all_ns
+from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.cost.profile import Collective, Elementwise
 from wlb.kernels.segments import Segments
+from wlb.memory import AttentionCall, attention_workspace_bytes
 from wlb.rehearse.gpu import Splits
 from wlb.spec.run import KernelSection
 
@@ -132,7 +133,7 @@ class Prices:
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
         """Bytes that the rank `own` of `ranks` sends or receives, and ns of its links one after the
-        other, as `LinearCost.needed_exchange_ns` prices it."""
+        other, as `ProfiledWorkload.needed_exchange_ns` prices it."""
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node
         span = int(ranks[-1] - ranks[0] + 1)

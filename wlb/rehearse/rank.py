@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from wlb.cost import gpu_budget, load_profile, workload_for
+from wlb.cost import load_profile, workload_for
+from wlb.memory import gpu_budget
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import Mesh, build_mesh, coordinates

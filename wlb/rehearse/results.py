@@ -28,7 +28,7 @@ class Fault:
 class StepResult:
     """A step on a rank. num_tokens, longest: of its pipeline, and of one micro-batch. parts: for
     each part calls, num_bytes, flops, time_ns. estimate_bytes: of
-    `wlb.cost.memory`, for the step's lengths. exposed_ns: what the compute stream waited for, by
+    `wlb.memory`, for the step's lengths. exposed_ns: what the compute stream waited for, by
     part. time_ns: of the compute stream. graphs: that torch.compile made in the step, 0 if layers
     are not compiled."""
 

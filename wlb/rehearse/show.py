@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import gpu_budget
-from wlb.cost.budget import cluster_gib
+from wlb.memory import gpu_budget
+from wlb.memory.budget import cluster_gib
 from wlb.rehearse.results import RankResult, StepResult
 from wlb.rehearse.run import Rehearsed
 from wlb.report.tables import new_table

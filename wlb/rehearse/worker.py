@@ -14,7 +14,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from wlb.cost.budget import cluster_gib
+from wlb.memory.budget import cluster_gib
 from wlb.plan import UserError
 from wlb.rehearse import shim
 from wlb.spec import RunSpec

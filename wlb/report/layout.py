@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from wlb.cost.memory import GIB
+from wlb.memory.estimate import GIB
 from wlb.report.tables import new_table
 from wlb.simulate.layout_search.layouts import degrees_of, pipeline_of
 from wlb.simulate.layout_search.search import Search

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from wlb.cost import KernelProfile, cluster_peak_tflops
-from wlb.cost.memory import GIB
+from wlb.memory.estimate import GIB
 from wlb.report.tables import new_table
 from wlb.simulate import RunSimulation
 from wlb.spec import RunSpec

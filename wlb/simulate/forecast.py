@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from wlb.cost import ProfiledWorkload, cluster_peak_tflops, rank_peak_tflops
-from wlb.cost.budget import CHECKPOINT_BYTES
+from wlb.memory.budget import CHECKPOINT_BYTES
 from wlb.plan import GlobalBatch, UserError
 from wlb.simulate.pass_times import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run

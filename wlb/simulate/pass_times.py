@@ -14,8 +14,8 @@ import numpy as np
 
 from wlb.cost import Collective, ProfiledWorkload, Scope, StageLayers, kernels_ns, over_gather_ns
 from wlb.cost.flops import LINEAR_BACKWARD_FACTOR
-from wlb.cost.linear import LinearCost, split_backward
 from wlb.cost.profile import DTYPE_BYTES
+from wlb.cost.workload import LinearCost
 from wlb.plan import FloatArray, IntArray, PipelinePlan, StepPlan
 from wlb.simulate.order import PassKind
 from wlb.spec import ParallelSpec, RunSpec
@@ -365,6 +365,40 @@ def _pooled(linear: LinearCost) -> dict[PassKind, float]:
         PassKind.BACKWARD_INPUT: half + recomputed,
         PassKind.BACKWARD_WEIGHT: half,
     }
+
+
+WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
+"""Under TP the weights' pass gathers all four [tokens, hidden] tensors of a layer again
+(`wlb.parallel.deferred`), and the inputs' pass keeps the gathers of gradients: two more in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitBackward:
+    """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
+    rank's layers. weight_*: of the weights' pass, which has one of the two products of each
+    linear layer's backward. saved_*: time by which the inputs' pass is shorter than a whole
+    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch."""
+
+    product_ns_per_token: float
+    weight_ns_per_token: float
+    weight_call_ns: float
+    saved_ns_per_token: float
+    saved_call_ns: float
+
+
+def split_backward(linear: LinearCost) -> SplitBackward:
+    """Divides the linear part of backward: inputs' pass = backward - saved, and weights' pass."""
+    tp, layers = linear.parallel.tp, linear.num_layers
+    alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
+    product = linear.weight_products_ns_per_token
+    exposed = 1 - linear.tp_overlap
+    return SplitBackward(
+        product_ns_per_token=product,
+        weight_ns_per_token=product + linear.tp_wire_ns(WEIGHT_GATHERS, 0) * layers * exposed,
+        weight_call_ns=WEIGHT_GATHERS * alpha * layers,
+        saved_ns_per_token=product + linear.tp_wire_ns(SAVED_GATHERS, 0) * layers * exposed,
+        saved_call_ns=SAVED_GATHERS * alpha * layers,
+    )
 
 
 def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices]:

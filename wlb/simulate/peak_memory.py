@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wlb.cost import memory_of_rank
-from wlb.cost.expert_sizes import layer_kinds
-from wlb.cost.memory import (
+from wlb.memory import memory_of_rank
+from wlb.memory.estimate import (
     FLOAT32_BYTES,
     layer_activation_bytes,
     layer_waiting_bytes,
@@ -21,6 +20,7 @@ from wlb.cost.memory import (
     stage_output_bytes,
     stage_parameters,
 )
+from wlb.memory.expert_sizes import layer_kinds
 from wlb.plan import IntArray
 from wlb.simulate.order import Action, PassKind, pipeline_order
 from wlb.spec import RunSpec

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import ProfiledWorkload, document_flops, gpu_budget
-from wlb.cost.budget import ROUNDING
-from wlb.cost.memory import GIB
+from wlb.cost import ProfiledWorkload, document_flops
 from wlb.data import ListedBatches
+from wlb.memory import gpu_budget
+from wlb.memory.budget import ROUNDING
+from wlb.memory.estimate import GIB
 from wlb.plan import FloatArray, GlobalBatch, IntArray, StepMetrics, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.simulate.pass_times import ShardedStep, StepPrices, joined

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost import Collective, CollectiveCost, Elementwise, KernelProfile, ProfiledWorkload
-from wlb.cost.expert_sizes import experts_of_layer, sharing_ranks, stored_parameters
-from wlb.cost.linear import GRADIENT_BYTES
-from wlb.cost.memory import stage_parameters
-from wlb.cost.profile import DTYPE_BYTES
+from wlb.cost.profile import DTYPE_BYTES, GRADIENT_BYTES
+from wlb.memory.estimate import stage_parameters
+from wlb.memory.expert_sizes import experts_of_layer, sharing_ranks, stored_parameters
 from wlb.plan import IntArray, check_between
 from wlb.simulate.graph import Node, NodeKind
 from wlb.simulate.order import PassKind

@@ -1,48 +1,5 @@
 """Configuration of a run: model, layout, data, policies; TOML, presets and checks."""
 
-from wlb.spec.check import check as check
-from wlb.spec.check import resolve_dp as resolve_dp
-from wlb.spec.experts import ExpertBalance as ExpertBalance
-from wlb.spec.experts import ExpertsSpec as ExpertsSpec
-from wlb.spec.experts import Scoring as Scoring
-from wlb.spec.keys import KeyHelp as KeyHelp
-from wlb.spec.keys import RemovedKeyWarning as RemovedKeyWarning
-from wlb.spec.keys import RenamedKeyWarning as RenamedKeyWarning
-from wlb.spec.keys import apply as apply
-from wlb.spec.keys import did_you_mean as did_you_mean
-from wlb.spec.keys import list_keys as list_keys
-from wlb.spec.keys import to_dict as to_dict
-from wlb.spec.load import load as load
-from wlb.spec.load import presets as presets
-from wlb.spec.methods import METHODS as METHODS
-from wlb.spec.methods import BinMethod as BinMethod
-from wlb.spec.model import Activation as Activation
-from wlb.spec.model import ModelSpec as ModelSpec
-from wlb.spec.model import RopeKind as RopeKind
-from wlb.spec.model import RopeScaling as RopeScaling
-from wlb.spec.packing import PackingSection as PackingSection
-from wlb.spec.packing import Policy as Policy
-from wlb.spec.packing import WindowCut as WindowCut
-from wlb.spec.run import AttentionBackend as AttentionBackend
-from wlb.spec.run import Device as Device
-from wlb.spec.run import EpSection as EpSection
-from wlb.spec.run import FsdpSection as FsdpSection
-from wlb.spec.run import FusedKernels as FusedKernels
-from wlb.spec.run import ParallelSpec as ParallelSpec
-from wlb.spec.run import PipelineSection as PipelineSection
-from wlb.spec.run import RunSpec as RunSpec
-from wlb.spec.run import Schedule as Schedule
-from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
-from wlb.spec.sharding import Remainder as Remainder
-from wlb.spec.sharding import Strategy as Strategy
-from wlb.spec.systems import SYSTEMS as SYSTEMS
-from wlb.spec.systems import system_choices as system_choices
-from wlb.spec.systems import system_overrides as system_overrides
-from wlb.spec.training import Dtype as Dtype
-from wlb.spec.training import LossNormalizer as LossNormalizer
-from wlb.spec.training import OnNonfinite as OnNonfinite
-from wlb.spec.training import RateSchedule as RateSchedule
-from wlb.spec.training import Recompute as Recompute
-from wlb.spec.training import TrainingSection as TrainingSection
-from wlb.spec.write import to_commented_toml as to_commented_toml
-from wlb.spec.write import to_toml as to_toml
+from wlb.lazy import attach
+
+attach(__name__)

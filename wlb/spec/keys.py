@@ -65,9 +65,9 @@ REMOVED: dict[str, RemovedKey] = {
         "the newest checkpoint.keep are kept; copy the folder of one that is to stay for good", 0
     ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
-    "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "cost/budget.py"),
-    "cluster.communicator_gib": _constant(0.5625, "COMMUNICATOR_GIB", "cost/budget.py"),
-    "cluster.context_gib": _constant(1.0, "CONTEXT_GIB", "cost/budget.py"),
+    "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "memory/budget.py"),
+    "cluster.communicator_gib": _constant(0.5625, "COMMUNICATOR_GIB", "memory/budget.py"),
+    "cluster.context_gib": _constant(1.0, "CONTEXT_GIB", "memory/budget.py"),
     "cost.online": _LEARNED,
     "cost.online_interval": _LEARNED,
     "cost.online_max_change": _LEARNED,

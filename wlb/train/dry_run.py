@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from wlb.cost import Budget, cpu_budget, gpu_budget, key_bytes, machine_name, workload_for
-from wlb.cost.memory import GIB
+from wlb.cost import machine_name, mismatches, workload_for
+from wlb.cost.key_bytes import key_bytes
 from wlb.data import GlobalBatches, lengths_of_family, open_batches
+from wlb.memory import Budget, cpu_budget, gpu_budget
+from wlb.memory.estimate import GIB
 from wlb.packing import with_s_max
 from wlb.parallel.grid import rank_grid
 from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
@@ -65,7 +67,7 @@ def show(spec: RunSpec, console: Console) -> None:
     console.print(trust_line(made.spec, made.cost.profile), soft_wrap=True, markup=False)
     console.print(_layout(spec))
     console.print(_memory(spec, budget))
-    notes = [f"times: {note}" for note in made.cost.notes]
+    notes = [f"times: {note}" for note in mismatches(made.cost)]
     for line in [*lines, caps_line(spec, budget), *notes]:
         console.print(line, soft_wrap=True, markup=False)
     _first_step(made, console)

@@ -1,7 +1,7 @@
 """Compares a run's estimated memory with its devices' before any rank computes.
 
-The estimate bounds resident memory (`wlb.cost.memory`), with packing's S_max and T. It may take the
-memory that `wlb.cost.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
+The estimate bounds resident memory (`wlb.memory`), with packing's S_max and T. It may take the
+memory that `wlb.memory.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
 allocator's gaps. A run is refused by `cluster.memory_gib` if it is set, else by the memory of the
 smallest GPU; on CPU that is unknown, and nothing is refused. Plans never count on more than a GPU
 has.
@@ -9,9 +9,9 @@ has.
 
 from dataclasses import replace
 
-from wlb.cost import Budget, MemoryEstimate, cpu_budget, gpu_budget, memory_estimate, token_caps
-from wlb.cost.budget import ROUNDING, size_text
-from wlb.cost.memory import GIB
+from wlb.memory import Budget, MemoryEstimate, cpu_budget, gpu_budget, memory_estimate, token_caps
+from wlb.memory.budget import ROUNDING, size_text
+from wlb.memory.estimate import GIB
 from wlb.packing import caps_of
 from wlb.plan import UserError
 from wlb.spec import RunSpec

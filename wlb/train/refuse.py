@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wlb.cost import ProfiledWorkload, workload_for
+from wlb.cost import ProfiledWorkload, mismatches, workload_for
 from wlb.data import StoreName
 from wlb.kernels.grouped import waits_for_host
 from wlb.parallel.build import compute_dtype, fused_of, kernel_of
@@ -146,7 +146,7 @@ def priced_by(planner: Planner) -> str:
         f"plans priced by kernel profile {profile.name!r} ({profile.provenance.kind}, {kernel} of "
         f"{cost.table.num_heads} heads of {cost.table.head_dim})"
     )
-    return "; ".join([line, *cost.notes])
+    return "; ".join([line, *mismatches(cost)])
 
 
 def priced_workload(planner: Planner) -> ProfiledWorkload:

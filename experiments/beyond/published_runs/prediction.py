@@ -8,8 +8,8 @@ import numpy as np
 from experiments.beyond.published_runs.mapping import Mapped
 from kernels_profile.derive import profile_of_variant, with_product_speed, with_speed
 from wlb.cost import KernelProfile, RecomputedWork, workload_of
-from wlb.cost.budget import ALLOCATOR_GAPS
-from wlb.cost.memory import layer_activation_bytes
+from wlb.memory.budget import ALLOCATOR_GAPS
+from wlb.memory.estimate import layer_activation_bytes
 from wlb.plan import Documents, GlobalBatch
 from wlb.simulate import ShardedStep, Simulator, critical_path, planner_of
 from wlb.simulate.critical import CP_IMBALANCE

@@ -16,7 +16,7 @@ from experiments.harness import pages
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.pages import How, Table, write_results
 from wlb.cli.system import with_system
-from wlb.cost import gpu_budget
+from wlb.memory import gpu_budget
 from wlb.plan import UserError
 from wlb.rehearse.run import ALL, ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict

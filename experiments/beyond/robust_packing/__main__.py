@@ -22,10 +22,9 @@ from experiments.harness.constants import configuration
 from experiments.harness.pages import How, Table, show, write_results
 from experiments.harness.streams import WINDOW, source_of
 from wlb.cost import load_profile, workload_of
-from wlb.cost.flops import FloatArray
 from wlb.data import GlobalBatches, LengthSource
 from wlb.packing import BoundedPacker, Packer, PackerOptions, PriceRange, VarLenPacker
-from wlb.plan import GlobalBatch, IntArray, PackingPlan
+from wlb.plan import FloatArray, GlobalBatch, IntArray, PackingPlan
 
 PROFILE = load_profile("h100")
 COST = workload_of(configuration("7b_128k"), PROFILE)

@@ -28,7 +28,7 @@ from experiments.paper.fig01.large_job import (
     spec_of,
     traced_step,
 )
-from wlb.cost import memory_estimate
+from wlb.memory import memory_estimate
 from wlb.simulate import Simulation
 from wlb.spec import Recompute
 

@@ -17,7 +17,7 @@ from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis, tokens_text
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
 from experiments.paper.table2.__main__ import ratio as fitted_ratio
-from wlb.cost import KernelProfile, ProfiledWorkload, load_profile
+from wlb.cost import KernelProfile, ProfiledWorkload, load_profile, mismatches
 from wlb.plan import IntArray
 
 PRESET = "7b_128k"
@@ -176,7 +176,7 @@ def main() -> None:
         cost = workload(PRESET, profile)
         at = crossing(cost, window=window)
         made += [terms_table(cost, window=window, name=profile.name), crossings_table(profile)]
-        limits += [f"- profile {profile.name}: {note}" for note in cost.notes]
+        limits += [f"- profile {profile.name}: {note}" for note in mismatches(cost)]
         against += [
             Against(
                 what=f"growth of attention with length, {profile.name}",

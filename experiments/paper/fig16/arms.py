@@ -14,7 +14,8 @@ from typing import Any
 
 from experiments.harness.streams import RATIO
 from experiments.paper.fig16.corpus import small_sources, source_files
-from wlb.cost import KernelProfile, load_profile, save_profile, scaled_profile, workload_of
+from wlb.cost import KernelProfile, load_profile, save_profile, workload_of
+from wlb.profile.calibrate import scaled_profile
 from wlb.spec import RunSpec, load
 
 BASELINE = "original"

@@ -17,7 +17,7 @@ from scipy import stats
 from experiments.paper.fig16.arms import ARMS, BASELINE, Arm
 from experiments.paper.fig16.bookkeeping import Bookkeeping
 from experiments.paper.fig16.outcome import Result
-from wlb.cost.flops import FloatArray
+from wlb.plan import FloatArray
 
 CONFIDENCE = 0.95
 NO_DELAY = "hold-0"

@@ -1,6 +1,6 @@
 """Makes Table 1: the paper's configurations with our dimensions, and the memory of a GPU.
 
-`python -m experiments.paper.table1` counts parameters and takes `wlb.cost.memory_estimate` of the
+`python -m experiments.paper.table1` counts parameters and takes `wlb.memory.memory_estimate` of the
 pipeline rank that needs most, for windows (Plain-4D) and for var_len packing with S_max 1.1. A
 configuration that does not fit is tried with selective and then full recomputation of activations.
 "Fits" means 80 GB = 80e9 bytes. A card of that name has 85e9; the rest is for memory outside the
@@ -17,7 +17,7 @@ from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import TABLE_1, VOCABULARY, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.pages import Against, How, Picture, Table, show, write_results
-from wlb.cost import MemoryEstimate, memory_estimate
+from wlb.memory import MemoryEstimate, memory_estimate
 from wlb.spec import RunSpec
 
 GPU_BYTES = 80e9
@@ -199,7 +199,7 @@ def main() -> None:
         Path(__file__).parent,
         title="Table 1: configurations",
         how=How.COMPUTED,
-        profile="parameters are counted, memory is what `wlb.cost.memory` says must be resident; "
+        profile="parameters are counted, memory is what `wlb.memory` says must be resident; "
         "no time is in it, and no GPU has confirmed it.",
         text=(
             "The paper gives model sizes, windows and layouts, and says that the 7B model is "

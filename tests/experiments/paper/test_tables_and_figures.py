@@ -17,7 +17,8 @@ from experiments.paper.fig15.__main__ import rest_ns
 from experiments.paper.fig15.case import layer_cost
 from experiments.paper.table1 import __main__ as memory
 from experiments.paper.table1.__main__ import PACKINGS, fit, words
-from wlb.cost import MemoryEstimate, load_profile, memory_estimate
+from wlb.cost import load_profile
+from wlb.memory import MemoryEstimate, memory_estimate
 
 pytestmark = pytest.mark.full
 

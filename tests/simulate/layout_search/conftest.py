@@ -2,7 +2,7 @@
 
 import pytest
 
-from wlb.cost import budget
+from wlb.memory import budget
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.sets import nightly
 from tests.simulate.layout_search.searched import WINDOW, N, sample, spec_of
-from wlb.cost.memory import GIB
+from wlb.memory.estimate import GIB
 from wlb.simulate import check_memory, simulate_run
 from wlb.simulate.layout_search.layouts import LayoutChoices, layouts_of, planned_bytes
 from wlb.simulate.layout_search.packings import PackingChoices, with_settings

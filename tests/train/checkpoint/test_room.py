@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.train.case import small_spec, train
 from tests.train.checkpoint.case import spec_of
 from tests.words import lacks
-from wlb.cost.budget import CHECKPOINT_BYTES
+from wlb.memory.budget import CHECKPOINT_BYTES
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint

@@ -20,7 +20,6 @@ from tests.sets import full
 from tests.train.case import Run, small_spec, train, write_corpus, write_store
 from tests.train.slow import calibrated
 from wlb.cost import (
-    Scales,
     StageLayers,
     end_times_ns,
     load_profile,
@@ -33,6 +32,7 @@ from wlb.parallel.mesh import Coordinates, build_mesh
 from wlb.parallel.world import World
 from wlb.plan import TERMS, MeasuredStep, Moments, PipelinePlan, StepPlan, Telemetry
 from wlb.planner import open_planner
+from wlb.profile.calibrate import Scales
 from wlb.spec import ExpertsSpec, ModelSpec, ParallelSpec, RunSpec, check
 from wlb.train import start
 from wlb.train.stores import open_stores, ready

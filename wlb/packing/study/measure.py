@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from wlb.cost import WorkloadModel
-from wlb.cost.flops import FloatArray
 from wlb.packing.base import Packer
 from wlb.plan import (
+    FloatArray,
     GlobalBatch,
     IntArray,
     Layout,

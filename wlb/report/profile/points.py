@@ -11,8 +11,8 @@ import numpy as np
 
 from wlb.cost import AttentionTable, Elementwise, KernelProfile, ProfiledWorkload
 from wlb.cost.flops import attention_backward_flops, attention_forward_flops, rank_model
-from wlb.cost.linear import LinearCost
 from wlb.cost.profile import DTYPE_BYTES, LayerCost
+from wlb.cost.workload import LinearCost
 from wlb.plan import FloatArray, IntArray
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 

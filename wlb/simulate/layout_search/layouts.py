@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from wlb.cost import TokenCaps, gpu_budget, planned_gib, token_caps
-from wlb.cost.memory import GIB, held_bytes
+from wlb.memory import TokenCaps, gpu_budget, planned_gib, token_caps
+from wlb.memory.estimate import GIB, held_bytes
 from wlb.plan import UserError
 from wlb.simulate.peak_memory import rest_bytes
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, check

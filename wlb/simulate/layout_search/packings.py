@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from wlb.cost import planned_gib
+from wlb.memory import planned_gib
 from wlb.plan import UserError
 from wlb.simulate.layout_search.layouts import Candidate
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check

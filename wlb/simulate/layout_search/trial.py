@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost import ProfiledWorkload, TokenCaps, cluster_peak_tflops, workload_for
-from wlb.cost.memory import GIB
+from wlb.cost import ProfiledWorkload, cluster_peak_tflops, workload_for
 from wlb.data import ListedBatches
+from wlb.memory import TokenCaps
+from wlb.memory.estimate import GIB
 from wlb.packing.policies import caps_of
 from wlb.plan import GlobalBatch, IntArray, StepPlan, UserError, local_tokens, offsets_of
 from wlb.planner import Planner

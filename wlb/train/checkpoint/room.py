@@ -9,7 +9,7 @@ import errno
 import shutil
 from pathlib import Path
 
-from wlb.cost.budget import CHECKPOINT_BYTES, size_text
+from wlb.memory.budget import CHECKPOINT_BYTES, size_text
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 from wlb.train.checkpoint import folder as checkpoint

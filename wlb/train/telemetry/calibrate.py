@@ -12,20 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from wlb.cost import (
-    ProfiledWorkload,
-    Provenance,
-    ProvenanceKind,
-    Scales,
-    calibrated_name,
-    fit_scales,
-    profile_names,
-    save_profile,
-    scaled_profile,
-)
+from wlb.cost import ProfiledWorkload, Provenance, ProvenanceKind, profile_names, save_profile
 from wlb.cost.machine import program_version
 from wlb.data.folder import make_folder
 from wlb.plan import Telemetry, UserError
+from wlb.profile.calibrate import Scales, calibrated_name, fit_scales, scaled_profile
 from wlb.spec import RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter

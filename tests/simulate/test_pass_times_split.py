@@ -3,7 +3,8 @@
 import pytest
 
 from wlb.cost import Collective, load_profile
-from wlb.cost.linear import LinearCost, split_backward
+from wlb.cost.workload import LinearCost
+from wlb.simulate.pass_times import split_backward
 from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 MODEL = ModelSpec(hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, ffn_hidden_size=1408)

@@ -5,23 +5,17 @@ from dataclasses import replace
 import pytest
 
 from tests.models import LLAMA2_7B
-from wlb.cost import (
-    AttentionCall,
-    in_flight,
-    key_bytes,
-    memory,
-    memory_estimate,
-    memory_of_rank,
-    token_caps,
-)
-from wlb.cost.memory import (
+from wlb.cost.key_bytes import key_bytes
+from wlb.memory import AttentionCall, in_flight, memory_estimate, memory_of_rank, token_caps
+from wlb.memory import estimate as estimates
+from wlb.memory.estimate import (
     layer_activation_bytes,
     layer_parameters,
     stage_parameters,
     workspaces_bytes,
 )
 from wlb.plan import KeyExchange
-from wlb.sharding import per_document
+from wlb.sharding.per_document import per_document
 from wlb.spec import (
     AttentionBackend,
     Dtype,
@@ -141,14 +135,14 @@ def test_keys_of_a_plan_to_the_byte():
 def test_calls_without_a_mask_pad_segments_to_80_rows():
     """Of heads of 97 to 128 in FlashAttention-3 and -4 on Hopper; causal calls pad to 64."""
     asked: list[AttentionCall] = []
-    real = memory.most_attention_workspace_bytes
+    real = estimates.most_attention_workspace_bytes
 
     def keep(backend: AttentionBackend, call: AttentionCall, *, deterministic: bool) -> int:
         asked.append(call)
         return real(backend, call, deterministic=deterministic)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "most_attention_workspace_bytes", keep)
+        patch.setattr(estimates, "most_attention_workspace_bytes", keep)
         for overlap in (False, True):
             spec = replace(SEVEN_B, cp=replace(SEVEN_B.cp, overlap_stages=int(overlap)))
             workspaces_bytes(spec, micro_batch_tokens=131072)

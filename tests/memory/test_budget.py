@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.cost import cpu_budget, gpu_budget, memory_estimate, planned_gib
-from wlb.cost.budget import COMMUNICATOR_GIB, GIB, ROUNDING, num_communicators
+from wlb.memory import cpu_budget, gpu_budget, memory_estimate, planned_gib
+from wlb.memory.budget import COMMUNICATOR_GIB, GIB, ROUNDING, num_communicators
 from wlb.packing import caps_of, first_with_room
 from wlb.spec import FsdpSection, ParallelSpec, RunSpec, load, presets, resolve_dp, system_overrides
 

@@ -8,7 +8,7 @@ replay of the allocator's rules and from reports of others; none was measured on
 import math
 from dataclasses import dataclass
 
-from wlb.cost.expert_sizes import sharing_ranks
+from wlb.memory.expert_sizes import sharing_ranks
 from wlb.spec import RunSpec
 
 GIB = 2**30

@@ -10,18 +10,15 @@ from tests.plan.test_telemetry import record
 from wlb.cost import (
     Provenance,
     ProvenanceKind,
-    Scales,
     StageLayers,
-    calibrated_name,
     end_times_ns,
-    fit_scales,
     load_profile,
     save_profile,
-    scaled_profile,
     stage_times,
     without_collectives,
 )
 from wlb.plan import TERMS, Moments, Telemetry
+from wlb.profile.calibrate import Scales, calibrated_name, fit_scales, scaled_profile
 
 PROVENANCE = Provenance(kind=ProvenanceKind.MEASURED, source="a run")
 FACTORS = {

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from wlb.cost.budget import GIB
-from wlb.cost.expert_sizes import sums_by_stage
-from wlb.cost.memory import (
+from wlb.memory.budget import GIB
+from wlb.memory.estimate import (
     DEALT_MARGIN,
     MemoryEstimate,
     in_flight,
@@ -15,6 +14,7 @@ from wlb.cost.memory import (
     stage_gradient_bytes,
     stage_output_bytes,
 )
+from wlb.memory.expert_sizes import sums_by_stage
 from wlb.plan import UserError
 from wlb.spec import RunSpec
 

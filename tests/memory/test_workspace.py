@@ -1,7 +1,7 @@
 """Tests the workspace of attention kernels against the tensors that their sources allocate.
 
 Each `*_tensors` function lists (shape, bytes of a value) by the names in the source that
-`wlb.cost.workspace` cites.
+`wlb.memory.workspace` cites.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.cost import (
+from wlb.memory import (
     AttentionCall,
     attention_workspace_bytes,
     deterministic_copies,

@@ -7,7 +7,7 @@ from typing import Any, cast
 from wlb.plan import UserError
 from wlb.plan.errors import shortened
 from wlb.plan.read_file import parse_toml
-from wlb.spec.check import check
+from wlb.spec.checks import check
 from wlb.spec.keys import apply, did_you_mean, list_keys, nest
 from wlb.spec.methods import keys_of
 from wlb.spec.run import RunSpec

@@ -1,9 +1,9 @@
 """Bytes that must be resident on one rank, with the longest micro-batch packing may make.
 
 An upper bound on tensors and on the memory that attention kernels allocate besides them. The
-allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.cost.budget`). Activations
-follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; wlb/cost/MEMORY.md has the
-formulas.
+allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.memory.budget`). Activations
+follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; the README of this room has
+the formulas.
 """
 
 import math
@@ -13,9 +13,9 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from wlb.cost import expert_sizes
-from wlb.cost.budget import GIB as GIB
-from wlb.cost.workspace import AttentionCall, most_attention_workspace_bytes
+from wlb.memory import expert_sizes
+from wlb.memory.budget import GIB as GIB
+from wlb.memory.workspace import AttentionCall, most_attention_workspace_bytes
 from wlb.spec import (
     Dtype,
     ExchangeChoice,

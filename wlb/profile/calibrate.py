@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from wlb.cost.linear import TP_BACKWARD, TP_FORWARD
+from wlb.cost.flops import TP_BACKWARD, TP_FORWARD
 from wlb.cost.profile import (
     AttentionTable,
     Collective,

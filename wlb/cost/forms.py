@@ -1,0 +1,61 @@
+"""The forms in which users say a cost: workloads, kernel profiles, names and ratios.
+
+By name, two frameworks' own formulas: "verl" is 24,576 tokens + tokens^2 (its `calculate_workload`,
+a 7B model's ratio); "slime" prices whole samples only (`wlb.balance.sample_costs`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from wlb.cost.profile import KernelProfile
+from wlb.cost.profile_file import profile_names
+from wlb.cost.protocol import LLAMA2_7B, TILE_ROWS, FlopsWorkload, WorkloadModel
+from wlb.cost.workload import workload_of
+from wlb.plan import FloatArray, IntArray, UserError
+from wlb.spec import load
+
+Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
+Cost = (
+    WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
+)
+"""See `wlb.balance.balance_step`; planners take those that are a workload (`workload_model`)."""
+COST_NAMES = ("llama2_7b", "verl", "slime")
+
+
+def model_of(cost: Cost) -> WorkloadModel | None:
+    """The workload model of `cost`, or None for what only prices samples.
+
+    UserError for an unknown name and a ratio that is not positive.
+    """
+    if isinstance(cost, KernelProfile):
+        return workload_of(load("7b_128k"), cost)
+    if isinstance(cost, str):
+        if cost not in COST_NAMES:
+            is_profile = cost in profile_names()
+            remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
+            raise UserError(f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}{remedy}")
+        if cost == "slime":
+            return None
+        verl = FlopsWorkload(linear_ns_per_token=24576.0, tile_rows=TILE_ROWS)
+        return LLAMA2_7B if cost == "llama2_7b" else verl
+    if isinstance(cost, int | float | np.number):
+        ratio = float(cast(float, cost))
+        if not 0 < ratio < float("inf"):
+            raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")
+        return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * ratio, tile_rows=TILE_ROWS)
+    return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
+
+
+def workload_model(cost: Cost) -> WorkloadModel:
+    """`cost` as a workload model; UserError for what prices no segments, such as a list."""
+    model = model_of(cost)
+    if model is None:
+        said = repr(cost) if isinstance(cost, str) else f"a {type(cost).__name__}"
+        raise UserError(
+            f"cost is {said}, which prices whole samples only, and a planner prices pieces and "
+            f"segments; give a WorkloadModel, load_profile(NAME), 'llama2_7b', 'verl', or the "
+            f"tokens at which attention costs what linear layers do"
+        )
+    return model

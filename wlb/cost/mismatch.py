@@ -1,0 +1,73 @@
+"""What a run's prices were not measured for: sentences for a log."""
+
+from wlb.cost.flops import layer_matrices
+from wlb.cost.machine import is_same
+from wlb.cost.profile_file import has_power
+from wlb.cost.protocol import token_counts
+from wlb.cost.workload import LinearCost, ProfiledWorkload
+from wlb.plan import BoolArray, IntLike
+
+
+def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
+    """Mismatches between the profile of `cost` and its run, as sentences for a log."""
+    table, model, profile = cost.table, cost.model, cost.profile
+    notes: list[str] = []
+    if cost.machine and not is_same(cost.machine, profile.device):
+        notes.append(
+            f"it is of {profile.device}, this machine has {cost.machine}: `wlb profile` measures it"
+        )
+    if not has_power(profile, cost.power_limit_w):
+        notes.append(
+            f"it is of a GPU with a power limit of {profile.power_limit_w:g} W, this one has "
+            f"{cost.power_limit_w:g} W: matrix products run at another clock"
+        )
+    if cost.dtype and cost.dtype != profile.dtype:
+        notes.append(f"{cost.dtype} is priced with times of {profile.dtype}")
+    if cost.backend is not None and cost.backend not in table.backends:
+        notes.append(f"attention by {cost.backend} is priced as {table.backends[0]}")
+    if cost.longest and extrapolated(cost, [cost.longest])[0]:
+        measured = table.forward
+        notes.append(
+            f"pieces of up to {cost.longest} tokens are extrapolated: measured were "
+            f"{measured.axis0[0]:.0f}..{measured.axis0[-1]:.0f} rows over "
+            f"{measured.axis1[0]:.0f}..{measured.axis1[-1]:.0f} keys"
+            + ("" if table.reach is None else f", {table.reach.min():.0f} with some rows")
+        )
+    notes += _products_outside(cost.linear)
+    if table.head_dim != model.head_size:
+        notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
+    group = model.num_heads // model.num_kv_heads
+    table_group = table.num_heads // table.num_kv_heads
+    if group != table_group:
+        notes.append(
+            f"{group} query heads a KV head are priced with a table of {table_group} a KV head"
+        )
+    if not table.heads[0] <= cost.heads_per_rank <= table.heads[-1]:
+        notes.append(
+            f"{cost.heads_per_rank} heads a rank are outside the table's "
+            f"{table.heads[0]:.0f}..{table.heads[-1]:.0f}"
+        )
+    return tuple(notes)
+
+
+def extrapolated(cost: ProfiledWorkload, lengths: IntLike) -> BoolArray:
+    """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
+    d = token_counts("lengths", lengths)
+    return cost.table.extrapolated(*cost.mean_chunk(d)) | cost.table.extrapolated(d, d)
+
+
+def _products_outside(linear: LinearCost) -> tuple[str, ...]:
+    """Matrix products outside the profile's measured range."""
+    surface = linear.profile.gemm.forward
+    tokens = max(1.0, linear.micro_batch_tokens / linear.parallel.cp)
+    models = [kind.model for kind in linear.model.layer_kinds]
+    weights = [a * b / linear.parallel.tp for m in models for a, b in layer_matrices(m)]
+    return tuple(
+        f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
+        f"extrapolated: measured were {axis[0]:,.0f}..{axis[-1]:,.0f}"
+        for what, values, axis in (
+            ("tokens", [tokens], surface.axis0),
+            ("weights", sorted({min(weights), max(weights)}), surface.axis1),
+        )
+        if (outside := [v for v in values if not axis[0] <= v <= axis[-1]])
+    )

@@ -1,0 +1,75 @@
+"""The planners of a run: of its steps, of its held-out documents, and of packs made offline."""
+
+from dataclasses import replace
+from typing import Any
+
+from wlb.cost import WorkloadModel, workload_for
+from wlb.data import GlobalBatches, StoreName, TokenStore, open_batches
+from wlb.packing import PackedBatches, Packs, SavedPacker, options_for
+from wlb.plan import Layout, UserError
+from wlb.planner.compose import Planner
+from wlb.spec import Policy, RunSpec, WindowCut
+
+_PLAIN_PACKING: dict[str, Any] = {
+    "packs": "",
+    "num_micro_batches": 0,
+    "window_cut": WindowCut.ANYWHERE,
+    "layout": Layout.SEPARATE,
+    "bin_windows": 1,
+    "window_batches": 1,
+}
+
+
+def open_planner(spec: RunSpec, store: StoreName, device: str) -> Planner:
+    """The planner of a run on a token store or a blend, priced for `device` ("cpu" or "cuda").
+
+    The planner process calls this, so that it opens its own files and shares none with training.
+    """
+    cost = workload_for(spec, device)
+    if spec.packing.packs:
+        return _of_packs(spec, store, cost)
+    source = open_batches(
+        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=spec.data.epochs
+    )
+    return Planner.from_spec(spec, source, cost)
+
+
+def _of_packs(spec: RunSpec, name: StoreName, cost: WorkloadModel) -> Planner:
+    """Steps that were packed offline, checked against the run and its store."""
+    if not isinstance(name, str):
+        raise UserError("packing.packs are of one store; leave data.blend or packing.packs empty")
+    store, options = TokenStore(name), options_for(spec, cost)
+    packs = Packs.load(spec.packing.packs)
+    packs.check(store, options)
+    planner = Planner.from_spec(spec, PackedBatches(packs, store, epochs=spec.data.epochs), cost)
+    return replace(planner, packer=SavedPacker(options=options, packs=packs))
+
+
+def packs_of(spec: RunSpec, store: TokenStore, cost: WorkloadModel) -> Packs:
+    """One epoch of a store, packed as the run would."""
+    source = GlobalBatches(
+        store, tokens_per_batch=spec.tokens_per_step, seed=spec.run.seed, epochs=1
+    )
+    plain = replace(spec, planner=replace(spec.planner, baseline=False))
+    plans = (plan.packing for plan in Planner.from_spec(plain, source, cost).steps())
+    return Packs.of(plans, store, window=spec.data.context_window)
+
+
+def open_heldout_planner(spec: RunSpec, store: str, device: str) -> Planner:
+    """The planner of an evaluation reads the held-out store once, in order, in Plain-4D's windows,
+    or for fine-tuning methods whole examples one after the other (next fit). It is always the same,
+    so that the held-out loss does not depend on the run's packing policy.
+    """
+    source = GlobalBatches(
+        TokenStore(store),
+        tokens_per_batch=spec.tokens_per_step,
+        seed=spec.run.seed,
+        epochs=1,
+        shuffle=False,
+    )
+    # A fine-tuning method's documents are held out in bins filled in their order.
+    is_tuned = bool(spec.packing.method)
+    policy, method = (Policy.CAPACITY, "random_posid") if is_tuned else (Policy.ORIGINAL, "")
+    packing = replace(spec.packing, policy=policy, method=method, **_PLAIN_PACKING)
+    plain = replace(spec, packing=packing, planner=replace(spec.planner, baseline=False))
+    return Planner.from_spec(plain, source, workload_for(spec, device))
