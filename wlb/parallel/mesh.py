@@ -193,7 +193,7 @@ def _experts(
 ) -> DeviceMesh:
     copies = parallel.fsdp_size // (shard_size or parallel.fsdp_size)
     of_copy = parallel.expert_ranks // copies
-    assert of_copy % parallel.ep == 0, "wlb.spec.check refuses EP groups over several copies"
+    assert of_copy % parallel.ep == 0, "wlb.spec.checks refuses EP groups over several copies"
     sizes = {EXPERT_COPIES: copies, EXPERT_SHARD: of_copy // parallel.ep, EP: parallel.ep}
     if copies == 1:
         del sizes[EXPERT_COPIES]
