@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wlb.kernels import BACKENDS, Scores, Segments
 from wlb.kernels.segments import copy_to_device
-from wlb.parallel.context.rows import RankExchange, Transfer
+from wlb.parallel.context.rows import ON_DEVICE, RankExchange, Transfer
 
 
 class FlatExchange(NamedTuple):
@@ -83,7 +83,7 @@ def flatten(
         )
         first = first or segments
         cu_q, cu_k, max_q, max_k = segments.lengths
-        names = (f"{name} {s}" for name in ("kv_index", "inverse", "query_rows", "sent_rows"))
+        names = (f"{name} {s}" for name in ON_DEVICE)
         tensors += [cu_q, cu_k, *(on_device[name] for name in names if name in on_device)]
         splits = (*stage.received.tolist(), *stage.sent.tolist())
         numbers.append([max_q, max_k, scores.sliding, *splits])

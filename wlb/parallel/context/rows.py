@@ -48,6 +48,12 @@ class RankStage:
     inverse: IntArray | None  # the key that uses a row for the u-th time, else K, shape [U, R]
 
 
+ON_DEVICE = ("kv_index", "inverse", "query_rows", "sent_rows")
+"""Arrays of a stage that custom ops take, in their order behind its offsets (`DeviceStage`)."""
+STAGE_ARRAYS = ("received", "sent", "sent_rows", "query_rows", "cu_seqlens_q", "cu_seqlens_k")
+STAGE_ARRAYS += ("kv_index", "inverse")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExchange:
     """One rank's stages, in the order in which attention calls them."""
@@ -64,12 +70,25 @@ class RankExchange:
         (stage,) = self.stages
         return stage
 
+    def __str__(self) -> str:
+        """Every array of every stage, a line each."""
+        lines: list[str] = []
+        for s, stage in enumerate(self.stages):
+            lines.append(f"stage {s}: {stage.transfer}")
+            lines += [
+                f"  {name:12} {_written(array)}"
+                for name in STAGE_ARRAYS
+                if (array := getattr(stage, name)) is not None
+            ]
+        if self.returned is not None:
+            lines.append(f"returned       {_written(self.returned)}")
+        return "\n".join(lines)
+
     def arrays(self) -> Iterator[tuple[str, IntArray]]:
         """The index arrays that attention needs on the device, with their names."""
         for s, stage in enumerate(self.stages):
-            for name in ("kv_index", "inverse", "query_rows", "sent_rows"):
-                array = getattr(stage, name)
-                if array is not None:
+            for name in ON_DEVICE:
+                if (array := getattr(stage, name)) is not None:
                     yield f"{name} {s}", array
         if self.returned is not None:
             yield "returned", self.returned
@@ -161,6 +180,11 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
     sent_rows = [stage.sent_rows for stage in stages if stage.sent_rows is not None]
     returned = _uses(np.concatenate(sent_rows), num_rows=num_rows) if sent_rows else None
     return RankExchange(positions=positions, stages=tuple(stages), returned=returned)
+
+
+def _written(array: IntArray) -> str:
+    """Numbers with blanks, rows of a matrix with a slash between."""
+    return " / ".join(" ".join(map(str, row.tolist())) for row in np.atleast_2d(array))
 
 
 def _offsets(sizes: IntArray, padding: int) -> IntArray:
