@@ -34,7 +34,7 @@ from wlb.adapters.collate import PaddingFreeCollator
 from wlb.adapters.transformers_cp import FAMILIES, NAME, ContextParallel
 from wlb.kernels.fused.select import FusedChoice
 from wlb.launch.local import run_local
-from wlb.parallel.context import ContextAttention
+from wlb.parallel.context.attention import ContextAttention
 from wlb.sharding import NAMES
 from wlb.spec import FusedKernels
 

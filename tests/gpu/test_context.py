@@ -19,11 +19,12 @@ from wlb.kernels.op import backward, forward
 from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import Attention, Ops
-from wlb.parallel.context import ContextAttention, index_arrays, take_rows, to_device
-from wlb.parallel.context_op import gradients_by_row, segment_keys
-from wlb.parallel.rows import attention_rows
+from wlb.parallel.context.attention import ContextAttention, take_rows
+from wlb.parallel.context.exchange import to_device
+from wlb.parallel.context.op import gradients_by_row, segment_keys
+from wlb.parallel.context.rows import rank_exchange
 from wlb.parallel.world import World
-from wlb.plan import local_tokens
+from wlb.plan import exchange_of, local_tokens
 from wlb.sharding.per_document import per_document
 from wlb.spec import ModelSpec
 
@@ -53,10 +54,10 @@ def all_ranks(
     gathered = torch.stack([torch.cat(taken(k)), torch.cat(taken(v))], 1)
     out, dq, total = torch.zeros_like(q), torch.zeros_like(q), torch.zeros_like(gathered.float())
     for rank, (q_THD, grad_THD) in enumerate(zip(taken(q), taken(grad), strict=True)):
-        rows = attention_rows(plan, rank, num_rows)
-        moved = to_device(index_arrays(rows), device)
+        rows = rank_exchange(exchange_of(plan, local_tokens=num_rows), rank)
+        moved = to_device(dict(rows.arrays()), device)
         segments = Segments.from_offsets(
-            rows.call.cu_seqlens_q, rows.call.cu_seqlens_k, device=device
+            rows.only.cu_seqlens_q, rows.only.cu_seqlens_k, device=device
         )
         keys = segment_keys(gathered, moved["kv_index 0"], segments, backend)
         out_THD, lse = forward(backend, q_THD, *keys, segments)

@@ -16,18 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.sets import full, nightly
 from wlb.cost import FlopsWorkload
 from wlb.kernels import Scores, Segments, attend
 from wlb.launch.local import run_local
-from wlb.parallel import context_op
 from wlb.parallel.build import kernel_of
-from wlb.parallel.context import ContextAttention, HeadShape, take_rows
-from wlb.parallel.rows import attention_rows
+from wlb.parallel.context.attention import ContextAttention, HeadShape, take_rows
+from wlb.parallel.context.rows import rank_exchange
 from wlb.parallel.world import World
-from wlb.plan import KeyExchange, ShardingPlan, local_tokens, offsets_of
+from wlb.plan import KeyExchange, ShardingPlan, exchange_of, local_tokens, offsets_of
 from wlb.plan.exchange import STAGE_ROWS
 from wlb.sharding import NAMES, shard
 from wlb.sharding.per_sequence import per_sequence
@@ -148,13 +146,15 @@ def made(
     """Returns the attention as the executor makes it."""
     plan, cp = case.plan(world.world_size), world.world_size
     rows = local_tokens(plan.num_tokens, cp=cp, row_multiple=case.row_multiple)
+    exchange = exchange_of(
+        plan,
+        local_tokens=rows,
+        own_first=case.overlap,
+        stages=case.stages,
+        sliding=case.scores.sliding,
+    )
     return ContextAttention.from_rows(
-        attention_rows(
-            *(plan, world.rank, rows),
-            overlap=case.overlap,
-            stages=case.stages,
-            sliding=case.scores.sliding,
-        ),
+        rank_exchange(exchange, world.rank),
         group=dist.group.WORLD if cp > 1 else None,
         heads=HeadShape(
             num_heads=case.heads[0], num_kv_heads=case.heads[1], head_dim=D, dtype=dtype
@@ -288,45 +288,6 @@ def other_bits(world: World) -> list[str]:
 def test_rows_that_were_needed_give_the_bits_of_gathered_ones(cp: int) -> None:
     for found in run_local(other_bits, cp, start_group=True, timeout_s=600):
         assert found == []
-
-
-@pytest.mark.parametrize("exchange", KeyExchange)
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_compiled_code_knows_what_gradients_travel_in(
-    wire: torch.dtype, fused: bool, exchange: KeyExchange
-) -> None:
-    """If it expected another dtype than the slot's, autograd would convert what still travels."""
-    rows, sent, returned, splits = 12, [], None, None
-    with FakeTensorMode():
-        q, k = (torch.empty(6, n, D, dtype=torch.bfloat16) for n in (4, 2))
-        if exchange == KeyExchange.NEEDED:  # 9 rows come, 8 of 6 go: 2 to the other rank as well
-            rows = 9
-            sent = [torch.empty(8, dtype=torch.int64)]
-            returned = torch.empty(2, 6, dtype=torch.int64)
-            splits = torch.empty(1, 2, 2, dtype=torch.int64)
-        index = torch.empty(12, dtype=torch.int64)
-        inverse = torch.empty(2, rows, dtype=torch.int64)
-        offsets = torch.empty(3, dtype=torch.int32)
-        where = (index, inverse, sent, splits, offsets, offsets, 6, 12, 0, 0.0, "sdpa", 2, "0")
-        arriving, slots, own_slot = context_op.gather_kv(
-            k, k, [inverse], sent, returned, splits, 2, "0", wire, fused
-        )
-        out, lse, again = context_op.context_attend(q, k, k, arriving, slots, *where, False, fused)
-        _, travelling = context_op.context_attend_backward(
-            out, q, k, k, None, out, lse, *where, wire, fused
-        )
-        received = context_op.receive_kv_gradient([travelling], own_slot, returned, k.dtype, fused)
-        second = context_op.gather_kv_again(out, k, k, [inverse], sent, splits, 2, "0")
-    num = 8 if sent else 6
-    (gathered,), (slot,), (again,), (second,) = arriving, slots, again, second
-    assert (travelling.dtype, travelling.shape) == (slot.dtype, slot.shape)
-    assert (slot.dtype, slot.shape) == (wire, (num, 2, 2, D))
-    assert (own_slot.dtype, own_slot.shape) == (torch.float32, (6, 2, 2, D))
-    for other in (again, second):
-        assert (other.dtype, other.shape) == (gathered.dtype, gathered.shape)
-    assert gathered.shape == (rows, 2, 2, D)
-    assert (received.dtype, received.shape) == (k.dtype, (6, 2, 2, D))
 
 
 def compiled(world: World, how: How) -> tuple[list[bool], int]:

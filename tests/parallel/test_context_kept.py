@@ -16,8 +16,8 @@ from tests.parallel.test_context import HOWS, Case, How, Tensors, local_inputs, 
 from tests.sets import full
 from wlb.cost.key_bytes import KeyBytes, key_bytes
 from wlb.launch.local import run_local
-from wlb.parallel import context_op, overlap_op
-from wlb.parallel.context import ContextAttention
+from wlb.parallel.context import op
+from wlb.parallel.context.attention import ContextAttention
 from wlb.parallel.world import World
 from wlb.plan import KeyExchange
 from wlb.spec import Dtype, ModelSpec, ParallelSpec, RunSpec
@@ -28,8 +28,9 @@ pytestmark = pytest.mark.dist
 def kept(attention: ContextAttention, inputs: Tensors) -> tuple[int, list[int]]:
     """Returns bytes that a call keeps for backward beside its indices, and rows of what it
     keeps."""
-    indices: list[Tensor | None] = [*attention.indices, attention.splits]
-    shared = {x.untyped_storage().data_ptr() for x in indices if x is not None}
+    assert attention.exchange is not None
+    indices = (*attention.indices, attention.exchange.numbers)
+    shared = {x.untyped_storage().data_ptr() for x in indices}
     found: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def gathered_alive(attention: ContextAttention, inputs: Tensors, expected: int) 
     """
     seen: list[StorageWeakRef] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_op, "_collectives", Recorder(seen))
+        patch.setattr(op, "_collectives", Recorder(seen))
         out = attention(*inputs)
     gc.collect()
     assert out.requires_grad
@@ -97,7 +98,7 @@ def memory(world: World, exchange: KeyExchange) -> dict[tuple[str, bool], Any]:
         inputs = tuple(x.requires_grad_() for x in (q, k, v))
         with pytest.MonkeyPatch.context() as patch:
             recorder = Recorder([])
-            patch.setattr(context_op, "_collectives", recorder)
+            patch.setattr(op, "_collectives", recorder)
             attention(*inputs).backward(grad)
         alive = gathered_alive(attention, inputs, expected=int(keep))
         out[backend, keep] = (*kept(attention, inputs), alive, dict(recorder.calls))
@@ -146,8 +147,7 @@ def buffers(world: World, how: How) -> list[tuple[tuple[int, int], KeyBytes]]:
         attention = made(case, world, torch.bfloat16, "sdpa")
         with pytest.MonkeyPatch.context() as patch:
             recorder = Recorder([])
-            patch.setattr(context_op, "_collectives", recorder)
-            patch.setattr(overlap_op, "_collectives", recorder)
+            patch.setattr(op, "_collectives", recorder)
             attention(*local_inputs(case, world, attention)[:3])
         plan, rows = case.plan(world.world_size), attention.num_rows
         planned = key_bytes(spec, plan, rank=world.rank, local_tokens=rows)
@@ -170,7 +170,7 @@ def wire_dtypes(world: World, exchange: KeyExchange) -> list[torch.dtype]:
     recorder = Recorder([])
     attention = made(case, world, torch.bfloat16, "sdpa")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_op, "_collectives", recorder)
+        patch.setattr(op, "_collectives", recorder)
         run(case, world, attention)
     # Keys travel by all-to-all as well, in forward and again in backward.
     return recorder.sent_in[2::3] if exchange == KeyExchange.NEEDED else recorder.sent_in

@@ -16,8 +16,9 @@ from tests.parity.case import Case, Reader, packing, packing_of, pipeline_plan, 
 from tests.sets import full
 from wlb.kernels.observe import observing
 from wlb.launch.local import run_local
-from wlb.parallel import collectives, context_op, overlap_op
-from wlb.parallel.context import ContextAttention
+from wlb.parallel import collectives
+from wlb.parallel.context import op
+from wlb.parallel.context.attention import ContextAttention
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.tensor import local_tensor
@@ -67,8 +68,7 @@ class Order(TorchDispatchMode):
         calls["all_to_all_single"] = self._starting("all_to_all_single", "")
         proxy = SimpleNamespace(**calls, wait_tensor=self._wait)
         with pytest.MonkeyPatch.context() as patch, self:
-            patch.setattr(context_op, "_collectives", proxy)
-            patch.setattr(overlap_op, "_collectives", proxy)
+            patch.setattr(op, "_collectives", proxy)
             patch.setattr(collectives, "_ops", proxy)
             yield
 
@@ -215,8 +215,7 @@ def has_same_bits(world: World, case: Case) -> bool:
     ops = (*STARTS, "all_to_all_single")
     proxy = SimpleNamespace(**{op: at_once(op) for op in ops}, **WAITED)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_op, "_collectives", proxy)
-        patch.setattr(overlap_op, "_collectives", proxy)
+        patch.setattr(op, "_collectives", proxy)
         patch.setattr(collectives, "_ops", proxy)
         patch.setattr(ContextAttention, "add", lambda _, x_SC, y_SC, __: x_SC + y_SC)
         serial = gradients()

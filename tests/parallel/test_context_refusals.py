@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from wlb.launch.local import run_local
 from wlb.parallel.collectives import agree
-from wlb.parallel.context import ContextAttention
+from wlb.parallel.context.attention import ContextAttention
 from wlb.parallel.world import World
 from wlb.sharding.per_document import per_document
 

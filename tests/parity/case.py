@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wlb.model import ExpertRows, Llama, build_reference, local_rows
-from wlb.parallel.rows import IGNORE, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import IGNORE, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
 from wlb.sharding import STRATEGIES
 from wlb.spec import (
@@ -256,10 +256,9 @@ def reference_loss(
         num = batch.num_tokens
         if not num:
             continue
-        index = attention_rows(sharding, 0, num)
         rows = local_rows(
             spec.model,
-            index.call.cu_seqlens_q,
+            sharding.for_rank(0).cu_seqlens_q,
             labels=torch.from_numpy(rank_labels(batch, sharding, 0, num, reader)),
             loss_scale=1.0 / plan.num_targets if loss_scale is None else loss_scale,
         )

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
 from wlb.plan import (
+    ContextExchange,
     KeyExchange,
     KeyRows,
     ShardingPlan,
+    exchange_of,
     key_rows,
-    least_rows_received,
-    ranges_read,
     rows_gathered,
     rows_moved,
-    rows_read,
 )
+from wlb.plan.exchange import STAGE_ROWS
 from wlb.sharding import NAMES, shard
 from wlb.sharding.per_document import per_document
 from wlb.sharding.per_sequence import per_sequence
@@ -25,19 +25,55 @@ from wlb.sharding.per_sequence import per_sequence
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 
 
-def test_a_rank_reads_the_first_rows_of_others_spans() -> None:
+def ranges_of(exchange: ContextExchange) -> list[list[int]]:
+    """Returns what is read: stage, reader, holder, the holder's rows, and the document."""
+    return np.stack(exchange.reads).T.tolist()
+
+
+def test_what_ranks_read_of_each_other() -> None:
     """Documents of 5 and 3 tokens: rank 0 holds a0 a1 | a4 | b0, rank 1 a2 a3 | b1 b2."""
     plan = per_document([5, 3], cp=2)
-    assert rows_read(plan).tolist() == [
-        [2, 2],  # a0 a1: both
-        [1, 0],  # a4: rank 1's furthest query of a is a3
-        [1, 1],  # b0: both
-        [2, 2],  # a2 a3: rank 0's a4 sees them
-        [0, 2],  # b1 b2: rank 0's furthest query of b is b0
+    exchange = exchange_of(plan, local_tokens=4)
+    assert ranges_of(exchange) == [
+        [0, 0, 1, 0, 2, 0],  # rank 0's a4 sees a2 a3 of rank 1; its furthest query of b is b0
+        [0, 1, 0, 0, 2, 0],  # rank 1 sees a0 a1, not a4
+        [0, 1, 0, 3, 4, 1],  # and b0
     ]
     assert rows_moved(plan).tolist() == [[0, 2], [3, 0]]
-    assert least_rows_received(plan).tolist() == [2, 3]
     assert rows_gathered(plan, local_tokens=4) == 4
+    # An all-gather brings all rows to all ranks.
+    assert exchange.rows.tolist() == [[[4, 4], [4, 4]]]
+    needed = replace(plan, exchange=KeyExchange.NEEDED)
+    # By need own rows are sent as well, unless attention reads own keys first.
+    assert exchange_of(needed, local_tokens=4).rows.tolist() == [[[4, 2], [3, 4]]]
+    assert exchange_of(needed, local_tokens=4, own_first=True).rows.tolist() == [[[0, 2], [3, 0]]]
+
+
+def test_stages_cut_long_ranges_and_leave_short_ones_whole() -> None:
+    """A document of 4 tiles, and two of 8 tokens, lie on rank 0; rank 1 has their last tokens."""
+    long = 4 * STAGE_ROWS
+    plan = ShardingPlan(
+        strategy="by hand",
+        lengths=np.array([long + 1, 9, 9]),
+        piece=np.array([0, 1, 2, 0, 1, 2]),
+        start=np.array([0, 0, 0, long, 8, 8]),
+        stop=np.array([long, 8, 8, long + 1, 9, 9]),
+        rank_offsets=np.array([0, 3, 6]),
+        exchange=KeyExchange.NEEDED,
+    )
+    made = exchange_of(plan, local_tokens=long + 16, own_first=True, stages=2)
+    assert ranges_of(made) == [
+        [0, 1, 0, 0, long // 2, 0],
+        [0, 1, 0, long, long + 8, 1],
+        [1, 1, 0, long // 2, long, 0],
+        [1, 1, 0, long + 8, long + 16, 2],
+    ]
+    assert made.rows[:, 1, 0].tolist() == [long // 2 + 8] * 2
+    assert made.keys_by_stage[:, 3:].tolist() == [[long // 2, 8, 0], [long // 2, 0, 8]]
+    gather = replace(plan, exchange=KeyExchange.GATHER)
+    made = exchange_of(gather, local_tokens=long + 16, own_first=True, stages=2)
+    assert made.rows[:, 1, 0].tolist() == [long // 2, long // 2 + 16]
+    assert made.keys_by_stage[:, 3:].tolist() == [[long // 2, 0, 0], [long // 2, 8, 8]]
 
 
 def test_key_rows_of_micro_batches_by_either_exchange() -> None:
@@ -71,7 +107,6 @@ def test_documents_on_one_rank_move_nothing() -> None:
     )
     for plan in (whole, per_document([], cp=3), per_sequence([9], cp=1)):
         assert not rows_moved(plan).any()
-        assert not least_rows_received(plan).any()
 
 
 @st.composite
@@ -87,11 +122,8 @@ def test_a_window_moves_what_its_queries_see() -> None:
     plan = per_sequence([16], cp=2)
     assert rows_moved(plan, sliding=3).tolist() == [[0, 2], [2, 0]]
     assert rows_moved(plan).tolist() == [[0, 8], [4, 0]]
-    read = ranges_read(plan, sliding=3)
-    assert np.stack(read).T.tolist() == [
-        *([0, 0, 0, 4], [0, 1, 0, 4], [0, 2, 6, 8]),
-        *([1, 0, 2, 4], [1, 2, 0, 8]),
-    ]
+    exchange = exchange_of(plan, local_tokens=8, sliding=3)
+    assert ranges_of(exchange) == [[0, 0, 1, 6, 8, 0], [0, 1, 0, 2, 4, 0]]
 
 
 @given(plans(), st.integers(1, 45))
@@ -128,6 +160,3 @@ def test_what_moves_is_what_is_read_and_not_held(plan: ShardingPlan) -> None:
         [len(read[i] & held[j]) if i != j else 0 for j in range(plan.cp)] for i in range(plan.cp)
     ]
     assert rows_moved(plan).tolist() == expected
-    least = [len(read[i] - held[i]) for i in range(plan.cp)]
-    assert least_rows_received(plan).tolist() == least
-    assert np.array_equal(rows_moved(plan).sum(axis=1), least)

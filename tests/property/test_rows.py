@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import wlb.plan.exchange
 from wlb.cost import FlopsWorkload
 from wlb.packing import OriginalPacker, Packer, PackerOptions, VarLenPacker
-from wlb.parallel.rows import AttentionRows, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.context.rows import RankExchange, rank_exchange
+from wlb.parallel.rows import rank_labels, rank_tokens
 from wlb.plan import (
     IGNORE,
     Documents,
@@ -23,11 +24,10 @@ from wlb.plan import (
     KeyExchange,
     MicroBatch,
     ShardingPlan,
-    gather_bounds,
+    exchange_of,
     local_tokens,
     offsets_of,
     rows_moved,
-    rows_moved_in_stages,
 )
 from wlb.sharding import shard
 
@@ -55,6 +55,11 @@ def cases(draw: st.DrawFn, min_cp: int = 1) -> Case:
     return Case(sharding=sharding, rows=rows)
 
 
+def of_rank(case: Case, rank: int, *, sliding: int = 0) -> RankExchange:
+    """Returns a rank's part of an exchange in one stage."""
+    return rank_exchange(exchange_of(case.sharding, local_tokens=case.rows, sliding=sliding), rank)
+
+
 def local_ids(case: Case, rank: int) -> list[int]:
     """Returns what lies in each of a rank's rows: packed position, or -(global row) - 1 for
     padding."""
@@ -76,10 +81,10 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case, sliding: int) -> 
     starts, latest = offsets_of(case.sharding.lengths), slice(-sliding, None)
     seen_rows = 0
     for rank in case.ranks:
-        made = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
+        made = of_rank(case, rank, sliding=sliding)
         mine = local_ids(case, rank)
-        keys = np.array(mine) if made.call.kv_index is None else gathered[made.call.kv_index]
-        q, k = made.call.cu_seqlens_q.tolist(), made.call.cu_seqlens_k.tolist()
+        keys = np.array(mine) if made.only.kv_index is None else gathered[made.only.kv_index]
+        q, k = made.only.cu_seqlens_q.tolist(), made.only.cu_seqlens_k.tolist()
         assert (q[0], k[0], q[-1], k[-1]) == (0, 0, case.rows, keys.size)
         num_segments = len(case.sharding.for_rank(rank).spans)
         assert len(q) == len(k) == num_segments + 1 + (mine[-1] < 0)
@@ -87,7 +92,7 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case, sliding: int) -> 
         for segment in range(len(q) - 1):
             num_q, num_k = q[segment + 1] - q[segment], k[segment + 1] - k[segment]
             assert 0 < num_q <= num_k
-            if sliding and made.call.kv_index is not None and mine[q[segment]] >= 0:
+            if sliding and made.only.kv_index is not None and mine[q[segment]] >= 0:
                 assert num_k < num_q + sliding  # each key is seen by a query
             for i in range(num_q):
                 row = q[segment] + i
@@ -106,19 +111,19 @@ def test_every_row_sees_its_own_piece_up_to_itself(case: Case, sliding: int) -> 
 @given(cases(min_cp=2), st.integers(0, 2**32 - 1), WINDOWS)
 def test_inverse_is_the_adjoint_of_the_gather(case: Case, seed: int, sliding: int) -> None:
     for rank in case.ranks:
-        made = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
-        assert made.call.kv_index is not None
-        assert made.call.inverse is not None
-        num_rows, num_keys = case.sharding.cp * case.rows, made.call.kv_index.size
-        assert made.call.inverse.shape[1] == num_rows
-        assert len(made.call.inverse) <= 2  # a piece has at most two spans on a rank: head and tail
+        made = of_rank(case, rank, sliding=sliding)
+        assert made.only.kv_index is not None
+        assert made.only.inverse is not None
+        num_rows, num_keys = case.sharding.cp * case.rows, made.only.kv_index.size
+        assert made.only.inverse.shape[1] == num_rows
+        assert len(made.only.inverse) <= 2  # a piece has at most two spans on a rank: head and tail
         grads = np.random.default_rng(seed).integers(-1000, 1000, (num_keys, 3))
         expected = np.zeros((num_rows, 3), np.int64)
-        np.add.at(expected, made.call.kv_index, grads)
+        np.add.at(expected, made.only.kv_index, grads)
         padded = np.concatenate([grads, np.zeros((1, 3), np.int64)])
-        assert np.array_equal(sum(padded[layer] for layer in made.call.inverse), expected)
+        assert np.array_equal(sum(padded[layer] for layer in made.only.inverse), expected)
         # Each key is read back exactly once, so nothing is counted twice and cancelled elsewhere.
-        assert sorted(made.call.inverse[made.call.inverse < num_keys].tolist()) == list(
+        assert sorted(made.only.inverse[made.only.inverse < num_keys].tolist()) == list(
             range(num_keys)
         )
 
@@ -129,40 +134,39 @@ def test_an_exchange_by_need_brings_the_same_keys_and_gradients(
 ) -> None:
     """Numbers stand for the all-to-all: rank i's part of what each rank j sends, one j after the
     other."""
-    needed = replace(case.sharding, exchange=KeyExchange.NEEDED)
-    made = [attention_rows(needed, rank, case.rows, sliding=sliding) for rank in case.ranks]
+    needed = replace(case, sharding=replace(case.sharding, exchange=KeyExchange.NEEDED))
+    made = [of_rank(needed, rank, sliding=sliding) for rank in case.ranks]
     sent: list[list[IntArray]] = []
     for rows in made:
-        assert rows.sent is not None
-        sent.append(np.split(rows.sent.index[0], np.cumsum(rows.sent.splits[0, 1])[:-1]))
+        assert rows.only.sent_rows is not None
+        sent.append(np.split(rows.only.sent_rows, np.cumsum(rows.only.sent)[:-1]))
     moved = rows_moved(case.sharding, sliding=sliding)
     draw = np.random.default_rng(seed)
     grads_of_rows = [np.zeros((case.rows, 2), np.int64) for _ in case.ranks]
     returned: list[list[IntArray]] = [[] for _ in case.ranks]
     for rank, rows in enumerate(made):
-        gathered = attention_rows(case.sharding, rank, case.rows, sliding=sliding)
-        assert rows.sent is not None
-        assert rows.call.kv_index is not None
-        assert rows.call.inverse is not None
-        assert gathered.call.kv_index is not None
+        gathered = of_rank(case, rank, sliding=sliding)
+        assert rows.only.kv_index is not None
+        assert rows.only.inverse is not None
+        assert gathered.only.kv_index is not None
         sizes = [sent[j][rank].size for j in case.ranks]
-        assert rows.sent.splits[0, 0].tolist() == sizes
+        assert rows.only.received.tolist() == sizes
         others = [size * (j != rank) for j, size in enumerate(sizes)]
         assert others == moved[rank].tolist()
         arrived = np.concatenate([j * case.rows + sent[j][rank] for j in case.ranks])
-        assert arrived[rows.call.kv_index].tolist() == gathered.call.kv_index.tolist()
+        assert arrived[rows.only.kv_index].tolist() == gathered.only.kv_index.tolist()
         # No row comes that is not a key.
-        assert set(range(arrived.size)) == set(rows.call.kv_index.tolist())
-        grads = draw.integers(-1000, 1000, (rows.call.kv_index.size + 1, 2))
+        assert set(range(arrived.size)) == set(rows.only.kv_index.tolist())
+        grads = draw.integers(-1000, 1000, (rows.only.kv_index.size + 1, 2))
         grads[-1] = 0
-        back = np.split(grads[rows.call.inverse].sum(0), np.cumsum(sizes)[:-1])
+        back = np.split(grads[rows.only.inverse].sum(0), np.cumsum(sizes)[:-1])
         for j in case.ranks:
             returned[j].append(back[j])
             np.add.at(grads_of_rows[j], sent[j][rank], back[j])
     for rows, back, expected in zip(made, returned, grads_of_rows, strict=True):
-        assert rows.sent is not None
+        assert rows.returned is not None
         flat = np.concatenate([*back, np.zeros((1, 2), np.int64)])
-        assert np.array_equal(flat[rows.sent.returned].sum(0), expected)
+        assert np.array_equal(flat[rows.returned].sum(0), expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,21 +176,22 @@ class Exchanged:
     stages: list[list[IntArray]]
 
     @classmethod
-    def of(cls, made: list[AttentionRows], rows: int) -> "Exchanged":
+    def of(cls, made: list[RankExchange]) -> "Exchanged":
         stages: list[list[IntArray]] = []
-        for stage in range(len(made[0].calls)):
+        for s in range(1, len(made[0].stages)):
             sent: list[list[IntArray]] = []
             for rank, mine in enumerate(made):
-                if mine.sent is None:
-                    bounds = gather_bounds(rows, stages=len(mine.calls))
-                    part = np.arange(bounds[stage], bounds[stage + 1])
+                stage, before = mine.stages[s], mine.stages[1:s]
+                if stage.sent_rows is None:
+                    first = sum(int(x.sent[0]) for x in before)
+                    part = np.arange(first, first + stage.sent[0])
                     sent.append([rank * MOST + part] * len(made))
                 else:
-                    cuts = np.cumsum(mine.sent.splits[stage, 1])[:-1]
-                    sent.append(np.split(rank * MOST + mine.sent.index[stage], cuts))
+                    cuts = np.cumsum(stage.sent)[:-1]
+                    sent.append(np.split(rank * MOST + stage.sent_rows, cuts))
             for rank, mine in enumerate(made):
                 sizes = [parts[rank].size for parts in sent]
-                assert mine.sent is None or mine.sent.splits[stage, 0].tolist() == sizes
+                assert mine.stages[s].received.tolist() == sizes
             stages.append([np.concatenate([p[r] for p in sent]) for r in range(len(made))])
         return cls(stages=stages)
 
@@ -205,21 +210,22 @@ def test_stages_bring_each_key_of_other_ranks_once(
     plan = replace(case.sharding, exchange=exchange)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wlb.plan.exchange, "STAGE_ROWS", tile)
-        made = [
-            attention_rows(plan, rank, case.rows, overlap=True, stages=stages)
-            for rank in case.ranks
-        ]
-        arrived = Exchanged.of(made, case.rows)
-        moved = rows_moved_in_stages(plan, stages=stages)
-    assert moved.sum(axis=0).tolist() == rows_moved(plan).tolist()
+        whole_exchange = exchange_of(plan, local_tokens=case.rows, own_first=True, stages=stages)
+    made = [rank_exchange(whole_exchange, rank) for rank in case.ranks]
+    arrived = Exchanged.of(made)
+    moved = whole_exchange.rows
+    expected_rows = rows_moved(plan)
+    if exchange == KeyExchange.GATHER:
+        expected_rows = np.full((plan.cp, plan.cp), case.rows)
+    assert moved.sum(axis=0).tolist() == expected_rows.tolist()
     for rank, rows in enumerate(made):
-        whole = attention_rows(case.sharding, rank, case.rows).call
+        whole = of_rank(case, rank).only
         assert whole.kv_index is not None
         keys = whole.kv_index // case.rows * MOST + whole.kv_index % case.rows
         expected = [set(part.tolist()) for part in np.split(keys, whole.cu_seqlens_k[1:-1])]
-        assert rows.own is not None
-        calls = [(rows.own, rank * MOST + np.arange(case.rows))]
-        calls += [(c, arrived.stages[s][rank]) for s, c in enumerate(rows.calls)]
+        own, *later = rows.stages
+        calls = [(own, rank * MOST + np.arange(case.rows))]
+        calls += [(c, arrived.stages[s][rank]) for s, c in enumerate(later)]
         seen: dict[int, list[int]] = {row: [] for row in whole.cu_seqlens_q[:-1].tolist()}
         for call, buffer in calls:
             assert call.kv_index is not None
@@ -230,14 +236,15 @@ def test_stages_bring_each_key_of_other_ranks_once(
             for first, part in zip(call.cu_seqlens_q[:-1].tolist(), parts, strict=False):
                 seen[int(queries[first])] += part.tolist()
         assert [sorted(found) for found in seen.values()] == [sorted(x) for x in expected]
-        if rows.sent is not None:
+        if rows.returned is not None:
             received = np.concatenate([arrived.stages[s][rank] for s in range(stages)])
             assert np.unique(received).size == received.size
             assert [int(s[rank].sum()) for s in moved] == [
                 arrived.stages[s][rank].size for s in range(stages)
             ]
             # Gradients come back in the order in which rows were sent.
-            assert adjoint(np.concatenate(rows.sent.index), rows.sent.returned, case.rows)
+            sent_rows = [stage.sent_rows for stage in later if stage.sent_rows is not None]
+            assert adjoint(np.concatenate(sent_rows), rows.returned, case.rows)
 
 
 def adjoint(index: IntArray, returned: IntArray, num_rows: int) -> bool:
@@ -251,9 +258,9 @@ def adjoint(index: IntArray, returned: IntArray, num_rows: int) -> bool:
 @given(cases())
 def test_one_rank_needs_no_index(case: Case) -> None:
     for rank in case.ranks:
-        made = attention_rows(case.sharding, rank, case.rows)
+        made = of_rank(case, rank)
         expected = case.sharding.cp == 1
-        assert (made.call.kv_index is None) == (made.call.inverse is None) == expected
+        assert (made.only.kv_index is None) == (made.only.inverse is None) == expected
 
 
 @dataclass(frozen=True, kw_only=True)

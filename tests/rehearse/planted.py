@@ -10,10 +10,10 @@ from wlb.rehearse import worker
 
 
 def index_on_the_cpu() -> None:
-    from wlb.parallel import context_op
+    from wlb.parallel.context import op
 
-    right = context_op.gradients_by_row
-    context_op.gradients_by_row = lambda dk, dv, inverse, **_: right(dk, dv, inverse.cpu())
+    right = op.gradients_by_row
+    op.gradients_by_row = lambda dk, dv, inverse, **_: right(dk, dv, inverse.cpu())
 
 
 def host_wait_in_every_norm() -> None:

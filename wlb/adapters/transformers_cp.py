@@ -28,7 +28,8 @@ from wlb.kernels import Scores
 from wlb.kernels.fused import choose_fused
 from wlb.kernels.select import select_backend
 from wlb.parallel.collectives import agree
-from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
+from wlb.parallel.context.attention import ContextAttention, HeadShape
+from wlb.parallel.context.exchange import to_device
 from wlb.plan import UserError, check_at_least
 from wlb.spec import AttentionBackend, FusedKernels
 
@@ -59,7 +60,7 @@ class RowsAttention:
     ) -> None:
         self.host, self.group, self.device = host, group, device
         self.keep_gathered_kv = keep_gathered_kv
-        self.on_device = to_device(index_arrays(host.rows), device)
+        self.on_device = to_device(dict(host.rows.arrays()), device)
         self._made: dict[tuple[Any, ...], ContextAttention] = {}
 
     def attend(

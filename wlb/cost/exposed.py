@@ -13,17 +13,7 @@ import numpy as np
 
 from wlb.cost.latency import exchange_ns
 from wlb.cost.protocol import HiddenExchange, SlidingLayers, WorkloadModel, rows_of_layer
-from wlb.plan import (
-    FloatArray,
-    IntArray,
-    KeyExchange,
-    ShardingPlan,
-    gather_bounds,
-    offsets_of,
-    rows_moved_in_stages,
-    stage_bounds,
-)
-from wlb.plan.exchange import rank_of_span, rows_read_of_others
+from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, exchange_of, rank_of_span
 
 
 def waits_ns(
@@ -72,15 +62,19 @@ def _waits_in_stages_ns(
     the attention of those before runs; in backward, its gradients leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
-    stages = cost.stages
-    bounds = gather_bounds(-(-num_rows // plan.cp), stages=stages)
-    if plan.exchange == KeyExchange.GATHER:
-        parts_of = [(None, int(n) * plan.cp) for n in np.diff(bounds)]
-    else:
-        parts_of = [(m, 0) for m in rows_moved_in_stages(plan, stages=stages)]
-    travels = np.array([cost.transfers_ns(*part, cp=plan.cp) for part in parts_of])
+    exchange = exchange_of(
+        plan, local_tokens=-(-num_rows // plan.cp), own_first=True, stages=cost.stages
+    )
+    # By need a transfer's price depends on which rows go where; an all-gather's on their number.
+    is_gather = plan.exchange == KeyExchange.GATHER
+    travels = np.array(
+        [
+            cost.transfers_ns(None if is_gather else rows, int(rows[0].sum()), cp=plan.cp)
+            for rows in exchange.rows
+        ]
+    )
     hidden = cost.products_ns(num_rows)
-    own, parts, calls = attention_in_stages_ns(plan, cost, keys_in_stages(plan, stages))
+    own, parts, calls = attention_in_stages_ns(plan, cost, exchange.keys_by_stage)
     zero = np.zeros(plan.cp)
     # `at`: when the kernels of each rank so far have ended, counted from the transfers' start.
     at, arrived = hidden.there + own[0], zero
@@ -109,7 +103,8 @@ def attention_in_stages_ns(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
     the launches of all calls but two, [2, cp]. A span's time with others' keys is divided among
-    stages as those `keys` are, shape [stages, num_spans]."""
+    stages as those `keys` are (`ContextExchange.keys_by_stage`): keys after the span, which only a
+    later span of the rank reads, are few and counted too."""
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
     others = np.array(cost.segment_times_ns(num_q, plan.stop), np.float64) - own
@@ -122,33 +117,6 @@ def attention_in_stages_ns(
 
     parts = np.array([of_ranks(others * share) for share in shares])
     return of_ranks(own), parts, (len(keys) - 1) * np.array(launches, np.float64)
-
-
-def keys_in_stages(plan: ShardingPlan, stages: int) -> IntArray:
-    """Keys of other ranks that come in each stage of each span's document, [stages, num_spans].
-
-    Keys after the span, which only a later span of this rank reads, are few and counted too.
-    """
-    rank = rank_of_span(plan)
-    read = rows_read_of_others(plan)
-    if plan.exchange == KeyExchange.GATHER:
-        first = offsets_of(plan.stop - plan.start)[:-1]
-        first -= offsets_of(plan.tokens)[rank]
-        bounds = gather_bounds(int(plan.tokens.max()), stages=stages)[:, None, None]
-        at = np.clip(bounds - first[:, None], 0, read)
-        at[-1] = read
-        sizes = np.diff(at, axis=0)
-    else:
-        sizes = np.diff(stage_bounds(plan, read, stages=stages), axis=0)
-    return np.stack([_of_documents(plan, rows) for rows in sizes])
-
-
-def _of_documents(plan: ShardingPlan, rows: IntArray) -> IntArray:
-    """Of each span, the rows of its document that its rank reads, shape [num_spans]. rows: of each
-    span by each rank, [num_spans, cp]."""
-    of_piece = np.zeros((plan.lengths.size, plan.cp), np.int64)
-    np.add.at(of_piece, plan.piece, rows)
-    return of_piece[plan.piece, rank_of_span(plan)]
 
 
 def over_gather_ns(

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from wlb.cost.profile import DTYPE_BYTES
-from wlb.plan import KeyExchange, ShardingPlan, rows_moved
+from wlb.plan import KeyExchange, ShardingPlan, exchange_of
 from wlb.spec import RunSpec
 
 
@@ -22,11 +22,16 @@ def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens:
     if sharding.cp == 1:
         return KeyBytes(0, 0)
     row_bytes = 2 * spec.model.kv_dim * DTYPE_BYTES[spec.training.dtype] // spec.parallel.tp
-    if sharding.exchange == KeyExchange.GATHER:
-        return KeyBytes(sharding.cp * local_tokens * row_bytes, local_tokens * row_bytes)
     model = spec.model
     slides = model.num_sliding_layers == model.num_layers
-    moved = rows_moved(sharding, sliding=model.sliding_window if slides else 0)
-    own = 0 if spec.cp.overlap and not slides else local_tokens
-    rows = (own + int(moved[rank].sum()), own + int(moved[:, rank].sum()))
-    return KeyBytes(*(n * row_bytes for n in rows))
+    exchange = exchange_of(
+        sharding,
+        local_tokens=local_tokens,
+        own_first=spec.cp.overlap,
+        stages=spec.cp.stages,
+        sliding=model.sliding_window if slides else 0,
+    )
+    rows = exchange.rows.sum(axis=0)
+    is_gather = sharding.exchange == KeyExchange.GATHER
+    sent = local_tokens if is_gather else int(rows[:, rank].sum())
+    return KeyBytes(int(rows[rank].sum()) * row_bytes, sent * row_bytes)

@@ -57,7 +57,7 @@ _WAITS = (
     "in _wait_batch_p2p",
     "wlb/parallel/expert_exchange.py",
     "wlb/parallel/collectives.py",
-    "wlb/parallel/context_op.py",
+    "wlb/parallel/context/op.py",
     "wlb/parallel/tied.py",
     "wlb/train/reduce.py",
     "wlb/train/evaluate.py",

@@ -14,15 +14,17 @@ from wlb.kernels import Scores
 from wlb.model import ExpertRows, LayerRows, Llama, Rows, inverse_frequencies, rope_tables
 from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
-from wlb.parallel.context import ContextAttention, HeadShape, index_arrays, to_device
+from wlb.parallel.context.attention import ContextAttention, HeadShape
+from wlb.parallel.context.exchange import to_device
+from wlb.parallel.context.rows import RankExchange, rank_exchange
 from wlb.parallel.data import finish_gradients, set_gradient_sync
 from wlb.parallel.expert_parallel import add_up_loads
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
 from wlb.parallel.pipeline import Pipeline, VarLenStage
-from wlb.parallel.rows import AttentionRows, TokenReader, attention_rows, rank_labels, rank_tokens
+from wlb.parallel.rows import TokenReader, rank_labels, rank_tokens
 from wlb.parallel.tied import add_tied_gradients, without_copy
-from wlb.plan import PipelinePlan
+from wlb.plan import PipelinePlan, exchange_of
 from wlb.spec import Recompute, RunSpec
 
 
@@ -169,19 +171,21 @@ class Executor:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self.mesh.at.cp
         by_kind = {
-            slides: attention_rows(
-                sharding,
+            slides: rank_exchange(
+                exchange_of(
+                    sharding,
+                    local_tokens=local,
+                    own_first=self.spec.cp.overlap,
+                    stages=self.spec.cp.stages,
+                    sliding=self.spec.model.sliding_window if slides else 0,
+                ),
                 cp_rank,
-                local,
-                overlap=self.spec.cp.overlap,
-                stages=self.spec.cp.stages,
-                sliding=self.spec.model.sliding_window if slides else 0,
             )
             for slides in self._kinds
         }
         arrays = {"positions": by_kind[self._kinds[0]].positions}
         for slides, index in by_kind.items():
-            arrays |= {_name(name, slides): a for name, a in index_arrays(index).items()}
+            arrays |= {_name(name, slides): a for name, a in index.arrays()}
         if made.tokens is not None:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
         if self.mesh.at.pp == self.mesh.parallel.pp - 1:
@@ -217,7 +221,7 @@ class Executor:
         made.tensors.extend([*on_device.values(), *tables, *indices])
 
     def _attention(
-        self, index: AttentionRows, on_device: dict[str, Tensor], *, slides: bool
+        self, index: RankExchange, on_device: dict[str, Tensor], *, slides: bool
     ) -> ContextAttention:
         return ContextAttention.from_rows(
             index,
@@ -229,7 +233,7 @@ class Executor:
             # backward too.
             keep_gathered_kv=self._recomputes_attention,
             fused=self._fused,
-            on_device={name: on_device[_name(name, slides)] for name in index_arrays(index)},
+            on_device={name: on_device[_name(name, slides)] for name, _ in index.arrays()},
             scores=Scores.of(self.spec.model, slides=slides),
         )
 

@@ -100,7 +100,7 @@ class _FanOut:
 
     The first starts the gather of x_SC for the weights' gradients. Each adds its part of the rows'
     gradient at once, so that Q's is computed while gradients of K and V travel between CP ranks
-    (`wlb.parallel.context_op`).
+    (`wlb.parallel.context.op`).
     """
 
     def __init__(self, ops: "TensorParallelOps", parameters: Sequence[Tensor]) -> None:

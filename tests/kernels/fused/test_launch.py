@@ -22,7 +22,7 @@ from triton.runtime import driver  # noqa: E402
 from tests.sets import full  # noqa: E402
 from wlb.kernels.fused import launch  # noqa: E402
 from wlb.kernels.fused.launch import Launch  # noqa: E402
-from wlb.parallel.context import to_device  # noqa: E402
+from wlb.parallel.context.exchange import to_device  # noqa: E402
 
 BF16, FP32, ROWS = torch.bfloat16, torch.float32, 4100
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from wlb.kernels.fused.op import fused_gated_backward, fused_norm_backward
 from wlb.model.norm import ZeroCentredNorm, normalise
 from wlb.model.rope import rotate
 from wlb.model.swiglu import gated
-from wlb.parallel.context_op import gradients_by_row
-from wlb.parallel.rows import attention_rows
-from wlb.plan import KeyExchange, local_tokens
+from wlb.parallel.context.op import gradients_by_row
+from wlb.parallel.context.rows import rank_exchange
+from wlb.plan import KeyExchange, exchange_of, local_tokens
 from wlb.sharding.per_document import per_document
 from wlb.spec import Activation
 
@@ -209,7 +209,8 @@ def test_sums_of_uses_have_the_plain_code_s_bits(
 def test_sums_of_a_plan_s_uses() -> None:
     """A document of 37 tokens has two spans on rank 0 of two, so its first rows have two uses."""
     plan = per_document([37, 5, 1], cp=2)
-    rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=2, row_multiple=1)).call
+    num_rows = local_tokens(plan.num_tokens, cp=2, row_multiple=1)
+    rows = rank_exchange(exchange_of(plan, local_tokens=num_rows), 0).only
     assert rows.kv_index is not None
     assert rows.inverse is not None
     assert rows.inverse.shape[0] == 2
@@ -222,11 +223,12 @@ def test_sums_of_a_plan_s_uses() -> None:
 def test_sums_of_gradients_that_return_by_need() -> None:
     """They lie side by side for K and V, in float32, and come from up to four ranks."""
     plan = replace(per_document([37, 5, 1], cp=4), exchange=KeyExchange.NEEDED)
-    rows = attention_rows(plan, 0, local_tokens(plan.num_tokens, cp=4, row_multiple=4))
-    assert rows.sent is not None
-    assert rows.sent.returned.shape == (4, 12)
-    both = random(rows.sent.index[0].size, 2, 2, 4, dtype=torch.float32)
-    grads, returned = (both[:, 0], both[:, 1]), torch.from_numpy(rows.sent.returned)
+    num_rows = local_tokens(plan.num_tokens, cp=4, row_multiple=4)
+    rows = rank_exchange(exchange_of(plan, local_tokens=num_rows), 0)
+    assert rows.returned is not None
+    assert rows.returned.shape == (4, 12)
+    both = random(int(rows.only.sent.sum()), 2, 2, 4, dtype=torch.float32)
+    grads, returned = (both[:, 0], both[:, 1]), torch.from_numpy(rows.returned)
     plain = gradients_by_row(*grads, returned)
     assert torch.equal(gradients_by_row(*grads, returned, fused=True), plain)
 

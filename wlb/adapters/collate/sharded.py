@@ -14,8 +14,17 @@ import numpy as np
 
 from wlb.adapters.collate.boundaries import lengths_from_cu_seqlens, lengths_from_position_ids
 from wlb.cost import ProfiledWorkload, WorkloadModel
-from wlb.parallel.rows import IGNORE, AttentionRows, attention_rows
-from wlb.plan import IntArray, ShardingPlan, UserError, check_at_least, digest, local_tokens
+from wlb.parallel.context.rows import RankExchange, rank_exchange
+from wlb.plan import (
+    IGNORE,
+    IntArray,
+    ShardingPlan,
+    UserError,
+    check_at_least,
+    digest,
+    exchange_of,
+    local_tokens,
+)
 from wlb.planner import LLAMA2_7B
 from wlb.sharding import NAMES, shard
 from wlb.spec import ExchangeChoice
@@ -35,7 +44,7 @@ class ContextRows:
     """
 
     def __init__(
-        self, *, plan: ShardingPlan, rank: int, rows: AttentionRows, documents: int
+        self, *, plan: ShardingPlan, rank: int, rows: RankExchange, documents: int
     ) -> None:
         self.plan, self.rank, self.rows, self.documents = plan, rank, rows, documents
 
@@ -86,7 +95,7 @@ class ContextSharder:
             lengths, cp=self.cp, strategy=self.strategy, cost=self.cost, exchange=self.exchange
         )
         num_rows = local_tokens(plan.num_tokens, cp=self.cp, row_multiple=self.row_multiple)
-        rows = attention_rows(plan, self.rank, num_rows)
+        rows = rank_exchange(exchange_of(plan, local_tokens=num_rows), self.rank)
         documents = digest(lengths, packed["input_ids"])
         if "labels" in packed and "shift_labels" not in packed:
             packed["shift_labels"] = next_labels(packed["labels"], lengths)

@@ -12,19 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels import BACKENDS, Scores, Segments, attend, select_backend
 from wlb.kernels.fused import choose_fused
-from wlb.kernels.segments import PLAIN, copy_to_device
+from wlb.kernels.segments import PLAIN
 from wlb.parallel.collectives import agree, wait
-from wlb.parallel.context_op import AddAndGatherAgain, context_attend, gather_kv
-from wlb.parallel.overlap_op import attend_while_gathering
-from wlb.parallel.rows import AttentionRows, CallRows, attention_rows
-from wlb.plan import ShardingPlan, UserError, local_tokens
+from wlb.parallel.context.exchange import FlatExchange, flatten, to_device
+from wlb.parallel.context.op import AddAndGatherAgain, context_attend, gather_kv
+from wlb.parallel.context.rows import RankExchange, rank_exchange
+from wlb.plan import ShardingPlan, UserError, exchange_of, local_tokens
 from wlb.spec import AttentionBackend, FusedKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -54,26 +53,10 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """A gather of K and V that has started, and slots for their gradients (`context_op`); a tensor
-    for each stage."""
+    """`gather_kv`'s results: K and V of each stage on their way, and slots for their gradients."""
 
     rows_R2GD: list[Tensor]
     slots: list[Tensor]
-    own_slot: Tensor
-
-
-class CallOnDevice(NamedTuple):
-    """`CallRows`, on the device."""
-
-    segments: Segments
-    index: Tensor
-    inverse: Tensor
-    query_rows: Tensor | None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        found = [*self.segments.lengths, *self[1:]]
-        return [x for x in found if isinstance(x, Tensor)]
 
 
 class GatherAgain(NamedTuple):
@@ -89,44 +72,26 @@ class GatherAgain(NamedTuple):
 class ContextAttention:
     """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
 
-    segments: of the call that reads the rank's own keys: with all others, or of `own`. calls, own:
-    see `AttentionRows`; calls is empty with one CP rank. sent (of each stage [N]), returned [W, T]
-    and, on the host, splits [stages, 2, cp]: see `SentRows`; without entries or None with an
-    all-gather. `from_plan` compares the ranks' arguments; the executor, whose plans' digests are
-    compared, uses `from_rows`.
+    `from_plan` compares the ranks' arguments; the executor, whose plans' digests are compared, uses
+    `from_rows`.
     """
 
-    segments: Segments
+    segments: Segments  # of the first call, which has all queries
     num_rows: int
     heads: HeadShape
     backend: str
-    cp: int
+    exchange: FlatExchange | None  # None with one CP rank
     group_name: str
-    calls: tuple[CallOnDevice, ...]
     keep_gathered_kv: bool
     fused: bool = False
-    sent: tuple[Tensor, ...] = ()
-    returned: Tensor | None = None
-    splits: Tensor | None = None
-    own: CallOnDevice | None = None
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
         """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
         self._check_keys(k_TGD, v_TGD)
-        if not self.calls:
+        if self.exchange is None:
             return None
-        rows, slots, own_slot = gather_kv(
-            k_TGD,
-            v_TGD,
-            [call.inverse for call in self.calls],
-            list(self.sent),
-            self.returned,
-            self.splits,
-            *(self.cp, self.group_name),
-            self.wire_dtype,
-            self.fused,
-        )
-        return KvGather([x.detach() for x in rows], slots, own_slot)
+        rows, slots = gather_kv(k_TGD, v_TGD, *self.exchange, self.group_name, self.fused)
+        return KvGather([x.detach() for x in rows], slots)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
@@ -146,61 +111,40 @@ class ContextAttention:
                 for rows in begun.rows_R2GD:
                     wait(rows)
             raise
-        if not self.calls:
+        if self.exchange is None:
             return attend(q_THD, k_TGD, v_TGD, self.segments, backend=self.backend), None
         begun = self.begin(k_TGD, v_TGD) if begun is None else begun
         assert begun is not None
         local = k_TGD.detach(), v_TGD.detach()
-        kept = (self.keep_gathered_kv, self.fused)
-        if self.own is None:
-            (call,) = self.calls
-            indices = (call.index, call.inverse, list(self.sent), self.splits)
-            of_call = (self.backend, self.cp, self.group_name, *kept)
-            arguments = (*indices, *call.segments.arguments, *of_call)
-            out_THD, _, slots = context_attend(
-                q_THD, *local, begun.rows_R2GD, begun.slots, *arguments
-            )
-        else:
-            out_THD, _, slots = attend_while_gathering(
-                *(q_THD, *local, *begun, *self._own_and_stages(self.own)),
-                *(self.backend, self.cp, self.group_name, *kept),
-            )
+        out_THD, _, slots = context_attend(
+            q_THD,
+            *local,
+            [*begun.rows_R2GD, *begun.slots],
+            *self.exchange,
+            self.segments.scores.softcap,
+            self.backend,
+            self.group_name,
+            self.keep_gathered_kv,
+            self.fused,
+        )
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
-
-    def _own_and_stages(self, own: CallOnDevice) -> tuple[Any, ...]:
-        """Arguments of `attend_while_gathering` that describe its calls."""
-        cu_q, cu_k, max_q, max_k = zip(*(x.segments.lengths for x in self.calls), strict=True)
-        stages = ([x.query_rows for x in self.calls], [x.index for x in self.calls])
-        inverses = [x.inverse for x in self.calls]
-        of_own, softcap = own.segments.lengths, self.segments.scores.softcap
-        tensors = (own.index, own.inverse, *of_own[:2], *stages, inverses)
-        exchanged = (list(cu_q), list(cu_k), list(self.sent), self.splits)
-        return *tensors, *exchanged, *of_own[2:], list(max_q), list(max_k), softcap
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
         """x + y, where backward starts gathering K and V again; else attention's backward does."""
-        if attended is None:
+        if attended is None or self.exchange is None:
             return x_SC + y_SC
         slots, *local = attended
-        exchange = (self.splits, self.cp, self.group_name, len(slots))
-        stages = (*slots, *(call.inverse for call in self.calls), *self.sent)
-        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *local, *exchange, *stages)  # pyright: ignore[reportAssignmentType]
+        tensors, *static = self.exchange
+        arguments = (*local, *static, self.group_name, len(slots), *slots, *tensors)
+        out: Tensor = AddAndGatherAgain.apply(x_SC, y_SC, *arguments)  # pyright: ignore[reportAssignmentType]
         return out
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """The dtype in which gradients of K and V are added over ranks. A bfloat16 sum would round
-        once a rank, and its error grow with CP."""
-        return torch.promote_types(self.heads.dtype, torch.float32)
 
     @property
     def indices(self) -> list[Tensor]:
         """Tensors on the device that the custom ops take besides q, k and v."""
-        if not self.calls:
-            return [x for x in self.segments.lengths if isinstance(x, Tensor)]
-        calls = self.calls if self.own is None else (*self.calls, self.own)
-        found = [x for call in calls for x in call.tensors] + list(self.sent)
-        return found if self.returned is None else [*found, self.returned]
+        if self.exchange is None:
+            return [self.segments.cu_seqlens_q, self.segments.cu_seqlens_k]
+        return self.exchange.tensors
 
     def _check_keys(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
         self._check("k", k_TGD, self.heads.num_kv_heads)
@@ -218,7 +162,7 @@ class ContextAttention:
     @classmethod
     def from_rows(
         cls,
-        rows: AttentionRows,
+        rows: RankExchange,
         *,
         group: dist.ProcessGroup | None,
         heads: HeadShape,
@@ -230,39 +174,19 @@ class ContextAttention:
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
-        `index_arrays` if they are there already. scores: their window is that of `rows`."""
-        arrays = index_arrays(rows)
-        if on_device is None:
-            on_device = to_device(arrays, device)
-        calls = [
-            _call(call, on_device, str(s), backend, device, scores, is_causal=rows.own is None)
-            for s, call in enumerate(rows.calls)
-            if arrays
-        ]
-        own = None
-        if rows.own is not None:
+        `rows.arrays()` if they are there already. scores: their window is that of `rows`."""
+        if len(rows.stages) > 1:
             _check_gives_lse(backend, device)
-            own = _call(rows.own, on_device, "own", backend, device, scores)
-        if calls:
-            segments = (own or calls[0]).segments
-        else:
-            (alone,) = rows.calls
-            segments = Segments.from_offsets(
-                alone.cu_seqlens_q, alone.cu_seqlens_k, device=device, scores=scores
-            )
-        stages = range(0 if rows.sent is None else len(rows.sent.index))
+        if on_device is None:
+            on_device = to_device(dict(rows.arrays()), device)
+        flat, segments = flatten(rows, on_device, backend=backend, device=device, scores=scores)
         return cls(
             segments=segments,
-            calls=tuple(calls),
-            own=own,
             num_rows=rows.positions.size,
             heads=heads,
             backend=backend,
-            cp=1 if group is None or not arrays else group.size(),
+            exchange=flat if on_device else None,
             group_name="" if group is None else group.group_name,
-            sent=tuple(on_device[f"sent {s}"] for s in stages),
-            returned=on_device.get("returned"),
-            splits=None if rows.sent is None else torch.from_numpy(rows.sent.splits),
             keep_gathered_kv=keep_gathered_kv,
             fused=fused,
         )
@@ -312,8 +236,15 @@ class ContextAttention:
             problem = error
         agree(declared | {"keep_gathered_kv": keep_gathered_kv}, problem, group=group)
         assert heads is not None
+        exchange = exchange_of(
+            sharding_plan,
+            local_tokens=num_rows,
+            own_first=overlap,
+            stages=stages,
+            sliding=scores.sliding,
+        )
         return cls.from_rows(
-            attention_rows(sharding_plan, rank, num_rows, **options, sliding=scores.sliding),
+            rank_exchange(exchange, rank),
             group=group,
             heads=heads,
             backend=backend,
@@ -362,54 +293,6 @@ def _check_gives_lse(backend: str, device: torch.device) -> None:
             f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
             f"not give on {device.type}; set cp.overlap_stages = 0 or another kernels.attention"
         )
-
-
-def _call(
-    rows: CallRows,
-    on_device: Mapping[str, Tensor],
-    name: str,
-    backend: str,
-    device: torch.device,
-    scores: Scores,
-    *,
-    is_causal: bool = True,
-) -> CallOnDevice:
-    """name: of its arrays among `index_arrays`."""
-    segments = Segments.from_offsets(
-        rows.cu_seqlens_q,
-        rows.cu_seqlens_k,
-        device=device,
-        key_rows=rows.kv_index if BACKENDS[backend].takes_key_rows else None,
-        is_causal=is_causal,
-        scores=scores,
-    )
-    index, inverse = (on_device[f"{kind} {name}"] for kind in ("kv_index", "inverse"))
-    return CallOnDevice(segments, index, inverse, on_device.get(f"query_rows {name}"))
-
-
-def index_arrays(rows: AttentionRows) -> dict[str, np.ndarray[Any, Any]]:
-    """Arrays that attention needs on the device, named "kv_index 0" by stage or "kv_index own";
-    empty with one CP rank."""
-    found: dict[str, np.ndarray[Any, Any] | None] = {}
-    named = [(str(s), call) for s, call in enumerate(rows.calls)]
-    for name, call in named + ([("own", rows.own)] if rows.own is not None else []):
-        found |= {f"kv_index {name}": call.kv_index, f"inverse {name}": call.inverse}
-        found[f"query_rows {name}"] = call.query_rows
-    if rows.sent is not None:
-        found |= {f"sent {s}": index for s, index in enumerate(rows.sent.index)}
-        found["returned"] = rows.sent.returned
-    return {name: array for name, array in found.items() if array is not None}
-
-
-def to_device(
-    arrays: Mapping[str, np.ndarray[Any, Any]], device: torch.device
-) -> dict[str, Tensor]:
-    """int64 arrays as tensors on `device`, in one pinned, asynchronous transfer."""
-    if not arrays:
-        return {}
-    flat = copy_to_device(np.concatenate([a.reshape(-1) for a in arrays.values()]), device)
-    parts = flat.split([a.size for a in arrays.values()])
-    return {name: part.view(a.shape) for part, (name, a) in zip(parts, arrays.items(), strict=True)}
 
 
 def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Context parallelism: one micro-batch's attention over several ranks, which exchange keys."""

@@ -1,0 +1,470 @@
+"""The custom ops of context attention: wlb::gather_kv, wlb::context_attend and their backward.
+
+They contain their collectives, so that one compiled graph serves all lengths and the compiler
+cannot merge the exchanges of forward and backward, which would keep their result. Transfers start
+in one op and end in another: `slot`s, tensors of the right shape without memory, bring as gradients
+what backward receives while it computes. An op, its results' shapes ("fake"), what it keeps and its
+derivative stand together. Shapes, besides those of `attention`: R rows that arrive in a stage, N
+rows sent by need in all stages, K keys of segments, U uses of a row, W receivers of a row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wlb.kernels import Segments
+from wlb.kernels.backend import SavedTensors, sum_dtype
+from wlb.kernels.fused import fused_sum_uses
+from wlb.kernels.op import BACKENDS, attention_like, backward, custom_op, forward
+from wlb.parallel.context.exchange import DeviceStage, stages_of
+from wlb.parallel.context.rows import Transfer
+
+_collectives = torch.ops._c10d_functional
+
+
+# -- Transfers -------------------------------------------------------------------------------------
+
+
+def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
+    """The stages that have a transfer."""
+    stages, _ = stages_of(tensors, layout)
+    return [stage for stage in stages if stage.transfer != Transfer.OWN]
+
+
+def _start(
+    both_T2GD: Tensor, tensors: list[Tensor], numbers: Tensor, layout: str, group_name: str
+) -> list[Tensor]:
+    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage that has a transfer.
+    `numbers` is on the host, so that nothing waits for the device."""
+    stages = _travelling(tensors, layout)
+    started: list[Tensor] = []
+    at = 0
+    for stage, of_stage in zip(stages, numbers.tolist()[-len(stages) :], strict=True):
+        if stage.sent_N is None:
+            part = both_T2GD[at : at + stage.num_sent]
+            at += stage.num_sent
+            started.append(_collectives.all_gather_into_tensor(part, stage.cp, group_name))
+        else:
+            part = both_T2GD.index_select(0, stage.sent_N)
+            splits = stage.splits(of_stage)
+            started.append(_collectives.all_to_all_single(part, *splits, group_name))
+    return started
+
+
+def _start_return(
+    dkv_R2GD: Tensor, stage: DeviceStage, numbers: list[int], group_name: str
+) -> Tensor:
+    """Start bringing a stage's gradients to the ranks of their rows: added up over ranks if all
+    have all rows, or by need those of each receiver after the other's."""
+    # A bfloat16 sum would round once a rank, and its error grow with CP.
+    dkv_R2GD = dkv_R2GD.to(sum_dtype(dkv_R2GD))
+    if stage.sent_N is None:
+        return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", stage.cp, group_name)
+    received, sent = stage.splits(numbers)
+    return _collectives.all_to_all_single(dkv_R2GD, sent, received, group_name)
+
+
+def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
+    """A buffer for `num_rows` rows of K and V, [num_rows, 2, G, D], without values."""
+    return x_TGD.new_empty((num_rows, 2, *x_TGD.shape[-2:]))
+
+
+def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory, [num_rows, 2, G, D], of which only the gradient is used."""
+    return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
+
+
+def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
+    own_and_stages = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
+    return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in own_and_stages]
+
+
+def _fake_gather(
+    k_TGD: Tensor, _v: Tensor, tensors: list[Tensor], _n: Tensor, layout: str, *_: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    stages = _travelling(tensors, layout)
+    return [_rows_like(k_TGD, x.num_rows) for x in stages], _gradient_slots(k_TGD, stages)
+
+
+@custom_op("gather_kv", fake=_fake_gather)
+def gather_kv(
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    tensors: list[Tensor],
+    numbers: Tensor,
+    layout: str,
+    group_name: str,
+    fused: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage; only attention's ops
+    may read it.
+
+    The second result is the slots for the gradients of the local K and V: of each stage's rows,
+    which travel ([T, 2, G, D] of all stages, or [N, 2, G, D] before receivers are added up), and
+    last of those that do not, [T, 2, G, D]. Backward waits for them: autograd runs it after the
+    nodes of q, which are made later. fused: Triton adds gradients.
+    """
+    slots = _gradient_slots(k_TGD, _travelling(tensors, layout))
+    return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name), slots
+
+
+def _fake_receive(
+    returning: list[Tensor],
+    own_T2GD: Tensor | None,
+    returned_WT: Tensor | None,
+    dtype: torch.dtype,
+    fused: bool,
+) -> Tensor:
+    by_stage = sum(x.shape[0] for x in returning)
+    num_rows = by_stage if returned_WT is None else returned_WT.shape[1]
+    return _rows_like(returning[0], num_rows).to(dtype)
+
+
+@custom_op("receive_kv_gradient", fake=_fake_receive)
+def receive_kv_gradient(
+    returning: list[Tensor],
+    own_T2GD: Tensor | None,
+    returned_WT: Tensor | None,
+    dtype: torch.dtype,
+    fused: bool,
+) -> Tensor:
+    """Wait for gradients that attention's backward sent, [T, 2, G, D] in `dtype`. By need, those of
+    a row's receivers are added here, in the order of stages and ranks, in float32. own_T2GD:
+    gradients that did not travel, added last."""
+    stages = [_collectives.wait_tensor(x) for x in returning]
+    arrived = torch.cat(stages) if len(stages) > 1 else stages[0]
+    if returned_WT is not None:
+        arrived = gradients_by_row(arrived[:, 0], arrived[:, 1], returned_WT, fused=fused)
+    if own_T2GD is not None:
+        return (arrived + own_T2GD).to(dtype)
+    return arrived.to(dtype, copy=True)
+
+
+def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    k_TGD, _, tensors, _, layout, _, fused = inputs
+    _, returned = stages_of(tensors, layout)
+    ctx.dtype, ctx.fused, ctx.num_tensors = k_TGD.dtype, fused, len(tensors)
+    ctx.save_for_backward(returned)
+    ctx.set_materialize_grads(False)
+
+
+def _receive(ctx: Any, _: Any, slots: list[Tensor | None]) -> tuple[Any, ...]:
+    none = ([None] * ctx.num_tensors, *(None,) * 4)
+    *returning, own_T2GD = slots
+    if returning[0] is None:
+        return None, None, *none
+    dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
+    return dkv_T2GD[:, 0], dkv_T2GD[:, 1], *none
+
+
+gather_kv.register_autograd(_receive, setup_context=_keep_returned)
+
+
+def _fake_gather_again(
+    _: Tensor, k_TGD: Tensor, _v: Tensor, tensors: list[Tensor], _n: Tensor, layout: str, _g: str
+) -> list[Tensor]:
+    return [_rows_like(k_TGD, stage.num_rows) for stage in _travelling(tensors, layout)]
+
+
+@custom_op("gather_kv_again", fake=_fake_gather_again)
+def gather_kv_again(
+    grad_SC: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    tensors: list[Tensor],
+    numbers: Tensor,
+    layout: str,
+    group_name: str,
+) -> list[Tensor]:
+    """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
+    or the compiler would run it in forward and keep its result."""
+    return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
+
+
+class AddAndGatherAgain(torch.autograd.Function):
+    """x + y, the end of a layer; backward first starts gathering the layer's K and V again.
+
+    Its arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, and then
+    `context_attend`'s slots and the exchange's tensors. A slot's gradient brings the gather to
+    attention's backward, so that the MLP's and o_proj's products lie between its start and its
+    wait. `forward` unpacks them itself, because torch.compile (2.13) drops the first argument of a
+    forward that is called with as many arguments as it has parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, *rest = arguments
+        ctx.static, ctx.num_slots = (layout, group_name), num_slots
+        ctx.save_for_backward(k_TGD, v_TGD, numbers, *rest[num_slots:])
+        return x_SC + y_SC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_SC,) = grads
+        k_TGD, v_TGD, numbers, *tensors = ctx.saved_tensors
+        gathering: list[Tensor | None] = [None] * ctx.num_slots
+        if ctx.needs_input_grad[8]:
+            gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, tensors, numbers, *ctx.static)
+        return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(tensors)
+
+
+# -- Attention -------------------------------------------------------------------------------------
+
+
+def segment_keys(
+    kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
+) -> tuple[Tensor, Tensor]:
+    """K and V as the backend takes them: the buffer's rows, or each segment's keys in order."""
+    if not reads_buffer(segments, backend):
+        kv_R2GD = kv_R2GD.index_select(0, index_K)
+    return kv_R2GD[:, 0], kv_R2GD[:, 1]
+
+
+def reads_buffer(segments: Segments, backend: str) -> bool:
+    return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
+
+
+def gradients_by_row(
+    dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
+) -> Tensor:
+    """Gradients of the gathered rows, [R, 2, G, D]: a gather per use, added in float32. fused: in
+    one kernel, without copies, bit-equal."""
+    if fused:
+        return fused_sum_uses(dk_KGD, dv_KGD, inverse_UR)
+    shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])
+    total = dk_KGD.new_empty(shape, dtype=sum_dtype(dk_KGD))
+    for i, grad_KGD in enumerate((dk_KGD, dv_KGD)):
+        # Rows without a use read an appended row of zeros.
+        used = torch.cat([grad_KGD, grad_KGD.new_zeros((1, *grad_KGD.shape[1:]))])
+        total[:, i] = used.index_select(0, inverse_UR[0])
+        for index_R in inverse_UR[1:]:
+            total[:, i] += used.index_select(0, index_R)
+    return total
+
+
+def _merge(
+    out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
+) -> None:
+    """Merge a later call's output and log-sum-exp into those so far, in place."""
+    other_THD, other_HT = other
+    # The softmax over both calls' keys has the sum of both calls' sums of exponentials.
+    own_HT = lse_HT.index_select(1, query_rows)
+    both_HT = torch.logaddexp(own_HT, other_HT)
+    # The later call's share of that sum weighs its output against the one so far.
+    share = (other_HT - both_HT).exp().t()[..., None]
+    own_THD = out_THD.index_select(0, query_rows)
+    merged = torch.lerp(own_THD.to(share.dtype), other_THD.to(share.dtype), share)
+    out_THD.index_copy_(0, query_rows, merged.to(out_THD.dtype))
+    lse_HT.index_copy_(1, query_rows, both_HT)
+
+
+def _fake_attend(
+    q_THD: Tensor, k_TGD: Tensor, _v: Tensor, begun: list[Tensor], *arguments: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    tensors, _, layout, *_ = arguments
+    arriving = begun[: len(_travelling(tensors, layout))]
+    slots = [_slot(k_TGD, x.shape[0], k_TGD.dtype) for x in arriving]
+    return (*attention_like(q_THD), slots)
+
+
+@custom_op("context_attend", fake=_fake_attend)
+def context_attend(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    begun: list[Tensor],
+    tensors: list[Tensor],
+    numbers: Tensor,
+    layout: str,
+    softcap: float,
+    backend: str,
+    group_name: str,
+    keep_gathered: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Output [T, H, D], log-sum-exp [H, T], and slots for the gather of backward, [R, 2, G, D].
+
+    begun: both of `gather_kv`'s results, one after the other. The output is differentiable in q and
+    in the slots, whose gradients are those of k and v, travelling and not. keep_gathered: backward
+    uses the rows that have arrived; otherwise it gathers them again. fused: of `gradients_by_row`.
+    """
+    stages, _ = stages_of(tensors, layout)
+    arriving = begun[: len(_travelling(tensors, layout))]
+    left = list(arriving)
+    out_THD: Tensor | None = None
+    lse_HT: Tensor | None = None
+    for stage, of_stage in zip(stages, numbers.tolist(), strict=True):
+        # 1. Keys. The calls so far have hidden the transfer that is waited for.
+        segments, rows = stage.segments(of_stage, softcap), stage.query_rows
+        is_own = stage.transfer == Transfer.OWN
+        kv = torch.stack([k_TGD, v_TGD], 1) if is_own else _collectives.wait_tensor(left.pop(0))
+        keys = segment_keys(kv, stage.index_K, segments, backend)
+        # 2. Attention of the queries that see them.
+        q = q_THD if rows is None else q_THD.index_select(0, rows)
+        out, lse = forward(backend, q, *keys, segments)
+        del kv, keys, q
+        # 3. Merge. Outputs of several merges are rounded once, at the end.
+        if out_THD is None or lse_HT is None or rows is None:
+            merged_in = sum_dtype(out) if len(stages) > 2 else out.dtype
+            out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
+        else:
+            _merge(out_THD, lse_HT, (out, lse), rows)
+        del out, lse
+    assert out_THD is not None
+    assert lse_HT is not None
+    again = [_slot(k_TGD, x.shape[0], k_TGD.dtype) for x in arriving]
+    return out_THD.to(q_THD.dtype), lse_HT, again
+
+
+def _stage_backward(
+    stage: DeviceStage,
+    segments: Segments,
+    local: list[Tensor],
+    left: list[Tensor],
+    of_queries: list[Tensor],
+    backend: str,
+    *,
+    fused: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a call's queries, and of its rows of K and V, [R, 2, G, D], in float32 unless
+    the backend wrote them.
+
+    local: k and v, for own keys. left: rows of the stages to come, of which it takes the first.
+    of_queries: output's gradient, q, output, log-sum-exp of all queries.
+    """
+    is_own = stage.transfer == Transfer.OWN
+    kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))
+    keys = segment_keys(kv, stage.index_K, segments, backend)
+    # Autograd holds a gather that began in AddAndGatherAgain; this lets one go that began here.
+    del kv
+    grad, q, out, lse = of_queries
+    if (rows := stage.query_rows) is not None:
+        grad, q, out = [x.index_select(0, rows) for x in (grad, q, out)]
+        lse = lse.index_select(1, rows)
+    dq, dk, dv = backward(backend, grad, SavedTensors(q, *keys, out, lse), segments)
+    # The copies are freed before gradients are added.
+    del keys, grad, q, out, lse
+    if reads_buffer(segments, backend):
+        return dq, torch.stack([dk, dv], 1)
+    return dq, gradients_by_row(dk, dv, stage.inverse_UR, fused=fused)
+
+
+def _fake_backward(
+    grad_THD: Tensor,
+    saved: list[Tensor],
+    arriving: list[Tensor],
+    tensors: list[Tensor],
+    _n: Tensor,
+    layout: str,
+    *_: Any,
+) -> tuple[Tensor, list[Tensor]]:
+    q_THD, like = saved[0], arriving[0] if arriving else saved[3]
+    travelling = _travelling(tensors, layout)
+    rows = [stage.num_sent for stage in travelling]
+    if Transfer.OWN in layout.split():
+        rows.append(saved[3].shape[0])
+    gradients = [_rows_like(like, num).to(sum_dtype(like)) for num in rows]
+    return q_THD.new_empty(q_THD.shape), gradients
+
+
+@custom_op("context_attend_backward", fake=_fake_backward)
+def context_attend_backward(
+    grad_THD: Tensor,
+    saved: list[Tensor],
+    arriving: list[Tensor],
+    tensors: list[Tensor],
+    numbers: Tensor,
+    layout: str,
+    softcap: float,
+    backend: str,
+    group_name: str,
+    fused: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of q, and those of the local K and V of each stage, in float32: first those that
+    travel, which only `receive_kv_gradient` may read, then those of own keys if they have a call.
+
+    saved: q, output, log-sum-exp and, for own keys or another gather, k and v. arriving: empty to
+    gather K and V again.
+    """
+    q_THD, out_THD, lse_HT, *local = saved
+    left = list(arriving)
+    if not left:
+        left = _start(torch.stack(local, 1), tensors, numbers, layout, group_name)
+    of_queries = [grad_THD, q_THD, out_THD, lse_HT]
+    stages, _ = stages_of(tensors, layout)
+    both = list(zip(stages, numbers.tolist(), strict=True))
+    # Gradients of Q: of all queries the first call's; of others one call's, or the sum of several.
+    dq_THD = one = rows = None
+    several = q_THD.new_zeros(q_THD.shape, dtype=sum_dtype(q_THD)) if len(stages) > 2 else None
+    gradients: list[Tensor] = []
+    # Own keys come last, so that the others' gradients travel while they compute.
+    for stage, of_stage in sorted(both, key=lambda pair: pair[0].transfer == Transfer.OWN):
+        segments = stage.segments(of_stage, softcap)
+        dq, dkv_R2GD = _stage_backward(
+            stage, segments, local, left, of_queries, backend, fused=fused
+        )
+        if stage.query_rows is None:
+            dq_THD = dq.contiguous()
+        elif several is None:
+            one, rows = dq, stage.query_rows
+        else:
+            added = several.index_select(0, stage.query_rows) + dq
+            several.index_copy_(0, stage.query_rows, added)
+            del added
+        if stage.transfer == Transfer.OWN:
+            gradients.append(dkv_R2GD.to(sum_dtype(dkv_R2GD)))
+        else:
+            gradients.append(_start_return(dkv_R2GD, stage, of_stage, group_name))
+        del dq, dkv_R2GD
+    assert dq_THD is not None
+    return _sum_of_queries(dq_THD, several if several is not None else one, rows), gradients
+
+
+def _sum_of_queries(dq_THD: Tensor, later: Tensor | None, rows: Tensor | None) -> Tensor:
+    """The sum of both gradients of Q, rounded once. later: of `rows`, or of all."""
+    if later is None:
+        return dq_THD
+    if rows is None:
+        return (dq_THD + later).to(dq_THD.dtype)
+    added = dq_THD.index_select(0, rows).to(sum_dtype(dq_THD)) + later
+    return dq_THD.index_copy_(0, rows, added.to(dq_THD.dtype))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q_THD, k_TGD, v_TGD, begun, tensors, numbers, layout, *static, keep_gathered, fused = inputs
+    num_travelling = len(_travelling(tensors, layout))
+    has_own = Transfer.OWN in layout.split()
+    local = [k_TGD, v_TGD] if has_own or not keep_gathered else []
+    arriving = begun[:num_travelling] if keep_gathered else []
+    ctx.static = (layout, *static, fused)
+    ctx.has_own, ctx.keeps_gathered = has_own, keep_gathered
+    ctx.num_travelling, ctx.num_tensors = num_travelling, len(tensors)
+    ctx.num_local, ctx.num_kept = len(local), len(local) + len(arriving)
+    out_THD, lse_HT, _ = output
+    ctx.save_for_backward(q_THD, out_THD, lse_HT, numbers, *local, *arriving, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any, grad_THD: Tensor | None, _: Any, gathering: list[Tensor | None]
+) -> tuple[Any, ...]:
+    no_rows = [None] * ctx.num_travelling
+    rest = ([None] * ctx.num_tensors, *(None,) * 7)
+    # Only the log-sum-exp was differentiated.
+    if grad_THD is None:
+        return None, None, None, [*no_rows, *no_rows, None], *rest
+    q_THD, out_THD, lse_HT, numbers, *kept = ctx.saved_tensors
+    tensors = kept[ctx.num_kept :]
+    local, arriving = kept[: ctx.num_local], kept[ctx.num_local : ctx.num_kept]
+    if gathering[0] is not None and not ctx.keeps_gathered:
+        arriving = gathering
+    saved = [q_THD, out_THD, lse_HT, *local]
+    dq_THD, gradients = context_attend_backward(
+        grad_THD, saved, arriving, tensors, numbers, *ctx.static
+    )
+    of_slots = gradients if ctx.has_own else [*gradients, None]
+    return dq_THD, None, None, [*no_rows, *of_slots], *rest
+
+
+context_attend.register_autograd(_differentiate, setup_context=_keep)
