@@ -143,7 +143,7 @@ def test_figures_of_the_results_are_those_of_their_pages() -> None:
             assert figure in text, f"{figure} is not on {link}"
 
 
-def test_figures_without_the_fit_are_those_of_their_pages() -> None:
+def test_figures_beside_the_paper_are_those_of_their_pages() -> None:
     """Each section of experiments/RESULTS.md links the pages that have its figures."""
     page = ROOT / "experiments" / "RESULTS.md"
     sections = page.read_text("utf-8").split("\n## ")

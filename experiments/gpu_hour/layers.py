@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from experiments.harness.arguments import at_least, experiment_parser
-from experiments.harness.constants import FLASH_2, PRICES
+from experiments.harness.constants import profile
 from experiments.harness.evaluation import Case, batches_of, compared, outcomes, spec_of
 from experiments.harness.files import write_json
 from experiments.paper.fig15.rank_times import passes_ns
@@ -184,7 +184,7 @@ def run_system(case: Case, *, device: torch.device, rounds: int) -> dict[str, An
     spec = spec_of(case)
     if spec.splits_backward or spec.training.recompute != Recompute.NONE:
         raise ValueError(f"{case.config}: measured layers are of one forward and one backward pass")
-    cost = workload_of(spec, PRICES[case.prices].load())
+    cost = workload_of(spec, profile())
     batches = batches_of(spec, family=case.family, steps=case.steps, seed=case.seed)
     steps = list(sharded_steps(planner_of(spec, cost, batches), dp=spec.parallel.dp))
     simulator = Simulator(spec=spec, cost=cost)
@@ -224,7 +224,7 @@ def main() -> int:
     for config in options.configs:
         rows = found["configs"].setdefault(config, {})
         for system in SYSTEMS:
-            shared = {"steps": options.steps, "seed": options.seed, "prices": FLASH_2}
+            shared = {"steps": options.steps, "seed": options.seed}
             (fastest,) = outcomes([compared(system, config, *options.set, **shared)])
             rows[system] = run_system(fastest.case, device=device, rounds=options.rounds)
             # What is measured so far is kept if the next one ends the process.

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
-from experiments.harness.constants import PRICES, configuration
+from experiments.harness.constants import configuration
 from wlb.cost import workload_of
 from wlb.data import GlobalBatches, LengthFamily, LengthSource
 from wlb.memory import planned_gib
@@ -73,11 +73,11 @@ class Case:
 
     name: str
     config: str  # of Table 1
-    overrides: tuple[str, ...]  # settings on top of those of its prices
+    overrides: tuple[str, ...]  # settings on top of `constants.settings`
     steps: int = STEPS  # global batches, each of the configuration's own size
     seed: int = SEED
     family: LengthFamily = constants.FAMILY  # distribution of document lengths
-    prices: str = constants.FITTED  # of `constants.PRICES`
+    kernel: str = constants.FLASH_2  # of `constants.KERNELS`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def spec_of(case: Case) -> RunSpec:
-    spec = configuration(case.config, *PRICES[case.prices].overrides, *case.overrides)
+    spec = configuration(case.config, *constants.settings(case.kernel), *case.overrides)
     return replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
 
 
@@ -141,7 +141,7 @@ def simulate(case: Case) -> RunSimulation:
     """Simulates the whole run."""
     spec = spec_of(case)
     batches = batches_of(spec, family=case.family, steps=case.steps, seed=case.seed)
-    cost = workload_of(spec, PRICES[case.prices].load())
+    cost = workload_of(spec, constants.profile())
     return simulate_run(spec, cost, batches, label=case.name)
 
 

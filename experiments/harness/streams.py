@@ -1,10 +1,9 @@
 """Provides the length sources that experiments share: fitted families, standard library, files.
 
 Two families are fitted to the paper. "evaluation" gives the documents of the simulated 7B-128K
-runs, drawn from the family of `experiments/harness/constants.py`; experiments that take it make
-their cost from the same constants. "wlb_paper" is the library's default family. `COST` goes with
-it: a fixed ratio of attention to linear work (W_a / W_l = 1.67 at a window of 128K for the 7B
-model), so that imbalance is that of forward latency, as in Section 7.4.
+runs, drawn from the family of `experiments/harness/constants.py`. "wlb_paper" is the library's
+default family. `COST` goes with it: a fixed ratio of attention to linear work (W_a / W_l = 1.67 at
+a window of 128K for the 7B model), so that imbalance is that of forward latency, as in Section 7.4.
 """
 
 from itertools import islice
@@ -59,7 +58,7 @@ def batches_of(
 
 def title_of(name: str) -> str:
     return {
-        "evaluation": "fitted distribution (constants of the evaluation)",
+        "evaluation": "fitted distribution (lengths of the evaluation)",
         "wlb_paper": "fitted distribution (wlb_paper)",
         "stdlib": "Python standard library, 32K BPE",
     }.get(name, Path(name).name)

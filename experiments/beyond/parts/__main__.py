@@ -1,9 +1,9 @@
 """Simulates more than the paper: each part of ours alone and together, and other schedules.
 
-`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--prices flash_3] [--quick]` trains
-Table 1's configurations with each part of ours, alone and together, at prices that are fitted to
-the paper and at those of profile `h100_runs`, which are not. `--prices` simulates at these prices
-only and takes the other table from the results that are there.
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--kernels torch_varlen] [--quick]`
+trains Table 1's configurations with each part of ours, alone and together, at the prices of
+FlashAttention-2 and 3. `--kernels` simulates with these kernels only and takes the other table from
+the results that are there.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.constants import (
-    FITTED,
-    FLASH_3,
-    NOT_FITTED,
-    PRICES,
-    TABLE_1,
-    configuration,
-    title,
-)
+from experiments.harness.constants import FLASH_2, FLASH_3, KERNELS, TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     BY_NEED,
@@ -116,8 +108,8 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
     ]
 
 
-TABLES = {FITTED: "parts", FLASH_3: "parts_runs"}
-"""Prices and the names of their tables."""
+TABLES = {FLASH_2: "parts", FLASH_3: "parts_flash_3"}
+"""Attention kernels and the names of their tables."""
 PARTS: dict[str, Any] = {
     "formats": dict.fromkeys([*map(title, TABLE_1), "mean", "of bound", "least"], ".3f")
     | {"GiB": ".1f"},
@@ -127,14 +119,14 @@ PARTS: dict[str, Any] = {
 }
 
 
-def about(prices: str) -> dict[str, Any]:
+def about(kernel: str) -> dict[str, Any]:
     """Returns what is said of a table beside its figures."""
-    title = f"Speed-up over Plain-4D with interleaved 1F1B; prices: {PRICES[prices].title}"
-    note = PARTS["note"] + (f" {constants.runs_note()}" if prices in NOT_FITTED else "")
-    return {"name": TABLES[prices], "title": title, **PARTS, "note": note}
+    title = f"Speed-up over Plain-4D with interleaved 1F1B; {KERNELS[kernel]}"
+    note = f"{PARTS['note']} {constants.worth_of_prices()}"
+    return {"name": TABLES[kernel], "title": title, **PARTS, "note": note}
 
 
-def parts(prices: str, steps: int, seed: int) -> Table:
+def parts(kernel: str, steps: int, seed: int) -> Table:
     """Simulates the parts of ours on Table 1's configurations, alone and together.
 
     These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
@@ -143,7 +135,7 @@ def parts(prices: str, steps: int, seed: int) -> Table:
     Plain-4D with zero-bubble stand beside them.
     """
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
-    options = {"steps": steps, "seed": seed, "prices": prices}
+    options = {"steps": steps, "seed": seed, "kernel": kernel}
     groups = [group(name, c, variants(c)[name], **options) for c, name in keys]
     found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}
     for (config, name), result in zip(keys, outcomes(groups), strict=True):
@@ -161,12 +153,12 @@ def parts(prices: str, steps: int, seed: int) -> Table:
         for name in names
     ]
     columns = ["system", *map(title, TABLE_1), "mean", "of bound", "least", "GiB"]
-    return Table(columns=columns, rows=rows, **about(prices))
+    return Table(columns=columns, rows=rows, **about(kernel))
 
 
-def earlier_parts(prices: str) -> Table:
+def earlier_parts(kernel: str) -> Table:
     """Returns the table of earlier results, whose means are taken again for their digits."""
-    table = read_table(FOLDER, **about(prices))
+    table = read_table(FOLDER, **about(kernel))
     at, num = table.columns.index("mean"), len(TABLE_1)
     rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
     return replace(table, rows=rows)
@@ -197,8 +189,8 @@ def taken_text(taken: Sequence[str]) -> str:
     """Returns which tables are those of earlier results, and of which commit; "" if none is."""
     if not taken:
         return ""
-    names = " and ".join(PRICES[p].title for p in taken)
-    return f"\n\nThe table whose prices are {names} is of commit {commit_of(FOLDER)}."
+    names = " and ".join(KERNELS[kernel] for kernel in taken)
+    return f"\n\nThe table of {names} is of commit {commit_of(FOLDER)}."
 
 
 def by_system(table: Table) -> dict[str, dict[str, Any]]:
@@ -206,12 +198,12 @@ def by_system(table: Table) -> dict[str, dict[str, Any]]:
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
-def text_of(table: Table, unfitted: Table) -> str:
-    """Returns what the page says of the parts, at fitted prices and at those of `h100_runs`."""
-    of, real = by_system(table), by_system(unfitted)
+def text_of(table: Table, other: Table) -> str:
+    """Returns what the page says of the parts, with FlashAttention-2 and with 3."""
+    of, newer = by_system(table), by_system(other)
     hybrid, need, plain = of["bounded + hybrid"], of[NEED], of[PLAIN_TOO]["mean"]
     alone, best = of[CHUNKS]["mean"], of[MORE]["mean"]
-    balance = real[CHUNKS]["mean"] / real[PLAIN_TOO]["mean"]
+    balance = newer[CHUNKS]["mean"] / newer[PLAIN_TOO]["mean"]
     return (
         f"`bounded` with hybrid sharding reaches {hybrid['of bound']:.1%} of the bound of perfect "
         f"balance on average and {hybrid['least']:.1%} at least (held and flushed tokens counted). "
@@ -227,12 +219,13 @@ def text_of(table: Table, unfitted: Table) -> str:
         f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need "
         f"({need['mean']:.2f} without the schedule) stand in a row of their own and in no other; "
         f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
-        f"**Without the fit**, at prices of profile `h100_runs` with FlashAttention-3, all of it "
-        f"but more micro-batches is {real[CHUNKS]['mean']:.2f} times as fast as Plain-4D, and "
-        f"Plain-4D with the same schedule {real[PLAIN_TOO]['mean']:.2f} times, so that balance is "
-        f"worth {balance:.2f} and the schedule as much as it. Keys by need make "
-        f"{real[NEED]['mean'] / real['bounded + balanced']['mean']:.2f} of ours, where all-gathers "
-        f"of keys are priced as exposed.\n\n"
+        f"That is with FlashAttention-2. With FlashAttention-3 all of it but more micro-batches is "
+        f"{newer[CHUNKS]['mean']:.2f} times as fast as Plain-4D, and Plain-4D with the same "
+        f"schedule {newer[PLAIN_TOO]['mean']:.2f} times, so that balance is worth {balance:.2f}. "
+        f"Keys by need make ours {need['mean'] / of['bounded + balanced']['mean']:.2f} times as "
+        f"fast with FlashAttention-2 and "
+        f"{newer[NEED]['mean'] / newer['bounded + balanced']['mean']:.2f} times with "
+        f"FlashAttention-3, where all-gathers of keys are priced as exposed.\n\n"
         f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, and MLPs are recomputed "
         f"where a larger S_max or T is worth it (`training.recompute = selective`, tried for "
         f"each)."
@@ -241,12 +234,12 @@ def text_of(table: Table, unfitted: Table) -> str:
 
 def main(arguments_: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "")
-    text = "simulate at these prices only (default: all), and take the rest from earlier results"
-    parser.add_argument("--prices", nargs="*", choices=TABLES, default=list(TABLES), help=text)
+    text = "simulate with these kernels only (default: all), and take the rest from earlier results"
+    parser.add_argument("--kernels", nargs="*", choices=TABLES, default=list(TABLES), help=text)
     options = parser.parse_args(arguments_)
     steps = steps_of(options)
     tables = [
-        parts(p, steps, options.seed) if p in options.prices else earlier_parts(p) for p in TABLES
+        parts(k, steps, options.seed) if k in options.kernels else earlier_parts(k) for k in TABLES
     ]
     (best,) = (row[tables[0].columns.index("mean")] for row in tables[0].rows if row[0] == MORE)
     against = [
@@ -265,14 +258,14 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
-        text=text_of(*tables) + taken_text([p for p in TABLES if p not in options.prices]),
+        text=text_of(*tables) + taken_text([k for k in TABLES if k not in options.kernels]),
         against=against,
         tables=tables,
         figures=[
             Picture(
                 name="parts",
-                caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B, at "
-                "fitted prices.",
+                caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B "
+                "(FlashAttention-2).",
                 figure=draw(tables[0]),
             )
         ],

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.harness.constants import FLASH_3, PRICES, TABLE_1, title
+from experiments.harness import constants
+from experiments.harness.constants import FLASH_3, TABLE_1, title
 from experiments.harness.evaluation import Case, Outcome, arguments, outcomes, steps_of
 from experiments.harness.pages import How, Table, show, write_results
 
@@ -41,7 +42,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
                 overrides=(*SETTINGS[name], recompute),
                 steps=steps_of(options),
                 seed=options.seed,
-                prices=FLASH_3,
+                kernel=FLASH_3,
             )
             for recompute in RECOMPUTE
         ]
@@ -56,7 +57,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         Path(__file__).parent,
         title="Defaults of the system wlb",
         how=How.SIMULATED,
-        profile=PRICES[FLASH_3].load(),
+        profile=constants.profile(),
         seed=options.seed,
         text=TEXT.replace("\n", " "),
         tables=[table],

@@ -1,6 +1,6 @@
 """Simulates the paper's 8K-GPU job (Figures 1 and 4): a 405B model with a 128K window.
 
-The job is preset `405b_128k` with the constants of `experiments/harness/constants.py`. Under
+The job is preset `405b_128k` with lengths and prices of `experiments/harness/constants.py`. Under
 Plain-4D each pipeline trains the windows that its own loader made, in their order; the other
 systems deal micro-batches to pipelines by predicted work.
 """
@@ -31,7 +31,7 @@ FloatArray = npt.NDArray[np.float64]
 def spec_of(system: str) -> RunSpec:
     """Returns the job's settings with recomputed MLPs, without which a GPU needs over 80 GiB."""
     overrides = system_overrides(system, planned_gib=EARLIER_GIB)[-1]
-    return load(PRESET, [*constants.OVERRIDES, *overrides, "training.recompute=selective"])
+    return load(PRESET, [*constants.settings(), *overrides, "training.recompute=selective"])
 
 
 def cost_of(spec: RunSpec) -> ProfiledWorkload:

@@ -256,7 +256,7 @@ def main() -> None:
     parser = experiment_parser(__doc__, quick="pack 96 global batches", seed=1, steps=STEPS)
     given = parser.parse_args()
     steps = 96 if given.quick else given.steps
-    spec = configuration(CONFIG, *constants.OVERRIDES)
+    spec = configuration(CONFIG, *constants.settings())
     cost = workload_of(spec, constants.profile())
     options = PackerOptions(
         num_micro_batches=spec.num_micro_batches, context_window=spec.data.context_window, cost=cost

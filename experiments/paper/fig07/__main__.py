@@ -16,7 +16,7 @@ from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, LINES, new_figure, tokens_axis, tokens_text
 from experiments.harness.pages import Against, How, Picture, Table, priced_with, show, write_results
-from experiments.paper.table2.__main__ import ratio as fitted_ratio
+from experiments.paper.table2.__main__ import ratio as table2_ratio
 from wlb.cost import KernelProfile, ProfiledWorkload, load_profile, mismatches
 from wlb.plan import IntArray
 
@@ -156,7 +156,7 @@ def crossings_table(profile: KernelProfile) -> Table:
         formats={columns[2]: ",d", columns[3]: ".2f", columns[4]: ".2f", columns[5]: ".2f"},
         note="Shortest document from which on attention takes longer than everything else. TP 16 "
         "spans two nodes, so its collectives are priced with the network between nodes. The "
-        f"constants fitted to Table 2 give {fitted_ratio():.2f} for 7B-128K, forward.",
+        f"prices of Table 2 (FlashAttention-2) give {table2_ratio():.2f} for 7B-128K, forward.",
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.harness.constants import FLASH_2, FLASH_3, PRICES, title
+from experiments.harness.constants import FLASH_2, FLASH_3, KERNELS, title
 from experiments.harness.evaluation import NAMES
 from experiments.harness.pages import Table, show
 from wlb.plan import UserError
@@ -29,7 +29,7 @@ PLAIN = "plain_4d"
 LABELS = {PLAIN: "Plain-4D", **NAMES}
 SIMULATED = {"simulated, FA2": FLASH_2, "simulated, FA3": FLASH_3}
 """Columns of what the page of Figure 12 predicts for an H100, by attention kernel."""
-PREDICTIONS = Path(__file__).parent / "results" / "prices.csv"
+PREDICTIONS = Path(__file__).parent / "results" / "speedups.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +128,12 @@ def _compared(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def simulated(config: str, prices: str) -> dict[str, float]:
+def simulated(config: str, kernel: str) -> dict[str, float]:
     """Returns the speed-ups over Plain-4D that Figure 12's page predicts for a configuration, by
     label; empty for one that is not in the paper's Table 1."""
     with PREDICTIONS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            if (row["prices"], row["configuration"]) == (PRICES[prices].title, title(config)):
+            if (row["kernel"], row["configuration"]) == (KERNELS[kernel], title(config)):
                 return {LABELS[PLAIN]: 1.0} | {name: float(row[name]) for name in NAMES.values()}
     return {}
 
@@ -141,7 +141,7 @@ def simulated(config: str, prices: str) -> dict[str, float]:
 def row_table(config: str, systems: dict[str, MeasuredSystem]) -> Table:
     """Returns Figure 12's bars of a configuration, and what they are made of."""
     plain = systems[PLAIN]
-    predicted = [simulated(config, prices) for prices in SIMULATED.values()]
+    predicted = [simulated(config, kernel) for kernel in SIMULATED.values()]
     body: list[list[Any]] = []
     for name, one in systems.items():
         by_work = one.flops_per_s / plain.flops_per_s if plain.flops_per_s else None

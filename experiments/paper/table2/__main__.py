@@ -1,10 +1,11 @@
 """Makes Table 2 of the paper, row by row: imbalance and packing overhead of every method.
 
-`python -m experiments.paper.table2 [--lengths FILE ...] [--take] [--quick]` packs the same 640
-global batches of 4 windows of 128K tokens with each method, on the fitted lengths, the Python
-standard library and files of lengths, and puts the paper's numbers beside ours. Solver rows run on
-the first 160 batches (320 of the fitted lengths; on all with W = 1), each beside greedy on the same
-windows. `--take` measures only rows that the results do not have. Constants: `constants.py`, 7B.
+`python -m experiments.paper.table2 [--lengths FILE ...] [--take] [--untimed] [--quick]` packs the
+same 640 global batches of 4 windows of 128K tokens with each method, on the fitted lengths, the
+Python standard library and files of lengths, and puts the paper's numbers beside ours. Solver rows
+are of the fitted lengths alone, and run on the first 320 batches (on all with W = 1), each beside
+greedy on the same windows. `--take` measures only rows that the results do not have, `--untimed`
+leaves out times. The model is 7B; lengths and prices are those of `constants.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 
 from experiments.harness import constants
 from experiments.harness.arguments import experiment_parser
-from experiments.harness.constants import NOT_FITTED, PRICES, configuration
+from experiments.harness.constants import FLASH_3, KERNELS, configuration
 from experiments.harness.pages import How, Table, commit_of, read_table, show, write_results
 from experiments.harness.streams import WINDOW, batches_of, title_of
 from wlb.cost import ProfiledWorkload, workload_of
@@ -37,7 +38,7 @@ from wlb.packing import (
 from wlb.plan import GlobalBatch
 
 N = 4
-SPEC = configuration("7b_128k", *constants.OVERRIDES)
+SPEC = configuration("7b_128k", *constants.settings())
 COST: ProfiledWorkload = workload_of(SPEC, constants.profile())
 OPTIONS = PackerOptions(num_micro_batches=N, context_window=WINDOW, cost=COST)
 
@@ -46,7 +47,7 @@ CAPPED = {
     "the paper's": ("WLB-LLM, 2 queues", f"bounded, S_max {constants.S_MAX}, D 10"),
     "wide": ("WLB-LLM, 2 queues, T 1.5, S_max 2.0", "bounded, T 1.5, S_max 2.0, D 10"),
 }
-"""Rows of Algorithm 1 and of `bounded` with the same caps, S_max of the paper's fit and wide."""
+"""Rows of Algorithm 1 and of `bounded` with the same caps, S_max of Table 2 and wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def solver_label(window_batches: int) -> str:
 
 
 def solver_rows(
-    batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float
+    batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, is_timed: bool
 ) -> list[Record]:
     """Solves Eq. 1 with HiGHS, and runs greedy on the same windows beside it."""
     out: list[Record] = []
@@ -173,7 +174,8 @@ def solver_rows(
             f"{max(r.gap for r in reports):.2%}"
         )
         # Only solves are timed: a push that waits for its window to fill costs nothing.
-        figures = found.to_json() | {"packing_ms": float(np.mean(times)) / w}
+        packing_ms = float(np.mean(times)) / w if is_timed else None
+        figures = found.to_json() | {"packing_ms": packing_ms}
         out.append(record_of(row, figures, note))
     return out
 
@@ -215,16 +217,26 @@ def earlier(folder: Path, name: str) -> dict[str, Record]:
 
 
 def all_rows(
-    batches: list[GlobalBatch], *, num_solved: int, time_limit_s: float, known: dict[str, Record]
+    batches: list[GlobalBatch],
+    *,
+    num_solved: int,
+    time_limit_s: float,
+    known: dict[str, Record],
+    is_timed: bool = True,
 ) -> list[Record]:
     """Returns every method's row in the paper's order; rows of `known` are taken from there.
 
     Rows beside known ones have no packing time, since those were timed on another day.
+
+    num_solved: batches that the solver packs; 0 for none of its rows but those of `known`
     """
     solvers = [known[label] for w in PAPER_SOLVER if (label := solver_label(w)) in known]
-    if len(solvers) < len(PAPER_SOLVER):
-        solvers = solver_rows(batches, num_solved=num_solved, time_limit_s=time_limit_s)
-    found = [known.get(row.label) or measured(row, batches, is_timed=not known) for row in rows()]
+    if num_solved and len(solvers) < len(PAPER_SOLVER):
+        solvers = solver_rows(
+            batches, num_solved=num_solved, time_limit_s=time_limit_s, is_timed=is_timed
+        )
+    is_timed = is_timed and not known
+    found = [known.get(row.label) or measured(row, batches, is_timed=is_timed) for row in rows()]
     return [*found[:6], *solvers, *found[6:]]
 
 
@@ -260,25 +272,22 @@ def draws_of(*, steps: int, seeds: Sequence[int]) -> Table:
     )
 
 
-def unfitted_table(batches: list[GlobalBatch]) -> Table:
-    """Measures every method but the solver at prices that are not fitted to the paper."""
-    found: list[list[Any]] = [[row.label, row.paper[0] if row.paper else None] for row in rows()]
-    titles = [PRICES[prices].title for prices in NOT_FITTED]
-    for prices in NOT_FITTED:
-        spec = configuration("7b_128k", *PRICES[prices].overrides)
-        cost = workload_of(spec, PRICES[prices].load())
-        for line, row in zip(found, rows(replace(OPTIONS, cost=cost)), strict=True):
-            summary = measure(row.make(), batches, cost=cost).summary
-            line += [summary.imbalance, summary.mean_delay]
-    columns = [name for title in titles for name in (title, f"mean delay, {title}")]
+def flash_3_table(batches: list[GlobalBatch]) -> Table:
+    """Measures every method but the solver at FlashAttention-3's prices."""
+    spec = configuration("7b_128k", *constants.settings(FLASH_3))
+    cost = workload_of(spec, constants.profile())
+    found: list[list[Any]] = []
+    for row in rows(replace(OPTIONS, cost=cost)):
+        summary = measure(row.make(), batches, cost=cost).summary
+        paper = row.paper[0] if row.paper else None
+        found.append([row.label, paper, summary.imbalance, summary.mean_delay])
     return Table(
-        name="unfitted",
-        title="The fitted lengths at prices that no number of the paper was used for",
-        columns=["method", "paper", *columns],
+        name="flash_3",
+        title=f"The fitted distribution at {KERNELS[FLASH_3]}'s prices",
+        columns=["method", "paper", "ours", "mean delay"],
         rows=found,
-        formats={"paper": ".2f"} | {name: ".2f" if "delay" in name else ".3f" for name in columns},
-        note="Prices are those of profile `h100_runs` with either attention kernel; batches as in "
-        "the first table.",
+        formats={"paper": ".2f", "ours": ".3f", "mean delay": ".2f"},
+        note="Batches are those of the first table.",
     )
 
 
@@ -296,9 +305,13 @@ def caps_text(records: Sequence[Record]) -> str:
     return f"**Policies at the same caps** (forward imbalance): {'; '.join(said)}."
 
 
-def solver_text(time_limit_s: float) -> str:
-    """Says why the solver's times are not those of the paper's solver."""
+UNTIMED = "**Nothing was timed** in this run, because the machine had other work."
+
+
+def timed_text(time_limit_s: float) -> str:
+    """Says of what the times are, and why the solver's are not those of the paper's solver."""
     return (
+        "Overheads are of one CPU core of a shared machine; the paper's solver is commercial.\n\n"
         "**The solver's time is of another problem than the paper's.** The paper's solver takes "
         "25.3 s at W = 4, and its table names no limit. Ours is told to stop after "
         f"{time_limit_s:g} s a window of W global batches, and its answer then has the gap that "
@@ -316,18 +329,22 @@ def main() -> None:
     )  # fmt: skip
     text = "solver's time limit per window, in seconds"
     parser.add_argument("--time-limit", type=float, default=10.0, help=text)
+    text = "leave out times, which say nothing where the machine has other work"
+    parser.add_argument("--untimed", action="store_true", help=text)
     options = parser.parse_args()
-    steps, solved = (160, 24) if options.quick else (max(160, options.steps), 160)
+    steps, num_solved = (160, 24) if options.quick else (max(160, options.steps), 320)
     folder = Path(__file__).parent
     names = ("evaluation", "stdlib", *options.lengths)
     known = {name: earlier(folder, name) if options.take else {} for name in names}
     found: dict[str, list[Record]] = {}
     for name in names:
         batches = batches_of(name, num_micro_batches=N, num_batches=steps, seed=options.seed)
-        # The fitted distribution represents the paper's, so its solver rows get twice the windows.
-        num_solved = solved * (2 if name == "evaluation" and not options.quick else 1)
         found[name] = all_rows(
-            batches, num_solved=num_solved, time_limit_s=options.time_limit, known=known[name]
+            batches,
+            num_solved=num_solved if name == "evaluation" else 0,
+            time_limit_s=options.time_limit,
+            known=known[name],
+            is_timed=not options.untimed,
         )
         show(table_of(name, found[name]))
     if options.quick:
@@ -342,15 +359,15 @@ def main() -> None:
         text=f"{steps} global batches of {N} windows of {WINDOW} tokens, W_a / W_l = {ratio():.2f} "
         f"forward at the window, S_max {constants.S_MAX}, queues "
         f"{list(constants.QUEUES.values())}; solver HiGHS, one thread, {options.time_limit:g} s a "
-        f"window. Overheads are of one CPU core of a shared machine; the paper's solver is "
-        f"commercial. The paper's numbers are for its own corpus: only the fitted distribution is "
-        f"meant to meet them. Lengths and throughputs are those of "
-        f"`experiments/harness/constants.py`, fitted to this table and to Figure 12 together."
+        f"window. The paper's numbers are for its own corpus: only the fitted distribution is "
+        f"meant to meet them. Its lengths, S_max and queues were chosen by this table and by "
+        f"Figure 12 (`experiments/harness/constants.py`). Prices were not: they are those of "
+        f"FlashAttention-2 but in the table that says FlashAttention-3."
         f"{taken_text(folder, known[names[0]])}\n\n{caps_text(found['evaluation'])}\n\n"
-        f"{solver_text(options.time_limit)}",
+        f"{UNTIMED if options.untimed else timed_text(options.time_limit)}",
         tables=[
             *(table_of(name, records) for name, records in found.items()),
-            unfitted_table(
+            flash_3_table(
                 batches_of("evaluation", num_micro_batches=N, num_batches=steps, seed=options.seed)
             ),
             draws_of(steps=steps, seeds=seeds),

@@ -36,7 +36,7 @@ def test_a_table_that_is_not_simulated_is_taken_from_earlier_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    tables = [beyond.earlier_parts(prices) for prices in beyond.TABLES]
+    tables = [beyond.earlier_parts(kernel) for kernel in beyond.TABLES]
     for table in tables:
         assert [row[0] for row in table.rows] == list(beyond.variants("7b_128k"))
     said = beyond.text_of(*tables)
@@ -48,7 +48,7 @@ def test_a_table_that_is_not_simulated_is_taken_from_earlier_results(
     monkeypatch.setattr(beyond, "FOLDER", folder)
     for _ in range(2):
         monkeypatch.setattr("experiments.harness.pages.commit", lambda: "later")
-        beyond.main(["--prices"])
+        beyond.main(["--kernels"])
         page = (folder / "results" / "README.md").read_text("utf-8")
         assert f"is of commit {first}." in page
     assert said in page

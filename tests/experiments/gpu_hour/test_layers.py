@@ -12,7 +12,7 @@ from experiments.gpu_hour.layers import (
     share_of,
     with_measured,
 )
-from experiments.harness.constants import FLASH_2, PRICES
+from experiments.harness.constants import profile
 from experiments.harness.evaluation import Case, batches_of, spec_of
 from wlb.cost import workload_of
 from wlb.model.llama import DecoderLayer
@@ -27,9 +27,9 @@ SMALL = (
 
 
 def planned() -> tuple[RunSpec, list[ShardedStep], Simulator, StepPrices]:
-    case = Case(name="wlb", config="7b_128k", overrides=SMALL, steps=1, prices=FLASH_2)
+    case = Case(name="wlb", config="7b_128k", overrides=SMALL, steps=1)
     spec = spec_of(case)
-    cost = workload_of(spec, PRICES[FLASH_2].load())
+    cost = workload_of(spec, profile())
     batches = batches_of(spec, family=case.family, steps=1, seed=1)
     steps = list(sharded_steps(planner_of(spec, cost, batches), dp=1))
     simulator = Simulator(spec=spec, cost=cost)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from experiments.harness.constants import FLASH_2, FLASH_3
 from experiments.harness.evaluation import (
     EARLIER_GIB,
     SYSTEMS,
@@ -51,7 +52,7 @@ def cells(table: Table, row: int) -> dict[str, object]:
 
 def test_the_loader_and_the_exchange_are_those_of_both_sides() -> None:
     made = fig12.simulated(outcomes(*SYSTEMS))
-    like = cells(fig12.like_table({"7b_128k": made.speeds}), 0)
+    like = cells(fig12.like_table({FLASH_2: {"7b_128k": made}}), 0)
     assert like["Plain-4D, cut anywhere"] == pytest.approx(8 / 7)
     assert like["Plain-4D, keys by need"] == pytest.approx(8 / 7.5)
     assert like["ours over Plain-4D, cut anywhere"] == pytest.approx(7 / 6)
@@ -78,10 +79,11 @@ def test_ours_plans_with_the_memory_of_a_run() -> None:
     assert all("packing.memory_gib=76" in case.overrides for case in earlier)
 
 
-def test_prices_that_are_not_fitted_stand_beside_their_mean() -> None:
+def test_configurations_of_each_kernel_stand_beside_their_mean() -> None:
     one, other = (fig12.simulated(outcomes(*SYSTEMS, scale=s)) for s in (1.0, 2.0))
-    found = {"flash_3": {"7b_128k": one, "70b_128k": other}}
-    table = fig12.prices_table(found)
-    assert [row[1] for row in table.rows] == ["7B-128K", "70B-128K", "mean"]
-    assert [row[2] for row in table.rows] == [4.0, 8.0, None]
+    own = {"7b_128k": one, "70b_128k": other}
+    table = fig12.table_of({FLASH_2: own, FLASH_3: own})
+    assert [row[0] for row in table.rows] == ["FlashAttention-2"] * 3 + ["FlashAttention-3"] * 3
+    assert [row[1] for row in table.rows[:3]] == ["7B-128K", "70B-128K", "mean"]
+    assert [row[2] for row in table.rows[:3]] == [4.0, 8.0, None]
     assert cells(table, 2)["ours"] == pytest.approx(8 / 6)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from experiments.paper.fig12.measured import main, measured, read_systems, row_table
+from experiments.harness.constants import KERNELS
+from experiments.paper.fig12.measured import SIMULATED, main, measured, read_systems, row_table
 from wlb.data import open_store
 from wlb.plan import UserError
 from wlb.report.run.records import read_run
@@ -73,11 +74,10 @@ def test_the_row_divides_by_plain_4d_and_leads_with_it(tmp_path: Path) -> None:
     assert second["FLOP/s over Plain-4D"] == pytest.approx(1.8)
     # Beside them stands what the page of Figure 12 says of this configuration.
     page = (ROOT / "experiments/paper/fig12/results/README.md").read_text("utf-8")
-    for prices in ("FA2", "FA3"):
-        kernel = f"H100 runs, FlashAttention-{prices[-1]}"
+    for column, kernel in zip(SIMULATED, KERNELS.values(), strict=True):
         (cells,) = [row for row in page.splitlines() if f"| {kernel} | 7B-128K |" in row]
-        assert first[f"simulated, {prices}"] == 1.0
-        assert f"{second[f'simulated, {prices}']:.3f}" == cells.split("|")[5].strip()
+        assert first[column] == 1.0
+        assert f"{second[column]:.3f}" == cells.split("|")[5].strip()
     assert row_table("demo", systems).rows[1][3:5] == [None, None]
 
 

@@ -21,12 +21,13 @@ def test_both_policies_have_rows_with_the_same_caps() -> None:
         assert (theirs.s_max, theirs.step_tokens) == (ours.s_max, ours.step_tokens)
 
 
-def test_prices_that_are_not_fitted_have_every_row() -> None:
+def test_every_method_stands_at_the_prices_of_the_faster_kernel_too() -> None:
     batches = batches_of("evaluation", num_micro_batches=table2.N, num_batches=3, seed=1)
-    table = table2.unfitted_table(batches)
+    table = table2.flash_3_table(batches)
     assert [row[0] for row in table.rows] == [row.label for row in table2.rows()]
     plain, ours = table.rows[0], table.rows[-1]
-    assert plain[2] > plain[4] > 1  # FlashAttention-2 takes more of a step than FlashAttention-3
+    older = table2.measured(table2.rows()[0], batches)
+    assert older["imbalance"] > plain[2] > 1  # attention takes more of a step with the older one
     assert ours[2] < plain[2]
 
 
@@ -79,5 +80,5 @@ def test_committed_rows_can_be_taken() -> None:
     known = table2.earlier(Path(table2.__file__).parent, "evaluation")
     labels = [row.label for row in table2.rows()]
     assert set(labels) <= set(known)
-    assert known["WLB-LLM, 2 queues"]["imbalance"] == pytest.approx(1.0538, abs=1e-4)
+    assert known["WLB-LLM, 2 queues"]["imbalance"] == pytest.approx(1.0525, abs=1e-4)
     assert known["WLB-LLM, 2 queues"]["num_steps"] == 640
