@@ -52,7 +52,7 @@ SPEC = check(
 """The run: a decoder of two layers. A preset or a TOML file says the same things."""
 
 
-class Documents:
+class NoiseTokens:
     """Where a rank reads the tokens of its rows. A run has a token store here."""
 
     def length(self, document: int) -> int:
@@ -172,7 +172,7 @@ def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[floa
     """
     mesh = build_mesh(SPEC.parallel, torch.device("cpu"))
     executor = Executor(SPEC, mesh)
-    loss = executor.train_step(pipeline, Documents(), loss_scale=1 / num_labels)
+    loss = executor.train_step(pipeline, NoiseTokens(), loss_scale=1 / num_labels)
     dist.all_reduce(loss)  # each rank has the loss of its own rows
     weight = executor.named_parameters()["model.layers.0.self_attn.q_proj.weight"]
     assert weight.grad is not None
@@ -185,7 +185,7 @@ def rows_of_ranks(pipeline: PipelinePlan) -> None:
     """Prints the inputs of each rank: tokens of its rows, and as labels the tokens after them."""
     place = pipeline.micro_batches[0], pipeline.shardings[0]
     for rank in range(CP):
-        inputs = (rank, pipeline.local_tokens[0], Documents())
+        inputs = (rank, pipeline.local_tokens[0], NoiseTokens())
         say(
             f"5. Inputs of rank {rank}, micro-batch 0 (label -100: the document ends)",
             f"tokens {rank_tokens(*place, *inputs).tolist()}",
@@ -199,7 +199,7 @@ def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
     total = 0.0
     for document in np.concatenate([b.pieces.document for b in pipeline.micro_batches]).tolist():
         length = LENGTHS[document]
-        tokens = torch.from_numpy(Documents().read(document, 0, length))
+        tokens = torch.from_numpy(NoiseTokens().read(document, 0, length))
         labels = torch.cat([tokens[1:], torch.tensor([-100])])
         rows = local_rows(SPEC.model, [0, length], labels=labels, loss_scale=1 / num_labels)
         loss = model(tokens, rows=rows)
