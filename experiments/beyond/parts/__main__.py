@@ -1,9 +1,8 @@
 """Simulates more than the paper: each part of ours alone and together, and other schedules.
 
-`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--kernels torch_varlen] [--quick]`
-trains Table 1's configurations with each part of ours, alone and together, at the prices of
-FlashAttention-2 and 3. `--kernels` simulates with these kernels only and takes the other table from
-the results that are there.
+`python -m experiments.beyond.parts [--steps 160] [--seed 1] [--take] [--quick]` trains Table 1's
+configurations with each part of ours, alone and together, at the prices of FlashAttention-3.
+`--take` writes the page again from the table of earlier results.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.harness import constants
-from experiments.harness.constants import FLASH_2, FLASH_3, KERNELS, TABLE_1, configuration, title
+from experiments.harness.constants import FLASH_3, KERNELS, TABLE_1, configuration, title
 from experiments.harness.drawing import COLOURS, HATCHES, new_figure
 from experiments.harness.evaluation import (
     BY_NEED,
@@ -108,25 +107,19 @@ def group(name: str, config: str, overrides: Sequence[str], **options: Any) -> l
     ]
 
 
-TABLES = {FLASH_2: "parts", FLASH_3: "parts_flash_3"}
-"""Attention kernels and the names of their tables."""
-PARTS: dict[str, Any] = {
+ABOUT: dict[str, Any] = {
+    "name": "parts",
+    "title": f"Speed-up over Plain-4D with interleaved 1F1B, {KERNELS[FLASH_3]}",
     "formats": dict.fromkeys([*map(title, TABLE_1), "mean", "of bound", "least"], ".3f")
     | {"GiB": ".1f"},
     "note": "A row that begins with + adds to the one above. of bound, least: mean and least of "
     "configurations: time with every micro-batch and CP rank at its step's mean over time, same "
-    "schedule and tokens. GiB: the fullest GPU.",
+    f"schedule and tokens. GiB: the fullest GPU. {constants.worth_of_prices()}",
 }
+"""What is said of the table beside its figures."""
 
 
-def about(kernel: str) -> dict[str, Any]:
-    """Returns what is said of a table beside its figures."""
-    title = f"Speed-up over Plain-4D with interleaved 1F1B; {KERNELS[kernel]}"
-    note = f"{PARTS['note']} {constants.worth_of_prices()}"
-    return {"name": TABLES[kernel], "title": title, **PARTS, "note": note}
-
-
-def parts(kernel: str, steps: int, seed: int) -> Table:
+def parts(steps: int, seed: int) -> Table:
     """Simulates the parts of ours on Table 1's configurations, alone and together.
 
     These are `bounded` packing, hybrid and balanced sharding, zero-bubble (torch's ZB1P; weights
@@ -135,7 +128,7 @@ def parts(kernel: str, steps: int, seed: int) -> Table:
     Plain-4D with zero-bubble stand beside them.
     """
     keys = [(c, name) for c in TABLE_1 for name in variants(c)]
-    options = {"steps": steps, "seed": seed, "kernel": kernel}
+    options = {"steps": steps, "seed": seed, "kernel": FLASH_3}
     groups = [group(name, c, variants(c)[name], **options) for c, name in keys]
     found: dict[str, dict[str, Outcome]] = {c: {} for c in TABLE_1}
     for (config, name), result in zip(keys, outcomes(groups), strict=True):
@@ -153,12 +146,12 @@ def parts(kernel: str, steps: int, seed: int) -> Table:
         for name in names
     ]
     columns = ["system", *map(title, TABLE_1), "mean", "of bound", "least", "GiB"]
-    return Table(columns=columns, rows=rows, **about(kernel))
+    return Table(columns=columns, rows=rows, **ABOUT)
 
 
-def earlier_parts(kernel: str) -> Table:
+def earlier_parts() -> Table:
     """Returns the table of earlier results, whose means are taken again for their digits."""
-    table = read_table(FOLDER, **about(kernel))
+    table = read_table(FOLDER, **ABOUT)
     at, num = table.columns.index("mean"), len(TABLE_1)
     rows = [[*row[:at], mean(row[1 : 1 + num]), *row[at + 1 :]] for row in table.rows]
     return replace(table, rows=rows)
@@ -185,25 +178,17 @@ def draw(table: Table) -> Any:
     return figure
 
 
-def taken_text(taken: Sequence[str]) -> str:
-    """Returns which tables are those of earlier results, and of which commit; "" if none is."""
-    if not taken:
-        return ""
-    names = " and ".join(KERNELS[kernel] for kernel in taken)
-    return f"\n\nThe table of {names} is of commit {commit_of(FOLDER)}."
-
-
 def by_system(table: Table) -> dict[str, dict[str, Any]]:
     """Returns the table's rows by their system."""
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
-def text_of(table: Table, other: Table) -> str:
-    """Returns what the page says of the parts, with FlashAttention-2 and with 3."""
-    of, newer = by_system(table), by_system(other)
+def text_of(table: Table) -> str:
+    """Returns what the page says of the parts."""
+    of = by_system(table)
     hybrid, need, plain = of["bounded + hybrid"], of[NEED], of[PLAIN_TOO]["mean"]
     alone, best = of[CHUNKS]["mean"], of[MORE]["mean"]
-    balance = newer[CHUNKS]["mean"] / newer[PLAIN_TOO]["mean"]
+    own = need["mean"] / of["bounded + balanced"]["mean"]
     return (
         f"`bounded` with hybrid sharding reaches {hybrid['of bound']:.1%} of the bound of perfect "
         f"balance on average and {hybrid['least']:.1%} at least (held and flushed tokens counted). "
@@ -216,16 +201,10 @@ def text_of(table: Table, other: Table) -> str:
         f"documents of a window still find company.\n\n"
         f"Not all of it is balance. Plain-4D with the same schedule (zero-bubble, "
         f"`pp.weight_delay = 2`, all chunks) is {plain:.2f} times as fast as without, so that "
-        f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need "
-        f"({need['mean']:.2f} without the schedule) stand in a row of their own and in no other; "
+        f"balance alone is worth {alone / plain:.2f} of the {alone:.2f}. Keys by need make ours "
+        f"{own:.2f} times as fast ({need['mean']:.2f} without the schedule), where all-gathers of "
+        f"keys are priced as exposed; they stand in a row of their own and in no other, and "
         f"Plain-4D gains from them too (`experiments/paper/fig12/results`).\n\n"
-        f"That is with FlashAttention-2. With FlashAttention-3 all of it but more micro-batches is "
-        f"{newer[CHUNKS]['mean']:.2f} times as fast as Plain-4D, and Plain-4D with the same "
-        f"schedule {newer[PLAIN_TOO]['mean']:.2f} times, so that balance is worth {balance:.2f}. "
-        f"Keys by need make ours {need['mean'] / of['bounded + balanced']['mean']:.2f} times as "
-        f"fast with FlashAttention-2 and "
-        f"{newer[NEED]['mean'] / newer['bounded + balanced']['mean']:.2f} times with "
-        f"FlashAttention-3, where all-gathers of keys are priced as exposed.\n\n"
         f"Memory stays under 80 GiB: packing is told {EARLIER_GIB:g}, and MLPs are recomputed "
         f"where a larger S_max or T is worth it (`training.recompute = selective`, tried for "
         f"each)."
@@ -233,15 +212,11 @@ def text_of(table: Table, other: Table) -> str:
 
 
 def main(arguments_: Sequence[str] | None = None) -> None:
-    parser = arguments(__doc__ or "")
-    text = "simulate with these kernels only (default: all), and take the rest from earlier results"
-    parser.add_argument("--kernels", nargs="*", choices=TABLES, default=list(TABLES), help=text)
+    parser = arguments(__doc__ or "", takes="write the page again from earlier results")
     options = parser.parse_args(arguments_)
-    steps = steps_of(options)
-    tables = [
-        parts(k, steps, options.seed) if k in options.kernels else earlier_parts(k) for k in TABLES
-    ]
-    (best,) = (row[tables[0].columns.index("mean")] for row in tables[0].rows if row[0] == MORE)
+    table = earlier_parts() if options.take else parts(steps_of(options), options.seed)
+    taken = f"\n\nThe table is of commit {commit_of(FOLDER)}." if options.take else ""
+    best = by_system(table)[MORE]["mean"]
     against = [
         Against(
             what="average with everything but keys by need (the paper's system)",
@@ -249,7 +224,7 @@ def main(arguments_: Sequence[str] | None = None) -> None:
             ours=round(best, 3),
         )
     ]
-    show(*tables, against=against, width=180)
+    show(table, against=against, width=180)
     if options.quick:
         return
     write_results(
@@ -258,15 +233,15 @@ def main(arguments_: Sequence[str] | None = None) -> None:
         how=How.SIMULATED,
         profile=constants.profile(),
         seed=options.seed,
-        text=text_of(*tables) + taken_text([k for k in TABLES if k not in options.kernels]),
+        text=text_of(table) + taken,
         against=against,
-        tables=tables,
+        tables=[table],
         figures=[
             Picture(
                 name="parts",
                 caption="Parts of ours alone and together, over Plain-4D with interleaved 1F1B "
-                "(FlashAttention-2).",
-                figure=draw(tables[0]),
+                "(FlashAttention-3).",
+                figure=draw(table),
             )
         ],
     )

@@ -32,27 +32,26 @@ def test_a_row_has_what_its_name_says_and_a_plus_adds_to_the_row_above() -> None
         assert by_need == (name == beyond.NEED)
 
 
-def test_a_table_that_is_not_simulated_is_taken_from_earlier_results(
+def test_a_page_is_written_again_from_earlier_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    tables = [beyond.earlier_parts(kernel) for kernel in beyond.TABLES]
-    for table in tables:
-        assert [row[0] for row in table.rows] == list(beyond.variants("7b_128k"))
-    said = beyond.text_of(*tables)
+    table = beyond.earlier_parts()
+    assert [row[0] for row in table.rows] == list(beyond.variants("7b_128k"))
+    said = beyond.text_of(table)
     folder = tmp_path / "experiments" / "beyond" / "parts"
     common = {"title": "Old", "how": How.SIMULATED, "profile": "", "text": said}
-    write_results(folder, **common, tables=tables)
+    write_results(folder, **common, tables=[table])
     first = commit_of(folder)
-    csvs = [(folder / "results" / f"{t.name}.csv").read_text("utf-8") for t in tables]
+    csv = (folder / "results" / "parts.csv").read_text("utf-8")
     monkeypatch.setattr(beyond, "FOLDER", folder)
     for _ in range(2):
         monkeypatch.setattr("experiments.harness.pages.commit", lambda: "later")
-        beyond.main(["--kernels"])
+        beyond.main(["--take"])
         page = (folder / "results" / "README.md").read_text("utf-8")
         assert f"is of commit {first}." in page
     assert said in page
-    assert csvs == [(folder / "results" / f"{t.name}.csv").read_text("utf-8") for t in tables]
+    assert csv == (folder / "results" / "parts.csv").read_text("utf-8")
     (folder / "results" / "README.md").write_text("no page", "utf-8")
     with pytest.raises(ValueError, match="names no commit"):
         commit_of(folder)
