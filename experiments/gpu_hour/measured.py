@@ -178,6 +178,38 @@ def exchange(setting: Setting) -> Answer:
     return answer
 
 
+SMALL_LAYERS = (
+    *("model.hidden_size=64", "model.num_heads=32", "model.num_kv_heads=32"),
+    *("model.ffn_hidden_size=64", "data.context_window=512", "data.row_multiple=16"),
+)
+"""Settings with which a CPU tries `layers`."""
+
+
+def layers(setting: Setting) -> Answer:
+    """What balance gains if every rank's layers are measured in turn, beside what is predicted."""
+    out = setting.of("layers") / "layers.json"
+    command = ["--device", setting.device, "--out", str(out)]
+    if setting.device == "cpu":
+        command += ["--steps", "1", "--rounds", "1", "--set", *SMALL_LAYERS]
+    elif setting.quick:
+        command += ["--steps", "4", "--rounds", "1"]
+    python("-m", "experiments.gpu_hour.layers", *command)
+    found = json.loads(out.read_text("utf-8"))
+    answer = Answer(figures=found)
+    for config, systems in found["configs"].items():
+        plain = systems[COMPARED[0]]
+        for system in COMPARED[1:]:
+            made = systems[system]
+            answer.within(
+                f"{config}, {system} over Plain-4D, every rank's layers measured",
+                plain["predicted_s"] / made["predicted_s"],
+                plain["measured_s"] / made["measured_s"],
+                share=SPEEDUP_ERROR,
+                unit="x",
+            )
+    return answer
+
+
 def balance(setting: Setting) -> Answer:
     """Plain-4D, the paper's system and ours on the same documents: measured beside simulated."""
     run, folder = balanced(setting), setting.of("balance")

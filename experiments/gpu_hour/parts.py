@@ -73,6 +73,13 @@ PARTS = (
         quick_limit_s=120,
     ),
     Part(
+        name="layers",
+        title="what balance gains with the measured layers of every rank of a cluster",
+        answer=measured.layers,
+        limit_s=300,
+        quick_limit_s=150,
+    ),
+    Part(
         name="restart",
         title="whether a killed run goes on with the same losses",
         answer=checks.restart,

@@ -57,3 +57,20 @@ def test_several_gpus_measure_collectives(
     command = ("-m", "wlb", "profile", "--device", "cuda")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
     assert arguments[: len(command) + 5 * (gpus > 1)] == (*launcher * (gpus > 1), *command)
+
+
+def test_measured_layers_are_held_against_predicted_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting(folder=tmp_path, device="cuda", gpus=1, quick=True)
+    seconds = {"plain_4d": (13.0, 13.0), "paper": (10.0, 10.1), "wlb": (10.0, 12.0)}
+
+    def python(*arguments: str) -> None:
+        assert arguments[:2] == ("-m", "experiments.gpu_hour.layers")
+        out = Path(arguments[arguments.index("--out") + 1])
+        rows = {s: {"predicted_s": p, "measured_s": m} for s, (p, m) in seconds.items()}
+        out.write_text(json.dumps({"configs": {"7b_128k": rows}}), "utf-8")
+
+    monkeypatch.setattr(measured, "python", python)
+    verdicts = [row.verdict for row in measured.layers(setting).rows]
+    assert verdicts == [Verdict.HOLDS, Verdict.DIFFERS]
