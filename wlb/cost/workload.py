@@ -336,15 +336,18 @@ class LinearCost:
     def ns_per_token(self) -> dict[str, float]:
         """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
         parallel, exposed = self.parallel, 1 - self.tp_overlap
+        # Each term: forward, backward, and what backward runs again, of one layer.
         terms = {
             "gemm": self._products_with_load_ns(),
             "elementwise": self._in_layer(self._mean(self._elementwise_of)),
+            # Bandwidth alone; the latency of collectives is a constant of a micro-batch.
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
                 for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
             ),
             "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
         }
+        # Experts' rows are put into another order, and ranks wait where nothing hides that.
         if self.parallel.ep > 1:
             share, waits = self._routed_share, self._routed_work().waits(self.expert_stages)
             both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
@@ -389,6 +392,7 @@ class LinearCost:
         for i, (rows, columns) in enumerate(layer_matrices(model)):
             if i not in matrices:
                 continue
+            # TP divides the matrix, CP the tokens. FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
             weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, weights)[0])
@@ -439,6 +443,7 @@ class LinearCost:
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
         scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
+        # Gathered keys are not kept: backward gathers again, in full recompute as part of it.
         if self.recomputed_work.attention:
             return gather, scatter, gather
         return gather, scatter + gather, 0.0
@@ -452,6 +457,7 @@ class LinearCost:
         return gathers * gather + scatters * scatter
 
     def gather_and_scatter(self, span_ranks: int, num_ranks: int) -> list[CollectiveCost]:
+        """Costs of an all-gather and of a reduce-scatter of `num_ranks` among `span_ranks`."""
         return [
             self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks)
             for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
