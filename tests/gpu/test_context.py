@@ -24,7 +24,7 @@ from wlb.parallel.context_op import gradients_by_row, segment_keys
 from wlb.parallel.rows import attention_rows
 from wlb.parallel.world import World
 from wlb.plan import local_tokens
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import ModelSpec
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -10,7 +10,7 @@ from wlb.parallel import context_op, overlap_op
 from wlb.parallel.context import ContextAttention, HeadShape
 from wlb.parallel.rows import attention_rows
 from wlb.plan import KeyExchange
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 
 D = 8
 

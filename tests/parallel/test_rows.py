@@ -26,8 +26,7 @@ from wlb.plan import (
     local_tokens,
     split_long,
 )
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 ROWS = 6
 GATHERED = ["a0", "a1", "a4", "b0", ".", ".", "a2", "a3", "b1", "b2", ":", ":"]

@@ -20,7 +20,7 @@ from wlb.model.swiglu import gated
 from wlb.parallel.context_op import gradients_by_row
 from wlb.parallel.rows import attention_rows
 from wlb.plan import KeyExchange, local_tokens
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import Activation
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
