@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tests.parallel.test_context import Case, Tensors, one_process
 from wlb.kernels import Segments
-from wlb.kernels.backend import SavedTensors
-from wlb.kernels.op import backward, forward
+from wlb.kernels.op import SavedTensors, backward, forward
 from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import Attention, Ops

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from wlb.kernels.backend import sum_dtype
 from wlb.kernels.fused import fused_norm
+from wlb.kernels.op import sum_dtype
 from wlb.spec import ModelSpec
 
 

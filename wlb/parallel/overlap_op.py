@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Segments
-from wlb.kernels.backend import SavedTensors, sum_dtype
-from wlb.kernels.op import attention_like, backward, custom_op, forward
+from wlb.kernels.op import SavedTensors, attention_like, backward, custom_op, forward, sum_dtype
 from wlb.parallel.context_op import (
     gathered_like,
     gradient_slot,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import sum_dtype
-from wlb.kernels.op import contiguous_like, custom_op
+from wlb.kernels.op import contiguous_like, custom_op, sum_dtype
 
 
 @custom_op("fused_rotate", fake=lambda x, *_: x.new_empty(x.shape))
