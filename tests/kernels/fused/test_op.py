@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from tests.kernels.fused.interpreter import interpret
 from wlb.kernels.fused import fused_gated, fused_norm, fused_rotate, fused_sum_uses, launch
 from wlb.kernels.fused.op import fused_gated_backward, fused_norm_backward
-from wlb.model.norm import ZeroCentredNorm, normalise
-from wlb.model.rope import rotate
-from wlb.model.swiglu import gated
+from wlb.model.elementwise import ZeroCentredNorm, gated, normalise, rotate
 from wlb.parallel.context_op import gradients_by_row
 from wlb.parallel.rows import attention_rows
 from wlb.plan import KeyExchange, local_tokens
