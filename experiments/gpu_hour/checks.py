@@ -13,7 +13,7 @@ from experiments.gpu_hour.setting import ROOT, Answer, Setting, Verdict, emptied
 from wlb.report.run.records import read_run
 
 GPU_TESTS = ("tests/gpu", "tests/kernels", "tests/profile")
-CPU_TESTS = ("tests/kernels/test_attend.py", "-k", "sdpa and float32 and cpu")
+CPU_TESTS = ("tests/kernels/test_op_attend.py", "-k", "sdpa and float32 and cpu")
 KILLED_AT = 5
 """The run is killed once this many steps are in its metrics."""
 

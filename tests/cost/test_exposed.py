@@ -17,8 +17,7 @@ from wlb.cost import (
     waits_ns,
 )
 from wlb.plan import IntArray, KeyExchange, ShardingPlan, rows_moved
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 from wlb.spec import ParallelSpec
 
 COST = ProfiledWorkload(

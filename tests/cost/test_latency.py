@@ -16,8 +16,7 @@ from wlb.cost import (
     load_profile,
 )
 from wlb.plan import KeyExchange, ShardingPlan, UserError
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 from wlb.spec import ParallelSpec, Recompute
 
 MODEL = replace(LLAMA2_7B, num_kv_heads=8)

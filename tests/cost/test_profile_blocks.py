@@ -23,7 +23,7 @@ from wlb.cost import (
 from wlb.cost.profile_file import profile_from_json, profile_to_json, save_profile
 from wlb.plan import UserError
 from wlb.profile.calibrate import scaled_profile
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import ModelSpec, ParallelSpec
 
 BLOCKS = BlockCost(forward_ns=1.0, backward_ns=5.5, tail_forward_ns=27.5, tail_backward_ns=23.0)

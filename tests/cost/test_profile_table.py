@@ -15,7 +15,7 @@ from wlb.cost import (
     attention_latency,
     load_profile,
 )
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import ModelSpec, ParallelSpec
 
 AXIS = np.array([1.0, 8192.0])

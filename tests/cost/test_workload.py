@@ -23,7 +23,7 @@ from wlb.cost import (
 )
 from wlb.cost.mismatch import extrapolated
 from wlb.plan import KeyExchange, rows_moved
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_sequence
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec, load
 
 SMALL = ModelSpec(hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=192)

@@ -29,7 +29,7 @@ from wlb.packing import (
 from wlb.parallel.rows import rank_labels
 from wlb.plan import IGNORE, UNCOUNTED, PlannerState, UserError
 from wlb.planner import Planner
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 
 
 def write(prefix, documents, **options):

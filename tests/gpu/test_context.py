@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from tests.parallel.test_context import Case, Tensors, one_process
 from wlb.kernels import Segments
-from wlb.kernels.backend import SavedTensors
-from wlb.kernels.op import backward, forward
+from wlb.kernels.op import SavedTensors, backward, forward
 from wlb.launch.local import run_local
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import Attention, Ops
@@ -25,7 +24,7 @@ from wlb.parallel.context.op import gradients_by_row, segment_keys
 from wlb.parallel.context.rows import rank_exchange
 from wlb.parallel.world import World
 from wlb.plan import exchange_of, local_tokens
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import ModelSpec
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

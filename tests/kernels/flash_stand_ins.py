@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import SavedTensors
+from wlb.kernels.op import SavedTensors
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Scores, Segments
 

@@ -2,7 +2,7 @@
 
 The real packages need a GPU and are not among the test requirements; `flash_stand_ins` takes their
 place. These tests show that calls fit the signatures and mean the right thing. That the kernels
-compute it is left to the parity tests of test_attend.py, on a GPU.
+compute it is left to the parity tests of test_op_attend.py, on a GPU.
 """
 
 import sys
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tests.kernels.flash_stand_ins import CALLS, STAND_INS, flash2_forward
 from tests.words import lacks
-from wlb.kernels.backend import SavedTensors
 from wlb.kernels.flash import (
     FLASH2,
     FLASH3,
@@ -29,6 +28,7 @@ from wlb.kernels.flash import (
     wheel_index,
 )
 from wlb.kernels.flash_package import FlashFunction, FlashPackage
+from wlb.kernels.op import SavedTensors
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Scores, Segments
 

@@ -8,8 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from wlb.kernels import Segments, attend, sdpa
-from wlb.kernels.backend import kernel_name
-from wlb.kernels.op import attend_backward_op, attend_op
+from wlb.kernels.op import attend_backward_op, attend_op, kernel_name
 from wlb.kernels.segments import _HOST_PARTS
 
 ON_CPU = ("sdpa", "reference")

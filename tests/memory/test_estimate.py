@@ -15,7 +15,7 @@ from wlb.memory.estimate import (
     workspaces_bytes,
 )
 from wlb.plan import KeyExchange
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import (
     AttentionBackend,
     Dtype,

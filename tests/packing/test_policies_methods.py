@@ -15,7 +15,7 @@ from wlb.packing import CapacityPacker, ExamplesPacker, PackerOptions, packer_fo
 from wlb.parallel.rows import rank_labels
 from wlb.plan import IGNORE, Documents, GlobalBatch, Layout, PackingPlan
 from wlb.planner import Planner
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_sequence
 from wlb.spec import METHODS, RunSpec, load
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=10)

@@ -28,7 +28,7 @@ from wlb.parallel.world import World
 from wlb.plan import KeyExchange, ShardingPlan, exchange_of, local_tokens, offsets_of
 from wlb.plan.exchange import STAGE_ROWS
 from wlb.sharding import NAMES, shard
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_sequence
 from wlb.spec import load
 
 pytestmark = pytest.mark.dist

@@ -14,7 +14,7 @@ from wlb.parallel.context.attention import ContextAttention, HeadShape
 from wlb.parallel.context.exchange import flatten, stages_of, to_device
 from wlb.parallel.context.rows import RankExchange, Transfer, rank_exchange
 from wlb.plan import KeyExchange, exchange_of
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 
 D = 8
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.case import Case, Reader, packing, packing_of, pipeline_plan, spec_of
 from tests.sets import full
-from wlb.kernels.observe import observing
+from wlb.kernels.op import observing
 from wlb.launch.local import run_local
 from wlb.parallel import collectives
 from wlb.parallel.context import op

@@ -11,7 +11,7 @@ from wlb.launch.local import run_local
 from wlb.parallel.collectives import agree
 from wlb.parallel.context.attention import ContextAttention
 from wlb.parallel.world import World
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 
 pytestmark = pytest.mark.dist
 

@@ -16,8 +16,7 @@ import pytest
 
 from wlb.parallel.context.rows import RankExchange, RankStage, Transfer, rank_exchange
 from wlb.plan import IntArray, KeyExchange, ShardingPlan, exchange_of, local_tokens
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 ROWS = 6
 GATHERED = ["a0", "a1", "a4", "b0", ".", ".", "a2", "a3", "b1", "b2", ":", ":"]

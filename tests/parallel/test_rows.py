@@ -8,8 +8,7 @@ import numpy as np
 
 from wlb.parallel.rows import rank_labels, rank_tokens
 from wlb.plan import IGNORE, Documents, MicroBatch, Pieces, ShardingPlan, split_long
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 ROWS = 6
 

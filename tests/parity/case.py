@@ -10,7 +10,7 @@ from torch import Tensor
 from wlb.model import ExpertRows, Llama, build_reference, local_rows
 from wlb.parallel.rows import IGNORE, rank_labels, rank_tokens
 from wlb.plan import KeyExchange, PackingPlan, Pieces, PipelinePlan, local_tokens, offsets_of
-from wlb.sharding import STRATEGIES
+from wlb.sharding.paper import per_document, per_sequence
 from wlb.spec import (
     EpSection,
     ExchangeChoice,
@@ -224,7 +224,8 @@ def pipeline_plan(plan: PackingPlan, spec: RunSpec, pipeline: int, strategy: str
     """Gives this pipeline micro-batches pipeline, pipeline + dp, ..."""
     batches = tuple(plan.micro_batches[pipeline :: spec.parallel.dp])
     cp = spec.parallel.cp
-    shardings = (STRATEGIES[strategy](b.lengths, cp=cp) for b in batches)
+    made = {"per_sequence": per_sequence, "per_document": per_document}[strategy]
+    shardings = (made(b.lengths, cp=cp) for b in batches)
     exchange = KeyExchange(spec.sharding.exchange)
     return PipelinePlan(
         step=plan.step,

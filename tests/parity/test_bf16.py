@@ -11,7 +11,7 @@ from tests.parity.case import Case, Reader, packing, pipeline_plan, reference_lo
 from tests.sets import full, nightly
 from wlb.launch.local import run_local
 from wlb.model import build_reference, llama
-from wlb.model.rope import rotate
+from wlb.model.elementwise import rotate
 from wlb.parallel.execute import Executor
 from wlb.parallel.mesh import build_mesh
 from wlb.parallel.world import World, rank_device

@@ -19,8 +19,7 @@ from wlb.plan import (
 )
 from wlb.plan.exchange import STAGE_ROWS
 from wlb.sharding import NAMES, shard
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)
 

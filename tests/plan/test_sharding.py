@@ -14,7 +14,7 @@ from wlb.plan import (
     ranges,
     row_multiple,
 )
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 
 
 @pytest.mark.parametrize(

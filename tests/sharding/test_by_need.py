@@ -18,9 +18,9 @@ from wlb.cost import (
 )
 from wlb.data import lengths_of_family
 from wlb.plan import rows_moved
-from wlb.sharding.attention_price import cheapest
 from wlb.sharding.by_need import by_need, spans_of
 from wlb.sharding.fill import FillCut, FillPart
+from wlb.sharding.paper import cheapest
 from wlb.spec import ParallelSpec
 
 FLOPS = FlopsWorkload(quadratic_ns=1)

@@ -12,8 +12,7 @@ from wlb.plan import ShardingPlan
 from wlb.sharding import NAMES, shard
 from wlb.sharding.balanced import balanced
 from wlb.sharding.hybrid import hybrid
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 from wlb.spec import ModelSpec, ParallelSpec
 
 

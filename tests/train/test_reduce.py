@@ -25,7 +25,7 @@ from wlb.plan import (
     int_array,
     key_rows,
 )
-from wlb.sharding import STRATEGIES as SHARDINGS
+from wlb.sharding.paper import per_document, per_sequence
 from wlb.spec import ParallelSpec
 from wlb.train.reduce import PlanMismatch, StepReducer
 
@@ -54,8 +54,8 @@ def one_token_less(plan: StepPlan) -> StepPlan:
 
 def sharded_otherwise(mine: PipelinePlan) -> PipelinePlan:
     """Returns the same micro-batches, each sharded by the strategy that was not chosen."""
-    other = {"per_sequence": "per_document", "per_document": "per_sequence"}
-    shardings = tuple(SHARDINGS[other[s.strategy]](s.lengths, cp=s.cp) for s in mine.shardings)
+    other = {"per_sequence": per_document, "per_document": per_sequence}
+    shardings = tuple(other[s.strategy](s.lengths, cp=s.cp) for s in mine.shardings)
     return replace(mine, shardings=shardings)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from wlb.doctor.facts import Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.kernels import Scores, Segments, attend, select_backend
-from wlb.kernels.backend import kernel_name
+from wlb.kernels.op import kernel_name
 from wlb.kernels.segments import PLAIN
 from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import Gradients, SavedTensors, sum_dtype
+from wlb.kernels.op import Gradients, SavedTensors, sum_dtype
 
 _MOST = 1 << 24
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import Gradients, SavedTensors, kernel_name
+from wlb.kernels.op import Gradients, SavedTensors, kernel_name
 from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.plan import UserError
 from wlb.spec import AttentionBackend

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import Gradients, SavedTensors, empty_lse
+from wlb.kernels.op import Gradients, SavedTensors, empty_lse
 from wlb.kernels.segments import Segments
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name, sum_dtype
 from wlb.kernels.capped import capped_backward, capped_forward
+from wlb.kernels.op import Gradients, SavedTensors, fixed_order, kernel_name, sum_dtype
 from wlb.kernels.segments import Segments, copy_to_device
 
 flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from wlb.kernels.backend import kernel_name
 from wlb.kernels.flash import DETERMINISTIC_FLASH_BACKENDS, FLASH_BACKENDS
 from wlb.kernels.flash_package import FlashBackend, wrong_tensors
+from wlb.kernels.op import BACKENDS, kernel_name
+from wlb.kernels.reference import REFERENCE
+from wlb.kernels.sdpa import SDPA, SDPA_DETERMINISTIC
 from wlb.kernels.segments import PLAIN, Scores
 from wlb.kernels.torch_varlen import TORCH_VARLEN, TORCH_VARLEN_DETERMINISTIC, TorchVarlenBackend
 from wlb.plan import UserError
@@ -35,6 +37,14 @@ _CHECKED: dict[str, TorchVarlenBackend | FlashBackend] = {
         *(TORCH_VARLEN_DETERMINISTIC, *DETERMINISTIC_FLASH_BACKENDS),
     )
 }
+BACKENDS.update(
+    (backend.name, backend)
+    for backend in (
+        *(SDPA, TORCH_VARLEN, *FLASH_BACKENDS),
+        *(SDPA_DETERMINISTIC, TORCH_VARLEN_DETERMINISTIC, *DETERMINISTIC_FLASH_BACKENDS),
+        REFERENCE,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

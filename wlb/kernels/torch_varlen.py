@@ -11,7 +11,6 @@ import torch
 import torch.nn.attention.varlen
 from torch import Tensor
 
-from wlb.kernels.backend import Gradients, SavedTensors, fixed_order, kernel_name
 from wlb.kernels.flash_package import (
     DTYPES,
     before_ampere,
@@ -19,6 +18,7 @@ from wlb.kernels.flash_package import (
     wrong_head_size,
     wrong_tensors,
 )
+from wlb.kernels.op import Gradients, SavedTensors, fixed_order, kernel_name
 from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.plan import UserError
 

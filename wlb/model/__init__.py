@@ -1,5 +1,8 @@
 """A plain decoder over packed rows: LLaMA, Mistral, Qwen, Gemma, mixtures of experts."""
 
+from wlb.model.elementwise import inverse_frequencies as inverse_frequencies
+from wlb.model.elementwise import rope_tables as rope_tables
+from wlb.model.elementwise import rotate as rotate
 from wlb.model.expert_layer import ExpertRows as ExpertRows
 from wlb.model.llama import Attend as Attend
 from wlb.model.llama import LayerRows as LayerRows
@@ -13,6 +16,3 @@ from wlb.model.local import local_rows as local_rows
 from wlb.model.loss import VocabularyShard as VocabularyShard
 from wlb.model.loss import capped as capped
 from wlb.model.loss import head_loss as head_loss
-from wlb.model.rope import inverse_frequencies as inverse_frequencies
-from wlb.model.rope import rope_tables as rope_tables
-from wlb.model.rope import rotate as rotate

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from wlb.model.elementwise import gated, norm_of, normalise, rotate
 from wlb.model.expert_layer import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
-from wlb.model.norm import norm_of, normalise
-from wlb.model.rope import rotate
-from wlb.model.swiglu import gated
 from wlb.plan import digest
 from wlb.spec import Activation, ModelSpec
 

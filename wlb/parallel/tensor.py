@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from wlb.model import Ops, VocabularyShard
-from wlb.model.norm import normalise
+from wlb.model.elementwise import normalise
 from wlb.parallel.collectives import (
     all_gather,
     all_reduce,

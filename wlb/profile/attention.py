@@ -18,8 +18,7 @@ import torch
 from wlb.cost import FlopsWorkload
 from wlb.data import LengthFamily
 from wlb.kernels import Segments
-from wlb.kernels.backend import SavedTensors
-from wlb.kernels.op import backward, forward
+from wlb.kernels.op import SavedTensors, backward, forward
 from wlb.kernels.sdpa import PADDED_LENGTHS
 from wlb.kernels.tiles import Tiles, tiles_of
 from wlb.plan import IntArray, digest, offsets_of

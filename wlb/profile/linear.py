@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from wlb.cost.flops import layer_matrices, rank_model
 from wlb.kernels.fused import choose_fused
 from wlb.model import Ops
+from wlb.model.elementwise import gated, inverse_frequencies, normalise, rope_tables, rotate
 from wlb.model.llama import DecoderLayer, LocalAttend, Rows
 from wlb.model.loss import head_loss
-from wlb.model.norm import normalise
-from wlb.model.rope import inverse_frequencies, rope_tables, rotate
-from wlb.model.swiglu import gated
 from wlb.plan import UserError
 from wlb.profile.tasks import Numbers, Task
 from wlb.profile.timing import KernelTimer

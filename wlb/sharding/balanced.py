@@ -15,12 +15,17 @@ import numpy as np
 from wlb.cost import WorkloadModel
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import IntArray, IntLike, ShardingPlan
-from wlb.sharding.attention_price import GATHER, cheapest
 from wlb.sharding.by_need import by_need
 from wlb.sharding.hybrid import hybrid, shares_of
-from wlb.sharding.per_document import document_chunks
-from wlb.sharding.per_sequence import head_tail_ranks
-from wlb.sharding.spans import RankedSpans, checked_lengths, from_spans
+from wlb.sharding.paper import (
+    GATHER,
+    RankedSpans,
+    cheapest,
+    checked_lengths,
+    document_chunks,
+    from_spans,
+    head_tail_ranks,
+)
 from wlb.spec import ExchangeChoice
 
 STRATEGY = "balanced"

@@ -12,7 +12,7 @@ import numpy as np
 from wlb.cost import HiddenExchange, WorkloadModel, ideal_kernels_ns
 from wlb.cost.pairs import causal_pairs
 from wlb.plan import FloatArray, IntArray, IntLike, UserError
-from wlb.sharding.spans import checked_lengths
+from wlb.sharding.paper import checked_lengths
 
 TRIED_SPLITS = 256
 """Numbers of tokens of the longest document that another node is taken to hold."""

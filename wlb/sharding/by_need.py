@@ -16,7 +16,7 @@ from wlb.plan import FloatArray, IntArray, ShardingPlan
 from wlb.plan.exchange import rank_of_span
 from wlb.sharding.fill import TILE, FillCut, FillOptions, FillPart, HeadWork, fill, parts_of
 from wlb.sharding.nodes import split
-from wlb.sharding.spans import RankedSpans, from_spans
+from wlb.sharding.paper import RankedSpans, from_spans
 
 ROUNDS = 4
 SHARES = (3 / 2, 2, 4)

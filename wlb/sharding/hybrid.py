@@ -11,10 +11,18 @@ import numpy as np
 
 from wlb.cost import WorkloadModel
 from wlb.plan import IntArray, IntLike, ShardingPlan, offsets_of
-from wlb.sharding.attention_price import GATHER, cheapest
-from wlb.sharding.per_document import document_chunks, per_document
-from wlb.sharding.per_sequence import head_tail_ranks, per_sequence
-from wlb.sharding.spans import RankedSpans, checked_lengths, cut_sequence, from_spans
+from wlb.sharding.paper import (
+    GATHER,
+    RankedSpans,
+    cheapest,
+    checked_lengths,
+    cut_sequence,
+    document_chunks,
+    from_spans,
+    head_tail_ranks,
+    per_document,
+    per_sequence,
+)
 from wlb.spec import ExchangeChoice
 
 STRATEGY = "hybrid"

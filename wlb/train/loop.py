@@ -63,7 +63,7 @@ class Trainer:
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
-        self.reducer = StepReducer(mesh, tuple(STRATEGIES), spec.model)
+        self.reducer = StepReducer(mesh, STRATEGIES, spec.model)
         self.nonfinite = NonfiniteSteps(spec.training.on_nonfinite)
         self.stop_request = stop_request or StopRequest(spec.run, rank=mesh.rank)
         self.context = self._context()

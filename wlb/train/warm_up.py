@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.kernels import BACKENDS, Scores, Segments
-from wlb.kernels.backend import SavedTensors
 from wlb.kernels.flash_package import FlashBackend
+from wlb.kernels.op import SavedTensors
 from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.parallel.connect import warm
 from wlb.spec import ExchangeChoice, RunSpec

@@ -16,7 +16,7 @@ from experiments.harness.constants import profile
 from experiments.harness.evaluation import Case, batches_of, spec_of
 from wlb.cost import workload_of
 from wlb.model.llama import DecoderLayer
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.simulate import ShardedStep, Simulator, StepPrices, planner_of, sharded_steps
 from wlb.spec import ModelSpec, RunSpec
 

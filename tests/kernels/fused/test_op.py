@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from tests.kernels.fused.interpreter import interpret
 from wlb.kernels.fused import fused_gated, fused_norm, fused_rotate, fused_sum_uses, launch
 from wlb.kernels.fused.op import fused_gated_backward, fused_norm_backward
-from wlb.model.norm import ZeroCentredNorm, normalise
-from wlb.model.rope import rotate
-from wlb.model.swiglu import gated
+from wlb.model.elementwise import ZeroCentredNorm, gated, normalise, rotate
 from wlb.parallel.context.op import gradients_by_row
 from wlb.parallel.context.rows import rank_exchange
 from wlb.plan import KeyExchange, exchange_of, local_tokens
-from wlb.sharding.per_document import per_document
+from wlb.sharding.paper import per_document
 from wlb.spec import Activation
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64

@@ -11,7 +11,7 @@ import torch
 from tests.parity.case import Case, Reader, packing, pipeline_plan, spec_of
 from tests.sets import full
 from wlb.kernels import Segments, attend, observing
-from wlb.kernels.observe import observed
+from wlb.kernels.op import observed
 from wlb.launch.local import run_local
 from wlb.launch.position import Position
 from wlb.parallel.execute import Executor

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wlb.kernels.backend import sum_dtype
-from wlb.kernels.op import contiguous_like, custom_op
+from wlb.kernels.op import contiguous_like, custom_op, sum_dtype
 
 
 @custom_op("fused_rotate", fake=lambda x, *_: x.new_empty(x.shape))
 def fused_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotary embedding (`wlb.model.rope.rotate`), or with `inverse` by the opposite angles."""
+    """Rotary embedding (`rotate` of `wlb.model`), or with `inverse` by the opposite angles."""
     from wlb.kernels.fused import launch
 
     if x_THD.stride(-1) != 1:

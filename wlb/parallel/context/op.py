@@ -14,9 +14,16 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Segments
-from wlb.kernels.backend import SavedTensors, sum_dtype
 from wlb.kernels.fused import fused_sum_uses
-from wlb.kernels.op import BACKENDS, attention_like, backward, custom_op, forward
+from wlb.kernels.op import (
+    BACKENDS,
+    SavedTensors,
+    attention_like,
+    backward,
+    custom_op,
+    forward,
+    sum_dtype,
+)
 from wlb.parallel.context.exchange import DeviceStage, stages_of
 from wlb.parallel.context.rows import Transfer
 

@@ -6,8 +6,7 @@ import pytest
 from wlb.cost import FlopsWorkload, attention_latency
 from wlb.plan import ShardingPlan
 from wlb.sharding import shard
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
 

@@ -6,9 +6,7 @@ import pytest
 from wlb.cost import FlopsWorkload, attention_latency
 from wlb.plan import ShardingPlan
 from wlb.sharding import NAMES, shard
-from wlb.sharding.attention_price import cheapest
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import cheapest, per_document, per_sequence
 
 FLOPS = FlopsWorkload(quadratic_ns=1)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from wlb.model.swiglu import gated
+from wlb.model.elementwise import gated
 from wlb.spec import Activation
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from wlb.kernels import BACKENDS, Scores, Segments, attend, sdpa, select_backend, torch_varlen
-from wlb.kernels.backend import SavedTensors, empty_lse, fixed_order, kernel_name
-from wlb.kernels.op import backward, forward
+from wlb.kernels.op import SavedTensors, backward, empty_lse, fixed_order, forward, kernel_name
 from wlb.kernels.torch_varlen import TorchVarlenBackend
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from wlb.model.norm import ZeroCentredNorm, norm_of, normalise
+from wlb.model.elementwise import ZeroCentredNorm, norm_of, normalise
 from wlb.spec import ModelSpec
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from wlb.plan import ShardingPlan
-from wlb.sharding.per_document import per_document
-from wlb.sharding.per_sequence import per_sequence
+from wlb.sharding.paper import per_document, per_sequence
 
 
 def show(plan: ShardingPlan) -> list[list[tuple[int, int, int]]]:

@@ -1,0 +1,181 @@
+"""What a layer does to each row by itself, beside its matrix products: norms, RoPE, gated MLPs.
+
+Each is plain torch code, which is its definition, or one fused kernel (`wlb.kernels.fused`). Where
+autograd would save more tensors than backward needs, a function saves fewer and computes the rest
+again. Shapes: T rows, C channels, H heads, D head size, F the MLP's width.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, rms_norm, silu
+
+from wlb.kernels.fused import fused_gated, fused_norm, fused_rotate
+from wlb.kernels.op import sum_dtype
+from wlb.spec import Activation, ModelSpec, RopeKind, RopeScaling
+
+
+class ZeroCentredNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(self, x, self.weight)
+
+
+def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
+    """RMSNorm of `width` channels, around one (LLaMA) or around zero (Gemma)."""
+    made = ZeroCentredNorm if spec.zero_centred_norms else nn.RMSNorm
+    return made(width, eps=spec.norm_eps)
+
+
+def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool = False) -> Tensor:
+    """`norm` of rows, [T, C] or heads [T, H, C], with this weight, which may be a local part of
+    the module's."""
+    if isinstance(norm, ZeroCentredNorm):
+        assert norm.eps is not None
+        if fused:
+            out_TC, _ = fused_norm(x_TC.flatten(0, -2), 1 + weight_C.to(sum_dtype(x_TC)), norm.eps)
+            return out_TC.view(x_TC.shape)
+        if torch.compiler.is_compiling():
+            return _around_zero(x_TC, weight_C, norm.eps)[0]
+        return _AroundZero.apply(x_TC, weight_C, norm.eps)  # pyright: ignore[reportReturnType]
+    if not fused:
+        return rms_norm(x_TC, norm.normalized_shape, weight_C, norm.eps)
+    assert norm.eps is not None
+    out_TC, _ = fused_norm(x_TC.flatten(0, -2), weight_C, norm.eps)
+    return out_TC.view(x_TC.shape)
+
+
+def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, rounded once, and each row's reciprocal root mean square, [..., 1]."""
+    wide = x.to(sum_dtype(x))
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * rstd * (1 + weight_C.to(wide.dtype))).to(x.dtype), rstd
+
+
+class _AroundZero(torch.autograd.Function):
+    """`_around_zero`, which keeps rows in their own dtype; autograd would keep them in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        out, rstd = _around_zero(x, weight_C, eps)
+        ctx.save_for_backward(x, weight_C, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_C, rstd = ctx.saved_tensors
+        grad = grads[0].to(rstd.dtype)
+        normed = x.to(rstd.dtype) * rstd
+        dweight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * (1 + weight_C.to(rstd.dtype))
+        dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * rstd
+        return dx.to(x.dtype), dweight.to(weight_C.dtype), None
+
+
+def inverse_frequencies(
+    spec: ModelSpec, device: torch.device | str = "cpu", *, slides: bool = False
+) -> Tensor:
+    """Angle per position for each pair of channels, float32, shape [D / 2]: rotary embedding in
+    Hugging Face's layout (rotate-half). slides: of layers with a sliding window."""
+    steps = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device)
+    if slides and spec.sliding_rope_theta:
+        return (spec.sliding_rope_theta ** (-steps / spec.head_size)).float()
+    frequency = spec.rope_theta ** (-steps / spec.head_size)
+    return _scaled(frequency, spec.rope_theta, spec.rope_scaling).float()
+
+
+def _scaled(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    if not scaling.is_on:
+        return frequency
+    match scaling.kind:
+        case RopeKind.LLAMA3:
+            return _llama3(frequency, scaling)
+        case RopeKind.LINEAR:
+            return frequency / scaling.factor
+        case RopeKind.YARN:
+            return _yarn(frequency, theta, scaling)
+
+
+def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
+    wavelength = 2 * math.pi / frequency
+    low, high = scaling.bounds
+    blend = (scaling.original_context / wavelength - low) / (high - low)
+    blend = blend.clamp(0.0, 1.0)
+    return frequency * (blend + (1 - blend) / scaling.factor)
+
+
+def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN (Peng et al., 2023): keep the first pairs, which turn often in the original context,
+    divide the last by `factor`, and blend linearly, pair by pair, in between."""
+    num_pairs = frequency.shape[0]
+
+    def pair_of(turns: float) -> float:
+        """The pair, not a whole number, that turns so often in the original context."""
+        wavelength = scaling.original_context / turns
+        return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+    slow, fast = scaling.bounds
+    first = max(0, math.floor(pair_of(fast)))
+    last = min(2 * num_pairs - 1, math.ceil(pair_of(slow)))
+    # The last pair that is kept may be the first that is divided.
+    width = last - first if last != first else 0.001
+    pairs = torch.arange(num_pairs, dtype=frequency.dtype, device=frequency.device)
+    divided = ((pairs - first) / width).clamp(0.0, 1.0)
+    return frequency * (1 - divided + divided / scaling.factor)
+
+
+def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
+    angles = positions_T.float()[:, None, None] * inverse
+    return angles.cos(), angles.sin()
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
+    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32. fused: in one kernel."""
+    if fused:
+        return fused_rotate(x_THD, cos, sin, False)
+    first, second = x_THD.float().chunk(2, -1)
+    out = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return out.to(x_THD.dtype)
+
+
+def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, fused: bool = False) -> Tensor:
+    """SwiGLU (SiLU) or GeGLU (GELU's tanh approximation): activation(gate) * up, [T, F] like both.
+
+    Only gate and up are saved. Autograd would also save activation(gate), a fourth tensor of the
+    MLP's width beside gate, up and the product (which the down projection saves). Backward computes
+    it again, in the same dtype, so gradients are bit-equal. fused: in one kernel, which saves as
+    little. torch.compile chooses the tensors that it saves.
+    """
+    if fused:
+        return fused_gated(gate_TF, up_TF, activation == Activation.GELU_TANH)
+    if torch.compiler.is_compiling():
+        return _activated(gate_TF, activation) * up_TF
+    return _Gated.apply(gate_TF, up_TF, activation)  # pyright: ignore[reportReturnType]
+
+
+def _activated(gate: Tensor, activation: Activation) -> Tensor:
+    return silu(gate) if activation == Activation.SILU else gelu(gate, approximate="tanh")
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return _activated(gate, activation) * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        gate, up = ctx.saved_tensors
+        (grad,) = grads
+        if ctx.activation == Activation.SILU:
+            d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        else:
+            d_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        # The product is made in place, so that at most three tensors of this size exist.
+        return d_gate, _activated(gate, ctx.activation).mul_(grad), None
