@@ -17,7 +17,6 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 from wlb.cost.machine import program_version
-from wlb.cost.pairs import FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.profile import (
     OPTIONAL,
     AttentionTable,
@@ -34,6 +33,7 @@ from wlb.cost.profile import (
     Scope,
 )
 from wlb.cost.profile_file import save_profile
+from wlb.cost.protocol import FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.surface import Surface, limit_growth
 
 Array = npt.NDArray[np.float64]

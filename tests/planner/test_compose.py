@@ -25,7 +25,7 @@ from wlb.packing import (
 from wlb.plan import PlannerState, StepMetrics, StepPlan, digest, int_array
 from wlb.plan.tally import Share
 from wlb.planner import Planner, open_heldout_planner
-from wlb.planner.deal import deal
+from wlb.planner.compose import deal
 from wlb.spec import Policy, load, system_overrides
 
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=50)

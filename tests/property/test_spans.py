@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.cost.pairs import causal_pairs
+from wlb.cost.protocol import causal_pairs
 from wlb.plan import IntArray, ShardingPlan, local_tokens, row_multiple
 from wlb.sharding import NAMES, shard
 

@@ -11,8 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost.latency import exchange_ns
-from wlb.cost.protocol import HiddenExchange, SlidingLayers, WorkloadModel, rows_of_layer
+from wlb.cost.protocol import (
+    HiddenExchange,
+    SlidingLayers,
+    WorkloadModel,
+    exchange_ns,
+    rows_of_layer,
+)
 from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, exchange_of, rank_of_span
 
 

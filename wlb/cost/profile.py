@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
+from wlb.cost.protocol import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.cost.surface import Cells, Curve, Surface
 from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 

@@ -1,26 +1,35 @@
-"""What packing and sharding know of prices: `WorkloadModel`, and the simplest one, a FLOPs ratio.
+"""What packing and sharding know of prices, from one segment to a sharded micro-batch.
 
-`wlb.cost.workload` has the one that a measured device prices (Eq. 2). A workload may also price an
-exchange of keys by need (`ExchangePrices`), know what hides it (`HiddenExchange`), and have layers
-with a sliding window (`SlidingLayers`).
+`WorkloadModel` is what prices pieces and segments, and `FlopsWorkload` the simplest one, a FLOPs
+ratio; `wlb.cost.workload` has the one that a measured device prices (Eq. 2). A workload may also
+price an exchange of keys by need (`ExchangePrices`), know what hides it (`HiddenExchange`), and
+have layers with a sliding window (`SlidingLayers`).
+
+`kernels_ns` and `attention_latency` price sharded micro-batches, for strategies and the simulator
+(Section 5.3). Launches and CP's collectives are added: K and V are exchanged forward and, by
+default, again in backward, and their gradients return. CP ranks meet in every layer, so a
+micro-batch waits for the slowest rank of each pass, not of the sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, tile_pairs
 from wlb.plan import (
     FloatArray,
     IntArray,
     IntLike,
+    KeyExchange,
     ShardingPlan,
     UserError,
     check_at_least,
+    offsets_of,
     rows_moved,
 )
 from wlb.plan.arrays import first_true
+from wlb.plan.sharding import RankTimes
 
 
 class WorkloadModel(Protocol):
@@ -162,6 +171,52 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
     return rows, keys
 
 
+FORWARD_FLOPS_PER_PAIR = 4
+"""Forward FLOPs per query-key pair, head and head_dim: a multiply-add each for QK^T and PV."""
+BACKWARD_FLOPS_PER_PAIR = 10
+"""The same in backward: a multiply-add each for QK^T again, dV, dP, dQ and dK."""
+
+
+def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
+    """Query-key pairs of segments of `q` rows that end at key `kv` (bottom-right causal).
+
+    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. With a
+    sliding window it sees the latest `sliding` of them (0 = all). Shape [n].
+    """
+    q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
+    if (i := first_true((q < 0) | (q > kv))) is not None:
+        raise ValueError(
+            f"segment {i} has q = {q.flat[i]} rows over kv = {kv.flat[i]} keys; a causal segment "
+            f"needs 0 <= q <= kv"
+        )
+    pairs = q * kv - q * (q - 1) // 2
+    if not sliding:
+        return pairs
+    # Row i leaves out kv - q + i + 1 - sliding keys, from the row on where that is above 0.
+    hidden = kv - q + 1 - sliding
+    first = np.clip(-hidden, 0, q)
+    return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
+
+
+def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 0) -> FloatArray:
+    """Pairs that a kernel on whole tiles of `tile_rows` query rows computes (Section 5.3).
+
+    Tile t of ceil(q / tile_rows) computes all its rows over the keys of its last row, kv - q +
+    (t + 1) * tile_rows, at most kv: 16 rows cost as much as 128. Tiles of one row give
+    `causal_pairs`. Floats, because mean lengths are allowed. With a sliding window a tile computes
+    no keys before those of its first row's window.
+    """
+    num_tiles = np.ceil(q / tile_rows)
+    full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
+    if sliding:
+        # Tile t leaves out kv - q + t * tile_rows + 1 - sliding keys, where that is above 0.
+        left_out = kv - q + 1 - sliding
+        first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
+        last = np.maximum(first, num_tiles) - 1
+        full = full - (num_tiles - first) * (left_out + tile_rows * (first + last) / 2)
+    return np.where(q > 0, tile_rows * (full + kv), 0.0)
+
+
 TILE_ROWS = 128
 """Query rows of a tile of FlashAttention's kernels on GPUs."""
 
@@ -229,3 +284,96 @@ LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8, tile_r
 """FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
 (its parameters) * d for linear layers; only the ratio matters. Segments fill tiles, so that
 strategies of sharding do not cut short documents finely."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionLatency(RankTimes):
+    """Attention times of a pipeline rank's layers. forward_ns, backward_ns: kernels and launches of
+    each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, of the slowest rank.
+    """
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    gather_forward_ns: int
+    exchange_backward_ns: int
+
+    @property
+    def slowest_ns(self) -> int:
+        """Time of the micro-batch's attention: `slowest_kernels_ns` and the collectives."""
+        return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank over the mean rank, kernels and launches of both passes."""
+        mean = float(self.forward_ns.mean() + self.backward_ns.mean())
+        return self.slowest_kernels_ns / mean if mean else 1.0
+
+
+def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
+    """Predicted attention time of each rank of `plan`; pure, integer nanoseconds."""
+    forward, backward = kernels_ns([plan], cost, cp=plan.cp)
+    gather, exchange = exchange_ns(plan, cost)
+    return AttentionLatency(
+        forward_ns=forward[0],
+        backward_ns=backward[0],
+        gather_forward_ns=gather,
+        exchange_backward_ns=exchange,
+    )
+
+
+def exchange_ns(
+    plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
+) -> tuple[int, int]:
+    """(forward, backward) collectives of a micro-batch's keys and values by the plan's exchange.
+
+    num_rows: rows of all ranks, padding included, which an all-gather moves as well; None: without
+    padding. UserError if the workload does not price the plan's exchange.
+    """
+    if plan.exchange == KeyExchange.GATHER:
+        return cost.kv_exchange_ns(plan.num_tokens if num_rows is None else num_rows, cp=plan.cp)
+    if not isinstance(cost, ExchangePrices):
+        raise UserError(
+            f"{type(cost).__name__} has no method needed_exchange_ns, by which an exchange by need "
+            f"is priced; add it, or set exchange = gather"
+        )
+    return cost.needed_exchange_ns(rows_of_layer(plan, cost))
+
+
+def kernels_ns(
+    plans: Sequence[ShardingPlan], cost: WorkloadModel, *, cp: int
+) -> tuple[IntArray, IntArray]:
+    """Kernels and launches of each of `cp` ranks, forward and backward, shape [num_plans, cp].
+
+    Pricing all segments together takes a tenth of the time of one plan after the other.
+    """
+    if not plans:
+        return np.zeros((0, cp), np.int64), np.zeros((0, cp), np.int64)
+    stop = np.concatenate([plan.stop for plan in plans])
+    rows = stop - np.concatenate([plan.start for plan in plans])
+    offsets = offsets_of(np.concatenate([np.diff(plan.rank_offsets) for plan in plans]))
+    times = cost.segment_times_ns(rows, stop)
+    calls = cost.attention_call_ns(rows, stop, offsets)
+    forward, backward = (
+        (_of_ranks(segments, offsets) + call).reshape(len(plans), cp)
+        for segments, call in zip(times, calls, strict=True)
+    )
+    return forward, backward
+
+
+def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
+    """`slowest_kernels_ns` if `cp` ranks shared uncut documents evenly; lengths: [num_pieces].
+
+    A yardstick, not a bound: spans cost mostly more than whole documents, sometimes a little less.
+    A rank's call is taken to hold every `cp`-th document, the longest one with them.
+    """
+    forward, backward = cost.segment_times_ns(lengths, lengths)
+    mine = np.sort(np.asarray(lengths))[::-1][::cp]
+    calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
+    return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)
+
+
+def _of_ranks(times: IntArray, rank_offsets: IntArray) -> IntArray:
+    if float(times.sum(dtype=np.float64)) >= 2.0**63:
+        raise UserError("the cost model's times of micro-batches add up to over 292 years")
+    running = offsets_of(times)
+    return running[rank_offsets[1:]] - running[rank_offsets[:-1]]

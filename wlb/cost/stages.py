@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.cost.exposed import over_gather_ns
-from wlb.cost.latency import kernels_ns
+from wlb.cost.protocol import kernels_ns
 from wlb.cost.workload import ProfiledWorkload
 from wlb.plan import FloatArray, IntArray, PipelinePlan
 from wlb.spec import RunSpec

@@ -17,7 +17,7 @@ priced instead: costs a call and collectives' latency (`LinearCost.call_ns`, `at
 embedding, head and loss (at the end of `LinearCost`); padding and pipeline messages
 (`wlb.simulate.pass_times`); FSDP and gradients (`wlb.simulate.shards`). What ranks wait for an
 exchange of keys beyond, or short of, a plain all-gather is in `wlb.cost.exposed`, and attention of
-real shards in `wlb.cost.latency`.
+real shards in `wlb.cost.protocol`.
 """
 
 from collections.abc import Callable, Mapping

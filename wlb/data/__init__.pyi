@@ -4,6 +4,7 @@ from wlb.data.batches import MOST_COUNT as MOST_COUNT
 from wlb.data.batches import AccountedStream as AccountedStream
 from wlb.data.batches import GlobalBatches as GlobalBatches
 from wlb.data.batches import IdentifiedSource as IdentifiedSource
+from wlb.data.batches import LengthSource as LengthSource
 from wlb.data.batches import ListedBatches as ListedBatches
 from wlb.data.batches import Source as Source
 from wlb.data.batches import SourceBatches as SourceBatches
@@ -16,7 +17,6 @@ from wlb.data.blend import open_store as open_store
 from wlb.data.length_files import lengths_of_file as lengths_of_file
 from wlb.data.lengths import FAMILIES as FAMILIES
 from wlb.data.lengths import LengthFamily as LengthFamily
-from wlb.data.lengths import LengthSource as LengthSource
 from wlb.data.lengths import lengths_of_family as lengths_of_family
 from wlb.data.reader import StoreReader as StoreReader
 from wlb.data.store import TokenStore as TokenStore

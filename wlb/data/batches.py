@@ -8,10 +8,11 @@ JSON-able dict. tokens_per_batch and epochs may change on resume, corpus, seed a
 Cost: 2 ms for a batch of 50,000 documents.
 """
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, SupportsIndex, cast, runtime_checkable
 
 import numpy as np
 
@@ -44,6 +45,9 @@ FILLED = "filled"
 States of earlier versions have none."""
 MOST_COUNT = 2**62
 """Largest count of a state: sums of counts stay 64-bit integers."""
+MOST_LENGTH = 1 << 62
+EXACT_FLOATS = 2.0**53
+"""From here on a float may stand for another whole number than its writer meant."""
 
 
 @runtime_checkable
@@ -62,6 +66,33 @@ class Source(Protocol):
     def source_id(self) -> int:
         """`Documents.source` of these documents."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LengthSource:
+    """Document lengths (shape [num_documents]) without text; a `Source` of global batches.
+
+    It plans, simulates and tunes as a token store does.
+
+    name: for messages. source_id: `Documents.source` of its documents.
+    """
+
+    name: str
+    lengths: IntArray
+    source_id: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", checked_lengths(self.name, self.lengths))
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents of the source."""
+        return self.lengths.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.lengths.sum())
 
 
 @runtime_checkable
@@ -453,6 +484,66 @@ def hold_given(pieces: Pieces, at: IntArray, given: IntArray) -> None:
         raise UserError(
             f"{pieces[i]} is document {at[i]} of its stream, of which only {given[i]} were read"
         )
+
+
+def checked_lengths(
+    name: str, values: IntLike | list[Any], *, where: Callable[[int], str] = "length {}".format
+) -> IntArray:
+    """A read-only int64 copy of lengths, whoever gives them; UserError for the first entry that is
+    none.
+
+    A length is a whole number of tokens in [1, MOST_LENGTH]: an integer, or a float without a
+    fraction that is below `EXACT_FLOATS`. True, None and text are none; files of text have numbers
+    as `wlb.plan.numerals.number_of` reads them.
+
+    Args:
+        name: Of the source, for messages.
+        values: The lengths, shape [n].
+        where: Names the place of an entry by its index.
+    """
+    array = values if isinstance(values, np.ndarray) else np.zeros(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise UserError(
+            f"{name}: lengths are one axis of integers, not {array.dtype} of shape {array.shape}"
+        )
+    if not isinstance(values, np.ndarray):
+        whole = [_whole(name, where, i, value) for i, value in enumerate(values)]
+        array = np.array(whole, np.int64)
+    elif array.dtype.kind == "f":
+        # Floats of 16 bits cannot be compared with the limits.
+        array = array.astype(np.promote_types(array.dtype, np.float64))
+        is_whole = (array == np.round(array)) & (np.abs(array) < EXACT_FLOATS)
+        if (i := first_true(~is_whole)) is not None:
+            raise _no_length(name, where(i), array[i].item())
+    if not array.size:
+        raise UserError(f"{name} has no lengths; the corpus has no document")
+    if (i := first_true((array < 1) | (array > MOST_LENGTH))) is not None:
+        raise UserError(
+            f"{name}: {where(i)} is {array[i]}; a length is at least 1 token and at most "
+            f"{MOST_LENGTH}, so leave empty documents out"
+        )
+    out = array.astype(np.int64)
+    out.flags.writeable = False
+    return out
+
+
+def _whole(name: str, where: Callable[[int], str], at: int, value: Any) -> int:
+    """`value` as an int64; UserError for what is no whole number."""
+    if isinstance(value, float | np.floating):
+        exact = float(cast("float", value))
+        if exact.is_integer() and abs(exact) < EXACT_FLOATS:
+            return int(exact)
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        number = operator.index(value)
+        if abs(number) < 1 << 63:
+            return number
+    raise _no_length(name, where(at), value)
+
+
+def _no_length(name: str, where: str, value: Any) -> UserError:
+    return UserError(
+        f"{name}: {where} is {value!r}, not a whole number; give tokens of each document"
+    )
 
 
 class ListedBatches:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from wlb.data.lengths import MOST_LENGTH, LengthSource, checked_lengths
+from wlb.data.batches import MOST_LENGTH, LengthSource, checked_lengths
 from wlb.plan import UserError
 from wlb.plan.numerals import number_of
 from wlb.plan.read_file import WRONG_SHAPE, load_arrays, parse_json, told

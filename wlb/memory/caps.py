@@ -32,7 +32,7 @@ def token_caps(spec: RunSpec, *, memory_bytes: int) -> TokenCaps:
     """Caps of packing under which `memory_estimate` stays within `memory_bytes` on every rank.
 
     S_max fits with one longest micro-batch in flight; T is the step's tokens that fit beside it,
-    for one pipeline, times dp, times DEALT_MARGIN at dp > 1, because `wlb.planner.deal` evens out
+    for one pipeline, times dp, times DEALT_MARGIN at dp > 1, because the planner's `deal` evens out
     work first (up to 12% more tokens on a pipeline were measured). Where only `in_flight` of many
     micro-batches are held (1F1B) and T would be too small, S_max fits that many and there is no T.
     Raises UserError if the weights alone do not fit.

@@ -157,14 +157,12 @@ def widen_gradients(stage: nn.Module) -> None:
 
 
 def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    """Add up gradients of norm weights over tp, in one all-reduce; once after a step's last
+    """Add up gradients of norm weights over tp > 1, in one all-reduce; once after a step's last
     backward pass. parameters: of this rank, by name.
 
     A rank's norms see its own rows only. FSDP takes their gradients for equal on all tp ranks
     (`TensorParallelOps.norm`), or it would make an all-reduce of its own for each.
     """
-    if mesh.parallel.tp == 1:
-        return
     grads = [
         local_tensor(p.grad)
         for name, p in parameters.items()

@@ -5,6 +5,7 @@ tensors and rotary tables once per micro-batch, and runs the pipeline, or a plai
 one pipeline rank. Only first-stage ranks read tokens, only last-stage ranks labels.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context.attention import ContextAttention, HeadShape
 from wlb.parallel.context.exchange import to_device
 from wlb.parallel.context.rows import RankExchange, rank_exchange
-from wlb.parallel.data import finish_gradients, set_gradient_sync
+from wlb.parallel.data import finish_gradients, needs_fsdp, set_gradient_sync
 from wlb.parallel.expert_parallel import add_up_loads
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
@@ -55,12 +56,16 @@ class Executor:
         draws: bool = True,
     ) -> None:
         self.spec, self.mesh = spec, mesh
-        self._watchers = Watchers(progress, timer)
+        self._at, self._overlap, self._stages = mesh.at, spec.cp.overlap, spec.cp.stages
+        self._cp_group = mesh.group("cp") if mesh.parallel.cp > 1 else None
+        is_watched = progress is not None or timer is not None
+        self._watchers = Watchers(progress, timer) if is_watched else None
         self.stages: dict[int, Llama] = build_stages(spec, mesh, draws=draws)
         if timer is not None:
             for stage in self.stages.values():
                 watch_ends(stage, timer)
         dtype = compute_dtype(spec)
+        self._is_sharded = needs_fsdp(mesh, dtype)
         self.backend = kernel_of(spec, mesh.device).kernel
         self._fused = fused_of(spec, mesh.device).fused
         self._heads = HeadShape(
@@ -103,7 +108,7 @@ class Executor:
 
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
         """Read this rank's part of a step. Runs no collective, so any thread may call it."""
-        made = StepInputs(tokens=None if self.mesh.at.pp else [], rows=[], tensors=[])
+        made = StepInputs(tokens=None if self._at.pp else [], rows=[], tensors=[])
         for i in range(len(plan.micro_batches)):
             self._add_micro_batch(made, plan, i, reader, loss_scale)
         return made
@@ -122,12 +127,15 @@ class Executor:
         loss_scale, float32 scalar: zero without the last stage, equal on all tp ranks.
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
-        with self._watchers.step():
+        with nullcontext() if self._watchers is None else self._watchers.step():
             losses = self._run(plan, made, train=True)
-        parameters = self.named_parameters()
-        finish_gradients(parameters, self.mesh)
-        add_tied_gradients(parameters, self.spec.model, self.mesh)
-        add_up_loads(self.stages.values(), made.rows, self.mesh)
+        model, parallel = self.spec.model, self.mesh.parallel
+        if parallel.tp > 1:
+            finish_gradients(self.named_parameters(), self.mesh)
+        if parallel.pp > 1 and model.tied_embeddings:
+            add_tied_gradients(self.named_parameters(), self.mesh)
+        if model.experts.num:
+            add_up_loads(self.stages.values(), made.rows, self.mesh)
         return self._sum(losses)
 
     @torch.no_grad()
@@ -142,14 +150,19 @@ class Executor:
             return self.pipeline.run(made.tokens, made.rows, exchanged, train=train)
         assert made.tokens is not None
         (module,) = self.stages.values()
+
+        def watched(kind: Pass, i: int, first: Part) -> AbstractContextManager[None]:
+            watchers = self._watchers
+            return nullcontext() if watchers is None else watchers.chunk(kind, 0, i, first)
+
         losses: list[Tensor] = []
         for i, (tokens, rows) in enumerate(zip(made.tokens, made.rows, strict=True)):
-            if train:
+            if train and self._is_sharded:
                 set_gradient_sync(module, is_last=i == len(made.rows) - 1)
-            with self._watchers.chunk(Pass.FORWARD, 0, i, Part.EMBEDDING):
+            with watched(Pass.FORWARD, i, Part.EMBEDDING):
                 loss = module(tokens, rows=rows)
             if train:
-                with self._watchers.chunk(Pass.BACKWARD, 0, i, Part.HEAD):
+                with watched(Pass.BACKWARD, i, Part.HEAD):
                     loss.backward()
             losses.append(loss)
         return losses
@@ -157,26 +170,24 @@ class Executor:
     def _sum(self, losses: list[Tensor]) -> Tensor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
 
-    def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows | None:
+    def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows:
         """The rows of a micro-batch that experts compute here: without padding, which is last."""
-        if not self.spec.model.experts.num:
-            return None
         each = plan.local_tokens[i] // self.mesh.parallel.tp
-        real = int(plan.shardings[i].tokens[self.mesh.at.cp]) - self.mesh.at.tp * each
+        real = int(plan.shardings[i].tokens[self._at.cp]) - self._at.tp * each
         return ExpertRows(num=min(max(0, real), each), row_weight=1 / max(1, plan.step_rows))
 
     def _add_micro_batch(
         self, made: StepInputs, plan: PipelinePlan, i: int, reader: TokenReader, loss_scale: float
     ) -> None:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
-        cp_rank = self.mesh.at.cp
+        cp_rank = self._at.cp
         by_kind = {
             slides: rank_exchange(
                 exchange_of(
                     sharding,
                     local_tokens=local,
-                    own_first=self.spec.cp.overlap,
-                    stages=self.spec.cp.stages,
+                    own_first=self._overlap,
+                    stages=self._stages,
                     sliding=self.spec.model.sliding_window if slides else 0,
                 ),
                 cp_rank,
@@ -188,7 +199,7 @@ class Executor:
             arrays |= {_name(name, slides): a for name, a in index.arrays()}
         if made.tokens is not None:
             arrays["tokens"] = rank_tokens(batch, sharding, cp_rank, local, reader)
-        if self.mesh.at.pp == self.mesh.parallel.pp - 1:
+        if self._at.pp == self.mesh.parallel.pp - 1:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
         on_device = to_device(arrays, self.mesh.device)
         attentions = {
@@ -210,7 +221,7 @@ class Executor:
             labels=on_device.get("labels"),
             loss_scale=loss_scale,
             sliding=of_kind.get(True),
-            experts=self._expert_rows(plan, i),
+            experts=self._expert_rows(plan, i) if self.spec.model.experts.num else None,
         )
         indices = [index for made in attentions.values() for index in made.indices]
         if self.spec.training.compile:
@@ -225,7 +236,7 @@ class Executor:
     ) -> ContextAttention:
         return ContextAttention.from_rows(
             index,
-            group=self.mesh.group("cp") if self.mesh.parallel.cp > 1 else None,
+            group=self._cp_group,
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,

@@ -18,11 +18,6 @@ from wlb.parallel.tensor import local_tensor
 from wlb.spec import ModelSpec
 
 
-def has_copy(model: ModelSpec, mesh: Mesh) -> bool:
-    """Whether the head is a second parameter, on another rank than the embedding."""
-    return model.tied_embeddings and mesh.parallel.pp > 1
-
-
 def without_copy(
     parameters: Mapping[str, nn.Parameter], model: ModelSpec
 ) -> dict[str, nn.Parameter]:
@@ -30,13 +25,11 @@ def without_copy(
     return {n: p for n, p in parameters.items() if not (model.tied_embeddings and n == HEAD)}
 
 
-def add_tied_gradients(
-    parameters: Mapping[str, nn.Parameter], model: ModelSpec, mesh: Mesh
-) -> None:
+def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
     """Give the embedding and its copy the sum of both gradients; once a step, after all others are
     complete. parameters: of this rank, by name; gradients are changed in place or made."""
     last = mesh.parallel.pp - 1
-    if not has_copy(model, mesh) or mesh.at.pp not in (0, last):
+    if mesh.at.pp not in (0, last):
         return
     is_first = mesh.at.pp == 0
     parameter = parameters[EMBEDDING if is_first else HEAD]

@@ -26,7 +26,7 @@ from wlb.cost import (
     limit_growth,
     tile_pairs,
 )
-from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
+from wlb.cost.protocol import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR
 from wlb.plan import FloatArray, IntArray, UserError
 from wlb.profile.attention import HeadLayout
 from wlb.profile.tasks import Record, measured

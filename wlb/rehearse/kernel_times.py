@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from wlb.cost import ProfiledWorkload, all_to_all_ns
-from wlb.cost.pairs import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.cost.profile import Collective, Elementwise
+from wlb.cost.protocol import BACKWARD_FLOPS_PER_PAIR, FORWARD_FLOPS_PER_PAIR, causal_pairs
 from wlb.kernels.segments import Segments
 from wlb.memory import AttentionCall, attention_workspace_bytes
 from wlb.rehearse.gpu import Splits

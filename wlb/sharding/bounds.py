@@ -10,7 +10,7 @@ share long. `ideal_kernels_ns` is a yardstick rather than a bound, and so is wha
 import numpy as np
 
 from wlb.cost import HiddenExchange, WorkloadModel, ideal_kernels_ns
-from wlb.cost.pairs import causal_pairs
+from wlb.cost.protocol import causal_pairs
 from wlb.plan import FloatArray, IntArray, IntLike, UserError
 from wlb.sharding.paper import checked_lengths
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from experiments.harness.constants import configuration
 from experiments.paper.padding_waste.strategies import Filled
 from wlb.cost import cluster_peak_tflops, linear_flops_per_token
-from wlb.cost.pairs import FORWARD_FLOPS_PER_PAIR
+from wlb.cost.protocol import FORWARD_FLOPS_PER_PAIR
 from wlb.spec import RunSpec
 
 MFU = 0.40

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.planner.deal import deal, deal_rounds
+from wlb.planner.compose import deal, deal_rounds
 
 
 def waits(work_ns: np.ndarray, dealt: np.ndarray, meets: int) -> int:
