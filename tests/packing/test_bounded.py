@@ -13,8 +13,8 @@ from tests.sets import full
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, LengthSource, lengths_of_family
 from wlb.packing import BoundedPacker, PackerOptions, VarLenPacker, bounded
+from wlb.packing.base import ONE_PRICE, PriceRange
 from wlb.packing.bounded import StepLimits, choose, fitting
-from wlb.packing.price_range import ONE_PRICE, PriceRange
 from wlb.packing.study.measure import measure
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, Pieces, UserError, imbalance
 

@@ -26,7 +26,7 @@ from wlb.adapters.collate import FlatOptions, flatten_micro_batch
 from wlb.adapters.collate.loader import PlannedRank, micro_batches_of
 from wlb.cost import WorkloadModel
 from wlb.packing import place
-from wlb.packing.refine import refine
+from wlb.packing.bounded import refine
 from wlb.parallel.rows import TokenReader
 from wlb.plan import IGNORE, IntArray, MicroBatch, StepPlan, UserError, offsets_of, ranges
 from wlb.planner import LLAMA2_7B, Planner

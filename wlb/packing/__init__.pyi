@@ -2,6 +2,7 @@
 
 from wlb.packing.base import Packer as Packer
 from wlb.packing.base import PackerOptions as PackerOptions
+from wlb.packing.base import PriceRange as PriceRange
 from wlb.packing.bins import BinMethod as BinMethod
 from wlb.packing.bins import Bins as Bins
 from wlb.packing.bins import pack_bins as pack_bins
@@ -27,7 +28,6 @@ from wlb.packing.policies import first_with_room as first_with_room
 from wlb.packing.policies import options_for as options_for
 from wlb.packing.policies import packer_for as packer_for
 from wlb.packing.policies import with_s_max as with_s_max
-from wlb.packing.price_range import PriceRange as PriceRange
 from wlb.packing.saved_packs import PackedBatches as PackedBatches
 from wlb.packing.saved_packs import Packs as Packs
 from wlb.packing.saved_packs import SavedPacker as SavedPacker

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from wlb.cost import WorkloadModel
 from wlb.memory import token_caps
-from wlb.packing.base import Packer, PackerOptions, PolicyPacker
+from wlb.packing.base import Packer, PackerOptions, PolicyPacker, PriceRange
 from wlb.packing.bounded import BoundedPacker
 from wlb.packing.capacity import CapacityPacker
 from wlb.packing.examples import ExamplesPacker
 from wlb.packing.fixed import FixedPacker
 from wlb.packing.ilp.packers import IlpFixedPacker, IlpVarLenPacker
 from wlb.packing.original import OriginalPacker
-from wlb.packing.price_range import PriceRange
 from wlb.packing.saved_packs import SavedPacker
 from wlb.packing.var_len import VarLenPacker
 from wlb.plan import Layout, UserError

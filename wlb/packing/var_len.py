@@ -26,9 +26,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from wlb.packing.base import LEFTOVER, PolicyPacker, Pushed, check_fits, check_s_max
+from wlb.packing.base import (
+    LEFTOVER,
+    ONE_PRICE,
+    PolicyPacker,
+    PriceRange,
+    Pushed,
+    check_fits,
+    check_s_max,
+    comparable,
+)
 from wlb.packing.carry_slots import CarrySlots
-from wlb.packing.price_range import ONE_PRICE, PriceRange, comparable
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import (
     BoolArray,

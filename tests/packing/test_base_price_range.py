@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import BoundedPacker, Packer, PackerOptions, PriceRange, VarLenPacker, place
-from wlb.packing.bounded import water_filled
-from wlb.packing.price_range import ONE_PRICE, comparable
-from wlb.packing.refine import refine
+from wlb.packing.base import ONE_PRICE, comparable
+from wlb.packing.bounded import refine, water_filled
 from wlb.plan import Documents, GlobalBatch, Pieces
 
 C = 4096

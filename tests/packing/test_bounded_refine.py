@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.packing.refine import refine
+from wlb.packing.bounded import refine
 
 
 def loads(rows: list[list[int]], work: list[int]) -> list[int]:
