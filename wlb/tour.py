@@ -8,6 +8,7 @@ numbers in brackets are sections of the WLB-LLM paper (OSDI'25).
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from wlb import Planner
 from wlb.cost import FlopsWorkload
@@ -177,7 +178,8 @@ def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[floa
     weight = executor.named_parameters()["model.layers.0.self_attn.q_proj.weight"]
     assert weight.grad is not None
     # FSDP2 has summed gradients over the ranks and keeps each rank's part of them.
-    grad = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+    grad = weight.grad
+    grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return loss.item(), grad.norm().item()
 
 
