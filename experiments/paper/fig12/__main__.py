@@ -69,8 +69,6 @@ class Simulated:
     speeds: dict[str, float]  # over Plain-4D by system, and our steps' bound
     step_s: float  # of Plain-4D
     of_bound: float  # ours
-    bubble: float  # ours
-    gib: float  # memory of the fullest GPU of all systems
 
 
 def speedups(by_system: dict[str, Outcome]) -> dict[str, float]:
@@ -84,11 +82,7 @@ def simulated(by_system: dict[str, Outcome]) -> Simulated:
     """Returns a configuration's row."""
     ours = by_system["wlb"]
     return Simulated(
-        speeds=speedups(by_system),
-        step_s=by_system["plain_4d"].step_s,
-        of_bound=ours.of_bound,
-        bubble=ours.bubble,
-        gib=max(one.memory_bytes for one in by_system.values()) / 2**30,
+        speeds=speedups(by_system), step_s=by_system["plain_4d"].step_s, of_bound=ours.of_bound
     )
 
 
@@ -169,20 +163,18 @@ def table_of(found: Found) -> Table:
     for kernel, by_config in found.items():
         for config, one in by_config.items():
             gains = [one.speeds[name] for name in NAMES]
-            rest = [one.of_bound, one.bubble, one.gib]
-            body.append([KERNELS[kernel], title(config), one.step_s, *gains, *rest])
+            body.append([KERNELS[kernel], title(config), one.step_s, *gains, one.of_bound])
         every = list(by_config.values())
         gains = [mean(one.speeds[name] for one in every) for name in NAMES]
-        rest = [mean(one.of_bound for one in every), mean(one.bubble for one in every), None]
-        body.append([KERNELS[kernel], "mean", None, *gains, *rest])
+        of_bound = mean(one.of_bound for one in every)
+        body.append([KERNELS[kernel], "mean", None, *gains, of_bound])
     return Table(
         name="speedups",
         title="Speed-up over Plain-4D, same documents",
-        columns=["kernel", "configuration", *speeds, "of bound", "bubble", "GiB"],
+        columns=["kernel", "configuration", *speeds, "of bound"],
         rows=body,
-        formats=dict.fromkeys((*speeds, "of bound"), ".3f") | {"bubble": ".1%", "GiB": ".1f"},
-        note=f"of bound, bubble: ours. GiB: the fullest GPU of all systems. "
-        f"{constants.worth_of_prices()}",
+        formats=dict.fromkeys((*speeds, "of bound"), ".3f"),
+        note=f"of bound: ours over perfect balance. {constants.worth_of_prices()}",
     )
 
 

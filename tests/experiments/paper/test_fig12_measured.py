@@ -75,7 +75,7 @@ def test_the_row_divides_by_plain_4d_and_leads_with_it(tmp_path: Path) -> None:
     # Beside them stands what the page of Figure 12 says of this configuration.
     page = (ROOT / "experiments/paper/fig12/results/README.md").read_text("utf-8")
     for column, kernel in zip(SIMULATED, KERNELS.values(), strict=True):
-        (cells,) = [row for row in page.splitlines() if f"| {kernel} | 7B-128K |" in row]
+        cells = next(row for row in page.splitlines() if f"| {kernel} | 7B-128K |" in row)
         assert first[column] == 1.0
         assert f"{second[column]:.3f}" == cells.split("|")[5].strip()
     assert row_table("demo", systems).rows[1][3:5] == [None, None]
