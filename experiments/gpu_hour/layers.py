@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.gpu_hour.measured import COMPARED
 from experiments.harness.arguments import at_least, experiment_parser
 from experiments.harness.constants import profile
 from experiments.harness.evaluation import Case, batches_of, compared, outcomes, spec_of
 from experiments.harness.files import write_json
 from experiments.paper.fig15.rank_times import passes_ns
 from wlb.cost import workload_of
+from wlb.cost.flops import rank_model
 from wlb.kernels import Segments, attend, select_backend
 from wlb.model import Rows, inverse_frequencies, rope_tables
 from wlb.model.llama import DecoderLayer, LocalAttend, Ops
@@ -32,7 +34,6 @@ from wlb.plan import IntArray, ShardingPlan
 from wlb.simulate import PassKind, ShardedStep, Simulator, StepPrices, planner_of, sharded_steps
 from wlb.spec import AttentionBackend, ModelSpec, Recompute, RunSpec
 
-SYSTEMS = ("plain_4d", "paper", "wlb")
 MEASURED_TERMS = ("gemm", "elementwise")
 """Terms of a layer's price that the measured times replace, besides attention's kernels."""
 
@@ -53,17 +54,6 @@ class SharedOps(Ops):
 
     def fan_in(self, x_TC: Tensor, linear: torch.nn.Linear) -> Tensor:
         return linear(x_TC)[: x_TC.shape[0] // self.tp]
-
-
-def share_of(model: ModelSpec, tp: int) -> ModelSpec:
-    """Returns a layer as wide as one of `tp` ranks has it."""
-    return replace(
-        model,
-        num_heads=model.num_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
-        head_dim=model.head_size,
-        ffn_hidden_size=model.ffn_hidden_size // tp,
-    )
 
 
 class RankLayer:
@@ -134,7 +124,7 @@ def layer_ns(
     """
     is_cuda = device.type == "cuda"
     tp, cp = spec.parallel.tp, spec.parallel.cp
-    model = share_of(spec.model, tp)
+    model = rank_model(spec.model, tp)
     layer = DecoderLayer(model, SharedOps(tp, fused=is_cuda))
     layer = layer.to(device, torch.bfloat16 if is_cuda else torch.float32)
     clock = None if is_cuda else time.thread_time_ns
@@ -223,13 +213,13 @@ def main() -> int:
     found: dict[str, Any] = {"device": name, "torch": torch.__version__, "configs": {}}
     for config in options.configs:
         rows = found["configs"].setdefault(config, {})
-        for system in SYSTEMS:
+        for system in COMPARED:
             shared = {"steps": options.steps, "seed": options.seed}
             (fastest,) = outcomes([compared(system, config, *options.set, **shared)])
             rows[system] = run_system(fastest.case, device=device, rounds=options.rounds)
             # What is measured so far is kept if the next one ends the process.
             write_json(options.out, found)
-            plain, made = rows[SYSTEMS[0]], rows[system]
+            plain, made = rows[COMPARED[0]], rows[system]
             print(
                 f"{config} {system}: over Plain-4D predicted "
                 f"{plain['predicted_s'] / made['predicted_s']:.3f}, with measured layers "

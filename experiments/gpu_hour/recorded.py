@@ -18,6 +18,7 @@ from experiments.gpu_hour.measured import compared
 from experiments.gpu_hour.runs import make_store
 from experiments.harness.arguments import experiment_parser
 from experiments.harness.constants import title
+from experiments.harness.evaluation import NAMES
 from experiments.harness.pages import ROOT, How, Table, show, write_results
 from experiments.paper.fig15.case import STATIC, layer_cost, micro_batches
 from wlb.cost import attention_latency
@@ -159,7 +160,7 @@ LAYER_COLUMNS = {
     "backward": "predicted over measured, backward",
     "correlation": "correlation of a layer's times",
 }
-SYSTEM_NAMES = {"plain_4d": "Plain-4D", "paper": "WLB-LLM", "wlb": "ours"}
+SYSTEM_NAMES = {"plain_4d": "Plain-4D", **NAMES}
 
 
 def layers_table() -> Table:

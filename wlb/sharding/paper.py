@@ -190,10 +190,17 @@ def cheapest(
     call over the spans of all candidates (Section 5.3). Linear layers do not enter, because every
     strategy gives all ranks the same number of rows, nor does an all-gather, which moves them all.
 
-    strategy: the name that the plan takes; "" leaves its own. exchange: how ranks will get each
-    other's keys; auto tries both. With another than gather, what is waited
-    for the exchange counts as well, and of plans that take equally long the one that moves fewest
-    rows is taken. UserError for an unknown exchange.
+    With another exchange than gather, what ranks wait for it counts as well, and of plans that take
+    equally long the one that moves fewest rows is taken.
+
+    Args:
+        plans: Candidates, all over the same ranks.
+        cost: Prices of segments, and of an exchange by need.
+        strategy: The name that the plan takes; "" leaves its own.
+        exchange: How ranks will get each other's keys; "auto" tries both.
+
+    Raises:
+        UserError: The exchange is unknown.
     """
     if exchange not in set(ExchangeChoice):
         raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
@@ -248,11 +255,18 @@ def shard(
     "adaptive" takes the static strategy whose slowest rank is predicted to finish first (Section
     5.3; per_sequence in a tie), and its plan has the name of that one.
 
-    lengths: tokens of each piece, shape [num_pieces]. remainder: treatment of left-over tokens by
-    per_document (also as adaptive's candidate). exchange: how ranks get each other's keys, auto by
-    `cost`; strategies take account of it, and one rank needs none. UserError for an unknown
-    strategy, for a remainder that the strategy does not have; ValueError for a plan that would lose
-    or repeat a token.
+    Args:
+        lengths: Tokens of each piece, shape [num_pieces].
+        cp: Ranks of the context-parallel group.
+        strategy: One of `NAMES`.
+        cost: Prices by which plans are compared, in ns.
+        remainder: What per_document does with left-over tokens, also as adaptive's candidate.
+        exchange: How ranks get each other's keys; "auto" decides by `cost`. Strategies take account
+            of it, and one rank needs none.
+
+    Raises:
+        UserError: The strategy is unknown, or does not have this remainder.
+        ValueError: The plan would lose or repeat a token.
     """
     # Both build on this file.
     from wlb.sharding.balanced import balanced

@@ -4,17 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.gpu_hour.layers import (
-    RankLayer,
-    SharedOps,
-    layer_ns,
-    predicted_ns,
-    share_of,
-    with_measured,
-)
+from experiments.gpu_hour.layers import RankLayer, SharedOps, layer_ns, predicted_ns, with_measured
 from experiments.harness.constants import profile
 from experiments.harness.evaluation import Case, batches_of, spec_of
 from wlb.cost import workload_of
+from wlb.cost.flops import rank_model
 from wlb.model.llama import DecoderLayer
 from wlb.sharding.paper import per_document
 from wlb.simulate import ShardedStep, Simulator, StepPrices, planner_of, sharded_steps
@@ -62,7 +56,7 @@ def test_every_rank_with_tokens_is_timed() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_attends_to_its_own_keys_and_those_of_others(rank: int) -> None:
     """A row's output depends on its own rows, and changes with what other ranks hold."""
-    model = share_of(
+    model = rank_model(
         ModelSpec(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_hidden_size=64), 2
     )
     assert (model.num_heads, model.head_size, model.ffn_hidden_size) == (2, 8, 32)
