@@ -81,30 +81,31 @@ class ExchangePrices(Protocol):
 
 
 class Transfers(NamedTuple):
-    """ns in a pipeline rank's layers, or what hides them. there: K and V in forward. again: in
-    backward, 0 if they are kept. back: their gradients."""
+    """Times of an exchange in a pipeline rank's layers, or of what hides it, in ns."""
 
-    there: float
-    again: float
-    back: float
+    there: float  # K and V in forward
+    again: float  # K and V in backward, 0 if they are kept
+    back: float  # their gradients
 
 
 @runtime_checkable
 class HiddenExchange(Protocol):
-    """A workload that knows what hides an exchange; of others all of it is taken to be waited for.
-
-    overlaps: whether attention over own keys hides it too. stages: of an exchange by need then.
-    cp_ranks_per_node: neighbours among CP ranks that share a node.
-    """
+    """A workload that knows what hides an exchange. Of others all of it counts as waited for."""
 
     @property
-    def overlaps(self) -> bool: ...
+    def overlaps(self) -> bool:
+        """Whether attention over own keys hides it too."""
+        ...
 
     @property
-    def stages(self) -> int: ...
+    def stages(self) -> int:
+        """Stages of an exchange with `overlaps`."""
+        ...
 
     @property
-    def cp_ranks_per_node(self) -> int: ...
+    def cp_ranks_per_node(self) -> int:
+        """CP ranks that follow each other in a node."""
+        ...
 
     def transfers_ns(
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
@@ -120,16 +121,17 @@ class HiddenExchange(Protocol):
 
 @runtime_checkable
 class SlidingLayers(Protocol):
-    """A workload some of whose layers have a sliding window of keys; others have none.
-
-    sliding_window: keys that a query sees in them. sliding_share: those layers over all.
-    """
+    """A workload some of whose layers have a sliding window of keys; others have none."""
 
     @property
-    def sliding_window(self) -> int: ...
+    def sliding_window(self) -> int:
+        """Keys that a query sees in a sliding layer."""
+        ...
 
     @property
-    def sliding_share(self) -> float: ...
+    def sliding_share(self) -> float:
+        """Sliding layers over all."""
+        ...
 
 
 def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
@@ -288,14 +290,12 @@ strategies of sharding do not cut short documents finely."""
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLatency(RankTimes):
-    """Attention times of a pipeline rank's layers. forward_ns, backward_ns: kernels and launches of
-    each CP rank, [cp]. gather_forward_ns, exchange_backward_ns: collectives, of the slowest rank.
-    """
+    """Attention times of a pipeline rank's layers."""
 
-    forward_ns: IntArray
-    backward_ns: IntArray
-    gather_forward_ns: int
-    exchange_backward_ns: int
+    forward_ns: IntArray  # kernels and launches of each CP rank, shape [cp]
+    backward_ns: IntArray  # the same in backward
+    gather_forward_ns: int  # collectives in forward, of the slowest rank
+    exchange_backward_ns: int  # collectives in backward, of the slowest rank
 
     @property
     def slowest_ns(self) -> int:
