@@ -35,9 +35,7 @@ def waits_ns(
         whole = exchange_ns(plan, cost, num_rows=num_rows)
         forward, backward = (np.full(plan.cp, float(ns)) for ns in whole)
         return forward, backward
-    moved = None if plan.exchange == KeyExchange.GATHER else rows_of_layer(plan, cost)
     rows = plan.num_tokens if num_rows is None else num_rows
-    hidden = cost.products_ns(rows)
     is_split = overlaps and cost.overlaps
     sliding_share = cost.sliding_share if isinstance(cost, SlidingLayers) else 0.0
     if is_split and cost.stages > 1 and sliding_share < 1:
@@ -48,7 +46,9 @@ def waits_ns(
         both = zip(staged, plain, strict=True)
         forward, backward = (s * (1 - sliding_share) + p * sliding_share for s, p in both)
         return forward, backward
+    moved = None if plan.exchange == KeyExchange.GATHER else rows_of_layer(plan, cost)
     there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
+    hidden = cost.products_ns(rows)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
     # Sliding layers compute in one call, which begins when all keys are there.
     own = own * (1 - sliding_share)

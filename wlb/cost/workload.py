@@ -91,6 +91,7 @@ class ProfiledWorkload:
     table: AttentionTable = field(init=False)  # of the profile, for this kernel and these heads
     linear: "LinearCost" = field(init=False)  # W_l, by operator
     ns_per_token: dict[str, float] = field(init=False)  # by linear term
+    hiding_ns: Transfers = field(init=False)  # products that hide an exchange, a token and layer
     forward_ns: MonotoneTable = field(init=False, repr=False)  # attention by length
     backward_ns: MonotoneTable = field(init=False, repr=False)  # of backward
 
@@ -112,6 +113,9 @@ class ProfiledWorkload:
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
+        q, rest = linear.products_ns(range(1)), linear.products_ns(range(3, 7))
+        hiding = Transfers(there=q[0], again=rest[1], back=q[1])
+        object.__setattr__(self, "hiding_ns", hiding)
         longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
         tables = MonotoneTable.of(self._attention_of_pieces, longest=longest)
         for name, tabled in zip(("forward_ns", "backward_ns"), tables, strict=True):
@@ -263,10 +267,8 @@ class ProfiledWorkload:
     def products_ns(self, num_tokens: int) -> Transfers:
         """Matrix products of a micro-batch that run while its keys travel (`HiddenExchange`): Q's
         projection in forward; the MLP's and the output projection's backward; Q's backward."""
-        q = self.linear.products_ns(range(1))
-        rest = self.linear.products_ns(range(3, 7))
         tokens = num_tokens * self.num_layers_per_rank
-        return Transfers(there=q[0] * tokens, again=rest[1] * tokens, back=q[1] * tokens)
+        return Transfers(*(ns * tokens for ns in self.hiding_ns))
 
     # The layers and ranks that are priced
 

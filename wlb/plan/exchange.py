@@ -38,9 +38,10 @@ class RowRanges(NamedTuple):
 
     def sums(self, *columns: IntArray, shape: tuple[int, ...]) -> IntArray:
         """Rows added up by these columns, whose values are below `shape`."""
-        out = np.zeros(shape, np.int64)
-        np.add.at(out, columns, self.last - self.first)
-        return out
+        at = np.ravel_multi_index(columns, shape)
+        # Sums of rows are whole and far below 2^53, so that floats hold them.
+        sums = np.bincount(at, weights=self.last - self.first, minlength=int(np.prod(shape)))
+        return sums.astype(np.int64).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
