@@ -21,6 +21,7 @@ from wlb.cost import (
     workload_for,
     workload_of,
 )
+from wlb.cost.flops import linear_flops_per_token, rank_model
 from wlb.cost.mismatch import extrapolated
 from wlb.plan import KeyExchange, rows_moved
 from wlb.sharding.paper import per_sequence
@@ -369,3 +370,28 @@ def test_layers_exchange_the_rows_of_their_windows():
     np.testing.assert_allclose(rows_of_layer(plan, mixed), mean)
     assert exchange_ns(plan, mixed) < exchange_ns(plan, full)
     assert np.array_equal(rows_of_layer(plan, FlopsWorkload()), rows_moved(plan))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_copies_of_kv_heads_cost_what_as_many_heads_do(cp: int) -> None:
+    """A TP rank computes and exchanges the same with a copy of a KV head as with a head of its own;
+    the model's FLOPs are those of the heads that it has."""
+    own, copied = (
+        ProfiledWorkload(
+            model=replace(MODEL, num_kv_heads=num),
+            parallel=ParallelSpec(tp=8, cp=cp),
+            profile=load_profile("h100"),
+            micro_batch_tokens=16384,
+        )
+        for num in (8, 2)
+    )
+    lengths = np.array([100, 5000, 16384])
+    assert copied.terms(lengths).keys() == own.terms(lengths).keys()
+    for name, ns in copied.terms(lengths).items():
+        assert np.array_equal(ns, own.terms(lengths)[name]), name
+    assert copied.linear.call_ns == own.linear.call_ns
+    assert copied.kv_exchange_ns(16384, cp=8) == own.kv_exchange_ns(16384, cp=8)
+    moved = np.full((2, 2), 1000)
+    assert copied.needed_exchange_ns(moved) == own.needed_exchange_ns(moved)
+    assert rank_model(copied.model, 8) == rank_model(own.model, 8)
+    assert linear_flops_per_token(copied.model) < linear_flops_per_token(own.model)

@@ -62,6 +62,14 @@ def test_groups_of_more_than_one_rank_have_a_communicator(
     assert num_communicators(spec) == number
 
 
+def test_copies_of_kv_heads_have_communicators() -> None:
+    """Of eight TP ranks and two KV heads: four copies of each, and two that differ."""
+    spec = replace(RunSpec(), parallel=ParallelSpec(tp=8, cp=1, pp=1, dp=1))
+    copied = replace(spec, model=replace(spec.model, num_kv_heads=2))
+    alone = replace(spec, model=replace(spec.model, num_kv_heads=1))
+    assert [num_communicators(s) for s in (spec, copied, alone)] == [2, 4, 3]
+
+
 def test_a_cpu_rank_has_no_context() -> None:
     budget = cpu_budget(RunSpec(), gib=0.5, source="cluster.memory_gib")
     assert budget.planned_bytes == pytest.approx(0.94 * 0.5 * GIB, abs=1)

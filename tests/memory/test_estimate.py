@@ -297,3 +297,16 @@ def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharding():
     assert short < memory_estimate(SEVEN_B, micro_batch_tokens=2000).total_bytes
     wide = replace(SEVEN_B, parallel=ParallelSpec(tp=8, cp=4, pp=4, dp=2))
     assert memory_estimate(wide).total_bytes < memory_estimate(SEVEN_B).total_bytes
+
+
+def test_a_rank_has_the_memory_of_one_kv_head_however_many_ranks_copy_it():
+    """Four TP ranks and one KV head, or four: a rank's weights, activations and keys are equal."""
+    spec = replace(tiny(cp=2), parallel=ParallelSpec(tp=4, cp=2, pp=2, dp=2))
+    copied, own = (
+        replace(spec, model=replace(TINY.model, num_kv_heads=num, vocab_size=256)) for num in (1, 4)
+    )
+    assert copied.model.num_parameters < own.model.num_parameters
+    assert memory_estimate(copied) == memory_estimate(own)
+    plan = per_document([16], cp=2)
+    both = [key_bytes(s, plan, rank=0, local_tokens=9) for s in (copied, own)]
+    assert both[0] == both[1] == (18 * 16, 9 * 16)

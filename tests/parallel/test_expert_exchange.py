@@ -204,7 +204,7 @@ def one_step(
     experts = ExpertsSpec(num=12, per_token=3, hidden_size=16, shared=1)
     case = Case(cp=2, experts=experts, ep=2, ep_stages=stages, layers=1, recompute=recompute)
     spec = spec_of(replace(case, num_micro_batches=len(micro_batches), parts=parts))
-    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor, plan = Executor(spec, mesh), packing_of(micro_batches)
     mine = pipeline_plan(plan, spec, 0, case.strategy)
     made = executor.load(mine, Reader(), loss_scale=1.0)

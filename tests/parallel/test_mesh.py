@@ -14,6 +14,8 @@ from wlb.launch.local import run_local
 from wlb.parallel import mesh
 from wlb.parallel import world as worlds
 from wlb.parallel.grid import kind_of_link, link_members
+from wlb.parallel.tensor import placement
+from wlb.spec import ModelSpec
 from wlb.spec.run import ParallelSpec
 
 SIXTEEN = ParallelSpec(tp=2, cp=2, pp=2, dp=2)
@@ -94,6 +96,30 @@ def test_eight_ranks_form_the_groups_of_the_layout():
         "before": [5, 7],
         "after": [5, 7],
     }
+
+
+def _copies(world: worlds.World) -> tuple[list[int], list[int], list[str]]:
+    parallel = ParallelSpec(tp=4, dp=1)
+    model = ModelSpec(num_kv_heads=2)
+    built = mesh.build_mesh(parallel, torch.device("cpu"), model=model)
+    assert built.kv_heads is not None
+    copies = built.kv_heads.get_group(mesh.KV_COPY)
+    assert copies in built.groups
+    used = [name for name, _ in mesh.used_groups(built)]
+    both = [placement(f"layers.0.self_attn.{m}.weight", built) for m in ("k_proj", "q_proj")]
+    parts = [p.part_of(torch.arange(8)).tolist() for p in both]
+    assert [p.is_copy for p in both] == [world.rank % 2 == 1, False]
+    return dist.get_process_group_ranks(copies), parts[0] + parts[1], used
+
+
+@pytest.mark.dist
+def test_neighbours_hold_copies_of_a_kv_head() -> None:
+    """Rank r's query heads are part r of 4, which read KV head r // 2."""
+    for rank, (copies, parts, used) in enumerate(run_local(_copies, 4, start_group=True)):
+        head = rank // 2
+        assert copies == [2 * head, 2 * head + 1]
+        assert parts == [*range(4 * head, 4 * head + 4), 2 * rank, 2 * rank + 1]
+        assert used == ["world", mesh.KV_COPY]
 
 
 def _links(world: worlds.World, parallel: ParallelSpec) -> tuple[list[int], list[int], list[str]]:

@@ -171,9 +171,7 @@ def parity(world: World, case: Case, expected: Expected, device: str = "cpu") ->
     this rank."""
     spec = spec_of(case)
     where = rank_device(world, device)
-    mesh: Mesh = build_mesh(
-        spec.parallel, where, shard_size=case.shard_size, experts=bool(spec.model.experts.num)
-    )
+    mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size, model=spec.model)
     executor = Executor(spec, mesh)
     initial = {n: own(p.detach()).clone() for n, p in executor.named_parameters().items()}
     first, held = run_step(executor, case, shift=0)

@@ -60,7 +60,7 @@ def compiled(world: World, case: Case) -> dict[str, object]:
     """
     torch._dynamo.config.recompile_limit = 3
     spec = spec_of(case)
-    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=bool(spec.model.experts.num))
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     clock = StepClock.of(mesh.device)
     executor = Executor(spec, mesh, timer=clock)
     plan, reference = of_many_lengths(), fresh_reference(spec)

@@ -144,7 +144,7 @@ def auxiliary(world: World, case: Case) -> tuple[float, tuple[float, str], float
     """Returns how far gradients are from one process's without an auxiliary loss and with one, and
     how far the former are from the latter. Few tokens have labels."""
     spec, plan = spec_of(case), packing(case.num_micro_batches)
-    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor, reference = Executor(spec, mesh), fresh_reference(spec)
     mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     of_labels = 7.0 / plan.num_tokens
@@ -180,7 +180,7 @@ def bf16(world: World, case: Case) -> tuple[float, float, float, str]:
     """Returns losses in bfloat16 and float32, and the worst cosine of a parameter's gradients."""
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
-    mesh = build_mesh(spec.parallel, torch.device("cpu"), experts=True)
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor, plan = Executor(spec, mesh), packing(case.num_micro_batches)
     mine = pipeline_plan(plan, spec, mesh.at.dp, case.strategy)
     local = executor.train_step(mine, Reader(), loss_scale=1.0 / plan.num_targets)

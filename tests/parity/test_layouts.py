@@ -28,6 +28,8 @@ GEMMA3 = (
     *(("sliding_window", 5), ("full_every", 3), ("sliding_rope_theta", 300.0)),
     *(("query_scale_size", 5), ("activation", Activation.GELU_TANH)),
 )
+# More TP ranks than KV heads: two or four ranks have copies of one.
+TWO_KV, ONE_KV = (("num_kv_heads", 2),), (("num_kv_heads", 1),)
 QWEN2, QWEN3 = ("qkv_bias", "tied_embeddings"), ("qk_norm", "tied_embeddings")
 
 # One axis each, on four ranks.
@@ -43,6 +45,11 @@ CASES = [
     # On four ranks, beside those of the quick set.
     Case(tp=2, cp=2, exchange=NEEDED, keys=GEMMA2),
     Case(tp=2, pp=2, schedule=F1B, head_dim=8, parts=("qkv_bias", *QWEN3)),
+    Case(tp=4, keys=ONE_KV, recompute=Recompute.FULL),
+    Case(tp=2, dp=2, keys=ONE_KV, num_micro_batches=8, recompute=Recompute.SELECTIVE),
+    # On eight.
+    Case(tp=4, cp=2, exchange=NEEDED, own_first=True, head_dim=8, parts=QWEN2, keys=TWO_KV),
+    Case(tp=4, pp=2, v=2, schedule=IZB, head_dim=8, parts=QWEN3, keys=TWO_KV),
     # One axis alone.
     Case(tp=2),
     Case(cp=2),
@@ -97,6 +104,11 @@ NIGHTLY = [
     Case(tp=2, cp=2, pp=2, v=2, row_multiple=3, exchange=NEEDED),
     Case(cp=2, pp=2, v=2, schedule=IZB, num_micro_batches=8, exchange=NEEDED),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, own_first=True, exchange=NEEDED, num_micro_batches=8),
+    # Copies of KV heads.
+    Case(tp=4, keys=TWO_KV),
+    Case(tp=4, cp=2, keys=ONE_KV, strategy="per_sequence"),
+    Case(tp=4, pp=2, v=2, keys=ONE_KV),
+    Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED, num_micro_batches=8, keys=ONE_KV),
     # Families.
     Case(tp=4, head_dim=8, parts=QWEN3),
     Case(tp=2, cp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8, head_dim=8, parts=QWEN3),

@@ -188,7 +188,7 @@ def norms(world: World, case: Case) -> tuple[float, float, float]:
     """Returns the squared gradient norm of the layout, of one process, and of the layout after
     clipping."""
     spec = spec_of(case)
-    mesh = build_mesh(spec.parallel, torch.device("cpu"))
+    mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor = Executor(spec, mesh)
     run_step(executor, case, shift=0)
     square = gradient_square(executor.named_parameters(), mesh)
@@ -208,6 +208,8 @@ def norms(world: World, case: Case) -> tuple[float, float, float]:
     [
         Case(tp=2),
         *full(Case(dp=2), Case(tp=2, cp=2, pp=2, v=2)),
+        # Copies of KV heads count once.
+        *full(Case(tp=4, keys=(("num_kv_heads", 2),))),
         *nightly(Case(cp=2), Case(pp=2, schedule=Schedule.ONE_F_ONE_B)),
     ],
     ids=str,

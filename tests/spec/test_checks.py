@@ -169,9 +169,18 @@ def test_what_is_right_is_returned_as_it_is() -> None:
         ({"parallel__pp": 0}, "parallel.pp = 0 must be at least 1"),
         ({"parallel__dp": -1}, "parallel.dp = -1 must be at least 0"),
         (
-            {"parallel__tp": 8, "model__num_kv_heads": 4},
-            "parallel.tp = 8 exceeds model.num_kv_heads = 4, and a rank needs a KV head; set "
-            "parallel.tp to at most 4",
+            {
+                "parallel__tp": 8,
+                "model__num_heads": 24,
+                "model__num_kv_heads": 3,
+                "model__head_dim": 64,
+            },
+            "parallel.tp = 8 is above model.num_kv_heads = 3 and not a multiple of it, so that the "
+            "TP ranks cannot hold equally many copies of each KV head; use a multiple, or at most ",
+        ),
+        (
+            {"parallel__tp": 16, "model__num_kv_heads": 4},
+            "model.num_heads = 8 is not a multiple of parallel.tp = 16",
         ),
         ({"parallel__tp": 3}, "model.num_heads = 8 is not a multiple of parallel.tp = 3"),
         (

@@ -127,7 +127,9 @@ def test_a_file_with_a_bad_key_names_the_file(tmp_path: Path) -> None:
 
 def test_what_is_loaded_is_checked(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL + "[parallel]\ntp = 16")
-    with pytest.raises(ValueError, match=r"parallel\.tp = 16 exceeds model\.num_kv_heads = 8"):
+    with pytest.raises(
+        ValueError, match=r"model\.num_heads = 8 is not a multiple of parallel\.tp = 16"
+    ):
         load(path)
 
 

@@ -99,6 +99,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "cp4-needed": {"parallel": {"cp": 4}, "sharding": {"exchange": "needed"}},
     "tp2-cp2-needed": {"parallel": {"tp": 2, "cp": 2}, "sharding": {"exchange": "needed"}},
     "dp2-tp2": {"parallel": {"dp": 2, "tp": 2}},
+    # Two TP ranks hold each of the two KV heads.
+    "tp4-dp2": {"parallel": {"tp": 4, "dp": 2}},
     "pp2-layers-3-1": {"parallel": {"pp": 2}, "pp": {"stage_layers": [3, 1]}},
 }
 

@@ -128,7 +128,7 @@ def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     return again
 
 
-@pytest.mark.parametrize("layout", ["one", *full("cp2-pp2")])
+@pytest.mark.parametrize("layout", ["one", *full("cp2-pp2", "tp4-dp2")])
 def test_resuming_on_the_same_layout_is_bit_equal(
     straight: dict[str, Run], tmp_path: Path, corpus: Path, layout: str
 ) -> None:
@@ -145,6 +145,8 @@ def test_resuming_on_the_same_layout_is_bit_equal(
     ("first", "then"),
     [
         *(("one", "tp2-pp2-v2"), ("cp2-pp2", "one")),
+        # From and to copies of KV heads, of which a checkpoint has one.
+        *(("tp4-dp2", "one"), ("cp2-pp2", "tp4-dp2")),
         *nightly(("tp2-pp2-v2", "pp2-layers-3-1"), ("tp2-pp2-v2", "cp2-pp2")),
         *nightly(("cp2-pp2", "dp2-tp2")),
     ],

@@ -38,7 +38,7 @@ def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
     return replace(
         model,
         num_heads=model.num_heads // tp,
-        num_kv_heads=model.num_kv_heads // tp,
+        num_kv_heads=model.with_kv_copies(tp).num_kv_heads // tp,
         head_dim=model.head_size,
         ffn_hidden_size=model.active_ffn_size // tp,
         experts=ExpertsSpec(),

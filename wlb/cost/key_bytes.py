@@ -21,8 +21,9 @@ def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens:
     without a sliding window, if the model has one."""
     if sharding.cp == 1:
         return KeyBytes(0, 0)
-    row_bytes = 2 * spec.model.kv_dim * DTYPE_BYTES[spec.training.dtype] // spec.parallel.tp
-    model = spec.model
+    model, tp = spec.model, spec.parallel.tp
+    kv_dim = model.with_kv_copies(tp).kv_dim // tp
+    row_bytes = 2 * kv_dim * DTYPE_BYTES[spec.training.dtype]
     slides = model.num_sliding_layers == model.num_layers
     exchange = exchange_of(
         sharding,

@@ -36,7 +36,7 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
     notes += _products_outside(cost.linear)
     if table.head_dim != model.head_size:
         notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
-    group = model.num_heads // model.num_kv_heads
+    group = model.num_heads // model.with_kv_copies(cost.parallel.tp).num_kv_heads
     table_group = table.num_heads // table.num_kv_heads
     if group != table_group:
         notes.append(
@@ -61,7 +61,8 @@ def _products_outside(linear: LinearCost) -> tuple[str, ...]:
     surface = linear.profile.gemm.forward
     tokens = max(1.0, linear.micro_batch_tokens / linear.parallel.cp)
     models = [kind.model for kind in linear.model.layer_kinds]
-    weights = [a * b / linear.parallel.tp for m in models for a, b in layer_matrices(m)]
+    tp = linear.parallel.tp
+    weights = [a * b / tp for m in models for a, b in layer_matrices(m.with_kv_copies(tp))]
     return tuple(
         f"matrix products of {' and '.join(f'{v:,.0f}' for v in outside)} {what} are "
         f"extrapolated: measured were {axis[0]:,.0f}..{axis[-1]:,.0f}"

@@ -106,7 +106,7 @@ class ProfiledWorkload:
             backend=known,
             head_dim=self.model.head_size,
             num_heads=self.heads_per_rank,
-            num_kv_heads=max(1, self.model.num_kv_heads // self.parallel.tp),
+            num_kv_heads=self._with_copies.num_kv_heads // self.parallel.tp,
         )
         object.__setattr__(self, "table", table)
         # The arguments of `LinearCost` are fields of this class with the same names.
@@ -243,7 +243,7 @@ class ProfiledWorkload:
         """
         if moved is None:
             tp = self.parallel.tp
-            values = num_tokens * 2 * self.model.kv_dim / tp
+            values = num_tokens * 2 * self._with_copies.kv_dim / tp
             of_gather, of_scatter = self.linear.gather_and_scatter(tp * cp, cp)
             there = of_gather.time_ns(values * DTYPE_BYTES[self.profile.dtype], num_ranks=cp)
             back = of_scatter.time_ns(values * GRADIENT_BYTES, num_ranks=cp)
@@ -259,7 +259,7 @@ class ProfiledWorkload:
         if cp == 1:
             return 0.0
         node = np.arange(cp) * tp // self.profile.ranks_per_node
-        row_bytes = 2 * self.model.kv_dim / tp * value_bytes
+        row_bytes = 2 * self._with_copies.kv_dim / tp * value_bytes
         return all_to_all_ns(
             self.profile, moved, node[:, None] == node, row_bytes=row_bytes, span_ranks=tp * cp
         )
@@ -271,6 +271,11 @@ class ProfiledWorkload:
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
 
     # The layers and ranks that are priced
+
+    @property
+    def _with_copies(self) -> ModelSpec:
+        """What TP ranks compute together, with copies of KV heads."""
+        return self.model.with_kv_copies(self.parallel.tp)
 
     @property
     def heads_per_rank(self) -> int:
@@ -347,7 +352,9 @@ class LinearCost:
                 self.tp_wire_ns(*calls) * exposed
                 for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
             ),
-            "cp_comm": self._kv_wire_ns(2 * self.model.kv_dim / parallel.tp),
+            "cp_comm": self._kv_wire_ns(
+                2 * self.model.with_kv_copies(parallel.tp).kv_dim / parallel.tp
+            ),
         }
         # Experts' rows are put into another order, and ranks wait where nothing hides that.
         if self.parallel.ep > 1:
@@ -391,7 +398,7 @@ class LinearCost:
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = recomputed = 0.0
-        for i, (rows, columns) in enumerate(layer_matrices(model)):
+        for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp))):
             if i not in matrices:
                 continue
             # TP divides the matrix, CP the tokens. FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
@@ -422,7 +429,8 @@ class LinearCost:
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(self.model)
         forward = backward = recomputed = 0.0
-        for op, values in elementwise_values(model).items():
+        of_all_ranks = elementwise_values(model.with_kv_copies(self.parallel.tp))
+        for op, values in of_all_ranks.items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
                 more = self.traffic.get(op, (1.0, 1.0))

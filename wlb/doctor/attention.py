@@ -142,8 +142,9 @@ def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) 
 def _heads_of(patient: Patient) -> list[Heads]:
     """Heads of a TP rank of the run, at most a few, and grouped heads of the same size."""
     model, tp = patient.spec.model, patient.spec.parallel.tp
-    group = max(1, model.num_heads // model.num_kv_heads)
-    kv = min(max(1, model.num_kv_heads // tp), max(1, MOST_HEADS // group))
+    num_kv = model.with_kv_copies(tp).num_kv_heads
+    group = max(1, model.num_heads // num_kv)
+    kv = min(max(1, num_kv // tp), max(1, MOST_HEADS // group))
     run = Heads(kv * group, kv, model.head_size)
     return list(dict.fromkeys([run, Heads(4, 2, model.head_size)]))
 

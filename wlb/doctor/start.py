@@ -197,10 +197,7 @@ def _examined(
     if world.world_size > 1 and not is_failed(unequal[1:]):
         with limit.stage("making the communicators"):
             mesh = build_mesh(
-                spec.parallel,
-                device,
-                shard_size=spec.fsdp.shard_size,
-                experts=bool(spec.model.experts.num),
+                spec.parallel, device, shard_size=spec.fsdp.shard_size, model=spec.model
             )
             limit_collectives(options.limit_s + 2 * GRACE_S, mesh)
         patient = replace(patient, mesh=mesh)

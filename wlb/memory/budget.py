@@ -111,7 +111,7 @@ def planned_gib(spec: RunSpec) -> float:
 
 def num_communicators(spec: RunSpec) -> int:
     """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, of the
-    groups of HSDP, and of experts. Groups of one rank have none.
+    groups of HSDP, of experts, and of copies of KV heads. Groups of one rank have none.
 
     The two links of a pipeline rank count as one. `COMMUNICATOR_GIB` is two connections of
     every channel, for ring and tree, and a link has one, for transfers. The group of the axis pp
@@ -124,6 +124,8 @@ def num_communicators(spec: RunSpec) -> int:
     if spec.model.experts.num:
         sizes += [p.ep, sharing_ranks(spec)]
         sizes += [p.fsdp_size // spec.shard_size] if spec.shard_size < p.fsdp_size else []
+    if (copies := spec.model.kv_copies(p.tp)) > 1:
+        sizes += [copies, p.tp // copies]
     return sum(size > 1 for size in sizes)
 
 

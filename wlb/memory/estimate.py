@@ -19,6 +19,7 @@ from wlb.memory.workspace import AttentionCall, most_attention_workspace_bytes
 from wlb.spec import (
     Dtype,
     ExchangeChoice,
+    ModelSpec,
     Policy,
     Recompute,
     Remainder,
@@ -193,7 +194,7 @@ def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
-    model, tp = spec.model, spec.parallel.tp
+    model, tp = _model_of_ranks(spec), spec.parallel.tp
     size = _compute_bytes(spec)
     local, recompute = _local(spec, micro_batch_tokens), spec.training.recompute
     load = spec.cost.expert_load
@@ -254,7 +255,7 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     if spec.parallel.cp > 1:
         # Gathered keys and values exist while the MLP's backward runs, because they were kept or
         # because the second forward pass of a fully recomputed layer has gathered them.
-        kv_bytes = 2 * spec.model.kv_dim * _compute_bytes(spec) // spec.parallel.tp
+        kv_bytes = 2 * _model_of_ranks(spec).kv_dim * _compute_bytes(spec) // spec.parallel.tp
         mlp += (spec.parallel.cp * local + _sent_rows(spec, local)) * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
     return mlp + whole - kept, *_attention_workspaces(spec, local=local), max(0, half - kept)
@@ -262,7 +263,7 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
 
 def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     """Attention's tensors in backward with `local` tokens a CP rank: (in the kernel, summing)."""
-    model, tp = spec.model, spec.parallel.tp
+    model, tp = _model_of_ranks(spec), spec.parallel.tp
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
     # Gradients are those of the output and of Q.
@@ -312,7 +313,7 @@ def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
     """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa)."""
     if spec.training.dtype == Dtype.FLOAT32:
         return 0
-    model, tp, local = spec.model, spec.parallel.tp, _local(spec, tokens)
+    model, tp, local = _model_of_ranks(spec), spec.parallel.tp, _local(spec, tokens)
     keys = _copied_keys(spec, local)
     call = AttentionCall(
         num_segments=max(1, local // ROWS_OF_SEGMENT),
@@ -321,7 +322,7 @@ def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
         max_q=local,
         max_k=min(keys, spec.data.context_window),
         num_heads=model.num_heads // tp,
-        num_kv_heads=max(1, model.num_kv_heads // tp),
+        num_kv_heads=model.num_kv_heads // tp,
         head_size=model.head_size,
         value_bytes=_compute_bytes(spec),
         is_causal=spec.parallel.cp == 1 or not spec.cp.overlap,
@@ -464,6 +465,11 @@ def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
     return -(-micro_batch_tokens // spec.parallel.cp)
 
 
+def _model_of_ranks(spec: RunSpec) -> ModelSpec:
+    """What TP ranks compute together, with copies of KV heads; a rank's sizes are 1 / tp of it."""
+    return spec.model.with_kv_copies(spec.parallel.tp)
+
+
 def _compute_bytes(spec: RunSpec) -> int:
     return 2 if spec.training.dtype == Dtype.BFLOAT16 else FLOAT32_BYTES
 
@@ -472,7 +478,7 @@ def layer_parameters(spec: RunSpec) -> int:
     """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank. This
     is a layer with experts if the model has any, as for all sizes of one layer here
     (`expert_sizes.sums_by_stage`)."""
-    model, held = spec.model, expert_sizes.experts_of_layer(spec)
+    model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
     divided = model.num_layer_parameters - whole - held * spec.parallel.ep
     return divided // spec.parallel.tp + whole + held

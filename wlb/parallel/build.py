@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from wlb.kernels import Scores
@@ -72,6 +72,8 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
     if not spec.model.vocab_size:
         raise UserError("model.vocab_size is 0; take the token store's before building a model")
     assert mesh.shard_size == spec.shard_size, "the mesh was built for another fsdp.shard_size"
+    copies = spec.model.kv_copies(spec.parallel.tp)
+    assert (copies > 1) == (mesh.kv_heads is not None), "the mesh was built for another model"
     stages: dict[int, Llama] = {}
     for index in spec.stages_of(mesh.at.pp):
         with torch.device("meta"):
@@ -141,9 +143,9 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
     for name, parameter in list(stage.named_parameters()):
         if is_expert(name):
             continue
-        placed = placement(name)
-        local = _tp_shard(parameter.detach(), placed, mesh).contiguous()
-        value = DTensor.from_local(local, mesh.device_mesh["tp"], [placed], run_check=False)
+        placed = placement(name, mesh)
+        local = placed.part_of(parameter.detach()).contiguous()
+        value = DTensor.from_local(local, placed.mesh, placed.placements, run_check=False)
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(value))
 
@@ -162,14 +164,8 @@ def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None
         return
     value = initial_weight(name, parameter.shape, spec.model, seed=spec.run.seed)
     if mesh.parallel.tp > 1:
-        value = _tp_shard(value, placement(name), mesh)
+        value = placement(name, mesh).part_of(value)
     local = local_tensor(parameter)
     is_sharded = needs_fsdp(mesh, compute_dtype(spec))
     start = shard_start(value.shape[0], mesh) if is_sharded else 0
     local.copy_(value[start : start + local.shape[0]])
-
-
-def _tp_shard(value: torch.Tensor, placed: Placement, mesh: Mesh) -> torch.Tensor:
-    if isinstance(placed, Shard):
-        return value.chunk(mesh.parallel.tp, placed.dim)[mesh.at.tp]
-    return value

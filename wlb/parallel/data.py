@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
@@ -157,35 +158,37 @@ def widen_gradients(stage: nn.Module) -> None:
 
 
 def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    """Add up gradients of norm weights over tp > 1, in one all-reduce; once after a step's last
-    backward pass. parameters: of this rank, by name.
+    """Add up gradients of parameters that several TP ranks hold, with tp > 1; once after a step's
+    last backward pass. parameters: of this rank, by name.
 
-    A rank's norms see its own rows only. FSDP takes their gradients for equal on all tp ranks
-    (`TensorParallelOps.norm`), or it would make an all-reduce of its own for each.
+    A rank's norms see its own rows only, and a copy of a KV head its own query heads. FSDP takes
+    their gradients for equal on all copies (`TensorParallelOps.norm`), or it would make an
+    all-reduce of its own for each. One all-reduce adds up those of all norms, and another one those
+    of all KV heads.
     """
-    grads = [
-        local_tensor(p.grad)
-        for name, p in parameters.items()
-        if p.grad is not None and placement(name).is_replicate()
-    ]
-    # The other tp ranks of this stage have none either, so none waits in the all-reduce.
-    if not grads:
-        return
-    flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), mesh.group("tp"))
-    for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(total.view_as(grad))
+    copied: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for name, parameter in parameters.items():
+        copies = placement(name, mesh).copies
+        if parameter.grad is not None and copies is not None:
+            copied.setdefault(copies, []).append(local_tensor(parameter.grad))
+    # The other TP ranks of this stage have the same gradients, so none waits in an all-reduce.
+    for group, grads in copied.items():
+        flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(total.view_as(grad))
 
 
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
 
-    Each element counts once: replicated parameters (over tp, or in HSDP copies) count on their
-    first rank only. A single sum over the world can share an all-reduce with other values.
+    Each element counts once: parameters that several ranks hold (over tp, or in HSDP copies) count
+    on the first of these ranks only. A single sum over the world can share an all-reduce with other
+    values.
     """
     counted = [
         local_tensor(p.grad)
         for name, p in ({} if mesh.replica else parameters).items()
-        if p.grad is not None and not (mesh.at.tp and placement(name).is_replicate())
+        if p.grad is not None and (mesh.parallel.tp == 1 or not placement(name, mesh).is_copy)
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)

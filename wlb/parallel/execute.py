@@ -70,7 +70,8 @@ class Executor:
         self._fused = fused_of(spec, mesh.device).fused
         self._heads = HeadShape(
             num_heads=spec.model.num_heads // mesh.parallel.tp,
-            num_kv_heads=spec.model.num_kv_heads // mesh.parallel.tp,
+            num_kv_heads=spec.model.with_kv_copies(mesh.parallel.tp).num_kv_heads
+            // mesh.parallel.tp,
             head_dim=spec.model.head_size,
             dtype=dtype,
         )

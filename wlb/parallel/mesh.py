@@ -25,6 +25,7 @@ from wlb.parallel.grid import kind_of_link, link_members
 from wlb.parallel.grid import rank_grid as rank_grid
 from wlb.parallel.host import host_group
 from wlb.plan import UserError
+from wlb.spec import ModelSpec
 from wlb.spec.run import ParallelSpec
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -34,6 +35,9 @@ EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
 """Axes of the mesh of experts: dp x cp x tp as (copies of experts, FSDP of experts, different
 experts). As torchtitan has it, copies are those of other parameters (HSDP), so that an EP group
 lies within the ranks of one copy; without HSDP the first axis is missing."""
+KV_HEAD, KV_COPY = "kv_head", "kv_copy"
+"""The axis tp as (different KV heads, copies of one), of a model with fewer KV heads than TP ranks:
+neighbours hold copies, because their query heads read the same keys."""
 
 
 class Coordinates(NamedTuple):
@@ -66,6 +70,7 @@ class Mesh:
     fsdp: DeviceMesh  # dp and cp flattened, dp major
     sharding: DeviceMesh  # what FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
     experts: DeviceMesh | None = None  # axes pp and `expert_axes`, for a model with experts
+    kv_heads: DeviceMesh | None = None  # axes (kv_head, kv_copy), where TP ranks hold copies
     # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`): with one neighbour, or
     # alone. Empty without a pipeline.
     links: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -89,8 +94,9 @@ class Mesh:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of every axis, of `fsdp`, of `sharding` and of `links`."""
-        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts)
+        """The groups of every axis, of `fsdp`, `sharding`, experts, copies of KV heads and
+        `links`."""
+        meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.kv_heads)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
         return [*groups, *self.links.values()]
 
@@ -138,6 +144,8 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     which nothing uses."""
     groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
     groups += [*mesh.links.items(), *((axis, mesh.group(axis)) for axis in ("tp", "cp"))]
+    if mesh.kv_heads is not None:
+        groups.append((KV_COPY, mesh.kv_heads.get_group(KV_COPY)))
     groups += zip(mesh.sharding.mesh_dim_names or (), mesh.sharding.get_all_groups(), strict=True)
     if mesh.experts is not None:
         groups += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
@@ -149,16 +157,32 @@ def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
 
 
 def build_mesh(
-    parallel: ParallelSpec, device: torch.device, *, shard_size: int = 0, experts: bool = False
+    parallel: ParallelSpec,
+    device: torch.device,
+    *,
+    shard_size: int = 0,
+    model: ModelSpec | None = None,
 ) -> Mesh:
-    """The mesh over all ranks; a collective call. shard_size: ranks that share one copy of
-    the weights, a divisor of dp * cp; 0 = all of them. experts: whether the model has any."""
+    """The mesh over all ranks; a collective call.
+
+    Args:
+        parallel: degrees of all axes; their product is the number of ranks.
+        device: this rank's.
+        shard_size: ranks that share one copy of the weights, a divisor of dp * cp; 0 = all.
+        model: whose experts, and copies of KV heads over TP ranks, need groups of their own; None
+            for a model without either.
+
+    Raises:
+        UserError: if the degrees are not those of the running ranks.
+    """
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
         raise UserError(
             f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} is not the "
             f"{world_size} ranks that run; set parallel.dp = ranks / (tp * cp * pp)"
         )
+    has_experts = model is not None and model.experts.num > 0
+    copies = 1 if model is None else model.kv_copies(parallel.tp)
     ranks = torch.from_numpy(rank_grid(parallel))
     device_mesh = DeviceMesh(device.type, ranks, mesh_dim_names=AXES)
     fsdp = device_mesh["dp", "cp"]._flatten(FSDP)
@@ -169,7 +193,8 @@ def build_mesh(
         device_mesh=device_mesh,
         fsdp=fsdp,
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
-        experts=_experts(ranks, parallel, device, shard_size) if experts else None,
+        experts=_experts(ranks, parallel, device, shard_size) if has_experts else None,
+        kv_heads=None if copies == 1 else _kv_heads(device_mesh["tp"], copies),
         links={kind: _own_of(parts, kind) for kind, parts in link_members(parallel).items()},
     )
 
@@ -199,6 +224,11 @@ def _experts(
         del sizes[EXPERT_COPIES]
     grid = ranks.reshape(parallel.pp, *sizes.values())
     return DeviceMesh(device.type, grid, mesh_dim_names=("pp", *sizes))
+
+
+def _kv_heads(tp: DeviceMesh, copies: int) -> DeviceMesh:
+    # Unflatten rather than build a new mesh, as in `_sharding`.
+    return tp._unflatten(0, (tp.size() // copies, copies), (KV_HEAD, KV_COPY))
 
 
 def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:

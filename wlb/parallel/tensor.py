@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from wlb.model import Ops, VocabularyShard
@@ -27,17 +28,47 @@ from wlb.parallel.collectives import (
     wait,
 )
 from wlb.parallel.deferred import WeightQueue, plain_product, product
+from wlb.parallel.mesh import KV_COPY, Mesh
 
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")
+KEYS = ("k_proj", "v_proj")
+COLUMN = ("q_proj", *KEYS, "gate_proj", "up_proj", "lm_head", "embed_tokens")
 ROW = ("o_proj", "down_proj")
 
 
-def placement(name: str) -> Placement:
-    """Placement on the tp axis of the parameter of this name."""
-    module = name.split(".")[-2]
+class TpPlacement(NamedTuple):
+    """Where TP ranks have the parts of a parameter."""
+
+    mesh: DeviceMesh  # the axis tp, or the axes (kv_head, kv_copy) of copied KV heads
+    placements: tuple[Placement, ...]  # on these axes
+    copies: dist.ProcessGroup | None  # ranks that hold the same part; None: each has another
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another rank's part counts instead of this one, in a sum over all elements."""
+        return self.copies is not None and dist.get_rank(self.copies) > 0
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """This rank's part of a whole parameter."""
+        placed = self.placements[0]
+        if not isinstance(placed, Shard):
+            return value
+        return value.chunk(self.mesh.size(0), placed.dim)[self.mesh.get_local_rank(0)]
+
+
+def placement(name: str, mesh: Mesh) -> TpPlacement:
+    """Placement over TP ranks of the parameter of this name.
+
+    Where there are more TP ranks than KV heads (`Mesh.kv_heads`), a rank has one whole head of the
+    projections to K and V, which its neighbours in `kv_copy` have too.
+    """
+    module, tp = name.split(".")[-2], mesh.device_mesh["tp"]
+    if module in KEYS and mesh.kv_heads is not None:
+        return TpPlacement(mesh.kv_heads, (Shard(0), Replicate()), mesh.kv_heads.get_group(KV_COPY))
     if module in COLUMN:
-        return Shard(0)
-    return Shard(1) if module in ROW else Replicate()
+        return TpPlacement(tp, (Shard(0),), None)
+    if module in ROW:
+        return TpPlacement(tp, (Shard(1),), None)
+    return TpPlacement(tp, (Replicate(),), tp.get_group())
 
 
 class Products(NamedTuple):

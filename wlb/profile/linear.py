@@ -158,7 +158,7 @@ def rank_matrices(model: ModelSpec, tp: int) -> tuple[tuple[int, int], ...]:
     """(in, out) of `layer_matrices` as a TP rank holds them."""
     return tuple(
         (rows // tp, columns) if i in ROW_PARALLEL else (rows, columns // tp)
-        for i, (rows, columns) in enumerate(layer_matrices(model))
+        for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp)))
     )
 
 
@@ -174,7 +174,7 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
             f"not none"
         )
     shared = {
-        "num_kv_heads": model.num_kv_heads,
+        "num_heads": model.num_heads,
         "padded vocabulary": model.padded_vocab_size,
         **{
             "hidden size of a token's experts"
@@ -184,7 +184,8 @@ def _check(model: ModelSpec, tp_degrees: Sequence[int], tokens: Sequence[int]) -
         },
     }
     for tp in tp_degrees:
-        for name, size in shared.items():
+        num_kv = {"num_kv_heads": model.with_kv_copies(tp).num_kv_heads}
+        for name, size in (shared | num_kv).items():
             if size % tp:
                 raise UserError(f"tp = {tp} does not divide the model's {name}, {size}")
 
@@ -200,7 +201,8 @@ def _widths(model: ModelSpec, tp_degrees: Iterable[int]) -> list[tuple[str, int]
     widths = {("norm", model.hidden_size), ("residual", model.hidden_size)}
     for tp in tp_degrees:
         of_heads = ("rotary", "head_norm") if model.qk_norm else ("rotary",)
-        widths |= set(product(of_heads, (model.q_dim // tp, model.kv_dim // tp)))
+        kv_dim = model.with_kv_copies(tp).kv_dim // tp
+        widths |= set(product(of_heads, (model.q_dim // tp, kv_dim)))
         widths |= {("swiglu", kind.active_ffn_size // tp) for kind, *_ in model.layer_kinds}
     return sorted(widths)
 

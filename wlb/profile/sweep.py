@@ -88,7 +88,8 @@ def settings_of(
     degrees = _tp_degrees(model, spec.parallel.tp)
     dtype = DTYPES[device.type]
     shapes = [
-        (model.num_heads // tp, model.num_kv_heads // tp, model.head_size) for tp in degrees[::-1]
+        (model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp, model.head_size)
+        for tp in degrees[::-1]
     ]
     # Tables take seconds on a CPU; on a GPU other TP degrees are a factor on the first table.
     of_tables = shapes[:1] if quick or device.type == "cuda" else shapes
@@ -128,7 +129,11 @@ def settings_of(
 
 def _tp_degrees(model: ModelSpec, tp: int) -> tuple[int, ...]:
     powers = takewhile(lambda n: n <= min(tp, MOST_LAYOUTS_TP), (1 << i for i in count()))
-    return tuple(takewhile(lambda n: model.num_kv_heads % n == 0, powers))
+
+    def divides(n: int) -> bool:
+        return model.num_heads % n == model.with_kv_copies(n).num_kv_heads % n == 0
+
+    return tuple(takewhile(divides, powers))
 
 
 def _shape(text: str) -> Shape:

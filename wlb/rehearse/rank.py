@@ -18,7 +18,7 @@ from wlb.cost import load_profile, workload_for
 from wlb.memory import gpu_budget
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
-from wlb.parallel.mesh import Mesh, build_mesh, coordinates
+from wlb.parallel.mesh import KV_COPY, Mesh, build_mesh, coordinates
 from wlb.plan import PipelinePlan, PlannerState, StepPlan
 from wlb.rehearse import cuda, equal_experts
 from wlb.rehearse.allocator import reserved
@@ -183,12 +183,7 @@ def _trainer(
     world_size = spec.parallel.world_size
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     host.new_host_group(spec.training.timeout_s)  # as `world.init` does
-    mesh = build_mesh(
-        spec.parallel,
-        cuda.DEVICE,
-        shard_size=spec.fsdp.shard_size,
-        experts=bool(spec.model.experts.num),
-    )
+    mesh = build_mesh(spec.parallel, cuda.DEVICE, shard_size=spec.fsdp.shard_size, model=spec.model)
     recorder.axes.update(_axes(mesh))
     FOOTPRINT.parameter_shapes = _weight_shapes(spec)
     stack.enter_context(recorder)
@@ -209,6 +204,8 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
     if mesh.sharding is not mesh.fsdp:
         kinds = mesh.sharding.mesh_dim_names or ()
         named += [(f"fsdp {kind}", mesh.sharding.get_group(kind)) for kind in kinds]
+    if mesh.kv_heads is not None:
+        named.append((KV_COPY, mesh.kv_heads.get_group(KV_COPY)))
     if mesh.experts is not None:
         named += [(axis, mesh.experts.get_group(axis)) for axis in mesh.expert_axes]
     out: dict[str, Communicator] = {}
@@ -221,7 +218,8 @@ def _axes(mesh: Mesh) -> dict[str, Communicator]:
 def _weight_shapes(spec: RunSpec) -> set[tuple[int, ...]]:
     """Shapes of whole weights on this TP rank, by which their gradients are known."""
     model, tp = spec.model, spec.parallel.tp
-    q, kv, ffn = model.q_dim // tp, model.kv_dim // tp, model.ffn_hidden_size // tp
+    of_ranks = model.with_kv_copies(tp)
+    q, kv, ffn = model.q_dim // tp, of_ranks.kv_dim // tp, model.ffn_hidden_size // tp
     hidden, vocab = model.hidden_size, model.padded_vocab_size // tp
     dense = {(q, hidden), (kv, hidden), (hidden, q), (ffn, hidden), (hidden, ffn), (vocab, hidden)}
     return dense | equal_experts.weight_shapes(spec) if model.experts.num else dense

@@ -165,6 +165,7 @@ def shard_costs(
         reduce_ns=of_stages(whole_layers.reduce_ns, experts.reduce_ns),
         norm_ns=round(
             max(of_rank) * NORM_VALUES * GRADIENT_BYTES / copy * 1e9
+            + _copied_keys_ns(spec, profile)
             + reduce.time_ns(GRADIENT_BYTES, num_ranks=parallel.world_size)
         ),
         optimizer_ns=tuple(
@@ -183,6 +184,19 @@ def shard_costs(
         reshards=spec.fsdp.reshard_after_forward and parallel.fsdp_size > 1,
         execution=execution,
     )
+
+
+def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
+    """The sum over TP ranks of gradients of K's and V's projections, once a step, where several of
+    them hold one KV head (`wlb.parallel.data.finish_gradients`)."""
+    model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
+    layers = max(
+        sum(spec.stage_layers[stage] for stage in spec.stages_of(pp_rank))
+        for pp_rank in range(spec.parallel.pp)
+    )
+    values = layers * 2 * model.head_size * model.hidden_size / spec.shard_size
+    cost = profile.collective(Collective.ALL_REDUCE, span_ranks=copies)
+    return cost.time_ns(values * GRADIENT_BYTES, num_ranks=copies)
 
 
 class _Sharing(NamedTuple):

@@ -140,14 +140,15 @@ def _check_layout(spec: RunSpec) -> None:
             f"{parallel.dp} are {parallel.world_size} ranks, must be at most {_MOST_RANKS}; lower "
             f"one of them"
         )
-    if parallel.tp > model.num_kv_heads:
+    if parallel.tp > model.num_kv_heads and parallel.tp % model.num_kv_heads:
         raise UserError(
-            f"parallel.tp = {parallel.tp} exceeds model.num_kv_heads = {model.num_kv_heads}, and a "
-            f"rank needs a KV head; set parallel.tp to at most {model.num_kv_heads}"
+            f"parallel.tp = {parallel.tp} is above model.num_kv_heads = {model.num_kv_heads} and "
+            f"not a multiple of it, so that the TP ranks cannot hold equally many copies of each "
+            f"KV head; use a multiple, or at most {model.num_kv_heads}"
         )
     divided = {
         "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.num_kv_heads,
+        "model.num_kv_heads": model.with_kv_copies(parallel.tp).num_kv_heads,
         **_divided_mlp(spec),
         "the padded vocabulary": 256,
     }

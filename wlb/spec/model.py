@@ -169,6 +169,16 @@ class ModelSpec:
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
+    def with_kv_copies(self, tp: int) -> "ModelSpec":
+        """The model that `tp` TP ranks compute together. Where it has fewer KV heads than they are,
+        each rank has a copy of one, so this model has `tp` of them; otherwise it is this model.
+        What a rank computes, keeps and exchanges is 1 / tp of it."""
+        return self if tp <= self.num_kv_heads else replace(self, num_kv_heads=tp)
+
+    def kv_copies(self, tp: int) -> int:
+        """TP ranks that hold the same KV head."""
+        return max(1, tp // self.num_kv_heads)
+
     @property
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_size

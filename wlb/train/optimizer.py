@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from wlb.parallel.data import scale_gradients
-from wlb.parallel.expert_parallel import is_expert, rebalance
+from wlb.parallel.expert_parallel import rebalance
 from wlb.spec import RateSchedule, RunSpec, TrainingSection
 
 
@@ -74,18 +76,14 @@ class Optimizers:
         self.by_stage: dict[int, torch.optim.AdamW] = {}
         self._decayed: dict[int, list[bool]] = {}
         for index, stage in stages.items():
-            # Experts are sharded over other ranks, and a fused step takes tensors of one mesh.
-            kinds = [
-                (decayed, of_experts) for of_experts in (False, True) for decayed in (True, False)
-            ]
-            groups: dict[tuple[bool, bool], list[nn.Parameter]] = {kind: [] for kind in kinds}
-            for name, parameter in stage.named_parameters():
-                decayed = has_decay(parameter)
-                groups[decayed, is_expert(name)].append(parameter)
-            # A stage may have parameters of one kind only.
-            self._decayed[index] = [kind[0] for kind, group in groups.items() if group]
+            # A fused step takes tensors of one mesh; experts, and copies of KV heads, have others.
+            groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
+            for parameter in stage.parameters():
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                groups.setdefault((has_decay(parameter), mesh), []).append(parameter)
+            self._decayed[index] = [decayed for decayed, _ in groups]
             self.by_stage[index] = torch.optim.AdamW(
-                [{"params": group} for group in groups.values() if group], fused=True
+                [{"params": group} for group in groups.values()], fused=True
             )
         self.configure()
         self.parameters = [p for stage in stages.values() for p in stage.parameters()]

@@ -387,9 +387,7 @@ def run_rank(world: World, job: Job, device: torch.device, request: StopRequest)
             world,
             within_s=min(checkpoint.SEEN_WITHIN_S, spec.training.timeout_s / 2),
         )
-    mesh = build_mesh(
-        spec.parallel, device, shard_size=spec.fsdp.shard_size, experts=bool(spec.model.experts.num)
-    )
+    mesh = build_mesh(spec.parallel, device, shard_size=spec.fsdp.shard_size, model=spec.model)
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
     records = records_of(job.directory, job.started_s)

@@ -102,7 +102,7 @@ def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: to
 def _heads(spec: RunSpec) -> tuple[int, int]:
     """Query and key heads of a TP rank."""
     model, tp = spec.model, spec.parallel.tp
-    return model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    return model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp
 
 
 class CollectGarbage(Hook):

@@ -63,7 +63,7 @@ def test_what_does_not_divide_is_refused_with_the_checks_own_words() -> None:
     found = layouts_of(spec_of("data.row_multiple=4096"), gpus=32, choices=LayoutChoices())
     by_reason = {r.reason: r for r in found.refusals.values()}
     tp = by_reason["tp does not divide the model"]
-    assert "parallel.tp = 16 exceeds model.num_kv_heads = 8" in tp.message
+    assert "model.num_heads = 8 is not a multiple of parallel.tp = 16" in tp.message
     dp = by_reason["dp does not divide the micro-batches of a step"]
     assert "4 micro-batches per step are not a multiple of parallel.dp = 32" in dp.message
     layers = by_reason["pp does not divide the layers"]
