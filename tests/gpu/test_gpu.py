@@ -30,6 +30,7 @@ pytestmark = [
 
 IZB = Schedule.INTERLEAVED_ZERO_BUBBLE
 NEEDED = KeyExchange.NEEDED
+TWO_KV, ONE_KV = (("num_kv_heads", 2),), (("num_kv_heads", 1),)
 EXPERTS = ExpertsSpec(num=8, per_token=2, hidden_size=16)
 
 CASES = [
@@ -47,6 +48,10 @@ CASES = [
     Case(tp=2, cp=2, pp=2, v=2),
     Case(tp=2, cp=2, pp=2, v=2, schedule=IZB, exchange=NEEDED),
     Case(cp=2, dp=2, experts=EXPERTS, ep=2, ep_stages=2, num_micro_batches=8),
+    # Copies of KV heads.
+    Case(tp=4, keys=TWO_KV),
+    Case(tp=2, dp=2, keys=ONE_KV, num_micro_batches=8),
+    Case(tp=4, cp=2, exchange=NEEDED, keys=ONE_KV),
 ]
 BF16 = [
     Case(head_dim=16),
@@ -56,6 +61,8 @@ BF16 = [
     Case(head_dim=16, cp=2, own_first=True),
     Case(head_dim=16, tp=2, cp=2, pp=2, v=2),
     Case(head_dim=16, tp=2, pp=2, dp=2, v=2, schedule=IZB, num_micro_batches=8),
+    Case(head_dim=16, tp=4, cp=2, keys=TWO_KV),
+    Case(head_dim=16, tp=4, pp=2, v=2, schedule=IZB, keys=ONE_KV),
 ]
 
 

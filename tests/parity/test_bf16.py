@@ -29,7 +29,7 @@ def bf16(world: World, case: Case, device: str) -> dict[str, object]:
     """
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=Dtype.BFLOAT16))
-    mesh = build_mesh(spec.parallel, rank_device(world, device))
+    mesh = build_mesh(spec.parallel, rank_device(world, device), model=spec.model)
     executor = Executor(spec, mesh)
     rotated: set[tuple[torch.dtype, ...]] = set()
 
