@@ -159,7 +159,11 @@ BAD_INPUT = [
     (["training.stesp=3"], "unknown key 'training.stesp'", "did you mean 'training.steps'?"),
     (["training.steps=many"], "training.steps must be int, got 'many'", ""),
     (["training.steps"], "'training.steps'", "write section.key=value"),
-    (["parallel.tp=4"], "parallel.tp = 4 exceeds model.num_kv_heads = 2", "at most 2"),
+    (
+        ["parallel.tp=3"],
+        "parallel.tp = 3 is above model.num_kv_heads = 2 and not a multiple of it",
+        "use a multiple, or at most 2",
+    ),
     (["parallel.pp=3"], "model.num_layers = 4 is not a multiple of pp 3", "stages"),
     (
         ["parallel.dp=2", "data.num_windows=3"],
