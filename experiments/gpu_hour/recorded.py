@@ -1,11 +1,12 @@
 """Writes the page of what single GPUs measured, from the records that they left; needs no GPU.
 
-`python -m experiments.gpu_hour.recorded` reads two folders of results. h100_2026-11-26 holds the
+`python -m experiments.gpu_hour.recorded` reads three folders of results. h100_2026-11-26 holds the
 metrics of four training runs, times of Figure 15's kernels, and a run that was killed and resumed.
 The runs' steps are planned again and simulated with the published profile `h100`, with `h100_sxm`,
 which was measured on the same day, and with `h100_runs`, which has the slower products of long
-published runs. h200_2026-11-27 holds the layers that `experiments.gpu_hour.layers` timed, and the
-results of the tests in which several ranks share a GPU over NCCL.
+published runs. h100_2026-11-27 and h200_2026-11-27 hold the layers that
+`experiments.gpu_hour.layers` timed, and the latter the results of the tests in which several ranks
+share a GPU over NCCL.
 """
 
 import json
@@ -25,7 +26,8 @@ from wlb.cost import attention_latency
 from wlb.sharding import shard
 
 RECORDS = Path(__file__).parent / "results" / "h100_2026-11-26"
-LAYERS = Path(__file__).parent / "results" / "h200_2026-11-27"
+LAYERS = Path(__file__).parent / "results" / "h100_2026-11-27"
+H200 = Path(__file__).parent / "results" / "h200_2026-11-27"
 PROFILES = ("h100", "h100_sxm", "h100_runs")
 DOCUMENTS = {"3m": 3_000_000, "6m": 6_000_000}
 """Tokens of the stores that the runs read, by name in runs/gpu_hour/documents."""
@@ -39,8 +41,8 @@ RUNS = {
 MEASURED, BEFORE, NOW = "over per sequence", "predicted then", "predicted by h100_sxm"
 TEXT = """
 The first two tables are of one H100 SXM 80GB at 700 W, driver 580.159.04, torch 2.11.0+cu130,
-Python 3.12.3, alone on the card. The third is of one H200 at 700 W with the same software. Each is
-one GPU, so nothing here says how fast GPUs talk to each other.
+Python 3.12.3, alone on the card. The third has another H100 SXM and one H200, both at 700 W with
+the same software. Each is one GPU, so nothing here says how fast GPUs talk to each other.
 
 On the H100, {passed} tests of `pytest -m gpu` passed and {skipped} were skipped for packages or
 GPUs that were not there. Remarks of torch, which are allowed since, failed {failed} more, which
@@ -54,7 +56,8 @@ parallelism in float32 had the losses, gradients and updates of one process, and
 bfloat16 with FlashAttention-2 had its loss within 2%. A run of {most_ranks} ranks in
 TP 2, CP 2 and PP 2 was trained for {steps} steps. From its checkpoint in the middle, the same
 layout had the same losses to the last bit, and another layout (CP 4, DP 2) and one process had them
-within 0.5%.
+within 0.5%. On the second H100, 3 layouts in float32 and 2 in bfloat16 whose TP ranks hold copies
+of a KV head passed the same tests.
 """
 
 
@@ -152,6 +155,7 @@ def sharding_table() -> Table:
 
 
 LAYER_COLUMNS = {
+    "gpu": "GPU",
     "config": "configuration",
     "system": "system",
     "predicted": "over Plain-4D, all predicted",
@@ -165,9 +169,14 @@ SYSTEM_NAMES = {"plain_4d": "Plain-4D", **NAMES}
 
 def layers_table() -> Table:
     """Speed-ups with predicted and with measured layers, and how well layers are predicted."""
-    found = json.loads((LAYERS / "layers.json").read_text("utf-8"))
+    runs = [
+        (gpu, config, systems)
+        for gpu, folder in (("H100", LAYERS), ("H200", H200))
+        for config, systems in json.loads((folder / "layers.json").read_text())["configs"].items()
+    ]
     rows: list[list[Any]] = []
-    for config, systems in found["configs"].items():
+    for gpu, config, systems in runs:
+        preset, *changed = config.split(", ")
         plain = systems["plain_4d"]
         for system, made in systems.items():
             speedups = [plain[name] / made[name] for name in ("predicted_s", "measured_s")]
@@ -180,7 +189,7 @@ def layers_table() -> Table:
             ratios = predicted[timed].sum(axis=0) / measured[timed].sum(axis=0)
             both = predicted[timed].sum(axis=1), measured[timed].sum(axis=1)
             correlation = float(np.corrcoef(*both)[0, 1])
-            names = [title(config), SYSTEM_NAMES[system]]
+            names = [gpu, ", ".join([title(preset), *changed]), SYSTEM_NAMES[system]]
             rows.append([*names, *speedups, *map(float, ratios), correlation])
     return Table(
         name="layers",
@@ -194,12 +203,13 @@ def layers_table() -> Table:
         page_columns=LAYER_COLUMNS,
         note=(
             "Each system planned the same 17 steps of documents of the paper's lengths. For each "
-            "micro-batch and context-parallel rank one decoder layer ran on the H200, forward and "
+            "micro-batch and context-parallel rank one decoder layer ran on the GPU, forward and "
             "backward, as wide as one tensor-parallel rank has it, with FlashAttention-2. These "
             "times take the place of predicted attention, matrix products and element-wise "
             "operations; collectives and the pipeline are simulated in both columns. Predictions "
             "are those of profile h100_runs, so the last three columns compare an H100 in long "
-            "runs with an H200 that ran for a minute."
+            "runs with a GPU that ran for a minute. With 8 KV heads, two of 70B's 16 TP ranks "
+            "hold a copy of each KV head."
         ),
     )
 
@@ -214,7 +224,7 @@ def main() -> None:
         return
     restart = json.loads((RECORDS / "restart.json").read_text("utf-8"))["figures"]
     tests = json.loads((RECORDS / "kernels.json").read_text("utf-8"))
-    shared = json.loads((LAYERS / "nccl.json").read_text("utf-8"))
+    shared = json.loads((H200 / "nccl.json").read_text("utf-8"))
     differ = restart["differ"]
     losses = (
         f"other losses in steps {differ}"
@@ -225,7 +235,7 @@ def main() -> None:
         Path(__file__).parent,
         title="wlb on one GPU",
         how=How.MEASURED,
-        profile="one NVIDIA H100 80GB HBM3, 2026-11-26; one NVIDIA H200, 2026-11-27",
+        profile="NVIDIA H100 80GB HBM3, one on 2026-11-26 and one on 2026-11-27; one NVIDIA H200",
         text=TEXT.format(killed=restart["killed_after"], losses=losses, **tests, **shared),
         tables=tables,
         command="python -m experiments.gpu_hour.recorded",
