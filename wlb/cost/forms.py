@@ -5,10 +5,12 @@ a 7B model's ratio); "slime" prices whole samples only (`wlb.balance.sample_cost
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
 
+from wlb.cost.config_json import counted_workload
 from wlb.cost.profile import KernelProfile
 from wlb.cost.profile_file import profile_names
 from wlb.cost.protocol import LLAMA2_7B, TILE_ROWS, FlopsWorkload, WorkloadModel
@@ -27,15 +29,22 @@ COST_NAMES = ("llama2_7b", "verl", "slime")
 def model_of(cost: Cost) -> WorkloadModel | None:
     """The workload model of `cost`, or None for what only prices samples.
 
-    UserError for an unknown name and a ratio that is not positive.
+    Text that ends in .json, or is an existing path, names a Hugging Face config.json or its folder
+    (`wlb.cost.counted`). UserError for an unknown name, a model that is not counted, and a ratio
+    that is not positive.
     """
     if isinstance(cost, KernelProfile):
         return workload_of(load("7b_128k"), cost)
     if isinstance(cost, str):
+        if cost not in COST_NAMES and _is_path(cost):
+            return counted_workload(cost)
         if cost not in COST_NAMES:
             is_profile = cost in profile_names()
             remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
-            raise UserError(f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}{remedy}")
+            raise UserError(
+                f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}, and the path "
+                f"of a config.json{remedy}"
+            )
         if cost == "slime":
             return None
         verl = FlopsWorkload(linear_ns_per_token=24576.0, tile_rows=TILE_ROWS)
@@ -46,6 +55,13 @@ def model_of(cost: Cost) -> WorkloadModel | None:
             raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")
         return FlopsWorkload(quadratic_ns=1e3, linear_ns_per_token=1e3 * ratio, tile_rows=TILE_ROWS)
     return cast(WorkloadModel, cost) if hasattr(cost, "workload_ns") else None
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return text.endswith(".json") or (bool(text) and Path(text).exists())
+    except (OSError, ValueError):
+        return False
 
 
 def workload_model(cost: Cost) -> WorkloadModel:

@@ -1,0 +1,222 @@
+"""What a token costs in a model, counted from its Hugging Face config.json.
+
+`counted` reads the file and counts FLOPs layer by layer (`wlb.cost.families` has the layers of each
+family); `counted_workload` makes a workload of them, by which documents are packed and sharded. A
+config.json says nothing of a device, so the workload compares FLOPs with FLOPs: only the ratio of
+attention to everything else matters to a plan. Whoever has measured a device gives a kernel profile
+instead.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from wlb.cost.families import COUNTED, FAMILIES, FLAT, Config, Layer, Pairs, defaults_of
+from wlb.cost.protocol import (
+    BACKWARD_FLOPS_PER_PAIR,
+    FORWARD_FLOPS_PER_PAIR,
+    TILE_ROWS,
+    FlopsWorkload,
+    segment_sizes,
+    tile_pairs,
+    token_counts,
+    whole_ns,
+)
+from wlb.plan import FloatArray, IntArray, IntLike, UserError
+from wlb.plan.read_file import Fields, read_object
+
+RATIO = (
+    "state a ratio instead, such as cost=24576: the tokens of a document at which attention costs "
+    "what everything else does"
+)
+KIND_NAMES = {
+    "full": "full attention",
+    "sliding": "sliding window",
+    "chunked": "chunked attention",
+    "sparse": "sparse attention",
+    "linear": "linear or recurrent",
+    "none": "without attention",
+}
+"""Kinds of layers in the order in which `CountedModel` names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedModel:
+    """Layers and forward FLOPs of a model, as its config.json says them.
+
+    Norms, biases, RoPE and element-wise operations are left out, and so are layers that only
+    predict further tokens (multi-token prediction) and encoders of images and sound.
+    """
+
+    model_type: str  # the family, as config.json names it
+    kinds: dict[str, int]  # layers of each kind in `KIND_NAMES`
+    pairs: tuple[Pairs, ...]  # what query-key pairs cost, in all layers together
+    token_flops: int  # forward FLOPs of a token outside of pairs, in all layers and the output head
+    active: int  # parameters that compute a token, embeddings included
+    total: int  # all parameters, embeddings included
+
+    @property
+    def layers(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def crossover(self) -> int | None:
+        """Tokens of a document at which attention costs what everything else does; None if it never
+        does, as in models without full attention."""
+        if not any(not p.window for p in self.pairs):
+            return None
+        low, high = 1, 2**48
+        while low < high:
+            middle = (low + high) // 2
+            d = np.array([middle], np.float64)
+            if _attention(self.pairs, d)[0] < self.token_flops * middle:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def __str__(self) -> str:
+        kinds = [f"{self.kinds[k]} {name}" for k, name in KIND_NAMES.items() if self.kinds.get(k)]
+        size = f"{_billions(self.total)} parameters"
+        if self.active < self.total:
+            size = f"{_billions(self.active)} active of {size}"
+        at = self.crossover
+        ratio = (
+            "attention never costs what everything else does"
+            if at is None
+            else f"attention costs what everything else does in a document of {at:,} tokens"
+        )
+        return f"{self.model_type}: {self.layers} layers ({', '.join(kinds)}); {size}; {ratio}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountedWorkload(FlopsWorkload):
+    """FLOPs of a model's mean layer as ns, a FLOP a nanosecond; only ratios matter.
+
+    `quadratic_ns` is that of layers in which a query sees all keys before it. W_a of the others
+    grows linearly once a document is longer than their window.
+    """
+
+    windows: tuple[Pairs, ...] = ()  # pairs of the mean layer within windows or chunks
+
+    def attention_ns(self, lengths: IntLike) -> IntArray:
+        d = token_counts("lengths", lengths)
+        return whole_ns(self.quadratic_ns * d * d + _attention(self.windows, d))
+
+    def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        rows, keys = segment_sizes(q, kv)
+        both = 2 * self.quadratic_ns * tile_pairs(rows, keys, tile_rows=self.tile_rows)
+        for pairs in self.windows:
+            both = both + _windowed(pairs, rows, keys, tile_rows=self.tile_rows)
+        share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
+        forward = whole_ns(both * share)
+        return forward, whole_ns(both) - forward
+
+
+def counted(path: str | Path) -> CountedModel:
+    """Counts the model of a config.json.
+
+    Args:
+        path: The file, or the folder that holds it. The language model of a model for images or
+            sound is the one in its `text_config`.
+
+    Raises:
+        UserError: The file cannot be read, or the family, a kind of layer or a value is not known.
+    """
+    file = Path(path)
+    try:
+        file = file / "config.json" if file.is_dir() else file
+        values = read_object(file, wide=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{file} cannot be read ({why}); name a config.json") from None
+    return counted_of(values, str(file))
+
+
+def counted_of(values: dict[str, Any], where: str) -> CountedModel:
+    """Counts the model of a config.json's content; `where` names it in errors."""
+    keys = Fields(values, where, remedy=RATIO)
+    model_type = keys.text("model_type")
+    text = values.get("text_config")
+    if model_type not in FAMILIES and isinstance(text, dict):
+        shared = {k: values[k] for k in ("tie_word_embeddings",) if values.get(k) is not None}
+        return counted_of({**shared, **cast("dict[str, Any]", text)}, f"{where}: text_config")
+    model_type = FLAT.get(model_type, model_type)
+    if model_type not in FAMILIES:
+        raise keys.error("model_type", f"is not counted (counted: {', '.join(COUNTED)})")
+    config = Config(keys, defaults_of(model_type))
+    layers = FAMILIES[model_type](config)
+    table = config.whole("hidden_size") * config.whole("vocab_size")
+    tables = table if config.flag("tie_word_embeddings") else 2 * table
+    return _added_up(model_type, layers, head=table, tables=tables)
+
+
+def counted_workload(path: str | Path) -> CountedWorkload:
+    """The workload of a config.json (`counted`)."""
+    return workload_of_model(counted(path))
+
+
+def workload_of_model(model: CountedModel) -> CountedWorkload:
+    """The workload of a counted model, per mean layer."""
+    n = model.layers
+    full = sum(p.flops for p in model.pairs if not p.window)
+    return CountedWorkload(
+        quadratic_ns=full / n / 2,
+        linear_ns_per_token=model.token_flops / n,
+        tile_rows=TILE_ROWS,
+        windows=tuple(p._replace(flops=p.flops / n) for p in model.pairs if p.window),
+    )
+
+
+def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -> CountedModel:
+    """All layers of a model, its output head and its embeddings together."""
+    kinds: dict[str, int] = {}
+    pairs: dict[tuple[int, bool], float] = {}
+    for layer in layers:
+        kinds[layer.kind] = kinds.get(layer.kind, 0) + 1
+        for one in layer.pairs:
+            within = (one.window, one.chunked)
+            pairs[within] = pairs.get(within, 0) + one.flops
+    active = sum(layer.active for layer in layers)
+    return CountedModel(
+        model_type=model_type,
+        kinds=kinds,
+        pairs=tuple(Pairs(flops, *within) for within, flops in sorted(pairs.items())),
+        token_flops=2 * (active + head) + sum(layer.token_flops for layer in layers),
+        active=active + tables,
+        total=sum(layer.total for layer in layers) + tables,
+    )
+
+
+def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
+    """Forward FLOPs of pairs in whole documents of d tokens; shape as d."""
+    total = np.zeros_like(d)
+    for one in pairs:
+        total += _windowed(one, d, d, tile_rows=1) if one.window else one.flops * d * d / 2
+    return total
+
+
+def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
+    """FLOPs of segments of q rows that end at key kv, in layers with a window or chunks.
+
+    Counted as W_a is: a pair of d^2 / 2 in full attention is `flops`, so a whole document of d
+    tokens costs flops * d^2 / 2 while it fits into the window.
+    """
+    if not pairs.chunked:
+        return pairs.flops * tile_pairs(q, kv, tile_rows=tile_rows, sliding=pairs.window)
+    return pairs.flops * (_chunk_pairs(kv, pairs.window) - _chunk_pairs(kv - q, pairs.window))
+
+
+def _chunk_pairs(d: FloatArray, chunk: int) -> FloatArray:
+    """Pairs of the first d tokens of a document whose queries see keys of their own chunk only."""
+    whole = np.floor(d / chunk)
+    rest = d - whole * chunk
+    return whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f}B" if parameters >= 1e8 else f"{parameters / 1e6:.1f}M"

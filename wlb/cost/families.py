@@ -1,0 +1,894 @@
+"""The layers of the families of transformers that are counted, by the fields of their config.json.
+
+`FAMILIES` has a row a family: which kind each layer has, what its attention (or what takes its
+place) costs, and what its MLP or its experts cost. Facts are those of transformers' own models:
+tests count the parameters and FLOPs of a small model of each family and compare.
+
+families.json has the defaults of fields that a config.json leaves out, and other names of fields;
+`python -m tests.cost.transformers_defaults` writes it from transformers' classes.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from wlb.plan import UserError
+from wlb.plan.read_file import Fields
+
+MOST = 2**32
+"""Largest size that a field may have; one above it is a typing error."""
+LAYER_TYPES = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunked",
+    "linear_attention": "linear",
+    "mamba": "linear",
+    "conv": "linear",
+    "indexed_attention": "sparse",
+    "deepseek_sparse_attention": "sparse",
+    "mlp": "none",
+    "moe": "none",
+}
+"""Kinds of layers by the names that a config.json has for them."""
+CHUNK = 64
+"""Tokens that chunked kernels of gated delta rules compute together."""
+
+
+class Pairs(NamedTuple):
+    """What a query-key pair costs."""
+
+    flops: float  # forward FLOPs
+    window: int = 0  # keys that a query sees, or tokens of a chunk; 0: all keys before it
+    chunked: bool = False  # whether keys are those of the query's chunk, not the latest ones
+
+
+class Layer(NamedTuple):
+    """What a layer costs."""
+
+    kind: str  # a key of `wlb.cost.config_json.KIND_NAMES`
+    active: int  # parameters that multiply a token
+    total: int  # all parameters; more with experts
+    pairs: tuple[Pairs, ...] = ()  # empty without attention over keys
+    token_flops: int = 0  # forward FLOPs of a token outside of parameters and pairs
+
+
+class Mixer(NamedTuple):
+    """What lets tokens of a layer see each other: attention, or a recurrence."""
+
+    weights: int  # parameters of its projections
+    pairs: tuple[Pairs, ...] = ()  # as in `Layer`
+    token_flops: int = 0  # as in `Layer`
+
+
+class Mlp(NamedTuple):
+    """Parameters of a layer's MLP or experts."""
+
+    active: int  # those that multiply a token
+    total: int  # all
+
+
+class Config:
+    """Fields of a config.json, with transformers' defaults and other names for them."""
+
+    def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
+        self._defaults: dict[str, Any] = defaults["defaults"]
+        self._names: dict[str, str] = defaults["names"]
+        values = {self._names.get(name, name): value for name, value in keys.values.items()}
+        self._keys = Fields(values, keys.where, remedy=keys.remedy)
+
+    def get(self, name: str) -> Any:
+        """The value of a field, or transformers' default where it is absent; None if it is null."""
+        values, name = self._keys.values, self._names.get(name, name)
+        return values[name] if name in values else self._defaults.get(name)
+
+    def whole(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+        """An integer; `default` where it is null."""
+        if self.get(name) is None and default is not None:
+            return default
+        name = self._names.get(name, name)
+        given = {} if self.get(name) is None else {name: self.get(name)}
+        checked = Fields(given, self._keys.where, remedy=self._keys.remedy)
+        return checked.whole(name, at_least=at_least, at_most=MOST)
+
+    def flag(self, name: str) -> bool:
+        """A truth value; null is false."""
+        value = self.get(name)
+        if value not in (None, True, False):
+            raise self.error(name, "must be true or false")
+        return bool(value)
+
+    def indices(self, name: str) -> list[int]:
+        """A list of layers, counted from 0; empty where it is null."""
+        value = self.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or any(type(i) is not int for i in cast("list[Any]", value)):
+            raise self.error(name, "must be a list of layers")
+        return cast("list[int]", value)
+
+    def names(self, name: str, length: int | None = None) -> list[str] | None:
+        """A list of text, one a layer; None where it is null."""
+        value = self.get(name)
+        if value is None:
+            return None
+        items = cast("list[Any]", value) if isinstance(value, list) else []
+        if not items or any(not isinstance(item, str) for item in items):
+            raise self.error(name, "must be a list of text")
+        if length is not None and len(items) != length:
+            raise self.error(name, f"must have one entry for each of {length} layers")
+        return items
+
+    def error(self, name: str, why: str) -> UserError:
+        """The UserError that says `why` a field's value cannot be used."""
+        values, name = {**self._defaults, **self._keys.values}, self._names.get(name, name)
+        return Fields(values, self._keys.where, remedy=self._keys.remedy).error(name, why)
+
+    @property
+    def layers(self) -> int:
+        return self.whole("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        return self.whole("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        return self.whole("num_attention_heads")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.whole("num_key_value_heads", self.heads)
+
+    @property
+    def head_dim(self) -> int:
+        return self.whole("head_dim", max(self.hidden // self.heads, 1))
+
+
+@cache
+def _all_defaults() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
+
+
+def defaults_of(model_type: str) -> Mapping[str, Any]:
+    """Defaults ("defaults") and other names ("names") of a family's fields."""
+    return _all_defaults()[model_type]
+
+
+Kinds = Callable[[Config], list[str]]
+MixerOf = Callable[[Config, str], Mixer]
+MlpOf = Callable[[Config, int], Mlp]
+
+
+def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[Config], list[Layer]]:
+    """The layers of a family; each part stands in a function below."""
+
+    def layers(config: Config) -> list[Layer]:
+        made: dict[str, Mixer] = {}
+        out: list[Layer] = []
+        for i, kind in enumerate(kinds(config)):
+            if kind not in made:
+                made[kind] = mixer(config, kind)
+            weights, pairs, flops = made[kind]
+            rest = mlp(config, i)
+            # A layer whose window is null sees all keys. "reused" is sparse attention over the keys
+            # that an earlier layer's indexer chose.
+            is_full = kind == "sliding" and not pairs[0].window
+            seen = "full" if is_full else "sparse" if kind == "reused" else kind
+            out.append(Layer(seen, weights + rest.active, weights + rest.total, pairs, flops))
+        return out
+
+    return layers
+
+
+# ---- Which kind each layer has
+
+
+def _all(kind: str) -> Kinds:
+    return lambda config: [kind] * config.layers
+
+
+def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
+    """Kinds as the field `layer_types` has them, and by a rule of the family where it is null."""
+
+    def kinds(config: Config) -> list[str]:
+        names = config.names(name, config.layers)
+        if names is None:
+            return otherwise(config)
+        for given in names:
+            if given not in LAYER_TYPES:
+                raise config.error(name, f"has {given!r}, which is not counted")
+        return [LAYER_TYPES[given] for given in names]
+
+    return kinds
+
+
+def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = "full") -> Kinds:
+    """The last of every n layers has one kind, the others another one; a field may say n."""
+
+    def kinds(config: Config) -> list[str]:
+        n = config.whole(field, default) if field else default
+        return [other if (i + 1) % n else kind for i in range(config.layers)]
+
+    return kinds
+
+
+def _first_of(n: int) -> Kinds:
+    """The first of every n layers sees all keys, the others have a window."""
+    return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
+
+
+def _if_window(kinds: Kinds) -> Kinds:
+    """Without a window all layers see all keys."""
+    return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
+
+
+def _from_layer(field: str) -> Kinds:
+    """Layers have a window from the one that a field says."""
+
+    def kinds(config: Config) -> list[str]:
+        first = config.whole(field, config.layers, at_least=0)
+        return ["sliding" if i >= first else "full" for i in range(config.layers)]
+
+    return kinds
+
+
+def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
+    """Layers have a window only where a flag says so."""
+    return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
+
+
+def _unsaid(config: Config) -> list[str]:
+    raise config.error("layer_types", "must say the kind of each layer")
+
+
+def _qwen2_moe_windows(config: Config) -> list[str]:
+    first = config.whole("max_window_layers", config.layers, at_least=0)
+    return ["full" if i % 2 or i >= first else "sliding" for i in range(config.layers)]
+
+
+def _without_rope(kind: str) -> Kinds:
+    """Llama 4 and SmolLM3: every n-th layer has no RoPE."""
+
+    def kinds(config: Config) -> list[str]:
+        step = config.whole("no_rope_layer_interval", 4)
+        ropes = config.get("no_rope_layers") or [(i + 1) % step != 0 for i in range(config.layers)]
+        if kind == "chunked":
+            has_chunks = config.get("attention_chunk_size") is not None
+            return ["chunked" if rope and has_chunks else "full" for rope in ropes]
+        has_window = config.flag("use_sliding_window") and config.get("sliding_window")
+        return ["sliding" if not rope and has_window else "full" for rope in ropes]
+
+    return kinds
+
+
+def _olmo_hybrid_kinds(config: Config) -> list[str]:
+    """Every fourth layer has full attention, or the last one where there are less than four."""
+    kinds = _every("", 4, other="linear")(config)
+    return kinds if "full" in kinds else [*kinds[:-1], "full"]
+
+
+def _kimi_kinds(config: Config) -> list[str]:
+    """Kimi Linear's own files list layers from 1; transformers' rule is every fourth one."""
+    said = config.get("linear_attn_config")
+    given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    if isinstance(full := given.get("full_attn_layers"), list):
+        return ["full" if i + 1 in full else "linear" for i in range(config.layers)]
+    return ["full" if i and i % 4 == 0 else "linear" for i in range(config.layers)]
+
+
+def _glm_indexers(config: Config) -> list[str]:
+    """GLM-5: only some layers have an indexer, by a list, a pattern or a rule."""
+    names, pattern = config.names("indexer_types", config.layers), config.get("index_topk_pattern")
+    if names is None and isinstance(pattern, str) and len(pattern) == config.layers:
+        names = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    if names is None:
+        every = config.whole("index_topk_freq", 1)
+        skipped = config.whole("index_skip_topk_offset", 2, at_least=0)
+        places = (max(i - skipped + 1, 0) for i in range(config.layers))
+        return ["reused" if place % every else "sparse" for place in places]
+    if not set(names) <= {"full", "shared"}:
+        raise config.error("indexer_types", "must be full or shared")
+    return ["sparse" if name == "full" else "reused" for name in names]
+
+
+def _jamba_kinds(config: Config) -> list[str]:
+    period, offset = (
+        config.whole("attn_layer_period"),
+        config.whole("attn_layer_offset", at_least=0),
+    )
+    return ["full" if i % period == offset else "linear" for i in range(config.layers)]
+
+
+def _at(field: str) -> Kinds:
+    """The layers that a field lists have full attention."""
+
+    def kinds(config: Config) -> list[str]:
+        full = config.indices(field)
+        return ["full" if i in full else "linear" for i in range(config.layers)]
+
+    return kinds
+
+
+def _lfm2_kinds(config: Config) -> list[str]:
+    if config.get("full_attn_idxs") is None:
+        return ["full"] * config.layers
+    return _at("full_attn_idxs")(config)
+
+
+def _nemotron_h_kinds(config: Config) -> list[str]:
+    """One of M, E, * and - a layer in older files, a list of names in newer ones."""
+    pattern = config.get("hybrid_override_pattern")
+    names = config.names("layers_block_type")
+    if names is not None or pattern is None:
+        return [LAYER_TYPES.get(name, name) for name in _nemotron_h_blocks(config)]
+    kinds = {"M": "linear", "*": "full", "-": "none", "E": "none"}
+    if not isinstance(pattern, str) or not set(pattern) <= set(kinds):
+        raise config.error("hybrid_override_pattern", "must be text of M, E, * and -")
+    return [kinds[letter] for letter in pattern]
+
+
+def _nemotron_h_blocks(config: Config) -> list[str]:
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
+    if names is None and isinstance(pattern, str):
+        return [letters.get(letter, letter) for letter in pattern]
+    names = names or ["linear_attention", "moe", "full_attention", "mlp"]
+    for name in names:
+        if name not in LAYER_TYPES:
+            raise config.error("layers_block_type", f"has {name!r}, which is not counted")
+    return names
+
+
+# ---- What attention, or what takes its place, costs
+
+
+def _softmax(config: Config, kind: str, flops: int) -> tuple[Pairs, ...]:
+    """Pairs of softmax attention, whose keys are all, the latest, or those of a chunk."""
+    match kind:
+        case "sliding":
+            # Null means that all keys are seen.
+            return (Pairs(flops, config.whole("sliding_window", 0)),)
+        case "chunked":
+            return (Pairs(flops, config.whole("attention_chunk_size"), True),)
+        case _:
+            return (Pairs(flops),)
+
+
+def _heads(config: Config, kind: str) -> Mixer:
+    """Attention over heads, with grouped keys and values."""
+    heads, kv, dim = config.heads, config.kv_heads, config.head_dim
+    weights = config.hidden * dim * 2 * (heads + kv)
+    # QK^T and PV are a multiply-add each for a head's dimension.
+    return Mixer(weights, _softmax(config, kind, 4 * heads * dim))
+
+
+def _gated_heads(config: Config, kind: str) -> Mixer:
+    """Attention whose output is multiplied by a gate for each head and dimension."""
+    weights, pairs, _ = _heads(config, kind)
+    return Mixer(weights + config.hidden * config.heads * config.head_dim, pairs)
+
+
+def _fused_heads(config: Config, kind: str) -> Mixer:
+    """GPT-2 and GPT-NeoX: every query head has keys of its own."""
+    return Mixer(4 * config.hidden**2, _softmax(config, kind, 4 * config.hidden))
+
+
+def _latent(config: Config, kind: str) -> Mixer:
+    """Multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys and values.
+
+    Trained as published: keys and values are expanded for each head before attention.
+    """
+    hidden, heads = config.hidden, config.heads
+    nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)
+    value, kv_rank = config.whole("v_head_dim", hidden // heads), config.whole("kv_lora_rank")
+    q_rank, width = config.get("q_lora_rank"), heads * (nope + rope)
+    rank = None if q_rank is None else config.whole("q_lora_rank")
+    query = hidden * width if rank is None else rank * (hidden + width)
+    keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
+    weights = query + keys + heads * value * hidden
+    pair = 2 * heads * (nope + rope + value)
+    if kind not in ("sparse", "reused"):
+        return Mixer(weights, _softmax(config, kind, pair))
+    # An indexer scores all keys with small heads of its own; attention sees the best of them.
+    index_heads, index_dim = config.whole("index_n_heads"), config.whole("index_head_dim")
+    indexer = (rank or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
+    chosen = Pairs(pair, config.whole("index_topk"))
+    if kind == "reused":
+        return Mixer(weights, (chosen,))
+    # Its heads' scores are added up by weights: one more product a head.
+    return Mixer(weights + indexer, (Pairs(2 * index_heads * (index_dim + 1)), chosen))
+
+
+def _delta_net(config: Config) -> Mixer:
+    """Gated delta net (Qwen3-Next): q, k, v, a gate of the output, and two gates a value head."""
+    k_heads, v_heads = (
+        config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
+    )
+    k_dim = config.whole("linear_key_head_dim", int(0.75 * config.hidden / k_heads))
+    v_dim = config.whole("linear_value_head_dim", 2 * k_dim)
+    keys, values = k_heads * k_dim, v_heads * v_dim
+    projections = config.hidden * (2 * keys + 3 * values + 2 * v_heads)
+    conv = 2 * (2 * keys + values) * config.whole("linear_conv_kernel_dim")
+    return Mixer(projections, (), conv + v_heads * _delta_rule(k_dim, v_dim))
+
+
+def _delta_rule(k_dim: int, v_dim: int) -> int:
+    """Forward FLOPs of a token and head in a chunked gated delta rule.
+
+    Three products with the state of a chunk, and five within a chunk (Yang et al. 2024, Gated Delta
+    Networks, Section 3.3): K K^T, the inverse with values and with keys, Q K^T, and its values.
+    """
+    return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
+
+
+def _kimi_delta(config: Config) -> Mixer:
+    """Kimi delta attention: a gate for each dimension of a key, by projections of low rank."""
+    said = config.get("linear_attn_config")
+    given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
+    heads = given.get("num_heads") or config.whole("linear_num_heads")
+    dim = given.get("head_dim") or config.whole("linear_head_dim")
+    kernel = given.get("short_conv_kernel_size") or config.whole("linear_conv_kernel_dim")
+    width = heads * dim
+    low_rank = 2 * dim * (config.hidden + width)
+    projections = config.hidden * (4 * width + heads) + low_rank
+    return Mixer(projections, (), 6 * width * kernel + heads * _delta_rule(dim, dim))
+
+
+def _lightning(config: Config) -> Mixer:
+    """MiniMax's lightning attention: blocks with a state of head_dim x head_dim between them."""
+    heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
+    width = heads * dim
+    return Mixer(config.hidden * 5 * width, (), heads * (4 * dim * block + 4 * dim * dim))
+
+
+def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
+    """Selective scan: 9 FLOPs for each element of the state (as Mamba's authors count)."""
+    weights = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
+    return Mixer(weights, (), 9 * inner * state + 2 * inner * kernel)
+
+
+def _mamba2(
+    hidden: int, *, heads: int, dim: int, state: int, groups: int, kernel: int, chunk: int
+) -> Mixer:
+    """State space duality (Dao and Gu 2024): two products within a chunk, two with its state."""
+    inner, shared = heads * dim, 2 * groups * state
+    weights = hidden * (2 * inner + shared + heads) + inner * hidden
+    scan = heads * (2 * chunk * dim + 4 * dim * state) + groups * 2 * chunk * state
+    return Mixer(weights, (), scan + 2 * (inner + shared) * kernel)
+
+
+def _mamba_layer(config: Config) -> Mixer:
+    """Mamba 2 in Bamba, Granite 4 and Falcon H1."""
+    heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
+    inner = config.whole("mamba_d_ssm", inner)
+    dim = inner // heads if config.get("mamba_d_head") == "auto" else config.whole("mamba_d_head")
+    return _mamba2(
+        config.hidden,
+        heads=heads,
+        dim=dim,
+        state=config.whole("mamba_d_state"),
+        groups=config.whole("mamba_n_groups"),
+        kernel=config.whole("mamba_d_conv"),
+        chunk=config.whole("mamba_chunk_size"),
+    )
+
+
+def _rank_of(config: Config, name: str) -> int:
+    """A rank that "auto" makes a sixteenth of the hidden size, rounded up."""
+    return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
+
+
+def _mamba(config: Config, kind: str) -> Mixer:
+    return _mamba1(
+        config.hidden,
+        inner=config.whole("expand") * config.hidden,
+        state=config.whole("state_size"),
+        rank=_rank_of(config, "time_step_rank"),
+        kernel=config.whole("conv_kernel"),
+    )
+
+
+def _mamba_two(config: Config, kind: str) -> Mixer:
+    return _mamba2(
+        config.hidden,
+        heads=config.whole("num_heads"),
+        dim=config.whole("head_dim"),
+        state=config.whole("state_size"),
+        groups=config.whole("n_groups"),
+        kernel=config.whole("conv_kernel"),
+        chunk=config.whole("chunk_size"),
+    )
+
+
+def _jamba_mixer(config: Config) -> Mixer:
+    return _mamba1(
+        config.hidden,
+        inner=config.whole("mamba_expand") * config.hidden,
+        state=config.whole("mamba_d_state"),
+        rank=_rank_of(config, "mamba_dt_rank"),
+        kernel=config.whole("mamba_d_conv"),
+    )
+
+
+def _nemotron_h_mixer(config: Config) -> Mixer:
+    return _mamba2(
+        config.hidden,
+        heads=config.whole("mamba_num_heads"),
+        dim=config.whole("mamba_head_dim"),
+        state=config.whole("ssm_state_size"),
+        groups=config.whole("n_groups"),
+        kernel=config.whole("conv_kernel"),
+        chunk=config.whole("chunk_size"),
+    )
+
+
+def _short_conv(config: Config) -> Mixer:
+    """LFM2: a gated convolution over the latest tokens."""
+    flops = 2 * config.hidden * config.whole("conv_L_cache")
+    return Mixer(4 * config.hidden**2, (), flops)
+
+
+def _or_linear(softmax: MixerOf, linear: Callable[[Config], Mixer]) -> MixerOf:
+    """One mixer in layers with attention over keys, another one in the others."""
+
+    def mixer(config: Config, kind: str) -> Mixer:
+        if kind == "none":
+            return Mixer(0)
+        return linear(config) if kind == "linear" else softmax(config, kind)
+
+    return mixer
+
+
+def _both(config: Config, kind: str) -> Mixer:
+    """Falcon H1: attention and Mamba side by side in each layer."""
+    attention, scan = _heads(config, "full"), _mamba_layer(config)
+    return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops)
+
+
+# ---- What MLPs and experts cost
+
+
+def _gated(width: str = "intermediate_size") -> MlpOf:
+    """Three matrices: gate, up and down."""
+
+    def mlp(config: Config, _: int) -> Mlp:
+        weights = 3 * config.hidden * config.whole(width)
+        return Mlp(weights, weights)
+
+    return mlp
+
+
+def _plain(width: str = "intermediate_size") -> MlpOf:
+    """Two matrices: up and down. A width of null is four times the hidden size."""
+
+    def mlp(config: Config, _: int) -> Mlp:
+        weights = 2 * config.hidden * config.whole(width, 4 * config.hidden)
+        return Mlp(weights, weights)
+
+    return mlp
+
+
+def _no_mlp(config: Config, _: int) -> Mlp:
+    return Mlp(0, 0)
+
+
+def _experts(
+    count: str = "num_experts",
+    width: str = "moe_intermediate_size",
+    *,
+    per_token: str = "num_experts_per_tok",
+    shared: Callable[[Config], int] | None = None,
+    is_dense: Callable[[Config, int], bool] | None = None,
+    dense: MlpOf | None = None,
+) -> MlpOf:
+    """A router, experts with three matrices each, and what all tokens pass beside them.
+
+    Args:
+        count: The field with the number of experts.
+        width: The field with an expert's width.
+        per_token: The field with the experts of a token.
+        shared: Parameters that all tokens pass.
+        is_dense: Whether a layer has `dense` instead.
+        dense: The MLP of layers without experts.
+    """
+
+    def mlp(config: Config, layer: int) -> Mlp:
+        without = config.get(count) is None or (is_dense and is_dense(config, layer))
+        if dense and without:
+            return dense(config, layer)
+        experts = config.whole(count)
+        chosen = config.whole(per_token)
+        if chosen > experts:
+            raise config.error(per_token, f"must be at most {count} = {experts}")
+        one = 3 * config.hidden * config.whole(width)
+        always = config.hidden * experts + (shared(config) if shared else 0)
+        return Mlp(always + chosen * one, always + experts * one)
+
+    return mlp
+
+
+def _shared(count: str, width: str) -> Callable[[Config], int]:
+    """Shared experts: their number is a field, and each has the width of another field."""
+    return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
+
+
+def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[Config], int]:
+    """One shared MLP of a width of its own, with a gate for its output in Qwen's models."""
+    return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)
+
+
+def _first(field: str, default: int = 0) -> Callable[[Config, int], bool]:
+    """The first layers, as many as a field says, are dense."""
+    return lambda c, i: i < c.whole(field, default, at_least=0)
+
+
+def _mlp_types(otherwise: Callable[[Config, int], bool]) -> Callable[[Config, int], bool]:
+    """The field `mlp_layer_types` says "dense" or "sparse" for each layer."""
+
+    def is_dense(config: Config, layer: int) -> bool:
+        names = config.names("mlp_layer_types", config.layers)
+        if names is None:
+            return otherwise(config, layer)
+        if names[layer] not in ("dense", "sparse"):
+            raise config.error("mlp_layer_types", f"has {names[layer]!r}, which is not counted")
+        return names[layer] == "dense"
+
+    return is_dense
+
+
+def _qwen_dense(config: Config, layer: int) -> bool:
+    step = config.whole("decoder_sparse_step", 1)
+    return layer in config.indices("mlp_only_layers") or (layer + 1) % step != 0
+
+
+def _ernie_dense(config: Config, layer: int) -> bool:
+    end = config.whole("moe_layer_end_index", -1, at_least=-1)
+    start = config.whole("moe_layer_start_index", at_least=0)
+    within = start <= layer <= (config.layers - 1 if end == -1 else end)
+    return not within or (layer + 1) % config.whole("moe_layer_interval") != 0
+
+
+def _llama4_dense(config: Config, layer: int) -> bool:
+    if config.get("moe_layers") is not None:
+        return layer not in config.indices("moe_layers")
+    return (layer + 1) % config.whole("interleave_moe_layer_step") != 0
+
+
+def _jamba_dense(config: Config, layer: int) -> bool:
+    period, offset = (
+        config.whole("expert_layer_period"),
+        config.whole("expert_layer_offset", at_least=0),
+    )
+    return config.whole("num_experts") == 1 or layer % period != offset
+
+
+def _granite_mlp(config: Config, layer: int) -> Mlp:
+    """Granite 4: a shared MLP in every layer, and experts beside it if there are any."""
+    shared = _shared_of_width("shared_intermediate_size")
+    if not config.whole("num_local_experts", 0, at_least=0):
+        weights = shared(config)
+        return Mlp(weights, weights)
+    return _experts("num_local_experts", "intermediate_size", shared=shared)(config, layer)
+
+
+def _lfm2_mlp(config: Config, _: int) -> Mlp:
+    """LFM2 rounds two thirds of its width up to a multiple."""
+    width = config.whole("intermediate_size")
+    if config.flag("block_auto_adjust_ff_dim"):
+        width = int(2 * width / 3)
+        multiplier = config.get("block_ffn_dim_multiplier")
+        width = int(float(multiplier) * width) if isinstance(multiplier, int | float) else width
+        unit = config.whole("block_multiple_of")
+        width = unit * -(-width // unit)
+    return Mlp(3 * config.hidden * width, 3 * config.hidden * width)
+
+
+def _nemotron_h_mlp(config: Config, layer: int) -> Mlp:
+    """A layer is a mixer, an MLP or experts; MLPs and experts have two matrices."""
+    name, hidden = _nemotron_h_blocks(config)[layer], config.hidden
+    if name == "mlp":
+        return _plain()(config, layer)
+    if name != "moe":
+        return Mlp(0, 0)
+    experts, chosen = config.whole("n_routed_experts"), config.whole("num_experts_per_tok")
+    latent = config.whole("moe_latent_size", 0)
+    one = 2 * (latent or hidden) * config.whole("moe_intermediate_size")
+    shared = 2 * hidden * config.whole("moe_shared_expert_intermediate_size")
+    always = hidden * experts + shared + 2 * hidden * latent
+    return Mlp(always + chosen * one, always + experts * one)
+
+
+# ---- The families
+
+_DEEPSEEK = _experts(
+    "n_routed_experts",
+    shared=_shared("n_shared_experts", "moe_intermediate_size"),
+    is_dense=_mlp_types(_first("first_k_dense_replace")),
+    dense=_gated(),
+)
+_DEEPSEEK_FROM_SECOND = _experts(
+    "n_routed_experts",
+    shared=_shared("n_shared_experts", "moe_intermediate_size"),
+    is_dense=_mlp_types(_first("first_k_dense_replace", 1)),
+    dense=_gated(),
+)
+_DEEPSEEK_ALL = _experts(
+    "n_routed_experts", shared=_shared("n_shared_experts", "moe_intermediate_size")
+)
+_SHARED_FROM_SECOND = _experts(
+    shared=_shared("num_shared_experts", "moe_intermediate_size"),
+    is_dense=_mlp_types(_first("first_k_dense_replace", 1)),
+    dense=_gated(),
+)
+_QWEN_EXPERTS = _experts(is_dense=_qwen_dense, dense=_gated())
+_QWEN_SHARED = _experts(
+    shared=_shared_of_width("shared_expert_intermediate_size", gate=True),
+    is_dense=_qwen_dense,
+    dense=_gated(),
+)
+_LLAMA = _family(_heads, _gated(), _all("full"))
+_QWEN_WINDOWS = _listed(_where(_if_window(_from_layer("max_window_layers"))))
+_DELTA_NET = _or_linear(_gated_heads, _delta_net)
+_FULL_EVERY = _listed(_every("full_attention_interval", 4, other="linear"))
+
+FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
+    # Dense models in which every layer sees all keys.
+    "llama": _LLAMA,
+    "ministral3": _family(_heads, _gated(), _if_window(_all("sliding"))),
+    "mistral": _family(_heads, _gated(), _if_window(_all("sliding"))),
+    "phi3": _family(_heads, _gated(), _if_window(_all("sliding"))),
+    "olmo": _LLAMA,
+    "olmo2": _LLAMA,
+    "gemma": _LLAMA,
+    "glm": _LLAMA,
+    "glm4": _LLAMA,
+    "granite": _LLAMA,
+    "cohere": _LLAMA,
+    "ernie4_5": _LLAMA,
+    "hunyuan_v1_dense": _LLAMA,
+    "seed_oss": _LLAMA,
+    "qwen2_vl_text": _LLAMA,
+    "qwen2_5_vl_text": _LLAMA,
+    "qwen3_vl_text": _LLAMA,
+    "helium": _LLAMA,
+    "internlm3": _LLAMA,
+    "stablelm": _LLAMA,
+    "nemotron": _family(_heads, _plain(), _all("full")),
+    "apertus": _family(_heads, _plain(), _all("full")),
+    "arcee": _family(_heads, _plain(), _all("full")),
+    "phi": _family(_heads, _plain(), _all("full")),
+    "nanochat": _family(_heads, _plain(), _all("full")),
+    "starcoder2": _family(_heads, _plain(), _if_window(_all("sliding"))),
+    "gpt2": _family(_fused_heads, _plain("n_inner"), _all("full")),
+    "gpt_neox": _family(_fused_heads, _plain(), _all("full")),
+    # Dense models with sliding windows in some layers.
+    "qwen2": _family(_heads, _gated(), _QWEN_WINDOWS),
+    "qwen3": _family(_heads, _gated(), _QWEN_WINDOWS),
+    "ministral": _family(_heads, _gated(), _listed(_if_window(_all("sliding")))),
+    "gemma2": _family(_heads, _gated(), _listed(_every("", 2))),
+    "gemma3_text": _family(_heads, _gated(), _listed(_every("sliding_window_pattern", 6))),
+    "vaultgemma": _family(_heads, _gated(), _listed(_every("", 2))),
+    "olmo3": _family(_heads, _gated(), _listed(_every("", 4))),
+    "cwm": _family(_heads, _gated(), _listed(_first_of(4))),
+    "cohere2": _family(_heads, _gated(), _listed(_every("sliding_window_pattern", 4))),
+    "exaone4": _family(_heads, _gated(), _listed(_if_window(_every("sliding_window_pattern", 4)))),
+    "smollm3": _family(_heads, _gated(), _listed(_without_rope("sliding"))),
+    # Experts.
+    "mixtral": _family(
+        _heads, _experts("num_local_experts", "intermediate_size"), _if_window(_all("sliding"))
+    ),
+    "qwen2_moe": _family(_heads, _QWEN_SHARED, _listed(_where(_qwen2_moe_windows))),
+    "qwen3_moe": _family(_heads, _QWEN_EXPERTS, _where(_if_window(_all("sliding")))),
+    "qwen3_vl_moe_text": _family(_heads, _QWEN_EXPERTS, _all("full")),
+    "olmoe": _family(_heads, _experts(width="intermediate_size"), _all("full")),
+    "flex_olmo": _family(_heads, _experts(width="intermediate_size"), _all("full")),
+    "granitemoe": _family(_heads, _experts("num_local_experts", "intermediate_size"), _all("full")),
+    "granitemoeshared": _family(_heads, _granite_mlp, _all("full")),
+    "phimoe": _family(
+        _heads, _experts("num_local_experts", "intermediate_size"), _if_window(_all("sliding"))
+    ),
+    "glm4_moe": _family(_heads, _DEEPSEEK, _all("full")),
+    "solar_open": _family(_heads, _DEEPSEEK_ALL, _all("full")),
+    "hy_v3": _family(_heads, _SHARED_FROM_SECOND, _all("full")),
+    "exaone_moe": _family(
+        _heads, _SHARED_FROM_SECOND, _listed(_if_window(_every("sliding_window_pattern", 4)))
+    ),
+    "afmoe": _family(
+        _gated_heads,
+        _experts(
+            shared=_shared("num_shared_experts", "moe_intermediate_size"),
+            is_dense=_first("num_dense_layers"),
+            dense=_gated(),
+        ),
+        _listed(_every("global_attn_every_n_layers")),
+    ),
+    "dots1": _family(_heads, _DEEPSEEK, _listed(_if_window(_from_layer("max_window_layers")))),
+    "gpt_oss": _family(
+        _heads, _experts("num_local_experts", "intermediate_size"), _listed(_every("", 2))
+    ),
+    "ernie4_5_moe": _family(
+        _heads,
+        _experts(
+            "moe_num_experts",
+            per_token="moe_k",
+            shared=_shared("moe_num_shared_experts", "moe_intermediate_size"),
+            is_dense=_ernie_dense,
+            dense=_gated(),
+        ),
+        _all("full"),
+    ),
+    "minimax_m2": _family(_heads, _experts("num_local_experts", "intermediate_size"), _all("full")),
+    "llama4_text": _family(
+        _heads,
+        _experts(
+            "num_local_experts",
+            "intermediate_size",
+            shared=_shared_of_width("intermediate_size"),
+            is_dense=_llama4_dense,
+            dense=_gated("intermediate_size_mlp"),
+        ),
+        _listed(_without_rope("chunked")),
+    ),
+    # Latent attention.
+    "deepseek_v2": _family(_latent, _DEEPSEEK, _all("full")),
+    "deepseek_v3": _family(_latent, _DEEPSEEK, _all("full")),
+    "glm4_moe_lite": _family(_latent, _DEEPSEEK_FROM_SECOND, _all("full")),
+    "youtu": _family(_latent, _gated(), _all("full")),
+    "minicpm3": _family(_latent, _gated(), _all("full")),
+    # Latent attention over the keys that an indexer chooses.
+    "deepseek_v32": _family(_latent, _DEEPSEEK, _listed(_all("sparse"))),
+    "glm_moe_dsa": _family(_latent, _DEEPSEEK, _glm_indexers),
+    # Linear attention and recurrences, with full attention in some layers or none.
+    "qwen3_next": _family(_DELTA_NET, _QWEN_SHARED, _FULL_EVERY),
+    "qwen3_5_text": _family(_DELTA_NET, _gated(), _FULL_EVERY),
+    "qwen3_5_moe_text": _family(
+        _DELTA_NET,
+        _experts(shared=_shared_of_width("shared_expert_intermediate_size", gate=True)),
+        _FULL_EVERY,
+    ),
+    "olmo_hybrid": _family(_or_linear(_heads, _delta_net), _gated(), _listed(_olmo_hybrid_kinds)),
+    "kimi_linear": _family(
+        _or_linear(_latent, _kimi_delta),
+        _experts(
+            "num_local_experts",
+            shared=_shared("n_shared_experts", "moe_intermediate_size"),
+            is_dense=_mlp_types(_first("first_k_dense_replace", 1)),
+            dense=_gated(),
+        ),
+        _listed(_kimi_kinds),
+    ),
+    "minimax": _family(
+        _or_linear(_heads, _lightning),
+        _experts("num_local_experts", "intermediate_size"),
+        _listed(_every("", 2, kind="linear", other="full")),
+    ),
+    "mamba": _family(_mamba, _no_mlp, _all("linear")),
+    "falcon_mamba": _family(_mamba, _no_mlp, _all("linear")),
+    "mamba2": _family(_mamba_two, _no_mlp, _all("linear")),
+    "jamba": _family(
+        _or_linear(_heads, _jamba_mixer),
+        _experts(width="intermediate_size", is_dense=_jamba_dense, dense=_gated()),
+        _jamba_kinds,
+    ),
+    "bamba": _family(_or_linear(_heads, _mamba_layer), _gated(), _at("attn_layer_indices")),
+    "granitemoehybrid": _family(
+        _or_linear(_heads, _mamba_layer), _granite_mlp, _listed(_all("linear"))
+    ),
+    "falcon_h1": _family(_both, _gated(), _all("full")),
+    "nemotron_h": _family(
+        _or_linear(_heads, _nemotron_h_mixer), _nemotron_h_mlp, _nemotron_h_kinds
+    ),
+    "lfm2": _family(_or_linear(_heads, _short_conv), _lfm2_mlp, _listed(_lfm2_kinds)),
+    "lfm2_moe": _family(
+        _or_linear(_heads, _short_conv),
+        _experts(is_dense=_first("num_dense_layers"), dense=_gated()),
+        _listed(_unsaid),
+    ),
+}
+FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Families whose older files have the fields of their `text_config` beside it."""
+COUNTED = tuple(sorted(FAMILIES))
+"""Each `model_type` that is counted."""
