@@ -376,3 +376,40 @@ def test_a_run_with_a_grouping_method_or_too_few_steps_is_compared_too(
     assert (
         re.search(r"you would save (\d+\.\d% of|no) GPU hours.*; by its slowest", out) is not None
     )
+
+
+def test_prices_of_a_config_json(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three of four layers of Qwen3-Next are linear, so there is less to balance."""
+    shares: dict[str, float] = {}
+    for name in ("llama", "qwen3_next"):
+        values = {"model_type": name, "vocab_size": 1000}
+        (tmp_path / "config.json").write_text(json.dumps(values), "utf-8")
+        words = ["plan", "--lengths", lengths, "--steps", "20", "--model", str(tmp_path), *SMALL]
+        out = run(capsys, *words)
+        assert f"cost: FLOPs of {name}: " in out
+        assert "--out FILE" not in out
+        said = re.search(
+            r"the slowest micro-batches of all steps would take (\d+\.\d)% less: .*; predicted by "
+            r"FLOPs of .*, which leaves out collectives and a pipeline's bubbles",
+            " ".join(out.split()),
+        )
+        assert said is not None
+        shares[name] = float(said[1])
+        made = json.loads(run(capsys, *words, "--json"))
+        assert made["saving"]["simulated"] is None
+        assert name in made["setting"]["cost"]
+    assert shares["llama"] > 0
+
+
+def test_settings_of_a_run_are_not_written_for_another_model(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}', "utf-8")
+    out = ["--out", str(tmp_path / "my.toml")]
+    assert main(["plan", "--lengths", lengths, "--model", str(file), *out, *SMALL]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+    assert main(["plan", "--lengths", lengths, "--model", str(tmp_path / "none"), *SMALL]) == 2
+    assert "cannot be read" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wlb import Planner, balance_step, shard
 from wlb.cost import counted, workload_model
 from wlb.cost.config_json import KIND_NAMES, counted_of, workload_of_model
 from wlb.cost.families import COUNTED, LAYER_TYPES, Pairs
@@ -213,3 +214,22 @@ def test_every_class_of_transformers_is_counted_or_refused() -> None:
 
 def test_names_of_kinds_are_those_of_layers() -> None:
     assert set(LAYER_TYPES.values()) <= set(KIND_NAMES)
+
+
+def test_planner_sharding_and_steps_take_a_path(tmp_path: Path) -> None:
+    """All three price a document alike."""
+    path = write(tmp_path, SMALL)
+    lengths = [400, 90, 60, 30, 20]
+    work = workload_model(path)
+    options: dict[str, Any] = {"context_window": 512, "num_micro_batches": 2}
+    by_path, by_work = (
+        [str(step) for step in Planner.for_lengths(lengths, cost=cost, **options).steps()]
+        for cost in (path, work)
+    )
+    assert by_path == by_work
+    sharded = shard(lengths, cp=2, strategy="balanced", cost=path)
+    same = shard(lengths, cp=2, strategy="balanced", cost=work)
+    assert sharded.stop.tolist() == same.stop.tolist()
+    assert sharded.slowest_kernels_ns == same.slowest_kernels_ns > 0
+    step = balance_step(lengths, num_ranks=2, max_tokens=512, cost=path)
+    assert str(step) == str(balance_step(lengths, num_ranks=2, max_tokens=512, cost=work))

@@ -43,7 +43,7 @@ NOT_ALIKE: dict[str, Callable[[dict[str, int]], float]] = {
     "qwen3_5_text": lambda kinds: kinds["linear"] * _solved(16, 24),
     "qwen3_next": lambda kinds: kinds["linear"] * _solved(16, 24),
     "bamba": lambda kinds: kinds["linear"] * _mamba2(),
-    "falcon_h1": lambda kinds: kinds["full"] * _mamba2(),
+    "falcon_h1": lambda kinds: kinds["hybrid"] * _mamba2(),
     "granitemoehybrid": lambda kinds: kinds["linear"] * _mamba2(),
     "mamba2": lambda kinds: kinds["linear"] * _mamba2(),
     "nemotron_h": lambda kinds: kinds["linear"] * _mamba2(),
@@ -106,8 +106,7 @@ def test_rules_of_layers_are_those_of_transformers(model_type: str, layers: int)
     assert model == counted_of(config.to_dict(), model_type)
     names = getattr(config, "layer_types", None)
     if names:
-        # Falcon H1's layers are hybrids of attention, which counts, and a recurrence.
-        expected = ["full" if name == "hybrid" else LAYER_TYPES[name] for name in names]
+        expected = [LAYER_TYPES[name] for name in names]
         assert model.kinds == {kind: expected.count(kind) for kind in expected}
 
 

@@ -47,8 +47,9 @@ def balance_step(
     lengths: tokens. num_ranks: data-parallel ranks (CP groups, with cp). max_tokens: limit of a
     micro-batch, over all ranks of its CP group.
     cost: a WorkloadModel; a KernelProfile (for a 7B model); "llama2_7b", "verl" or "slime", whose
-    formulas these are; a number, the tokens at which attention costs what linear layers do; the
-    costs of the samples; or a function of the lengths that returns such.
+    formulas these are; the path of a Hugging Face config.json; a number, the tokens at which
+    attention costs what linear layers do; the costs of the samples; or a function of the lengths
+    that returns such.
     passes: "train", or "forward" for log-probabilities, where the model tells them apart.
     mini_batches: optimiser steps: how many, to be chosen alike in work and lengths, or the label
     of each sample's, in ascending order.

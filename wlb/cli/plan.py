@@ -12,7 +12,16 @@ from typing import Any
 from wlb import __version__
 from wlb.cli import output, settings, sources
 from wlb.cli.options import add_flag, add_json, add_text, add_value, number
-from wlb.cost import ProfiledWorkload, ideal_kernels_ns, rows_of_layer, workload_for
+from wlb.cost import (
+    CountedWorkload,
+    ProfiledWorkload,
+    WorkloadModel,
+    counted,
+    ideal_kernels_ns,
+    rows_of_layer,
+    workload_for,
+    workload_of_model,
+)
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
@@ -59,6 +68,8 @@ def add_parser(commands: Any) -> None:
     add_text(parser, "--out", "FILE", "write the best policy's settings as TOML for wlb train")
     text = "most steps that a token may wait on average under the best policy"
     add_value(parser, "--delay-budget", MEAN_DELAY, text)
+    text = "price documents by the FLOPs of this Hugging Face config.json, not by NAME's model"
+    add_text(parser, "--model", "FILE", text)
     parser.set_defaults(run=run)
 
 
@@ -67,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     given = load(options.name, options.overrides)
     spec = sources.filled_in(given, options)
     source = sources.open_source(options, spec)
-    cost = workload_for(spec, options.device)
+    cost, priced = _prices(options, spec)
     batches = sources.batches_of(options, spec, source)
     sections = {variant.label: variant.section for variant in variants_of(spec)}
     own = next(iter(sections))
@@ -78,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
     facts = sources.facts_shown(source, batches, spec)
-    setting = _setting(spec, cost, len(batches))
+    setting = _setting(spec, cost, len(batches), priced=priced)
     masks_labels = sources.masks_labels(source)
     notes = [_stream(options, source, batches), sharding["text"]]
     notes += weight_remark(
@@ -87,10 +98,12 @@ def run(options: argparse.Namespace) -> int:
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
-    shares: list[float] = []
+    shares: list[float] | None = None
     if saving is not None:
-        shares = _simulated(spec, cost, batches, sections, saving)
-        model = settings.priced_model(options, spec, cost.profile.name)
+        model = priced
+        if isinstance(cost, ProfiledWorkload):
+            shares = _simulated(spec, cost, batches, sections, saving)
+            model = settings.priced_model(options, spec, cost.profile.name)
         notes.append(saving_line(saving, model=model, simulated=shares))
         section = sections[saving.best.label]
         notes += _take_away(options, given, saving, section, notes[-1], masks_labels=masks_labels)
@@ -115,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
-        "saving": None if saving is None else {**saving.to_json(), **_shares_of(shares)},
+        "saving": None if saving is None else {**saving.to_json(), **_shares_of(shares or [])},
         "rows": [r.summary.to_json() for r in runs],
     }
     if output.write_json(options, data):
@@ -130,6 +143,22 @@ def _check(options: argparse.Namespace) -> None:
     sources.check_outputs(
         options.json, options.html, needs_plots=bool(options.html), settings=options.out
     )
+    if options.model and options.out:
+        raise UserError(
+            "--out writes settings by which wlb train trains NAME's model, and --model prices "
+            "another one; leave one of them out"
+        )
+
+
+def _prices(
+    options: argparse.Namespace, spec: RunSpec
+) -> tuple[ProfiledWorkload | CountedWorkload, str]:
+    """What documents cost, and by what in words: a kernel profile, or a config.json's FLOPs."""
+    if options.model:
+        model = counted(options.model)
+        return workload_of_model(model), f"FLOPs of {model}"
+    cost = workload_for(spec, options.device)
+    return cost, f"profile {cost.profile.name}"
 
 
 def _simulated(
@@ -165,6 +194,8 @@ def _take_away(
     masks_labels: bool,
 ) -> list[str]:
     """Write the best policy's run to --out; else a sentence on how to. section: of that policy."""
+    if options.model:
+        return []
     if not options.out:
         return ["--out FILE writes the settings of that policy as TOML for wlb train"]
     is_constant = not masks_labels and uneven(saving.best, given.training.loss_normalizer)
@@ -207,7 +238,7 @@ def _show(
 
 
 def _solved(
-    options: argparse.Namespace, spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload
+    options: argparse.Namespace, spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel
 ) -> list[PackingRun]:
     """Make solver rows, each after a greedy row on the same windows."""
     some = batches[:MOST_SOLVED]
@@ -239,7 +270,7 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
     return line
 
 
-def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: ProfiledWorkload) -> dict[str, Any]:
+def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) -> dict[str, Any]:
     """Compare sharding strategies on the first steps of the run's own packing.
 
     over_ideal: attention time of the slowest rank over that of the uncut documents / cp.
@@ -296,7 +327,7 @@ def _counted(counts: Counter[str]) -> str:
 
 
 def _needed_share(
-    plans: Sequence[ShardingPlan], cost: ProfiledWorkload, *, row_multiple: int
+    plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
     """Rows that the busiest ranks need over those that an all-gather brings."""
     gathered = sum(
@@ -309,14 +340,14 @@ def _needed_share(
     return received / gathered if gathered else 0.0
 
 
-def _setting(spec: RunSpec, cost: ProfiledWorkload, steps: int) -> dict[str, Any]:
+def _setting(spec: RunSpec, cost: WorkloadModel, steps: int, *, priced: str) -> dict[str, Any]:
     window = spec.data.context_window
     attention, linear = (int(f([window])[0]) for f in (cost.attention_ns, cost.linear_ns))
     return {
         "steps": steps,
         "micro_batches": spec.num_micro_batches,
         "window": window,
-        "cost": f"profile {cost.profile.name}, W_a / W_l {attention / linear:.2f} at the window",
+        "cost": f"{priced}, W_a / W_l {attention / linear:.2f} at the window",
         "seed": spec.run.seed,
         "layout": f"tp {spec.parallel.tp} cp {spec.parallel.cp} pp {spec.parallel.pp} "
         f"dp {spec.parallel.dp}",

@@ -6,6 +6,7 @@ from wlb.cost.config_json import CountedModel as CountedModel
 from wlb.cost.config_json import CountedWorkload as CountedWorkload
 from wlb.cost.config_json import counted as counted
 from wlb.cost.config_json import counted_workload as counted_workload
+from wlb.cost.config_json import workload_of_model as workload_of_model
 from wlb.cost.exposed import over_gather_ns as over_gather_ns
 from wlb.cost.exposed import own_keys as own_keys
 from wlb.cost.exposed import waits_ns as waits_ns

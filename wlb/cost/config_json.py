@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from wlb.cost.families import COUNTED, FAMILIES, FLAT, Config, Layer, Pairs, defaults_of
+from wlb.cost.families import COUNTED, FAMILIES, FLAT, ConfigFields, Layer, Pairs, defaults_of
 from wlb.cost.protocol import (
     BACKWARD_FLOPS_PER_PAIR,
     FORWARD_FLOPS_PER_PAIR,
@@ -36,6 +36,7 @@ KIND_NAMES = {
     "sliding": "sliding window",
     "chunked": "chunked attention",
     "sparse": "sparse attention",
+    "hybrid": "full attention beside a recurrence",
     "linear": "linear or recurrent",
     "none": "without attention",
 }
@@ -67,7 +68,7 @@ class CountedModel:
         does, as in models without full attention."""
         if not any(not p.window for p in self.pairs):
             return None
-        low, high = 1, 2**48
+        low, high = 1, 1 << 48
         while low < high:
             middle = (low + high) // 2
             d = np.array([middle], np.float64)
@@ -148,7 +149,7 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
     model_type = FLAT.get(model_type, model_type)
     if model_type not in FAMILIES:
         raise keys.error("model_type", f"is not counted (counted: {', '.join(COUNTED)})")
-    config = Config(keys, defaults_of(model_type))
+    config = ConfigFields(keys, defaults_of(model_type))
     layers = FAMILIES[model_type](config)
     table = config.whole("hidden_size") * config.whole("vocab_size")
     tables = table if config.flag("tie_word_embeddings") else 2 * table

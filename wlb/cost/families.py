@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields
 
-MOST = 2**32
+MOST = 1 << 32
 """Largest size that a field may have; one above it is a typing error."""
 LAYER_TYPES = {
     "full_attention": "full",
@@ -29,6 +29,7 @@ LAYER_TYPES = {
     "conv": "linear",
     "indexed_attention": "sparse",
     "deepseek_sparse_attention": "sparse",
+    "hybrid": "hybrid",
     "mlp": "none",
     "moe": "none",
 }
@@ -63,14 +64,14 @@ class Mixer(NamedTuple):
     token_flops: int = 0  # as in `Layer`
 
 
-class Mlp(NamedTuple):
+class MlpWeights(NamedTuple):
     """Parameters of a layer's MLP or experts."""
 
     active: int  # those that multiply a token
     total: int  # all
 
 
-class Config:
+class ConfigFields:
     """Fields of a config.json, with transformers' defaults and other names for them."""
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
@@ -157,15 +158,15 @@ def defaults_of(model_type: str) -> Mapping[str, Any]:
     return _all_defaults()[model_type]
 
 
-Kinds = Callable[[Config], list[str]]
-MixerOf = Callable[[Config, str], Mixer]
-MlpOf = Callable[[Config, int], Mlp]
+Kinds = Callable[[ConfigFields], list[str]]
+MixerOf = Callable[[ConfigFields, str], Mixer]
+MlpOf = Callable[[ConfigFields, int], MlpWeights]
 
 
-def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[Config], list[Layer]]:
+def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields], list[Layer]]:
     """The layers of a family; each part stands in a function below."""
 
-    def layers(config: Config) -> list[Layer]:
+    def layers(config: ConfigFields) -> list[Layer]:
         made: dict[str, Mixer] = {}
         out: list[Layer] = []
         for i, kind in enumerate(kinds(config)):
@@ -193,7 +194,7 @@ def _all(kind: str) -> Kinds:
 def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
     """Kinds as the field `layer_types` has them, and by a rule of the family where it is null."""
 
-    def kinds(config: Config) -> list[str]:
+    def kinds(config: ConfigFields) -> list[str]:
         names = config.names(name, config.layers)
         if names is None:
             return otherwise(config)
@@ -208,7 +209,7 @@ def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
 def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = "full") -> Kinds:
     """The last of every n layers has one kind, the others another one; a field may say n."""
 
-    def kinds(config: Config) -> list[str]:
+    def kinds(config: ConfigFields) -> list[str]:
         n = config.whole(field, default) if field else default
         return [other if (i + 1) % n else kind for i in range(config.layers)]
 
@@ -228,7 +229,7 @@ def _if_window(kinds: Kinds) -> Kinds:
 def _from_layer(field: str) -> Kinds:
     """Layers have a window from the one that a field says."""
 
-    def kinds(config: Config) -> list[str]:
+    def kinds(config: ConfigFields) -> list[str]:
         first = config.whole(field, config.layers, at_least=0)
         return ["sliding" if i >= first else "full" for i in range(config.layers)]
 
@@ -240,11 +241,11 @@ def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
-def _unsaid(config: Config) -> list[str]:
+def _unsaid(config: ConfigFields) -> list[str]:
     raise config.error("layer_types", "must say the kind of each layer")
 
 
-def _qwen2_moe_windows(config: Config) -> list[str]:
+def _qwen2_moe_windows(config: ConfigFields) -> list[str]:
     first = config.whole("max_window_layers", config.layers, at_least=0)
     return ["full" if i % 2 or i >= first else "sliding" for i in range(config.layers)]
 
@@ -252,7 +253,7 @@ def _qwen2_moe_windows(config: Config) -> list[str]:
 def _without_rope(kind: str) -> Kinds:
     """Llama 4 and SmolLM3: every n-th layer has no RoPE."""
 
-    def kinds(config: Config) -> list[str]:
+    def kinds(config: ConfigFields) -> list[str]:
         step = config.whole("no_rope_layer_interval", 4)
         ropes = config.get("no_rope_layers") or [(i + 1) % step != 0 for i in range(config.layers)]
         if kind == "chunked":
@@ -264,13 +265,13 @@ def _without_rope(kind: str) -> Kinds:
     return kinds
 
 
-def _olmo_hybrid_kinds(config: Config) -> list[str]:
+def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
     """Every fourth layer has full attention, or the last one where there are less than four."""
     kinds = _every("", 4, other="linear")(config)
     return kinds if "full" in kinds else [*kinds[:-1], "full"]
 
 
-def _kimi_kinds(config: Config) -> list[str]:
+def _kimi_kinds(config: ConfigFields) -> list[str]:
     """Kimi Linear's own files list layers from 1; transformers' rule is every fourth one."""
     said = config.get("linear_attn_config")
     given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
@@ -279,7 +280,7 @@ def _kimi_kinds(config: Config) -> list[str]:
     return ["full" if i and i % 4 == 0 else "linear" for i in range(config.layers)]
 
 
-def _glm_indexers(config: Config) -> list[str]:
+def _glm_indexers(config: ConfigFields) -> list[str]:
     """GLM-5: only some layers have an indexer, by a list, a pattern or a rule."""
     names, pattern = config.names("indexer_types", config.layers), config.get("index_topk_pattern")
     if names is None and isinstance(pattern, str) and len(pattern) == config.layers:
@@ -294,7 +295,7 @@ def _glm_indexers(config: Config) -> list[str]:
     return ["sparse" if name == "full" else "reused" for name in names]
 
 
-def _jamba_kinds(config: Config) -> list[str]:
+def _jamba_kinds(config: ConfigFields) -> list[str]:
     period, offset = (
         config.whole("attn_layer_period"),
         config.whole("attn_layer_offset", at_least=0),
@@ -305,20 +306,20 @@ def _jamba_kinds(config: Config) -> list[str]:
 def _at(field: str) -> Kinds:
     """The layers that a field lists have full attention."""
 
-    def kinds(config: Config) -> list[str]:
+    def kinds(config: ConfigFields) -> list[str]:
         full = config.indices(field)
         return ["full" if i in full else "linear" for i in range(config.layers)]
 
     return kinds
 
 
-def _lfm2_kinds(config: Config) -> list[str]:
+def _lfm2_kinds(config: ConfigFields) -> list[str]:
     if config.get("full_attn_idxs") is None:
         return ["full"] * config.layers
     return _at("full_attn_idxs")(config)
 
 
-def _nemotron_h_kinds(config: Config) -> list[str]:
+def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
     """One of M, E, * and - a layer in older files, a list of names in newer ones."""
     pattern = config.get("hybrid_override_pattern")
     names = config.names("layers_block_type")
@@ -330,7 +331,7 @@ def _nemotron_h_kinds(config: Config) -> list[str]:
     return [kinds[letter] for letter in pattern]
 
 
-def _nemotron_h_blocks(config: Config) -> list[str]:
+def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -345,7 +346,7 @@ def _nemotron_h_blocks(config: Config) -> list[str]:
 # ---- What attention, or what takes its place, costs
 
 
-def _softmax(config: Config, kind: str, flops: int) -> tuple[Pairs, ...]:
+def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
     """Pairs of softmax attention, whose keys are all, the latest, or those of a chunk."""
     match kind:
         case "sliding":
@@ -357,7 +358,7 @@ def _softmax(config: Config, kind: str, flops: int) -> tuple[Pairs, ...]:
             return (Pairs(flops),)
 
 
-def _heads(config: Config, kind: str) -> Mixer:
+def _heads(config: ConfigFields, kind: str) -> Mixer:
     """Attention over heads, with grouped keys and values."""
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
@@ -365,18 +366,18 @@ def _heads(config: Config, kind: str) -> Mixer:
     return Mixer(weights, _softmax(config, kind, 4 * heads * dim))
 
 
-def _gated_heads(config: Config, kind: str) -> Mixer:
+def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
     """Attention whose output is multiplied by a gate for each head and dimension."""
     weights, pairs, _ = _heads(config, kind)
     return Mixer(weights + config.hidden * config.heads * config.head_dim, pairs)
 
 
-def _fused_heads(config: Config, kind: str) -> Mixer:
+def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
     """GPT-2 and GPT-NeoX: every query head has keys of its own."""
-    return Mixer(4 * config.hidden**2, _softmax(config, kind, 4 * config.hidden))
+    return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 
-def _latent(config: Config, kind: str) -> Mixer:
+def _latent(config: ConfigFields, kind: str) -> Mixer:
     """Multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys and values.
 
     Trained as published: keys and values are expanded for each head before attention.
@@ -402,7 +403,7 @@ def _latent(config: Config, kind: str) -> Mixer:
     return Mixer(weights + indexer, (Pairs(2 * index_heads * (index_dim + 1)), chosen))
 
 
-def _delta_net(config: Config) -> Mixer:
+def _delta_net(config: ConfigFields) -> Mixer:
     """Gated delta net (Qwen3-Next): q, k, v, a gate of the output, and two gates a value head."""
     k_heads, v_heads = (
         config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
@@ -424,7 +425,7 @@ def _delta_rule(k_dim: int, v_dim: int) -> int:
     return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
 
 
-def _kimi_delta(config: Config) -> Mixer:
+def _kimi_delta(config: ConfigFields) -> Mixer:
     """Kimi delta attention: a gate for each dimension of a key, by projections of low rank."""
     said = config.get("linear_attn_config")
     given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
@@ -437,7 +438,7 @@ def _kimi_delta(config: Config) -> Mixer:
     return Mixer(projections, (), 6 * width * kernel + heads * _delta_rule(dim, dim))
 
 
-def _lightning(config: Config) -> Mixer:
+def _lightning(config: ConfigFields) -> Mixer:
     """MiniMax's lightning attention: blocks with a state of head_dim x head_dim between them."""
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim
@@ -460,7 +461,7 @@ def _mamba2(
     return Mixer(weights, (), scan + 2 * (inner + shared) * kernel)
 
 
-def _mamba_layer(config: Config) -> Mixer:
+def _mamba_layer(config: ConfigFields) -> Mixer:
     """Mamba 2 in Bamba, Granite 4 and Falcon H1."""
     heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
     inner = config.whole("mamba_d_ssm", inner)
@@ -476,12 +477,12 @@ def _mamba_layer(config: Config) -> Mixer:
     )
 
 
-def _rank_of(config: Config, name: str) -> int:
+def _rank_of(config: ConfigFields, name: str) -> int:
     """A rank that "auto" makes a sixteenth of the hidden size, rounded up."""
     return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
 
 
-def _mamba(config: Config, kind: str) -> Mixer:
+def _mamba(config: ConfigFields, kind: str) -> Mixer:
     return _mamba1(
         config.hidden,
         inner=config.whole("expand") * config.hidden,
@@ -491,7 +492,7 @@ def _mamba(config: Config, kind: str) -> Mixer:
     )
 
 
-def _mamba_two(config: Config, kind: str) -> Mixer:
+def _mamba_two(config: ConfigFields, kind: str) -> Mixer:
     return _mamba2(
         config.hidden,
         heads=config.whole("num_heads"),
@@ -503,7 +504,7 @@ def _mamba_two(config: Config, kind: str) -> Mixer:
     )
 
 
-def _jamba_mixer(config: Config) -> Mixer:
+def _jamba_mixer(config: ConfigFields) -> Mixer:
     return _mamba1(
         config.hidden,
         inner=config.whole("mamba_expand") * config.hidden,
@@ -513,7 +514,7 @@ def _jamba_mixer(config: Config) -> Mixer:
     )
 
 
-def _nemotron_h_mixer(config: Config) -> Mixer:
+def _nemotron_h_mixer(config: ConfigFields) -> Mixer:
     return _mamba2(
         config.hidden,
         heads=config.whole("mamba_num_heads"),
@@ -525,16 +526,16 @@ def _nemotron_h_mixer(config: Config) -> Mixer:
     )
 
 
-def _short_conv(config: Config) -> Mixer:
+def _short_conv(config: ConfigFields) -> Mixer:
     """LFM2: a gated convolution over the latest tokens."""
     flops = 2 * config.hidden * config.whole("conv_L_cache")
-    return Mixer(4 * config.hidden**2, (), flops)
+    return Mixer(4 * config.hidden * config.hidden, (), flops)
 
 
-def _or_linear(softmax: MixerOf, linear: Callable[[Config], Mixer]) -> MixerOf:
+def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
     """One mixer in layers with attention over keys, another one in the others."""
 
-    def mixer(config: Config, kind: str) -> Mixer:
+    def mixer(config: ConfigFields, kind: str) -> Mixer:
         if kind == "none":
             return Mixer(0)
         return linear(config) if kind == "linear" else softmax(config, kind)
@@ -542,7 +543,7 @@ def _or_linear(softmax: MixerOf, linear: Callable[[Config], Mixer]) -> MixerOf:
     return mixer
 
 
-def _both(config: Config, kind: str) -> Mixer:
+def _both(config: ConfigFields, kind: str) -> Mixer:
     """Falcon H1: attention and Mamba side by side in each layer."""
     attention, scan = _heads(config, "full"), _mamba_layer(config)
     return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops)
@@ -554,9 +555,9 @@ def _both(config: Config, kind: str) -> Mixer:
 def _gated(width: str = "intermediate_size") -> MlpOf:
     """Three matrices: gate, up and down."""
 
-    def mlp(config: Config, _: int) -> Mlp:
+    def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 3 * config.hidden * config.whole(width)
-        return Mlp(weights, weights)
+        return MlpWeights(weights, weights)
 
     return mlp
 
@@ -564,15 +565,15 @@ def _gated(width: str = "intermediate_size") -> MlpOf:
 def _plain(width: str = "intermediate_size") -> MlpOf:
     """Two matrices: up and down. A width of null is four times the hidden size."""
 
-    def mlp(config: Config, _: int) -> Mlp:
+    def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 2 * config.hidden * config.whole(width, 4 * config.hidden)
-        return Mlp(weights, weights)
+        return MlpWeights(weights, weights)
 
     return mlp
 
 
-def _no_mlp(config: Config, _: int) -> Mlp:
-    return Mlp(0, 0)
+def _no_mlp(config: ConfigFields, _: int) -> MlpWeights:
+    return MlpWeights(0, 0)
 
 
 def _experts(
@@ -580,8 +581,8 @@ def _experts(
     width: str = "moe_intermediate_size",
     *,
     per_token: str = "num_experts_per_tok",
-    shared: Callable[[Config], int] | None = None,
-    is_dense: Callable[[Config, int], bool] | None = None,
+    shared: Callable[[ConfigFields], int] | None = None,
+    is_dense: Callable[[ConfigFields, int], bool] | None = None,
     dense: MlpOf | None = None,
 ) -> MlpOf:
     """A router, experts with three matrices each, and what all tokens pass beside them.
@@ -595,7 +596,7 @@ def _experts(
         dense: The MLP of layers without experts.
     """
 
-    def mlp(config: Config, layer: int) -> Mlp:
+    def mlp(config: ConfigFields, layer: int) -> MlpWeights:
         without = config.get(count) is None or (is_dense and is_dense(config, layer))
         if dense and without:
             return dense(config, layer)
@@ -605,30 +606,32 @@ def _experts(
             raise config.error(per_token, f"must be at most {count} = {experts}")
         one = 3 * config.hidden * config.whole(width)
         always = config.hidden * experts + (shared(config) if shared else 0)
-        return Mlp(always + chosen * one, always + experts * one)
+        return MlpWeights(always + chosen * one, always + experts * one)
 
     return mlp
 
 
-def _shared(count: str, width: str) -> Callable[[Config], int]:
+def _shared(count: str, width: str) -> Callable[[ConfigFields], int]:
     """Shared experts: their number is a field, and each has the width of another field."""
     return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
 
 
-def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[Config], int]:
+def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigFields], int]:
     """One shared MLP of a width of its own, with a gate for its output in Qwen's models."""
     return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)
 
 
-def _first(field: str, default: int = 0) -> Callable[[Config, int], bool]:
+def _first(field: str, default: int = 0) -> Callable[[ConfigFields, int], bool]:
     """The first layers, as many as a field says, are dense."""
     return lambda c, i: i < c.whole(field, default, at_least=0)
 
 
-def _mlp_types(otherwise: Callable[[Config, int], bool]) -> Callable[[Config, int], bool]:
+def _mlp_types(
+    otherwise: Callable[[ConfigFields, int], bool],
+) -> Callable[[ConfigFields, int], bool]:
     """The field `mlp_layer_types` says "dense" or "sparse" for each layer."""
 
-    def is_dense(config: Config, layer: int) -> bool:
+    def is_dense(config: ConfigFields, layer: int) -> bool:
         names = config.names("mlp_layer_types", config.layers)
         if names is None:
             return otherwise(config, layer)
@@ -639,25 +642,25 @@ def _mlp_types(otherwise: Callable[[Config, int], bool]) -> Callable[[Config, in
     return is_dense
 
 
-def _qwen_dense(config: Config, layer: int) -> bool:
+def _qwen_dense(config: ConfigFields, layer: int) -> bool:
     step = config.whole("decoder_sparse_step", 1)
     return layer in config.indices("mlp_only_layers") or (layer + 1) % step != 0
 
 
-def _ernie_dense(config: Config, layer: int) -> bool:
+def _ernie_dense(config: ConfigFields, layer: int) -> bool:
     end = config.whole("moe_layer_end_index", -1, at_least=-1)
     start = config.whole("moe_layer_start_index", at_least=0)
     within = start <= layer <= (config.layers - 1 if end == -1 else end)
     return not within or (layer + 1) % config.whole("moe_layer_interval") != 0
 
 
-def _llama4_dense(config: Config, layer: int) -> bool:
+def _llama4_dense(config: ConfigFields, layer: int) -> bool:
     if config.get("moe_layers") is not None:
         return layer not in config.indices("moe_layers")
     return (layer + 1) % config.whole("interleave_moe_layer_step") != 0
 
 
-def _jamba_dense(config: Config, layer: int) -> bool:
+def _jamba_dense(config: ConfigFields, layer: int) -> bool:
     period, offset = (
         config.whole("expert_layer_period"),
         config.whole("expert_layer_offset", at_least=0),
@@ -665,16 +668,16 @@ def _jamba_dense(config: Config, layer: int) -> bool:
     return config.whole("num_experts") == 1 or layer % period != offset
 
 
-def _granite_mlp(config: Config, layer: int) -> Mlp:
+def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
     """Granite 4: a shared MLP in every layer, and experts beside it if there are any."""
     shared = _shared_of_width("shared_intermediate_size")
     if not config.whole("num_local_experts", 0, at_least=0):
         weights = shared(config)
-        return Mlp(weights, weights)
+        return MlpWeights(weights, weights)
     return _experts("num_local_experts", "intermediate_size", shared=shared)(config, layer)
 
 
-def _lfm2_mlp(config: Config, _: int) -> Mlp:
+def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
     """LFM2 rounds two thirds of its width up to a multiple."""
     width = config.whole("intermediate_size")
     if config.flag("block_auto_adjust_ff_dim"):
@@ -683,22 +686,22 @@ def _lfm2_mlp(config: Config, _: int) -> Mlp:
         width = int(float(multiplier) * width) if isinstance(multiplier, int | float) else width
         unit = config.whole("block_multiple_of")
         width = unit * -(-width // unit)
-    return Mlp(3 * config.hidden * width, 3 * config.hidden * width)
+    return MlpWeights(3 * config.hidden * width, 3 * config.hidden * width)
 
 
-def _nemotron_h_mlp(config: Config, layer: int) -> Mlp:
+def _nemotron_h_mlp(config: ConfigFields, layer: int) -> MlpWeights:
     """A layer is a mixer, an MLP or experts; MLPs and experts have two matrices."""
     name, hidden = _nemotron_h_blocks(config)[layer], config.hidden
     if name == "mlp":
         return _plain()(config, layer)
     if name != "moe":
-        return Mlp(0, 0)
+        return MlpWeights(0, 0)
     experts, chosen = config.whole("n_routed_experts"), config.whole("num_experts_per_tok")
     latent = config.whole("moe_latent_size", 0)
     one = 2 * (latent or hidden) * config.whole("moe_intermediate_size")
     shared = 2 * hidden * config.whole("moe_shared_expert_intermediate_size")
     always = hidden * experts + shared + 2 * hidden * latent
-    return Mlp(always + chosen * one, always + experts * one)
+    return MlpWeights(always + chosen * one, always + experts * one)
 
 
 # ---- The families
@@ -734,7 +737,7 @@ _QWEN_WINDOWS = _listed(_where(_if_window(_from_layer("max_window_layers"))))
 _DELTA_NET = _or_linear(_gated_heads, _delta_net)
 _FULL_EVERY = _listed(_every("full_attention_interval", 4, other="linear"))
 
-FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
+FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
     # Dense models in which every layer sees all keys.
     "llama": _LLAMA,
     "ministral3": _family(_heads, _gated(), _if_window(_all("sliding"))),
@@ -877,7 +880,7 @@ FAMILIES: dict[str, Callable[[Config], list[Layer]]] = {
     "granitemoehybrid": _family(
         _or_linear(_heads, _mamba_layer), _granite_mlp, _listed(_all("linear"))
     ),
-    "falcon_h1": _family(_both, _gated(), _all("full")),
+    "falcon_h1": _family(_both, _gated(), _all("hybrid")),
     "nemotron_h": _family(
         _or_linear(_heads, _nemotron_h_mixer), _nemotron_h_mlp, _nemotron_h_kinds
     ),

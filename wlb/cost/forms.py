@@ -42,8 +42,8 @@ def model_of(cost: Cost) -> WorkloadModel | None:
             is_profile = cost in profile_names()
             remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
             raise UserError(
-                f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}, and the path "
-                f"of a config.json{remedy}"
+                f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}, and the path of "
+                f"a config.json{remedy}"
             )
         if cost == "slime":
             return None
@@ -71,7 +71,8 @@ def workload_model(cost: Cost) -> WorkloadModel:
         said = repr(cost) if isinstance(cost, str) else f"a {type(cost).__name__}"
         raise UserError(
             f"cost is {said}, which prices whole samples only, and a planner prices pieces and "
-            f"segments; give a WorkloadModel, load_profile(NAME), 'llama2_7b', 'verl', or the "
+            f"segments; give a WorkloadModel, load_profile(NAME), the path of a config.json, "
+            f"'llama2_7b', 'verl', or the "
             f"tokens at which attention costs what linear layers do"
         )
     return model

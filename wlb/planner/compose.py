@@ -148,7 +148,8 @@ class Planner:
         are read: states then know its tokens, and plans count the labels that it trains.
         A piece's document is its place in `lengths`, plus their number for every epoch before.
         Steps take N x C tokens each, N micro-batches and C = context_window; the last ones flush.
-        cost: a form of `balance_step`'s that prices pieces; the default is the ratio of attention
+        cost: a form of `balance_step`'s that prices pieces, such as the path of your model's
+        config.json; the default is the ratio of attention
         to linear FLOPs of LLaMA2-7B, on a GPU's tiles of 128 queries. Packing is
         `bounded`: s_max tokens of the longest micro-batch (1.5 windows by default), step_tokens of
         a step (N x s_max), max_delay steps. With queue_thresholds (tokens; may be empty) it is

@@ -8,7 +8,7 @@ its "adaptive" is the paper's choice between the two. The strategies of other fi
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from wlb.plan import (
 )
 from wlb.plan.arrays import distinct, first_true
 from wlb.spec import ExchangeChoice, Remainder, Strategy
+
+if TYPE_CHECKING:
+    from wlb.cost import Cost  # with kernel profiles, which planning by a workload does not load
 
 GATHER = ExchangeChoice.GATHER
 NAMES = tuple(map(str, Strategy))
@@ -246,7 +249,7 @@ def shard(
     *,
     cp: int,
     strategy: str,
-    cost: WorkloadModel,
+    cost: "Cost",
     remainder: Remainder | str = Remainder.MERGED,
     exchange: ExchangeChoice | str = GATHER,
 ) -> ShardingPlan:
@@ -259,38 +262,45 @@ def shard(
         lengths: Tokens of each piece, shape [num_pieces].
         cp: Ranks of the context-parallel group.
         strategy: One of `NAMES`.
-        cost: Prices by which plans are compared, in ns.
+        cost: Prices by which plans are compared: a `WorkloadModel`, or another form of
+            `wlb.balance.balance_step`'s cost that prices segments, such as a config.json's path.
         remainder: What per_document does with left-over tokens, also as adaptive's candidate.
         exchange: How ranks get each other's keys; "auto" decides by `cost`. Strategies take account
             of it, and one rank needs none.
 
     Raises:
-        UserError: The strategy is unknown, or does not have this remainder.
+        UserError: The strategy or the cost is unknown, or it does not have this remainder.
         ValueError: The plan would lose or repeat a token.
     """
     # Both build on this file.
     from wlb.sharding.balanced import balanced
     from wlb.sharding.hybrid import hybrid
 
+    if hasattr(cost, "workload_ns"):
+        model = cast(WorkloadModel, cost)
+    else:
+        from wlb.cost import workload_model
+
+        model = workload_model(cost)
     remainder = Remainder(remainder)
     if remainder != Remainder.MERGED and strategy not in WITH_REMAINDER:
         raise UserError(f"{strategy} merges left-over tokens; it has no remainder {remainder!r}")
     match strategy:
         case "per_sequence":
-            plan = cheapest([per_sequence(lengths, cp=cp)], cost, exchange=exchange)
+            plan = cheapest([per_sequence(lengths, cp=cp)], model, exchange=exchange)
         case "per_document":
             made = per_document(lengths, cp=cp, remainder=remainder)
-            plan = cheapest([made], cost, exchange=exchange)
+            plan = cheapest([made], model, exchange=exchange)
         case "adaptive":
             plans = [per_sequence(lengths, cp=cp)]
             # With one rank or no piece, both strategies give the same spans.
             if cp > 1 and len(lengths):
                 plans.append(per_document(lengths, cp=cp, remainder=remainder))
-            plan = cheapest(plans, cost, exchange=exchange)
+            plan = cheapest(plans, model, exchange=exchange)
         case "hybrid":
-            plan = hybrid(lengths, cp=cp, cost=cost, exchange=exchange)
+            plan = hybrid(lengths, cp=cp, cost=model, exchange=exchange)
         case "balanced":
-            plan = balanced(lengths, cp=cp, cost=cost, exchange=exchange)
+            plan = balanced(lengths, cp=cp, cost=model, exchange=exchange)
         case _:
             raise UserError(f"unknown sharding strategy {strategy!r}; known: {', '.join(NAMES)}")
     return plan.validate()

@@ -91,15 +91,21 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
     return out
 
 
-def saving_line(saving: Saving, *, model: str, simulated: Sequence[float]) -> str:
+def saving_line(saving: Saving, *, model: str, simulated: Sequence[float] | None) -> str:
     """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
     simulated: shares of the usual loader's hours, and of the paper's if there is one, that whole
-    simulated steps save; empty if nothing is faster."""
+    simulated steps save; empty if nothing is faster, and None where nothing was simulated."""
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
-    if not simulated:
+    if saving.best is saving.usual:
         said = f"no policy here is faster than the usual loader{_cut(usual)[:-1]}: {figures}"
         return f"{said}; predicted for {model}"
+    if not simulated:
+        return (
+            f"with {best.label} instead of the usual loader{_cut(usual)} the slowest micro-batches "
+            f"of all steps would take {saving.share:.1%} less: {figures}; predicted by {model}, "
+            f"which leaves out collectives and a pipeline's bubbles"
+        )
     said = (
         f"with {best.label} instead of the usual loader{_cut(usual)} you would save "
         f"{_hours(simulated[0])}; by its slowest micro-batches alone {saving.share:.1%}: {figures}"
