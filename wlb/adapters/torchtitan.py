@@ -5,6 +5,10 @@
 
 A micro-batch is one row {"input": [1, T], "positions": [1, T]} and labels [1, T], as torchtitan's
 text loader makes them; T varies. `training.seq_len` is the window, above which documents are cut.
+
+torchtitan accumulates gradients over `training.global_batch_size` / data-parallel ranks rows. With
+a pipeline `training.local_batch_size` is the number of its micro-batches instead, each of
+`parallelism.pipeline_parallel_microbatch_size` = 1 row; `equal_lengths` pads them to one length.
 """
 
 import json
@@ -240,8 +244,9 @@ def _check(config: BalancedDataLoader.Config, *, seq_len: int, local_batch_size:
         raise UserError("dataloader.dataset_path is empty; give it a store made by `wlb prepare`")
     if local_batch_size != 1:
         raise UserError(
-            f"training.local_batch_size = {local_batch_size} rows of equal length cannot be "
-            f"balanced; set it to 1, a row is a micro-batch, and accumulate"
+            f"a batch of {local_batch_size} rows of equal length cannot be balanced; set "
+            f"training.local_batch_size = 1 and accumulate, or, with a pipeline, "
+            f"parallelism.pipeline_parallel_microbatch_size = 1"
         )
     if config.micro_batches_per_step < 1:
         raise UserError(
