@@ -194,7 +194,7 @@ def test_refusals(store: str) -> None:
         loader(store, micro_batches_per_step=0)
     with pytest.raises(ValueError, match="pad_to_multiple = 0"):
         loader(store, pad_to_multiple=0)
-    with pytest.raises(ValueError, match=r"of 2 rows .* pipeline_parallel_microbatch_size = 1"):
+    with pytest.raises(ValueError, match=r"of 2 rows of .*pipeline_parallel_microbatch_size = 1"):
         BalancedDataLoader.Config(dataset_path=store, micro_batches_per_step=1).build(
             dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=2
         )
