@@ -159,3 +159,20 @@ def test_what_moves_is_what_is_read_and_not_held(plan: ShardingPlan) -> None:
         [len(read[i] & held[j]) if i != j else 0 for j in range(plan.cp)] for i in range(plan.cp)
     ]
     assert rows_moved(plan).tolist() == expected
+
+
+def test_an_exchange_says_how_keys_travel() -> None:
+    """A document of 6 tokens over two ranks, the first rank's chunks at its ends."""
+    made = per_sequence([6], cp=2)
+    gather = str(exchange_of(made, local_tokens=3))
+    assert gather == "an all-gather of 3 rows a rank in 1 stage"
+    needed = replace(made, exchange=KeyExchange.NEEDED)
+    assert str(exchange_of(needed, local_tokens=3)) == (
+        "by need in 1 stage: the rank that needs most receives 3 rows of others, an all-gather "
+        "would bring 3"
+    )
+    own = str(exchange_of(needed, local_tokens=3, own_first=True, stages=2))
+    assert own.startswith("by need in 2 stages")
+    assert own.endswith("; attention over own keys runs meanwhile")
+    one = per_sequence([6], cp=1)
+    assert str(exchange_of(one, local_tokens=6)) == "no keys travel: one rank has all"

@@ -38,6 +38,7 @@ def step() -> StepResult:
         time_ns=1e9,
         host_waits=(),
         graphs=0,
+        exchange="an all-gather of 8,192 rows a rank in 1 stage",
     )
 
 
@@ -79,6 +80,8 @@ def test_tables_fit_a_terminal_of_80_columns() -> None:
             assert number in row
     (memory,) = [line for line in text.splitlines() if "8191" in line and "72.00" in line]
     assert memory.count("71.00") == 2
+    said = "keys of the longest micro-batch of the last step: an all-gather of 8,192 rows a rank"
+    assert said in " ".join(text.split())
 
 
 def test_a_verdict_names_steps_and_call_sites() -> None:

@@ -66,6 +66,22 @@ class ContextExchange:
         shape = (self.num_stages, cp, cp)
         return moved.sums(moved.stage, moved.reader, moved.holder, shape=shape)
 
+    def __str__(self) -> str:
+        """How keys travel, in words."""
+        if not self.num_stages:
+            return "no keys travel: one rank has all"
+        cp, stages = self.sharding.cp, f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
+        own = "; attention over own keys runs meanwhile" if self.own_first else ""
+        if self.sharding.exchange == KeyExchange.GATHER:
+            return f"an all-gather of {self.local_tokens:,} rows a rank in {stages}{own}"
+        rows = self.rows.sum(axis=0)
+        most = int((rows.sum(axis=1) - rows.diagonal()).max())
+        whole = (cp - 1) * self.local_tokens
+        return (
+            f"by need in {stages}: the rank that needs most receives {most:,} rows of others, an "
+            f"all-gather would bring {whole:,}{own}"
+        )
+
     @property
     def keys_by_stage(self) -> IntArray:
         """Rows of each span's document that arrive in each stage and that the span's rank reads,

@@ -19,7 +19,7 @@ from wlb.memory import gpu_budget
 from wlb.parallel import build, host, world
 from wlb.parallel.compiled import num_graphs
 from wlb.parallel.mesh import KV_COPY, Mesh, build_mesh, coordinates
-from wlb.plan import PipelinePlan, PlannerState, StepPlan
+from wlb.plan import PipelinePlan, PlannerState, StepPlan, exchange_of
 from wlb.rehearse import cuda, equal_experts
 from wlb.rehearse.allocator import reserved
 from wlb.rehearse.fake_memory import FOOTPRINT
@@ -127,9 +127,26 @@ class RehearsedTrainer(loop.Trainer):
                 time_ns=GPU.streams[0].time_ns - begin_ns,
                 host_waits=tuple(GPU.waits[before:]),
                 graphs=num_graphs() - graphs,
+                exchange=self._exchange(pipeline),
             )
         )
         FOOTPRINT.keep_peak(*before_peak)
+
+    def _exchange(self, pipeline: PipelinePlan) -> str:
+        """How keys of the longest micro-batch travel; "" without CP or without a token."""
+        tokens = [batch.num_tokens for batch in pipeline.micro_batches]
+        if self.spec.parallel.cp == 1 or not sum(tokens):
+            return ""
+        i = tokens.index(max(tokens))
+        cp = self.spec.cp
+        return str(
+            exchange_of(
+                pipeline.shardings[i],
+                local_tokens=pipeline.local_tokens[i],
+                own_first=cp.overlap,
+                stages=cp.stages,
+            )
+        )
 
 
 def rehearse_rank(

@@ -30,7 +30,7 @@ class StepResult:
     each part calls, num_bytes, flops, time_ns. estimate_bytes: of
     `wlb.memory`, for the step's lengths. exposed_ns: what the compute stream waited for, by
     part. time_ns: of the compute stream. graphs: that torch.compile made in the step, 0 if layers
-    are not compiled."""
+    are not compiled. exchange: of the longest micro-batch's keys, in words; "" without CP."""
 
     step: int
     num_tokens: int
@@ -42,6 +42,7 @@ class StepResult:
     time_ns: float
     host_waits: tuple[HostWait, ...]
     graphs: int
+    exchange: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ def show(found: Rehearsed, console: Console) -> None:
     """Print memory, kernels, communication, host waits, and what was proven."""
     console.print(_memory(found))
     console.print(_parts(found))
-    for line in [*_graphs(found.ranks), *_host_waits(found.ranks)]:
+    for line in [*_exchanges(found.ranks), *_graphs(found.ranks), *_host_waits(found.ranks)]:
         console.print(line, markup=False)
     for line in verdict(found):
         console.print(line, markup=False)
@@ -135,6 +135,15 @@ def _parts(found: Rehearsed) -> Table:
                 end_section=part == parts[-1],
             )
     return table
+
+
+def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
+    """How keys of the longest micro-batch of each pipeline's last step travel; a line for each
+    way."""
+    said = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
+    return [
+        f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(said)
+    ]
 
 
 def _graphs(ranks: Iterable[RankResult]) -> list[str]:
