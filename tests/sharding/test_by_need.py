@@ -14,11 +14,15 @@ from wlb.cost import (
     ideal_kernels_ns,
     kernels_ns,
     load_profile,
+    summaries_ns,
     waits_ns,
+    workload_of_model,
 )
+from wlb.cost.config_json import counted_of
 from wlb.data import lengths_of_family
-from wlb.plan import rows_moved
-from wlb.sharding.by_need import by_need, spans_of
+from wlb.plan import rows_moved, summaries_made
+from wlb.sharding import shard
+from wlb.sharding.by_need import by_need, few_cuts, spans_of
 from wlb.sharding.fill import FillCut, FillPart
 from wlb.sharding.paper import cheapest
 from wlb.spec import ParallelSpec
@@ -118,3 +122,43 @@ def test_groups_of_nodes_keep_long_documents_on_fewer_ranks(
         for p, both in zip(chosen, waits, strict=True)
     )
     assert grouped < 0.98 * before
+
+
+QWEN3_NEXT = workload_of_model(counted_of({"model_type": "qwen3_next"}, "Qwen3-Next"))
+
+
+@given(lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=20), cp=st.integers(2, 6))
+def test_candidates_of_few_cuts_are_plans(lengths: list[int], cp: int) -> None:
+    pieces = np.array(lengths)
+    for plan in few_cuts(pieces, cp=cp, cost=QWEN3_NEXT):
+        plan.validate()
+        assert plan.tokens.max() - plan.tokens.min() <= 1
+
+
+@pytest.mark.parametrize(("cp", "most"), [(4, 3.5), (8, 4.0), (16, 4.6)])
+def test_balanced_cuts_few_documents_of_models_with_linear_layers(cp: int, most: float) -> None:
+    """Means over windows of 128K: summaries of the busiest rank, and attention over ideal."""
+    windows = packed_windows(12)
+    made: list[int] = []
+    attention: list[float] = []
+    for pieces in windows:
+        plan = shard(pieces, cp=cp, strategy="balanced", cost=QWEN3_NEXT)
+        made.append(int(summaries_made(plan).max()))
+        attention.append(plan.slowest_kernels_ns / ideal_kernels_ns(pieces, QWEN3_NEXT, cp=cp))
+        # No other strategy is predicted faster, with the summaries that its cuts need.
+        ours = plan.slowest_kernels_ns + 2 * summaries_ns(plan, QWEN3_NEXT)
+        for name in ("per_sequence", "per_document", "hybrid"):
+            other = shard(pieces, cp=cp, strategy=name, cost=QWEN3_NEXT)
+            assert ours <= other.slowest_kernels_ns + 2 * summaries_ns(other, QWEN3_NEXT)
+    assert np.mean(made) <= most
+    assert np.mean(attention) <= 1.04
+
+
+def packed_windows(num: int) -> list[np.ndarray]:
+    """Documents of the paper's lengths, cut where windows of 128K end."""
+    window = 131072
+    drawn = lengths_of_family(window=window, num_documents=400 * num, seed=0).lengths
+    ends = np.union1d(np.cumsum(drawn), np.arange(0, (num + 1) * window, window))
+    pieces = np.diff(ends[ends <= num * window])
+    starts = ends[:-1][: pieces.size] // window
+    return [pieces[starts == i] for i in range(num)]

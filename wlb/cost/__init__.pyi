@@ -54,6 +54,7 @@ from wlb.cost.protocol import AttentionLatency as AttentionLatency
 from wlb.cost.protocol import FlopsWorkload as FlopsWorkload
 from wlb.cost.protocol import HiddenExchange as HiddenExchange
 from wlb.cost.protocol import SlidingLayers as SlidingLayers
+from wlb.cost.protocol import SummaryPrices as SummaryPrices
 from wlb.cost.protocol import Transfers as Transfers
 from wlb.cost.protocol import WorkloadModel as WorkloadModel
 from wlb.cost.protocol import attention_latency as attention_latency
@@ -62,6 +63,7 @@ from wlb.cost.protocol import exchange_ns as exchange_ns
 from wlb.cost.protocol import ideal_kernels_ns as ideal_kernels_ns
 from wlb.cost.protocol import kernels_ns as kernels_ns
 from wlb.cost.protocol import rows_of_layer as rows_of_layer
+from wlb.cost.protocol import summaries_ns as summaries_ns
 from wlb.cost.protocol import tile_pairs as tile_pairs
 from wlb.cost.stages import StageLayers as StageLayers
 from wlb.cost.stages import StageTimes as StageTimes

@@ -31,6 +31,9 @@ RATIO = (
     "state a ratio instead, such as cost=24576: the tokens of a document at which attention costs "
     "what everything else does"
 )
+FLOPS_PER_BYTE = 900.0
+"""In training an H100 computes about 400 TFLOP/s, and NVLink moves 450 GB/s each way. Between
+nodes, over a link of 400 Gb/s, a byte takes as long as 8,000 FLOPs."""
 KIND_NAMES = {
     "full": "full attention",
     "sliding": "sliding window",
@@ -57,6 +60,7 @@ class CountedModel:
     token_flops: int  # forward FLOPs of a token outside of pairs, in all layers and the output head
     active: int  # parameters that compute a token, embeddings included
     total: int  # all parameters, embeddings included
+    summary_bytes: int  # float32 summaries of a cut span, in all linear layers together
 
     @property
     def layers(self) -> int:
@@ -101,6 +105,7 @@ class CountedWorkload(FlopsWorkload):
     """
 
     windows: tuple[Pairs, ...] = ()  # pairs of the mean layer within windows or chunks
+    summary_ns: float = 0.0  # moving a summary of the mean layer (`wlb.cost.SummaryPrices`)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
         d = token_counts("lengths", lengths)
@@ -161,15 +166,26 @@ def counted_workload(path: str | Path) -> CountedWorkload:
     return workload_of_model(counted(path))
 
 
-def workload_of_model(model: CountedModel) -> CountedWorkload:
-    """The workload of a counted model, per mean layer."""
+def workload_of_model(
+    model: CountedModel, *, flops_per_byte: float = FLOPS_PER_BYTE
+) -> CountedWorkload:
+    """The workload of a counted model, per mean layer.
+
+    Args:
+        model: Its counts.
+        flops_per_byte: FLOPs of a GPU in the time in which a byte moves between CP ranks; summaries
+            of linear layers are priced by it. An exchange of keys has no price here.
+    """
     n = model.layers
+    # Attention's forward FLOPs stand for those of both passes here, and so do those of a byte.
+    share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(
         quadratic_ns=full / n / 2,
         linear_ns_per_token=model.token_flops / n,
         tile_rows=TILE_ROWS,
         windows=tuple(p._replace(flops=p.flops / n) for p in model.pairs if p.window),
+        summary_ns=model.summary_bytes / n * flops_per_byte * share,
     )
 
 
@@ -190,6 +206,7 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
         token_flops=2 * (active + head) + sum(layer.token_flops for layer in layers),
         active=active + tables,
         total=sum(layer.total for layer in layers) + tables,
+        summary_bytes=4 * sum(layer.summary for layer in layers),
     )
 
 

@@ -54,6 +54,7 @@ class Layer(NamedTuple):
     total: int  # all parameters; more with experts
     pairs: tuple[Pairs, ...] = ()  # empty without attention over keys
     token_flops: int = 0  # forward FLOPs of a token outside of parameters and pairs
+    summary: int = 0  # numbers of the summary of a cut span (`wlb.plan.summaries`)
 
 
 class Mixer(NamedTuple):
@@ -62,6 +63,7 @@ class Mixer(NamedTuple):
     weights: int  # parameters of its projections
     pairs: tuple[Pairs, ...] = ()  # as in `Layer`
     token_flops: int = 0  # as in `Layer`
+    summary: int = 0  # as in `Layer`
 
 
 class MlpWeights(NamedTuple):
@@ -122,6 +124,16 @@ class ConfigFields:
             raise self.error(name, f"must have one entry for each of {length} layers")
         return items
 
+    def nested(self, name: str) -> Fields:
+        """The fields of an object; none where it is absent."""
+        value = self.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self.error(name, "must be an object")
+        where = f"{self._keys.where}: {name}"
+        return Fields(cast("dict[str, Any]", value), where, remedy=self._keys.remedy)
+
     def error(self, name: str, why: str) -> UserError:
         """The UserError that says `why` a field's value cannot be used."""
         values, name = {**self._defaults, **self._keys.values}, self._names.get(name, name)
@@ -172,13 +184,14 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
         for i, kind in enumerate(kinds(config)):
             if kind not in made:
                 made[kind] = mixer(config, kind)
-            weights, pairs, flops = made[kind]
+            weights, pairs, flops, summary = made[kind]
             rest = mlp(config, i)
             # A layer whose window is null sees all keys. "reused" is sparse attention over the keys
             # that an earlier layer's indexer chose.
             is_full = kind == "sliding" and not pairs[0].window
             seen = "full" if is_full else "sparse" if kind == "reused" else kind
-            out.append(Layer(seen, weights + rest.active, weights + rest.total, pairs, flops))
+            sizes = weights + rest.active, weights + rest.total
+            out.append(Layer(seen, *sizes, pairs, flops, summary))
         return out
 
     return layers
@@ -273,9 +286,8 @@ def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
 
 def _kimi_kinds(config: ConfigFields) -> list[str]:
     """Kimi Linear's own files list layers from 1; transformers' rule is every fourth one."""
-    said = config.get("linear_attn_config")
-    given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-    if isinstance(full := given.get("full_attn_layers"), list):
+    full = config.nested("linear_attn_config").values.get("full_attn_layers")
+    if isinstance(full, list):
         return ["full" if i + 1 in full else "linear" for i in range(config.layers)]
     return ["full" if i and i % 4 == 0 else "linear" for i in range(config.layers)]
 
@@ -368,8 +380,9 @@ def _heads(config: ConfigFields, kind: str) -> Mixer:
 
 def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
     """Attention whose output is multiplied by a gate for each head and dimension."""
-    weights, pairs, _ = _heads(config, kind)
-    return Mixer(weights + config.hidden * config.heads * config.head_dim, pairs)
+    made = _heads(config, kind)
+    gate = config.hidden * config.heads * config.head_dim
+    return made._replace(weights=made.weights + gate)
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
@@ -412,8 +425,10 @@ def _delta_net(config: ConfigFields) -> Mixer:
     v_dim = config.whole("linear_value_head_dim", 2 * k_dim)
     keys, values = k_heads * k_dim, v_heads * v_dim
     projections = config.hidden * (2 * keys + 3 * values + 2 * v_heads)
-    conv = 2 * (2 * keys + values) * config.whole("linear_conv_kernel_dim")
-    return Mixer(projections, (), conv + v_heads * _delta_rule(k_dim, v_dim))
+    kernel, channels = config.whole("linear_conv_kernel_dim"), 2 * keys + values
+    summary = v_heads * k_dim * (k_dim + v_dim) + (kernel - 1) * channels
+    flops = 2 * channels * kernel + v_heads * _delta_rule(k_dim, v_dim)
+    return Mixer(projections, (), flops, summary)
 
 
 def _delta_rule(k_dim: int, v_dim: int) -> int:
@@ -427,28 +442,30 @@ def _delta_rule(k_dim: int, v_dim: int) -> int:
 
 def _kimi_delta(config: ConfigFields) -> Mixer:
     """Kimi delta attention: a gate for each dimension of a key, by projections of low rank."""
-    said = config.get("linear_attn_config")
-    given = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-    heads = given.get("num_heads") or config.whole("linear_num_heads")
-    dim = given.get("head_dim") or config.whole("linear_head_dim")
-    kernel = given.get("short_conv_kernel_size") or config.whole("linear_conv_kernel_dim")
+    given = config.nested("linear_attn_config")
+    heads = given.whole("num_heads", config.whole("linear_num_heads"))
+    dim = given.whole("head_dim", config.whole("linear_head_dim"))
+    kernel = given.whole("short_conv_kernel_size", config.whole("linear_conv_kernel_dim"))
     width = heads * dim
     low_rank = 2 * dim * (config.hidden + width)
     projections = config.hidden * (4 * width + heads) + low_rank
-    return Mixer(projections, (), 6 * width * kernel + heads * _delta_rule(dim, dim))
+    flops = 6 * width * kernel + heads * _delta_rule(dim, dim)
+    return Mixer(projections, (), flops, 2 * heads * dim * dim + 3 * width * (kernel - 1))
 
 
 def _lightning(config: ConfigFields) -> Mixer:
     """MiniMax's lightning attention: blocks with a state of head_dim x head_dim between them."""
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim
-    return Mixer(config.hidden * 5 * width, (), heads * (4 * dim * block + 4 * dim * dim))
+    flops = heads * (4 * dim * block + 4 * dim * dim)
+    return Mixer(config.hidden * 5 * width, (), flops, heads * (dim * dim + 1))
 
 
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
     """Selective scan: 9 FLOPs for each element of the state (as Mamba's authors count)."""
     weights = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
-    return Mixer(weights, (), 9 * inner * state + 2 * inner * kernel)
+    flops = 9 * inner * state + 2 * inner * kernel
+    return Mixer(weights, (), flops, 2 * inner * state + inner * (kernel - 1))
 
 
 def _mamba2(
@@ -458,7 +475,8 @@ def _mamba2(
     inner, shared = heads * dim, 2 * groups * state
     weights = hidden * (2 * inner + shared + heads) + inner * hidden
     scan = heads * (2 * chunk * dim + 4 * dim * state) + groups * 2 * chunk * state
-    return Mixer(weights, (), scan + 2 * (inner + shared) * kernel)
+    summary = heads * (dim * state + 1) + (inner + shared) * (kernel - 1)
+    return Mixer(weights, (), scan + 2 * (inner + shared) * kernel, summary)
 
 
 def _mamba_layer(config: ConfigFields) -> Mixer:
@@ -528,8 +546,9 @@ def _nemotron_h_mixer(config: ConfigFields) -> Mixer:
 
 def _short_conv(config: ConfigFields) -> Mixer:
     """LFM2: a gated convolution over the latest tokens."""
-    flops = 2 * config.hidden * config.whole("conv_L_cache")
-    return Mixer(4 * config.hidden * config.hidden, (), flops)
+    kernel = config.whole("conv_L_cache")
+    flops, summary = 2 * config.hidden * kernel, config.hidden * (kernel - 1)
+    return Mixer(4 * config.hidden * config.hidden, (), flops, summary)
 
 
 def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
@@ -546,7 +565,7 @@ def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> Mix
 def _both(config: ConfigFields, kind: str) -> Mixer:
     """Falcon H1: attention and Mamba side by side in each layer."""
     attention, scan = _heads(config, "full"), _mamba_layer(config)
-    return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops)
+    return Mixer(attention.weights + scan.weights, attention.pairs, scan.token_flops, scan.summary)
 
 
 # ---- What MLPs and experts cost

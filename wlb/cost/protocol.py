@@ -27,6 +27,7 @@ from wlb.plan import (
     check_at_least,
     offsets_of,
     rows_moved,
+    summaries_moved,
 )
 from wlb.plan.arrays import first_true
 from wlb.plan.sharding import RankTimes
@@ -132,6 +133,27 @@ class SlidingLayers(Protocol):
     def sliding_share(self) -> float:
         """Sliding layers over all."""
         ...
+
+
+@runtime_checkable
+class SummaryPrices(Protocol):
+    """A workload of a model with linear or recurrent layers, whose summaries of cut spans travel
+    between CP ranks (`wlb.plan.summaries`)."""
+
+    @property
+    def summary_ns(self) -> float:
+        """Time to move one summary of all of a pipeline rank's linear layers, in one pass; 0 where
+        there are no such layers."""
+        ...
+
+
+def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
+    """Time for which a micro-batch waits for summaries in one pass: that of the rank which sends or
+    receives most of them. 0 where the model has no linear layers."""
+    if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
+        return 0
+    moved = summaries_moved(plan)
+    return round(int(max(moved.sum(0).max(), moved.sum(1).max())) * cost.summary_ns)
 
 
 def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
@@ -324,19 +346,24 @@ def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLaten
 def exchange_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """(forward, backward) collectives of a micro-batch's keys and values by the plan's exchange.
+    """(forward, backward) collectives of a micro-batch's keys and values by the plan's exchange,
+    and of its summaries.
 
     num_rows: rows of all ranks, padding included, which an all-gather moves as well; None: without
     padding. UserError if the workload does not price the plan's exchange.
     """
+    summaries = summaries_ns(plan, cost)
     if plan.exchange == KeyExchange.GATHER:
-        return cost.kv_exchange_ns(plan.num_tokens if num_rows is None else num_rows, cp=plan.cp)
+        tokens = plan.num_tokens if num_rows is None else num_rows
+        there, back = cost.kv_exchange_ns(tokens, cp=plan.cp)
+        return there + summaries, back + summaries
     if not isinstance(cost, ExchangePrices):
         raise UserError(
             f"{type(cost).__name__} has no method needed_exchange_ns, by which an exchange by need "
             f"is priced; add it, or set exchange = gather"
         )
-    return cost.needed_exchange_ns(rows_of_layer(plan, cost))
+    there, back = cost.needed_exchange_ns(rows_of_layer(plan, cost))
+    return there + summaries, back + summaries
 
 
 def kernels_ns(

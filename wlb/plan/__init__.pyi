@@ -66,6 +66,9 @@ from wlb.plan.step import PipelinePlan as PipelinePlan
 from wlb.plan.step import PlannerState as PlannerState
 from wlb.plan.step import PlanProgress as PlanProgress
 from wlb.plan.step import StepPlan as StepPlan
+from wlb.plan.summaries import runs_of_spans as runs_of_spans
+from wlb.plan.summaries import summaries_made as summaries_made
+from wlb.plan.summaries import summaries_moved as summaries_moved
 from wlb.plan.telemetry import TERMS as TERMS
 from wlb.plan.telemetry import Moments as Moments
 from wlb.plan.telemetry import Spread as Spread

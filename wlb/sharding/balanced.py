@@ -5,17 +5,18 @@ segments of 256 rows. Here the fewest ranks m share it whose parts stay below a 
 mean work, in 2 * m symmetric chunks. From long to short, each goes to the m least loaded ranks with
 room; documents that do not fit are cut to fill the ranks, so that all have equally many tokens.
 Five shares are tried and hybrid's plan competes, so balanced is never predicted slower; by need
-those of `by_need` as well. Cost: a Python loop over documents for each share.
+those of `by_need` as well, and with linear layers those that cut few documents (`few_cuts`). Cost:
+a Python loop over documents for each share.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
-from wlb.cost import WorkloadModel
+from wlb.cost import SummaryPrices, WorkloadModel
 from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
 from wlb.plan import IntArray, IntLike, ShardingPlan
-from wlb.sharding.by_need import by_need
+from wlb.sharding.by_need import by_need, few_cuts
 from wlb.sharding.hybrid import hybrid, shares_of
 from wlb.sharding.paper import (
     GATHER,
@@ -46,11 +47,13 @@ def balanced(
     if cp > 1 and pieces.size:
         order = np.argsort(-pieces, kind="stable")
         plans = [_dealt(pieces, order, cp, cost, share) for share in SHARES]
-        if exchange == GATHER:
-            best = min(best, cheapest(plans, cost), key=lambda plan: plan.slowest_kernels_ns)
-        else:
-            plans = [*by_need(pieces, cp=cp, cost=cost), *plans, best]
-            best = cheapest(plans, cost, exchange=exchange)
+        if isinstance(cost, SummaryPrices) and cost.summary_ns:
+            plans += few_cuts(pieces, cp=cp, cost=cost)
+        if exchange != GATHER:
+            plans = [*by_need(pieces, cp=cp, cost=cost), *plans]
+        # In ties hybrid's plan is taken of an all-gather, and the others by need.
+        plans = [best, *plans] if exchange == GATHER else [*plans, best]
+        best = cheapest(plans, cost, exchange=exchange)
     return replace(best, strategy=STRATEGY)
 
 

@@ -1,4 +1,5 @@
-"""Candidates of `balanced` for an exchange by need, which moves only the rows that ranks read.
+"""Candidates of `balanced` that cut few documents: for an exchange by need, which moves only the
+rows that ranks read, and for linear layers, which need a summary of each span that is cut.
 
 Documents are cut among as few ranks as their work requires (`fill`), and among nodes, or groups of
 nodes where attention hides the exchange, only where one cannot have them (`nodes`). Each candidate
@@ -12,11 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from wlb.cost import HiddenExchange, WorkloadModel
-from wlb.plan import FloatArray, IntArray, ShardingPlan
+from wlb.plan import FloatArray, IntArray, ShardingPlan, offsets_of
 from wlb.plan.exchange import rank_of_span
 from wlb.sharding.fill import TILE, FillCut, FillOptions, FillPart, HeadWork, fill, parts_of
+from wlb.sharding.hybrid import shares_of
 from wlb.sharding.nodes import split
-from wlb.sharding.paper import RankedSpans, from_spans
+from wlb.sharding.paper import (
+    RankedSpans,
+    cut_sequence,
+    document_chunks,
+    from_spans,
+    head_tail_ranks,
+)
 
 ROUNDS = 4
 SHARES = (3 / 2, 2, 4)
@@ -26,6 +34,11 @@ GROUPS = (3 / 8, 1 / 2, 3 / 4)
 """Ranks of a group that documents leave only where they must, over all; the last group is what
 remains."""
 GROUP_ROUNDS = 3
+CUT_TILES = (16, 128)
+LONGEST_RUNS = (1024, 4096, 16384)
+EXACT = 0.001
+"""Share of a rank's work that candidates of few cuts leave missing."""
+CUT_ROUNDS = 6
 STRATEGY = "balanced"
 
 
@@ -48,6 +61,49 @@ def by_need(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingP
         for size in sorted(size for size in sizes if near < size < cp):
             plans += made.rounds(level[0], near=size, rounds=GROUP_ROUNDS)
     return plans
+
+
+def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[ShardingPlan]:
+    """Plans in which each rank cuts few documents, for models with linear layers.
+
+    A rank cuts about four: one symmetrically, to have its share of the work, and one in a run of
+    tokens or symmetrically, to have its tokens. Longer runs make fewer cuts of less equal work, and
+    finer cuts the reverse; the price decides. Where one document is nearly the whole micro-batch,
+    it is cut over all ranks and the others follow each other in runs (`_runs_behind`).
+    """
+    made = _Made(pieces, cp, cost)
+    plans = [_runs_behind(pieces, cp, num) for num in range(min(3, pieces.size + 1))]
+    for tile in CUT_TILES:
+        for longest_run in LONGEST_RUNS:
+            for whole in WHOLE:
+                options = FillOptions(
+                    whole=whole, tile=tile, longest_run=longest_run, negligible=EXACT
+                )
+                plans += made.rounds(options, rounds=CUT_ROUNDS)
+    return plans
+
+
+def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
+    """The longest `num_long` documents over all ranks, symmetrically, and the others one after the
+    other: each rank has a run of them that fills it up, cut once."""
+    order = np.argsort(-pieces, kind="stable")
+    start, stop = document_chunks(pieces[order[:num_long]], cp)
+    ranks = head_tail_ranks(cp)
+    held = np.zeros(cp, np.int64)
+    np.add.at(held, np.tile(ranks, num_long), (stop - start).ravel())
+    rest = shares_of(int(pieces.sum()), held) - held
+    # Short documents from long to short and back, so that runs are alike in work a token.
+    behind = order[num_long:]
+    behind = np.concatenate([behind[::2], behind[1::2][::-1]])
+    runs = cut_sequence(pieces[behind], offsets_of(rest), np.arange(cp))
+    long = (np.repeat(order[:num_long], 2 * cp), start.ravel(), stop.ravel())
+    spans = RankedSpans(
+        piece=np.concatenate([long[0], behind[runs.piece]]),
+        start=np.concatenate([long[1], runs.start]),
+        stop=np.concatenate([long[2], runs.stop]),
+        rank=np.concatenate([np.tile(ranks, num_long), runs.rank]),
+    )
+    return from_spans(pieces, spans, cp=cp, strategy=STRATEGY)
 
 
 class _Made:

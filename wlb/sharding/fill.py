@@ -18,12 +18,9 @@ from wlb.cost import WorkloadModel
 from wlb.plan import IntArray
 
 TILE = 128
-"""Cuts are at multiples of this many rows, because attention kernels compute whole tiles."""
-LONGEST_CUT_IN_TWO = 1024
-"""Documents up to this length are cut to fill a rank up in runs of tokens; longer ones, whose runs
-differ too much in work, symmetrically."""
-NEGLIGIBLE = 0.005
-"""Share of a rank's work beyond the lightest documents' that may be missing without a cut."""
+"""Query rows of a tile, which attention kernels compute whole."""
+LONGEST_RUN = 1024
+"""Tokens up to which a document is cut in runs, if nothing else is said."""
 LIGHTEST = 0.15
 """Share of a group's tokens, of the documents with least work a token, that level its nodes."""
 
@@ -88,12 +85,21 @@ def parts_of(pieces: IntArray, work: IntArray) -> list[FillPart]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FillOptions:
-    """share: of a mean rank's work that a part of a long document may be, at least 1; more means
-    fewer ranks and less to send. whole: a document is cut among ranks if its work exceeds this
-    share of a rank's, and not merely to fill a rank up."""
+    """What decides where documents are cut."""
 
     share: float = 1.0
+    """Of a mean rank's work that a part of a long document may be, at least 1. More means fewer
+    ranks and less to send."""
     whole: float = 1.0
+    """A document is cut among ranks if its work exceeds this share of a rank's, and not merely to
+    fill a rank up."""
+    tile: int = TILE
+    """Symmetric cuts are at multiples of this many rows."""
+    longest_run: int = LONGEST_RUN
+    """Documents up to this length are cut to fill a rank up in runs of tokens. Longer ones, whose
+    runs differ more in work, are cut symmetrically, which makes two cuts of one."""
+    negligible: float = 0.005
+    """Share of a rank's work beyond the lightest documents' that may be missing without a cut."""
 
 
 def fill(
@@ -114,8 +120,8 @@ def fill(
     out: list[list[FillPart]] = []
     for room, s in zip(rooms[:-1], scale[:-1], strict=True):
         share = work * room * s / weight if weight else 0.0
-        mine = _dense(pool, room, share, whole=options.whole, most=most * room * s)
-        mine += _light(pool, room - sum(part.size for part in mine), heads)
+        mine = _dense(pool, room, share, options, most=most * room * s)
+        mine += _light(pool, room - sum(part.size for part in mine), heads, options.longest_run)
         work -= sum(part.work for part in mine)
         weight -= room * s
         out.append(mine)
@@ -123,11 +129,11 @@ def fill(
 
 
 def _dense(
-    pool: list[FillPart], room: int, work: float, *, whole: float, most: float
+    pool: list[FillPart], room: int, work: float, options: FillOptions, *, most: float
 ) -> list[FillPart]:
     """Takes documents with much work a token, until filling up with light ones gives `work`.
 
-    most: work that a rank may have of a document that needs several; whole: see `FillOptions`.
+    most: work that a rank may have of a document that needs several.
     """
     mine: list[FillPart] = []
     light = lightest(pool, room)
@@ -139,26 +145,28 @@ def _dense(
     while i < len(pool) and room > 0:
         part = pool[i]
         more = part.density - light
-        if more <= 0 or lacking <= NEGLIGIBLE * share:
+        if more <= 0 or lacking <= options.negligible * share:
             break
-        if part.size <= room and part.size * more <= lacking + 4 * NEGLIGIBLE * share:
+        if part.size <= room and part.size * more <= lacking + 4 * options.negligible * share:
             mine.append(pool.pop(i))
             room -= part.size
             lacking -= part.size * more
             continue
-        is_cut = part.cut == FillCut.SYMMETRIC or part.work > whole * work or part.size >= room
+        is_cut = (
+            part.cut == FillCut.SYMMETRIC or part.work > options.whole * work or part.size >= room
+        )
         if part.cut != FillCut.RUN and is_cut:
-            mine += _symmetric(pool, i, lacking / more, room)
+            mine += _symmetric(pool, i, lacking / more, room, options.tile)
             break
         i += 1
     return mine
 
 
-def _symmetric(pool: list[FillPart], i: int, size: float, room: int) -> list[FillPart]:
+def _symmetric(pool: list[FillPart], i: int, size: float, room: int, tile: int) -> list[FillPart]:
     """Takes about `size` tokens of the pool's i-th document, whole tiles."""
     part = pool[i]
-    taken = min(round(min(size, room) / TILE), room // TILE) * TILE
-    if part.size - taken < TILE:
+    taken = min(round(min(size, room) / tile), room // tile) * tile
+    if part.size - taken < tile:
         taken = min(part.size, room)
     if not taken:
         return []
@@ -168,7 +176,7 @@ def _symmetric(pool: list[FillPart], i: int, size: float, room: int) -> list[Fil
     return [mine]
 
 
-def _light(pool: list[FillPart], room: int, heads: HeadWork) -> list[FillPart]:
+def _light(pool: list[FillPart], room: int, heads: HeadWork, longest_run: int) -> list[FillPart]:
     """Fills `room` with the documents that have least work a token; the last one is cut."""
     mine: list[FillPart] = []
     while room > 0:
@@ -177,9 +185,7 @@ def _light(pool: list[FillPart], room: int, heads: HeadWork) -> list[FillPart]:
             mine.append(pool.pop())
             room -= part.size
             continue
-        if part.cut == FillCut.SYMMETRIC or (
-            part.cut == FillCut.WHOLE and part.size > LONGEST_CUT_IN_TWO
-        ):
+        if part.cut == FillCut.SYMMETRIC or (part.cut == FillCut.WHOLE and part.size > longest_run):
             mine.append(part.taken(room, FillCut.SYMMETRIC))
         else:
             mine.append(heads.take_run(pool.pop(), room))

@@ -10,15 +10,7 @@ has, is cut among nodes. Cost: a Python loop over documents, and pairs of short 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wlb.sharding.fill import (
-    LIGHTEST,
-    LONGEST_CUT_IN_TWO,
-    TILE,
-    FillCut,
-    FillPart,
-    HeadWork,
-    lightest,
-)
+from wlb.sharding.fill import LIGHTEST, LONGEST_RUN, TILE, FillCut, FillPart, HeadWork, lightest
 
 SWAPPED = 24
 """Short documents of a node that swaps are tried with."""
@@ -134,7 +126,7 @@ class _Nodes:
         if not longer:
             self._hand(giver, taker, max(self.parts[giver], key=lambda p: p.size))
             return
-        in_runs = [p for p in longer if p.cut == FillCut.RUN or p.size <= LONGEST_CUT_IN_TWO]
+        in_runs = [p for p in longer if p.cut == FillCut.RUN or p.size <= LONGEST_RUN]
         in_runs = [p for p in in_runs if p.cut != FillCut.SYMMETRIC]
         symmetric = [p for p in longer if p.cut != FillCut.RUN]
         if in_runs or not symmetric:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from wlb.cost import WorkloadModel, kernels_ns, rows_of_layer, waits_ns
+from wlb.cost import WorkloadModel, kernels_ns, rows_of_layer, summaries_ns, waits_ns
 from wlb.plan import (
     IntArray,
     IntLike,
@@ -192,6 +192,7 @@ def cheapest(
     Segments (q = span tokens, kv = span end) of every rank are priced, forward and backward, in one
     call over the spans of all candidates (Section 5.3). Linear layers do not enter, because every
     strategy gives all ranks the same number of rows, nor does an all-gather, which moves them all.
+    Summaries of linear layers do (`SummaryPrices`), because they depend on where documents are cut.
 
     With another exchange than gather, what ranks wait for it counts as well, and of plans that take
     equally long the one that moves fewest rows is taken.
@@ -209,6 +210,7 @@ def cheapest(
         raise UserError(f"exchange = {exchange!r} is not one of {', '.join(ExchangeChoice)}")
     forward, backward = kernels_ns(plans, cost, cp=plans[0].cp)
     slowest = forward.max(1) + backward.max(1)
+    slowest += 2 * np.array([summaries_ns(plan, cost) for plan in plans], np.int64)
     if exchange == GATHER or plans[0].cp == 1:
         best = int(slowest.argmin())
         plan = plans[best]
@@ -240,6 +242,7 @@ def _with_waits(
     that travel by need. kernels: forward and backward of each rank, [cp] each."""
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
+    slowest += 2 * summaries_ns(plan, cost)
     is_gather = plan.exchange == KeyExchange.GATHER
     return slowest, 0 if is_gather else float(rows_of_layer(plan, cost).sum())
 
