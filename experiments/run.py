@@ -94,6 +94,7 @@ REGISTRY = (
     Experiment("beyond.published_runs", "", 1, "published H100 runs, simulated", "--quick"),
     Experiment("beyond.robust_packing", "", 20, "balance where prices are wrong", BOTH),
     Experiment("beyond.step_balance", "", 10, "one step, beside other frameworks", "--quick"),
+    Experiment("beyond.hybrids", "", 3, "CP of models with linear layers", "--quick"),
     Experiment("beyond.models", "", 0.5, "what there is to balance, by model", "--quick"),
     Experiment("beyond.rehearsals", "", 50, "all presets rehearsed on fake GPUs", "--quick"),
     Experiment("beyond.validation", "", 20, "simulator against replays and training", "--quick"),
