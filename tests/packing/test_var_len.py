@@ -8,7 +8,7 @@ import pytest
 
 from wlb.cost import FlopsWorkload
 from wlb.packing import BoundedPacker, Packer, PackerOptions, VarLenPacker, measure
-from wlb.packing.var_len import place
+from wlb.packing.placement import place
 from wlb.plan import Carry, Documents, GlobalBatch, PackingPlan, imbalance, predict, starved_remark
 from wlb.planner import Planner
 

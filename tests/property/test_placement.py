@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.packing import runs as runs_module
-from wlb.packing.var_len import place
+from wlb.packing import placement
+from wlb.packing.placement import place
 
 
 def place_as_printed(
@@ -79,7 +79,7 @@ def test_runs_of_equal_documents_are_placed_as_one_by_one(
         "second": second if has_second else None,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs_module, "LEAST", 2)
+        patch.setattr(placement, "LEAST", 2)
         assert place(lengths, workloads, **options) == place_as_printed(
             lengths, workloads, **options
         )

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wlb.cost import FlopsWorkload
-from wlb.packing import runs
+from wlb.packing import placement
 from wlb.packing.fixed import greedy
-from wlb.packing.runs import least_loaded
+from wlb.packing.placement import least_loaded
 from wlb.plan import Documents, Pieces
 from wlb.sharding import shard
 
@@ -25,7 +25,7 @@ def both(make: Callable[[], T]) -> list[T]:
     found: list[T] = []
     for least in (1 << 60, 1):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(runs, "LEAST", least)
+            patch.setattr(placement, "LEAST", least)
             found.append(make())
     return found
 

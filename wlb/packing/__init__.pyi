@@ -21,6 +21,7 @@ from wlb.packing.ilp.packers import solve_var_len as solve_var_len
 from wlb.packing.ilp.solvers import Solver as Solver
 from wlb.packing.original import OriginalPacker as OriginalPacker
 from wlb.packing.original import WindowCut as WindowCut
+from wlb.packing.placement import place as place
 from wlb.packing.policies import PACKERS as PACKERS
 from wlb.packing.policies import baseline_for as baseline_for
 from wlb.packing.policies import caps_of as caps_of
@@ -36,4 +37,3 @@ from wlb.packing.study.measure import PackingSummary as PackingSummary
 from wlb.packing.study.measure import label_weights as label_weights
 from wlb.packing.study.measure import measure as measure
 from wlb.packing.var_len import VarLenPacker as VarLenPacker
-from wlb.packing.var_len import place as place

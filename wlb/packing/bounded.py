@@ -37,7 +37,7 @@ from wlb.packing.base import (
     comparable,
 )
 from wlb.packing.carry_slots import CarrySlots
-from wlb.packing.var_len import place
+from wlb.packing.placement import place
 from wlb.plan import (
     BoolArray,
     Carry,

@@ -17,7 +17,7 @@ import numpy as np
 
 from wlb.packing.base import STEP_ORDER, PolicyPacker, Pushed, permuted
 from wlb.packing.carry_slots import CarrySlots
-from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
+from wlb.packing.placement import fits_64_bits, least_loaded, runs_of
 from wlb.plan import (
     Carry,
     GlobalBatch,

@@ -20,7 +20,6 @@ warn of such steps. What avoids them:
   their tokens are few.
 """
 
-import heapq
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +36,7 @@ from wlb.packing.base import (
     comparable,
 )
 from wlb.packing.carry_slots import CarrySlots
-from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
+from wlb.packing.placement import place
 from wlb.plan import (
     BoolArray,
     Carry,
@@ -195,108 +194,3 @@ class VarLenPacker(PolicyPacker):
             shuffle=not self.literal,
         )
         return plan, now[rest]
-
-
-def place(
-    lengths: list[int],
-    workloads: list[int],
-    *,
-    num_micro_batches: int,
-    s_max: int,
-    step_tokens: int | None = None,
-    second: list[int] | None = None,
-) -> tuple[list[list[int]], list[int]]:
-    """Lines 22-37 of Algorithm 1: (rows of each micro-batch, rows left over), in the given order.
-
-    step_tokens: a document that would bring the sum over all micro-batches above it is left over.
-    second: work at another price, in units of the same sum (`prices.comparable`); a micro-batch's
-    work is then the larger of its two sums.
-    Both minima come from heaps of one entry a micro-batch, O(log N) a document: work and size only
-    grow, so an old entry is a lower bound and is brought up to date when it comes to the top. Runs
-    of equal documents are placed together (`runs`), with the same result.
-    """
-    others = workloads if second is None else second
-    placed = _Placement(lengths, workloads, others, num=num_micro_batches, s_max=s_max)
-    placed.room = num_micro_batches * s_max if step_tokens is None else step_tokens
-    at = 0
-    for first, stop in runs_of(lengths, workloads, others, num_bins=num_micro_batches):
-        placed.each(at, first)
-        at = first + placed.together(first, stop - first)
-    placed.each(at, len(lengths))
-    return placed.rows, placed.rest
-
-
-class _Placement:
-    """Micro-batches being filled with documents, whose columns are of [n]. rows: of each
-    micro-batch; rest: rows left over; room: tokens that the step may still take."""
-
-    def __init__(
-        self, lengths: list[int], one: list[int], two: list[int], *, num: int, s_max: int
-    ) -> None:
-        self.lengths, self.one, self.two, self.s_max = lengths, one, two, s_max
-        self.rows: list[list[int]] = [[] for _ in range(num)]
-        self.rest: list[int] = []
-        self.room = 0
-        # Loads at both prices, the larger of them, and tokens, by micro-batch.
-        self._loads = [0] * num, [0] * num
-        self._work, self._size = [0] * num, [0] * num
-        self._by_work = [(0, i) for i in range(num)]
-        self._by_size = [(0, i) for i in range(num)]
-        # The shortest document from each row on: where even that fits nowhere, nothing more does.
-        backwards = np.array([*lengths, s_max + 1], np.int64)[::-1]
-        self._shortest = np.minimum.accumulate(backwards)[::-1].tolist()
-
-    def each(self, first: int, stop: int) -> None:
-        """Place rows [first, stop) one by one: where the least work is, if they fit there, else
-        where the fewest tokens are."""
-        rows, rest, (one, two), work = self.rows, self.rest, self._loads, self._work
-        size, by_work, by_size, s_max = self._size, self._by_work, self._by_size, self.s_max
-        room = self.room
-        columns = (self.lengths[first:stop], self.one[first:stop], self.two[first:stop])
-        for row, (length, a, b) in enumerate(zip(*columns, strict=True), first):
-            if length > room:
-                rest.append(row)
-                continue
-            while by_work[0][0] != work[target := by_work[0][1]]:
-                heapq.heapreplace(by_work, (work[target], target))
-            if size[target] + length > s_max:
-                while by_size[0][0] != size[target := by_size[0][1]]:
-                    heapq.heapreplace(by_size, (size[target], target))
-                if size[target] + length > s_max:
-                    if size[target] + self._shortest[row] > s_max:
-                        rest += range(row, stop)
-                        break
-                    rest.append(row)
-                    continue
-            rows[target].append(row)
-            one[target] += a
-            two[target] += b
-            work[target] = max(one[target], two[target])
-            size[target] += length
-            room -= length
-        self.room = room
-
-    def together(self, first: int, num: int) -> int:
-        """Place equal documents from row `first` on, up to the first that does not go where the
-        least work is; how many were placed."""
-        length, a, b = self.lengths[first], self.one[first], self.two[first]
-        num = min(num, self.room // length)
-        one, two = self._loads
-        if not num or not fits_64_bits([*one, *two], max(a, b), num):
-            return 0
-        target = least_loaded(one, a, num, room=[num] * len(one), other=(two, b))
-        for i, size in enumerate(self._size):
-            over = np.flatnonzero(target == i)[(self.s_max - size) // length :]
-            if over.size:
-                target = target[: int(over[0])]
-        for i in np.flatnonzero(np.bincount(target, minlength=len(one))).tolist():
-            taken = (first + np.flatnonzero(target == i)).tolist()
-            self.rows[i] += taken
-            one[i] += len(taken) * a
-            two[i] += len(taken) * b
-            self._work[i] = max(one[i], two[i])
-            self._size[i] += len(taken) * length
-        self.room -= target.size * length
-        self._by_work = [(work, i) for i, work in enumerate(self._work)]
-        heapq.heapify(self._by_work)
-        return target.size

@@ -131,15 +131,6 @@ def shard_start(num_rows: int, mesh: Mesh) -> int:
     return min(num_rows, mesh.shard_rank * -(-num_rows // mesh.shard_size))
 
 
-def set_gradient_sync(stage: nn.Module, *, is_last: bool) -> None:
-    """Have FSDP reduce gradients in the next backward only if it is the step's last (no
-    pipeline)."""
-    if isinstance(stage, FSDPModule):
-        stage.set_requires_gradient_sync(is_last)
-        stage.set_is_last_backward(is_last)
-        stage.set_reshard_after_backward(is_last)
-
-
 def widen_gradients(stage: nn.Module) -> None:
     """Accumulate gradients of a separate weight pass in the dtype that they are reduced in.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from wlb.kernels import Scores
 from wlb.model import ExpertRows, LayerRows, Llama, Rows, inverse_frequencies, rope_tables
@@ -18,7 +19,7 @@ from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context.attention import ContextAttention, HeadShape
 from wlb.parallel.context.exchange import to_device
 from wlb.parallel.context.rows import RankExchange, rank_exchange
-from wlb.parallel.data import finish_gradients, needs_fsdp, set_gradient_sync
+from wlb.parallel.data import finish_gradients
 from wlb.parallel.expert_parallel import add_up_loads
 from wlb.parallel.mesh import Mesh
 from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_ends
@@ -65,7 +66,6 @@ class Executor:
             for stage in self.stages.values():
                 watch_ends(stage, timer)
         dtype = compute_dtype(spec)
-        self._is_sharded = needs_fsdp(mesh, dtype)
         self.backend = kernel_of(spec, mesh.device).kernel
         self._fused = fused_of(spec, mesh.device).fused
         self._heads = HeadShape(
@@ -158,8 +158,12 @@ class Executor:
 
         losses: list[Tensor] = []
         for i, (tokens, rows) in enumerate(zip(made.tokens, made.rows, strict=True)):
-            if train and self._is_sharded:
-                set_gradient_sync(module, is_last=i == len(made.rows) - 1)
+            if train and isinstance(module, FSDPModule):
+                # FSDP reduces gradients in the step's last backward pass only.
+                is_last = i == len(made.rows) - 1
+                module.set_requires_gradient_sync(is_last)
+                module.set_is_last_backward(is_last)
+                module.set_reshard_after_backward(is_last)
             with watched(Pass.FORWARD, i, Part.EMBEDDING):
                 loss = module(tokens, rows=rows)
             if train:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from wlb.cost import SummaryPrices, WorkloadModel
-from wlb.packing.runs import fits_64_bits, least_loaded, runs_of
+from wlb.packing.placement import fits_64_bits, least_loaded, runs_of
 from wlb.plan import IntArray, IntLike, ShardingPlan
 from wlb.sharding.by_need import by_need, few_cuts
 from wlb.sharding.hybrid import hybrid, shares_of

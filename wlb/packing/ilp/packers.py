@@ -30,7 +30,7 @@ from wlb.packing.fixed import FixedPacker, Window, greedy
 from wlb.packing.ilp.fluid import Shape, items_of, placed
 from wlb.packing.ilp.model import Objective, solve
 from wlb.packing.ilp.solvers import Solver, SolverLimits
-from wlb.packing.var_len import place
+from wlb.packing.placement import place
 from wlb.plan import Carry, GlobalBatch, IntArray, PackingPlan, Pieces, UserError, check_at_least
 
 OPTIMAL_GAP = 1e-5
