@@ -1,0 +1,163 @@
+"""The gated delta rule over packed spans, in chunks (Yang et al. 2024, Gated Delta Networks).
+
+A head has a state S of k_dim x v_dim. At each token it decays by exp(g), and what the key reads of
+it is replaced, by the share beta, by the value:
+
+    S <- exp(g) S;    S <- S + k beta (v - k^T S)^T;    o = q^T S
+
+Chunks of 64 tokens do this by matrix products. With decays G_i summed from the chunk's start, the
+tokens of a chunk change the state that it begins with by
+
+    o = (exp(G) q - P W) S + P U,    S' = (exp(G_C) - K~^T W) S + K~^T U
+
+where U and W solve one triangular system for values and keys, P holds decayed products of queries
+and keys, and K~ keys decayed to the chunk's end. So a span is an affine map of the state before it:
+its **summary** is that map, and spans of one document compose (`Summary.after`).
+
+Shapes: T tokens of all spans, S spans, N chunks, C tokens of a chunk, H heads, K and V dimensions
+of a key and a value.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk; longer ones mean more work within them, shorter ones more steps."""
+
+
+class SpanLayout(NamedTuple):
+    """Where the tokens of packed spans are among chunks that each belong to one span."""
+
+    lengths: tuple[int, ...]  # tokens of each span, in the order of the rows
+    slots_T: Tensor  # place of each token among N * C places of chunks
+    num_chunks: int
+    steps: tuple[tuple[Tensor, Tensor], ...]  # of the i-th chunks of all spans: spans and chunks
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SpanLayout":
+        """The layout of spans of these lengths, which follow each other."""
+        sizes = np.array(lengths, np.int64)
+        chunks = -(-sizes // CHUNK)
+        first = np.cumsum(chunks) - chunks
+        begin = np.repeat(first * CHUNK - (np.cumsum(sizes) - sizes), sizes)
+        slots = begin + np.arange(int(sizes.sum()))
+        steps: list[tuple[Tensor, Tensor]] = []
+        for i in range(int(chunks.max(initial=0))):
+            spans = np.flatnonzero(chunks > i)
+            steps.append((_index(spans, device), _index(first[spans] + i, device)))
+        sizes_of = tuple(sizes.tolist())
+        return cls(sizes_of, _index(slots, device), int(chunks.sum()), tuple(steps))
+
+    def chunked(self, rows_T: Tensor) -> Tensor:
+        """Rows of tokens [T, H, ...] in their chunks [N, H, C, ...], zeros behind a span's end."""
+        shape = rows_T.shape[1:]
+        places = rows_T.new_zeros(self.num_chunks * CHUNK, *shape)
+        placed = places.index_copy(0, self.slots_T, rows_T)
+        return placed.view(self.num_chunks, CHUNK, *shape).transpose(1, 2)
+
+
+class Summary(NamedTuple):
+    """What spans do to a state: S' = transition S + state."""
+
+    transition_SHKK: Tensor
+    state_SHKV: Tensor
+
+    def after(self, state_SHKV: Tensor) -> Tensor:
+        """The states behind the spans, if these states are before them."""
+        return self.transition_SHKK @ state_SHKV + self.state_SHKV
+
+
+class Chunks(NamedTuple):
+    """What chunks do, whatever the state before them."""
+
+    reads_NHCK: Tensor  # what queries read of the state before a chunk: exp(G) q - P W
+    own_NHCV: Tensor  # what they read of the chunk itself: P U
+    keys_NHCK: Tensor  # W, what keys read of the state before, solved
+    values_NHCV: Tensor  # U, values solved
+    to_end_NHCK: Tensor  # K~
+    decay_NH: Tensor  # exp(G_C)
+
+    def step(self, chunks: Tensor, state: Tensor, *, values: bool = True) -> Tensor:
+        """The states behind these chunks. values: False for what becomes of a state alone."""
+        new = -self.keys_NHCK[chunks] @ state
+        new = new + self.values_NHCV[chunks] if values else new
+        kept = self.decay_NH[chunks][..., None, None] * state
+        return kept + self.to_end_NHCK[chunks].transpose(-1, -2) @ new
+
+
+def chunks_of(
+    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, layout: SpanLayout
+) -> Chunks:
+    """The chunks of packed spans, in float32 (or float64 of such rows).
+
+    Args:
+        q_THK: Queries, normalised and scaled.
+        k_THK: Keys, normalised.
+        v_THV: Values.
+        g_TH: Logarithm of the decay, at most 0.
+        beta_TH: Share of the value that replaces what the key reads.
+        layout: Of the rows' spans.
+    """
+    q, k, v, g, beta = (layout.chunked(x) for x in (q_THK, k_THK, v_THV, g_TH, beta_TH))
+    # Decay from token j to token i of a chunk, for j <= i; above the diagonal it may overflow.
+    summed = g.cumsum(-1)
+    between = summed[..., :, None] - summed[..., None, :]
+    below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
+    decay = between.masked_fill(~below, float("-inf")).exp()
+    # (I + A) [U, W] = beta [V, exp(G) K]; A is strictly below the diagonal.
+    system = ((beta[..., None] * k) @ k.transpose(-1, -2) * decay).tril(-1)
+    system = system + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+    right = beta[..., None] * torch.cat([v, summed.exp()[..., None] * k], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    pairs = q @ k.transpose(-1, -2) * decay
+    end = summed[..., -1:]
+    return Chunks(
+        reads_NHCK=summed.exp()[..., None] * q - pairs @ keys,
+        own_NHCV=pairs @ values,
+        keys_NHCK=keys,
+        values_NHCV=values,
+        to_end_NHCK=(end - summed).exp()[..., None] * k,
+        decay_NH=end[..., 0].exp(),
+    )
+
+
+def summaries_of(chunks: Chunks, layout: SpanLayout) -> Summary:
+    """The summary of each span; of one without tokens: the state stays."""
+    shape = (len(layout.lengths), *chunks.keys_NHCK.shape[1::2])
+    eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
+    transition = eye.expand(*shape, shape[-1])
+    state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
+    for spans, of_step in layout.steps:
+        transition = transition.index_copy(
+            0, spans, chunks.step(of_step, transition[spans], values=False)
+        )
+        state = state.index_copy(0, spans, chunks.step(of_step, state[spans]))
+    return Summary(transition, state)
+
+
+def outputs_of(chunks: Chunks, layout: SpanLayout, state_SHKV: Tensor | None = None) -> Tensor:
+    """Outputs of all tokens [T, H, V]; state: before each span, zero if it is None."""
+    heads, values = chunks.values_NHCV.shape[1], chunks.values_NHCV.shape[-1]
+    if state_SHKV is None:
+        keys = chunks.keys_NHCK.shape[-1]
+        state_SHKV = chunks.decay_NH.new_zeros(len(layout.lengths), heads, keys, values)
+    parts, order = list[Tensor](), list[Tensor]()
+    for spans, of_step in layout.steps:
+        before = state_SHKV[spans]
+        parts.append(chunks.own_NHCV[of_step] + chunks.reads_NHCK[of_step] @ before)
+        order.append(of_step)
+        state_SHKV = state_SHKV.index_copy(0, spans, chunks.step(of_step, before))
+    if not parts:
+        return chunks.own_NHCV.new_zeros(0, heads, values)
+    back = torch.cat(order).argsort()
+    rows = torch.cat(parts)[back].transpose(1, 2).reshape(-1, heads, values)
+    return rows[layout.slots_T]
+
+
+def _index(values: np.ndarray, device: torch.device | str) -> Tensor:
+    return torch.from_numpy(values.astype(np.int64)).to(device)
