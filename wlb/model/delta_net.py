@@ -120,7 +120,7 @@ class GatedDeltaNet(nn.Module):
         spans = rows_TD.split(list(layout.lengths))
         parts = [part for pair in zip(latest, spans, strict=True) for part in pair]
         if not parts:
-            return rows_TD
+            return torch.cat([rows_TD, latest.flatten(0, 1)])  # none, but part of the graph
         made = conv1d(torch.cat(parts).t()[None], weights_DL[:, None], groups=width)[0].t()
         # Results that begin in the rows before a span, except its first ones, belong to none.
         ends = torch.tensor([count + n for n in layout.lengths]).cumsum(0).tolist()

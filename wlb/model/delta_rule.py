@@ -153,7 +153,8 @@ def outputs_of(chunks: Chunks, layout: SpanLayout, state_SHKV: Tensor | None = N
         order.append(of_step)
         state_SHKV = state_SHKV.index_copy(0, spans, chunks.step(of_step, before))
     if not parts:
-        return chunks.own_NHCV.new_zeros(0, heads, values)
+        # No rows, but part of the graph, so that all ranks have the same backward pass.
+        return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
     back = torch.cat(order).argsort()
     rows = torch.cat(parts)[back].transpose(1, 2).reshape(-1, heads, values)
     return rows[layout.slots_T]

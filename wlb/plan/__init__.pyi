@@ -66,6 +66,9 @@ from wlb.plan.step import PipelinePlan as PipelinePlan
 from wlb.plan.step import PlannerState as PlannerState
 from wlb.plan.step import PlanProgress as PlanProgress
 from wlb.plan.step import StepPlan as StepPlan
+from wlb.plan.summaries import RankSummaries as RankSummaries
+from wlb.plan.summaries import RowsOf as RowsOf
+from wlb.plan.summaries import rank_summaries as rank_summaries
 from wlb.plan.summaries import runs_of_spans as runs_of_spans
 from wlb.plan.summaries import summaries_made as summaries_made
 from wlb.plan.summaries import summaries_moved as summaries_moved

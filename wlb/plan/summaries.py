@@ -7,10 +7,12 @@ of the document, which compose the summaries before them, in order. A document o
 none.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from wlb.plan.arrays import IntArray
-from wlb.plan.sharding import ShardingPlan
+from wlb.plan.arrays import IntArray, offsets_of
+from wlb.plan.sharding import ShardingPlan, ranges
 
 
 def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
@@ -55,3 +57,110 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
     needs[np.arange(piece.size), rank] = False
     np.add.at(moved.T, rank, needs.astype(np.int64))
     return moved
+
+
+class RowsOf(NamedTuple):
+    """Which rows one rank sends and receives in an all-to-all, and where each span finds its own.
+
+    What arrives stands behind the rank's own rows, ranks in order.
+    """
+
+    sent: IntArray  # own rows, by receiving rank, shape [N]
+    splits: IntArray  # rows that go to each rank, shape [cp]
+    received: IntArray  # rows that come from each rank, shape [cp]
+    found: IntArray  # of each span, among own and arrived rows, -1 where nothing is; shape [S, M]
+
+
+class RankSummaries(NamedTuple):
+    """One rank's part of the exchanges that linear layers need in a micro-batch.
+
+    Spans are those of the plan, in the order of the rank's rows. Two of them may follow each other
+    in a document; then the summary of the first one stays here.
+    """
+
+    lengths: IntArray  # tokens of each span, shape [S]
+    latest: RowsOf  # rows of the latest tokens before each span, oldest first
+    before: RowsOf  # summaries of all spans of the document before each span, first ones first
+
+
+def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummaries:
+    """What a rank sends and receives for linear layers.
+
+    Args:
+        plan: Spans of the micro-batch on all ranks.
+        rank: One of its ranks.
+        latest: Tokens before a span that the layer's convolution reads.
+    """
+    # 1. All spans by document and place: their rank, their number there, and their first row there.
+    size = plan.stop - plan.start
+    of_rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
+    number = np.arange(size.size) - plan.rank_offsets[:-1][of_rank]
+    rows = offsets_of(size)
+    first_row = rows[:-1] - rows[plan.rank_offsets[:-1]][of_rank]
+    order = np.lexsort((plan.start, plan.piece))
+    piece, start, of_rank, number, first_row = (
+        x[order] for x in (plan.piece, plan.start, of_rank, number, first_row)
+    )
+    first = np.searchsorted(piece, piece, side="left")
+    place = np.arange(piece.size) - first
+    readers = _Readers(plan.cp, rank, of_rank, number)
+
+    # 2. Each span reads the summaries of all spans of its document before it.
+    reader = np.repeat(np.arange(piece.size), place)
+    read = ranges(first, np.arange(piece.size))
+    before = readers.rows(
+        reader, place[read], of_rank[read], number[read], num_own=int((of_rank == rank).sum())
+    )
+
+    # 3. And the latest tokens before its first one, which may be in several spans.
+    token = start[:, None] - np.arange(latest, 0, -1)
+    reader, slot = np.nonzero(token >= 0)
+    token = token[reader, slot]
+    long = int(plan.lengths.max(initial=0)) + 1
+    holder = np.searchsorted(piece * long + start, piece[reader] * long + token, side="right") - 1
+    row = first_row[holder] + token - start[holder]
+    rows_before = readers.rows(
+        reader, slot, of_rank[holder], row, num_own=int(plan.tokens[rank]), width=latest
+    )
+    mine = slice(int(plan.rank_offsets[rank]), int(plan.rank_offsets[rank + 1]))
+    return RankSummaries(size[mine], rows_before, before)
+
+
+class _Readers(NamedTuple):
+    """Spans that read rows of others, all ranks' together."""
+
+    cp: int
+    rank: int  # for which `RowsOf` is made
+    of_rank: IntArray  # rank of each span
+    number: IntArray  # of each span on its rank
+
+    def rows(
+        self,
+        reader: IntArray,
+        slot: IntArray,
+        holder: IntArray,
+        row: IntArray,
+        *,
+        num_own: int,
+        width: int | None = None,
+    ) -> RowsOf:
+        """Reading i: span reader[i] finds row[i] of rank holder[i] in its column slot[i]."""
+        reading = self.of_rank[reader]
+        travels = reading != holder
+        # A row goes to a rank once, however many of its spans read it.
+        most = int(row.max(initial=0)) + 1
+        key = (reading * self.cp + holder) * most + row
+        moved = np.unique(key[travels])
+        to, by = np.divmod(moved // most, self.cp)
+        sent = moved[by == self.rank] % most
+        splits = np.bincount(to[by == self.rank], minlength=self.cp)
+        arrived = moved[to == self.rank]
+        received = np.bincount(by[to == self.rank], minlength=self.cp)
+        mine = reading == self.rank
+        num_spans = int((self.of_rank == self.rank).sum())
+        if width is None:
+            width = int(slot[mine].max(initial=-1)) + 1
+        found = np.full((num_spans, width), -1, np.int64)
+        at = np.where(travels[mine], num_own + np.searchsorted(arrived, key[mine]), row[mine])
+        found[self.number[reader[mine]], slot[mine]] = at
+        return RowsOf(sent, splits, received, found)
