@@ -18,7 +18,7 @@ Shapes: T tokens of all spans, S spans, N chunks, C tokens of a chunk, H heads, 
 of a key and a value.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,27 +30,41 @@ CHUNK = 64
 
 
 class SpanLayout(NamedTuple):
-    """Where the tokens of packed spans are among chunks that each belong to one span."""
+    """Where the tokens of packed spans are among chunks that each belong to one span.
+
+    The first chunks of all spans come first, then all second ones, and so on: a step for each.
+    """
 
     lengths: tuple[int, ...]  # tokens of each span, in the order of the rows
     slots_T: Tensor  # place of each token among N * C places of chunks
-    num_chunks: int
-    steps: tuple[tuple[Tensor, Tensor], ...]  # of the i-th chunks of all spans: spans and chunks
+    steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
+    sizes: tuple[int, ...]  # and how many they are; N in all
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SpanLayout":
         """The layout of spans of these lengths, which follow each other."""
-        sizes = np.array(lengths, np.int64)
-        chunks = -(-sizes // CHUNK)
-        first = np.cumsum(chunks) - chunks
-        begin = np.repeat(first * CHUNK - (np.cumsum(sizes) - sizes), sizes)
-        slots = begin + np.arange(int(sizes.sum()))
-        steps: list[tuple[Tensor, Tensor]] = []
-        for i in range(int(chunks.max(initial=0))):
-            spans = np.flatnonzero(chunks > i)
-            steps.append((_index(spans, device), _index(first[spans] + i, device)))
-        sizes_of = tuple(sizes.tolist())
-        return cls(sizes_of, _index(slots, device), int(chunks.sum()), tuple(steps))
+        tokens = np.array(lengths, np.int64)
+        chunks = -(-tokens // CHUNK)
+        spans = [np.flatnonzero(chunks > i) for i in range(int(chunks.max(initial=0)))]
+        # The chunk of each span and step, and with it the place of each token.
+        chunk_of = np.zeros((len(spans), tokens.size), np.int64)
+        done = 0
+        for step, members in enumerate(spans):
+            chunk_of[step, members] = done + np.arange(members.size)
+            done += members.size
+        span = np.repeat(np.arange(tokens.size), tokens)
+        at = np.arange(span.size) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+        slots = chunk_of[at // CHUNK, span] * CHUNK + at % CHUNK
+        return cls(
+            lengths=tuple(tokens.tolist()),
+            slots_T=_index(slots, device),
+            steps=tuple(_index(members, device) for members in spans),
+            sizes=tuple(members.size for members in spans),
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(self.sizes)
 
     def chunked(self, rows_T: Tensor) -> Tensor:
         """Rows of tokens [T, H, ...] in their chunks [N, H, C, ...], zeros behind a span's end."""
@@ -81,12 +95,17 @@ class Chunks(NamedTuple):
     to_end_NHCK: Tensor  # K~
     decay_NH: Tensor  # exp(G_C)
 
-    def step(self, chunks: Tensor, state: Tensor, *, values: bool = True) -> Tensor:
-        """The states behind these chunks. values: False for what becomes of a state alone."""
-        new = -self.keys_NHCK[chunks] @ state
-        new = new + self.values_NHCV[chunks] if values else new
-        kept = self.decay_NH[chunks][..., None, None] * state
-        return kept + self.to_end_NHCK[chunks].transpose(-1, -2) @ new
+    def steps(self, layout: SpanLayout) -> Iterator["Chunks"]:
+        """The chunks of each step."""
+        parts = (x.split(list(layout.sizes)) for x in self)
+        return (Chunks(*of_step) for of_step in zip(*parts, strict=True))
+
+    def after(self, state_NHKV: Tensor, *, values: bool = True) -> Tensor:
+        """The states behind the chunks. values: False for what becomes of a state alone."""
+        read = self.keys_NHCK @ state_NHKV
+        new = self.values_NHCV - read if values else -read
+        kept = self.decay_NH[..., None, None] * state_NHKV
+        return kept + self.to_end_NHCK.transpose(-1, -2) @ new
 
 
 def chunks_of(
@@ -132,11 +151,10 @@ def summaries_of(chunks: Chunks, layout: SpanLayout) -> Summary:
     eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
     transition = eye.expand(*shape, shape[-1])
     state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
-    for spans, of_step in layout.steps:
-        transition = transition.index_copy(
-            0, spans, chunks.step(of_step, transition[spans], values=False)
-        )
-        state = state.index_copy(0, spans, chunks.step(of_step, state[spans]))
+    for spans, of_step in zip(layout.steps, chunks.steps(layout), strict=False):
+        changed = of_step.after(transition.index_select(0, spans), values=False)
+        transition = transition.index_copy(0, spans, changed)
+        state = state.index_copy(0, spans, of_step.after(state.index_select(0, spans)))
     return Summary(transition, state)
 
 
@@ -146,18 +164,16 @@ def outputs_of(chunks: Chunks, layout: SpanLayout, state_SHKV: Tensor | None = N
     if state_SHKV is None:
         keys = chunks.keys_NHCK.shape[-1]
         state_SHKV = chunks.decay_NH.new_zeros(len(layout.lengths), heads, keys, values)
-    parts, order = list[Tensor](), list[Tensor]()
-    for spans, of_step in layout.steps:
-        before = state_SHKV[spans]
-        parts.append(chunks.own_NHCV[of_step] + chunks.reads_NHCK[of_step] @ before)
-        order.append(of_step)
-        state_SHKV = state_SHKV.index_copy(0, spans, chunks.step(of_step, before))
+    parts: list[Tensor] = []
+    for spans, of_step in zip(layout.steps, chunks.steps(layout), strict=False):
+        before = state_SHKV.index_select(0, spans)
+        parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
+        state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
     if not parts:
         # No rows, but part of the graph, so that all ranks have the same backward pass.
         return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
-    back = torch.cat(order).argsort()
-    rows = torch.cat(parts)[back].transpose(1, 2).reshape(-1, heads, values)
-    return rows[layout.slots_T]
+    rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
+    return rows.index_select(0, layout.slots_T)
 
 
 def _index(values: np.ndarray, device: torch.device | str) -> Tensor:
