@@ -1,13 +1,14 @@
 """StepPlan: a step's packing dealt to pipelines; PipelinePlan: one pipeline's part."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from wlb.plan.arrays import IntArray, digest
 from wlb.plan.errors import UserError
-from wlb.plan.metrics import StepMetrics
+from wlb.plan.metrics import StepMetrics, predict
 from wlb.plan.packing import CARRY, PACKING, Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
 from wlb.plan.schema import COUNT, Schema, hold_schema
@@ -122,16 +123,15 @@ class StepPlan:
 
     packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
     pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
-    rank's rows are a multiple of it. predicted: metrics of the step. baseline: metrics of Plain-4D
-    on the same stream, where it is asked for: its steps for the global batches since our last step
-    (usually one), as one. progress: once this step has been executed.
+    rank's rows are a multiple of it. baseline: metrics of Plain-4D on the same stream, where it is
+    asked for: its steps for the global batches since our last step (usually one), as one. progress:
+    once this step has been executed.
     """
 
     packing: PackingPlan
     pipelines: IntArray
     cp: int
     row_multiple: int
-    predicted: StepMetrics
     baseline: StepMetrics | None
     progress: PlanProgress
 
@@ -156,6 +156,13 @@ class StepPlan:
         """Labels of the step, by which its mean loss is divided."""
         return self.packing.num_targets
 
+    @property
+    def predicted(self) -> StepMetrics:
+        """The step's metrics, as far as they follow from its plan."""
+        rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
+        padded = sum(map(rows_of, self.packing.rows.tolist())) * self.cp
+        return predict(self.packing, num_padding_tokens=padded - self.packing.num_tokens)
+
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
         """Rows per CP rank of each of a pipeline's micro-batches, in execution order."""
         rows = self.packing.rows[self.pipelines[pipeline]]
@@ -172,7 +179,6 @@ class StepPlan:
             "pipelines": self.pipelines.tolist(),
             "cp": self.cp,
             "quantum": self.row_multiple,
-            "predicted": self.predicted.to_json(),
             "baseline": plain(self.baseline),
             "state": self.state.to_json(),
         }
@@ -187,7 +193,6 @@ class StepPlan:
                 pipelines=np.array(data["pipelines"], np.int64),
                 cp=data["cp"],
                 row_multiple=data["quantum"],
-                predicted=StepMetrics.from_json(data["predicted"]),
                 baseline=None if baseline is None else StepMetrics.from_json(baseline),
                 progress=PlanProgress.of(PlannerState.from_json(data["state"])),
             )

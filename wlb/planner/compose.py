@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -34,7 +34,6 @@ from wlb.plan import (
     UserError,
     hold_whole,
     int_array,
-    local_tokens,
     merge,
     predict,
 )
@@ -235,8 +234,6 @@ class Planner:
         if not state.ready:
             return None
         plan = counted(state.ready[0], self.source)
-        rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
-        padded = sum(map(rows_of, plan.rows.tolist())) * self.cp
         baseline, rest = self._baseline(state, plan.step)
         after = replace(
             state,
@@ -249,7 +246,6 @@ class Planner:
             pipelines=self._dealt(plan),
             cp=self.cp,
             row_multiple=self.row_multiple,
-            predicted=predict(plan, num_padding_tokens=padded - plan.num_tokens),
             baseline=baseline,
             progress=PlanProgress.of(after),
         )
