@@ -37,7 +37,7 @@ def test_a_table_of_all_policies(
     lengths: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    out = run(capsys, "plan", "--lengths", lengths, "--steps", "20", *SMALL)
+    out = run(capsys, "plan", "--lengths", lengths, "--steps", "20", "--all", *SMALL)
     assert "3,000 documents" in out
     for label in (
         "var_len L 0.2 0.63 (run)",
@@ -52,7 +52,7 @@ def test_a_table_of_all_policies(
     for strategy in ("per_sequence", "per_document", "adaptive", "hybrid", "balanced"):
         assert re.search(rf"over ideal:.* {strategy} \d\.\d{{3}}", " ".join(out.split()))
     assert "are cut into pieces of at most a window" in " ".join(out.split())
-    few = run(capsys, "plan", "--lengths", lengths, "--steps", "3", *SMALL)
+    few = run(capsys, "plan", "--lengths", lengths, "--steps", "3", "--all", *SMALL)
     assert "steps: per_" in few
 
 
@@ -65,18 +65,18 @@ def test_long_documents_of_little_weight_are_said(
     words = ["--lengths", lengths, "--steps", "20", *SMALL]
     bounded = ["packing.policy=bounded", "packing.s_max=2", "packing.step_tokens=1.5"]
     remark = "a label of the longest documents (a tenth of all labels) counts"
-    out = run(capsys, "plan", *words, *bounded)
+    out = run(capsys, "plan", "--all", *words, *bounded)
     assert out.count(remark) == 1
     found = re.search(r"bounded T 1.5 D 10 \(run\): a label .* counts (\d\.\d\d) of", out)
     assert found is not None
     assert "training.loss_normalizer=constant gives every label the same" in out
-    rows = json.loads(run(capsys, "plan", *words, *bounded, "--json", "-"))["rows"]
+    rows = json.loads(run(capsys, "plan", "--all", *words, *bounded, "--json", "-"))["rows"]
     weight = {row["label"]: row["long_weight"] for row in rows}
     assert f"{weight['bounded T 1.5 D 10 (run)']:.2f}" == found.group(1)
     assert weight["bounded T 1.5 D 10 (run)"] < 0.95 < weight["original"] < 1.05
-    assert remark not in run(capsys, "plan", *words, "packing.policy=original")
+    assert remark not in run(capsys, "plan", "--all", *words, "packing.policy=original")
     constant = "training.loss_normalizer=constant"
-    assert remark not in run(capsys, "plan", *words, *bounded, constant)
+    assert remark not in run(capsys, "plan", "--all", *words, *bounded, constant)
     tune = ["tune", "packing", "--policies", "bounded", "--step-tokens", "1.5", "--s-max", "2"]
     assert remark in run(capsys, *tune, *words)
     assert remark not in run(capsys, *tune, *words, constant)
@@ -322,7 +322,7 @@ assert main(["tune", "packing", "--synthetic", "wlb_paper", "--policies", "bound
 def test_one_sentence_says_what_is_saved_by_the_table_s_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "--synthetic", "wlb_paper", "--steps", "30"]
+    words = ["plan", "--synthetic", "wlb_paper", "--steps", "30", "--all"]
     out = run(capsys, *words)
     said = re.search(
         r"with (.+) instead of the usual loader, which cuts documents anywhere \((.+)\), you would "
@@ -372,7 +372,7 @@ def test_a_run_with_a_grouping_method_or_too_few_steps_is_compared_too(
     preset: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its method would contradict the other policies; a flush of few steps outweighs the gain."""
-    out = run(capsys, "plan", preset, "--synthetic", "wlb_paper", "--steps", "8")
+    out = run(capsys, "plan", preset, "--synthetic", "wlb_paper", "--steps", "8", "--all")
     assert (
         re.search(r"you would save (\d+\.\d% of|no) GPU hours.*; by its slowest", out) is not None
     )
@@ -388,11 +388,11 @@ def test_prices_of_a_config_json(
         (tmp_path / "config.json").write_text(json.dumps(values), "utf-8")
         words = ["plan", "--lengths", lengths, "--steps", "20", "--model", str(tmp_path), *SMALL]
         out = run(capsys, *words)
-        assert f"cost: FLOPs of {name}: " in out
-        assert "--out FILE" not in out
-        said = re.search(
-            r"the slowest micro-batches of all steps would take (\d+\.\d)% less: .*; predicted by "
-            r"FLOPs of .*, which leaves out collectives and a pipeline's bubbles",
+        assert f"FLOPs of {name}: " in out
+        assert "--out" not in out
+        said = re.match(
+            r"Balanced packing would shorten the computing of steps by (\d+\.\d)% on these "
+            r"documents \(FLOPs of .*; collectives and a pipeline's bubbles left out\)",
             " ".join(out.split()),
         )
         assert said is not None
@@ -413,3 +413,44 @@ def test_settings_of_a_run_are_not_written_for_another_model(
     assert "leave one of them out" in capsys.readouterr().err
     assert main(["plan", "--lengths", lengths, "--model", str(tmp_path / "none"), *SMALL]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved, then what to do; the figure is the JSON's, and the table says the same."""
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["plan", "7b_128k", "--synthetic", "wlb_paper", "--steps", "30"]
+    out = run(capsys, *words)
+    said = re.match(
+        r"Balanced packing would save (\d+\.\d)% of GPU hours on these documents \(7b_128k on "
+        r"(\d+) GPUs at prices of h100_runs, simulated ±6%\)\. It is the policy (.+?); --out "
+        r"my\.toml writes its settings",
+        " ".join(out.split()),
+    )
+    assert said is not None
+    saving = json.loads(run(capsys, *words, "--json", "-"))["saving"]
+    assert f"{saving['simulated']:.1%}" == f"{said[1]}%"
+    assert saving["best"] == said[3]
+    assert int(said[2]) == load("7b_128k").parallel.world_size
+    rows = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    assert all(len("│".join(row)) <= 80 for row in rows)
+    cells = {row[1].strip(): [cell.strip() for cell in row[2:-1]] for row in rows}
+    assert all(len(row) == 5 for row in cells.values())
+    assert cells["original (usual)"][0] == "1.000"
+    assert float(cells[saving["best"]][0]) == pytest.approx(1 - saving["share"], abs=6e-4)
+    assert "W_a" not in out
+    assert "--all has every column" in out
+
+
+def test_nothing_to_gain_is_said_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Documents of one length have nothing to balance."""
+    np.save(tmp_path / "equal.npy", np.full(400, 256))
+    out = run(capsys, "plan", "--lengths", str(tmp_path / "equal.npy"), "--steps", "8", *SMALL)
+    first = " ".join(out.split())
+    assert re.match(
+        r"(No policy here is faster than the usual loader|"
+        r"Balanced packing would save no GPU hours) on these documents",
+        first,
+    )

@@ -36,10 +36,19 @@ from wlb.plan import (
 )
 from wlb.planner import Planner
 from wlb.report.packing.page import packing_page
-from wlb.report.packing.tables import packing_table, remarks, saving_line, uneven, weight_remark
+from wlb.report.packing.tables import (
+    few_table,
+    packing_table,
+    remarks,
+    saving_line,
+    uneven,
+    verdict,
+    weight_remark,
+)
 from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.simulate.forecast import batches_to_compare, simulated_shares
+from wlb.simulate.published import published_error
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
@@ -58,6 +67,7 @@ def add_parser(commands: Any) -> None:
         "the remedy is training.loss_normalizer=constant.",
     )
     sources.add_arguments(parser, steps=160)
+    add_flag(parser, "--all", "every column, how documents are sharded, and remarks on rows")
     text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
     add_flag(parser, "--ilp", text)
     parser.add_argument(
@@ -91,10 +101,9 @@ def run(options: argparse.Namespace) -> int:
     facts = sources.facts_shown(source, batches, spec)
     setting = _setting(spec, cost, len(batches), priced=priced)
     masks_labels = sources.masks_labels(source)
-    notes = [_stream(options, source, batches), sharding["text"]]
-    notes += weight_remark(
-        runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels
-    )
+    stream = _stream(options, source, batches)
+    more = weight_remark(runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels)
+    first: list[str] = []
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
@@ -104,9 +113,11 @@ def run(options: argparse.Namespace) -> int:
         if isinstance(cost, ProfiledWorkload):
             shares = _simulated(spec, cost, batches, sections, saving)
             model = settings.priced_model(options, spec, cost.profile.name)
-        notes.append(saving_line(saving, model=model, simulated=shares))
+        first.append(_verdict(options, spec, cost, saving, shares))
+        why = saving_line(saving, model=model, simulated=shares)
+        more.append(why)
         section = sections[saving.best.label]
-        notes += _take_away(options, given, saving, section, notes[-1], masks_labels=masks_labels)
+        first += _take_away(options, given, saving, section, why, masks_labels=masks_labels)
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
     if options.html:
@@ -117,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
             runs=runs,
             own=own,
             provenance=_provenance(options, setting),
-            notes=notes,
+            notes=[*first, stream, sharding["text"], *more],
         )
         output.write_text(options.html, page)
     data = {
@@ -133,7 +144,9 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    _show(options, facts.lines, setting, runs, own, notes)
+    more = [sharding["text"], *more, *remarks(runs)]
+    about = [priced] if options.model else []
+    _show(options, first, [*about, *facts.lines, stream], setting, runs, saving, own, more)
     return 0
 
 
@@ -194,14 +207,42 @@ def _take_away(
     masks_labels: bool,
 ) -> list[str]:
     """Write the best policy's run to --out; else a sentence on how to. section: of that policy."""
-    if options.model:
+    if saving.best is saving.usual and not options.out:
         return []
+    if options.model:
+        return [f"It is the policy {saving.best.label}."]
     if not options.out:
-        return ["--out FILE writes the settings of that policy as TOML for wlb train"]
+        return [
+            f"It is the policy {saving.best.label}; --out my.toml writes its settings for "
+            f"`wlb train my.toml`."
+        ]
     is_constant = not masks_labels and uneven(saving.best, given.training.loss_normalizer)
     best = settings.packed_as(given, section, options, is_constant=is_constant)
     output.write_text(options.out, settings.as_toml(best, options, why=why))
     return []
+
+
+def _verdict(
+    options: argparse.Namespace,
+    spec: RunSpec,
+    cost: ProfiledWorkload | CountedWorkload,
+    saving: Saving,
+    shares: list[float] | None,
+) -> str:
+    """The first line: what balance is worth, for which model on which GPUs."""
+    if isinstance(cost, CountedWorkload):
+        setting = f"FLOPs of {options.model}"
+        return verdict(saving, setting=setting, simulated=None, error=None)
+    error = published_error(spec, cost.profile)
+    gpus = spec.parallel.world_size
+    is_default = options.name not in options.words
+    model = f"{options.name}, which stands in for your NAME," if is_default else options.name
+    return verdict(
+        saving,
+        setting=f"{model} on {gpus:,} GPU{'s' * (gpus > 1)} at prices of {cost.profile.name}",
+        simulated=shares or [],
+        error=None if error is None else error.largest,
+    )
 
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
@@ -216,24 +257,32 @@ def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tu
 
 def _show(
     options: argparse.Namespace,
-    facts: tuple[str, str],
+    first: list[str],
+    facts: list[str],
     setting: dict[str, Any],
     runs: list[PackingRun],
+    saving: Saving | None,
     own: str,
-    notes: list[str],
+    more: list[str],
 ) -> None:
+    """Prints the answer, what the documents are, and the policies; with --all all there is."""
     # Markup is off because a file's name may have brackets.
     screen = console(markup=False)
-    for line in facts:
+    for line in (*first, *facts):
         screen.print(line)
-    title = (
+    batches = (
         f"{setting['steps']} global batches of {setting['micro_batches']} x "
-        f"{setting['window']:,} tokens, cost: {setting['cost']}"
+        f"{setting['window']:,} tokens"
     )
     summaries = [r.summary for r in runs]
-    screen.print(packing_table(summaries, title=title, own=own))
-    for line in (*notes, *remarks(runs)):
-        screen.print(line)
+    if options.all:
+        title = f"{batches}, cost: {setting['cost']}"
+        screen.print(packing_table(summaries, title=title, own=own))
+        for line in more:
+            screen.print(line)
+    else:
+        screen.print(few_table(summaries, saving, title=batches))
+        screen.print("--all has every column, how documents are sharded, and remarks")
     output.print_written(screen, options.out, options.html, options.json)
 
 

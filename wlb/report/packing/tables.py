@@ -91,6 +91,68 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
     return out
 
 
+FEW_CAPTION = (
+    "computing: of the slowest micro-batches of all steps, over the usual loader's (GPU hours also "
+    "have collectives and idle pipelines); imbalance: slowest micro-batch over the mean, forward "
+    "and backward; delay: steps that a token waits; longest: tokens of a micro-batch"
+)
+
+
+def verdict(
+    saving: Saving, *, setting: str, simulated: Sequence[float] | None, error: float | None
+) -> str:
+    """What balance is worth on the documents, in a sentence.
+
+    Args:
+        saving: The best policy and the usual loader.
+        setting: Model, GPUs and prices in words.
+        simulated: Shares of GPU hours that whole simulated steps save, as `saving_line` takes them.
+        error: How far predictions of this kind were off published runs; None if that is not known.
+    """
+    if saving.best is saving.usual:
+        return f"No policy here is faster than the usual loader on these documents ({setting})."
+    if simulated is None:
+        return (
+            f"Balanced packing would shorten the computing of steps by {saving.share:.1%} on these "
+            f"documents ({setting}; collectives and a pipeline's bubbles left out)."
+        )
+    trust = "" if error is None else f" ±{error:.0%}"
+    if simulated[0] < 0.0005:
+        longer = f": whole steps take {-simulated[0]:.1%} longer" if simulated[0] < -0.0005 else ""
+        return (
+            f"Balanced packing would save no GPU hours on these documents{longer} ({setting}, "
+            f"simulated{trust})."
+        )
+    return (
+        f"Balanced packing would save {simulated[0]:.1%} of GPU hours on these documents "
+        f"({setting}, simulated{trust})."
+    )
+
+
+def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, title: str) -> Table:
+    """Policies in six columns; the best one in bold, and the usual loader named."""
+    usual = None if saving is None else saving.usual
+    best = None if saving is None else saving.best
+
+    def over_usual(s: PackingSummary) -> str:
+        if usual is None or not s.num_steps:
+            return "-"
+        return f"{s.step_time_weighted / usual.step_time_weighted:.3f}"
+
+    cells: dict[str, Cell] = {
+        "computing": over_usual,
+        "imbalance": _of_steps("imbalance_step", ".3f"),
+        "mean\ndelay": lambda s: f"{s.mean_delay:.2f}",
+        "longest\ndelay": lambda s: f"{s.max_delay}",
+        "longest": lambda s: _thousands(s.longest_micro_batch),
+    }
+    table = new_table(title, labels=["policy"], numbers=cells, caption=FEW_CAPTION)
+    for s in summaries:
+        label = f"{s.label} (usual)" if s is usual else s.label
+        table.add_row(label, *(c(s) for c in cells.values()), style="bold" if s is best else "")
+    return table
+
+
 def saving_line(saving: Saving, *, model: str, simulated: Sequence[float] | None) -> str:
     """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
     simulated: shares of the usual loader's hours, and of the paper's if there is one, that whole
