@@ -194,3 +194,31 @@ def test_a_printed_configuration_is_read_back_from_a_stream_of_ascii(tmp_path: P
     (tmp_path / "my.toml").write_bytes(printed)
     assert printed.isascii()
     assert load(str(tmp_path / "my.toml")).run.name == "ünï-😀"
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "said"),
+    [
+        (
+            ["plan", "--lenghts", "l.npy"],
+            "usage: wlb plan ",
+            "--lenghts; did you mean '--lengths'?",
+        ),
+        (
+            ["tune", "packing", "--polcies=x"],
+            "usage: wlb tune packing ",
+            "did you mean '--policies'?",
+        ),
+        (["doctor", "--zzz"], "usage: wlb doctor ", "there is no option --zzz\n"),
+        (["plan", "demo", "more"], "usage: wlb plan ", "unrecognized arguments: more"),
+    ],
+)
+def test_unknown_options_show_the_usage_of_their_command(
+    words: list[str], usage: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    found = capsys.readouterr().err
+    assert found.startswith(usage)
+    assert said in found

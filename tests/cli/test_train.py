@@ -281,10 +281,31 @@ def test_a_dry_run_shows_what_the_run_would_take(
     assert room in rows["checkpoint"]
     assert lacks(rows["documents"], "drawn from wlb_paper", "corpus was not read") == []
     assert lacks(rows["machine"], "4 CPU processes", "kernel profile cpu", "not looked at") == []
-    assert rows["total"].strip().endswith(" GiB")
+    assert rows["total"].strip().endswith(" MiB")
     assert "First plan, pipeline 0" in shown
     assert lacks(shown, "Memory of the fullest rank", "activations", "step 0: ", "imbalance") == []
     assert not (tiny.parent / "runs").exists()
+
+
+def test_a_dry_run_says_first_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """And last, with status 3, if it does not."""
+    assert main(["train", "7b_128k", "--dry-run"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    answer = re.fullmatch(
+        r"It fits: the fullest rank needs [\d.]+ GiB of the [\d.]+ GiB that plans may use\. A step "
+        r"takes "
+        r"[\d.]+ s \(predicted, ±6%\), and all 50,000 take [\d.]+ days\.",
+        first,
+    )
+    assert answer is not None
+    assert last.startswith("step 0: ")
+    for change in ("cluster.memory_gib=40", "model.hidden_size=16384"):
+        words = ["--set", change, "packing.s_max=1.1"]
+        assert main(["train", "7b_128k", "--dry-run", *words]) == 3
+        first, *_, last = capsys.readouterr().out.splitlines()
+        assert first == last
+        assert first.startswith("It does not fit: the fullest rank needs ")
+        assert "Try a lower packing.s_max first" in first
 
 
 @pytest.mark.parametrize("key", ["reshard_after_forward=true", "shard_size=1"])

@@ -1,6 +1,7 @@
 """Tests the memory estimate before a run: refusals, warnings, caps, S_max from the memory."""
 
 import math
+import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -48,13 +49,23 @@ def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_ranks")
-@pytest.mark.parametrize("run", [start.train, dry_run.show], ids=["run", "dry run"])
-def test_too_much_is_refused_before_a_rank_starts(corpus: Path, tmp_path: Path, run: Any) -> None:
+@pytest.mark.parametrize("is_dry", [False, True], ids=["run", "dry run"])
+def test_too_much_is_refused_before_a_rank_starts(
+    corpus: Path, tmp_path: Path, *, is_dry: bool
+) -> None:
+    """A dry run says it, first and last."""
     spec = spec_of(tmp_path, corpus, 4.0, **LAYOUT)
-    options = {"resume": None} if run is start.train else {}
-    with pytest.raises(ValueError) as refused:  # noqa: PT011
-        run(spec, console=Console(quiet=True), **options)
-    message = str(refused.value)
+    if is_dry:
+        message = shown(spec)
+        answer = (
+            r"It does not fit: the fullest rank needs [\d.]+ MiB, and plans may use 3\.8 MiB of"
+        )
+        assert re.match(answer, message)
+        assert re.match(answer, message.splitlines()[-1])
+    else:
+        with pytest.raises(ValueError) as refused:  # noqa: PT011
+            start.train(spec, console=Console(quiet=True), resume=None)
+        message = str(refused.value)
     for word in ("3.76 MiB", "4 MiB", "cluster.memory_gib"):
         assert word in message
     for word in ("pipeline rank ", "gradients ", "optimizer "):
@@ -164,7 +175,7 @@ def test_a_dry_run_shows_caps(corpus: Path, tmp_path: Path) -> None:
     assert "│ 74.260 GiB" in text  # 0.94 * (80 - 1)
     assert "allocator's gaps 4.74 GiB) fit micro-batches of 1,024 tokens" in text
     text = shown(spec_of(tmp_path, corpus, 2.0, packing={"s_max": 0}, **LAYOUT))
-    assert "memory: pipeline rank " in text
+    assert re.match(r"It fits: the fullest rank needs 1\.[78] MiB of the 1\.9 MiB", text)
     assert ") fit micro-batches of 147 tokens (S_max 1.15" in text
     assert "│ 0.002 GiB" in text
 

@@ -40,7 +40,7 @@ _COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 3 for an examination
-    that found a fault, 130 if interrupted.
+    that found a fault and a dry run that does not fit, 130 if interrupted.
 
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.
@@ -60,7 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"wlb: {shortened(repr(nul), 300)} has a zero character; leave it out", file=sys.stderr
         )
         return 2
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        _refuse_unknown(_command_of(parser, words), unknown)
     options.words = words
     try:
         with _one_line_warnings(options.command):
@@ -84,6 +86,25 @@ class _Parser(argparse.ArgumentParser):
         if action.nargs is None and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
+
+
+def _command_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command, or of its own command, that the words name."""
+    for word in words:
+        for action in parser._actions:  # argparse has no public list
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+                break
+    return parser
+
+
+def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Ends with the command's usage, and an option that may be meant."""
+    name = unknown[0].split("=")[0]
+    if not name.startswith("-"):
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    options = [option for action in command._actions for option in action.option_strings]
+    command.error(f"there is no option {name}{did_you_mean(name, options)}")
 
 
 def parser_of() -> tuple[argparse.ArgumentParser, Any]:

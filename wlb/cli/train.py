@@ -121,7 +121,10 @@ def add_parser(commands: Any) -> None:
         f"of fixed_4d and wlb; --set overrides it"
     )
     add_text(parser, "--system", "SYSTEM", text)
-    text = "print size, predicted step time, days, memory and a first plan; train and read nothing"
+    text = (
+        "print size, predicted step time, days, memory and a first plan; train and read nothing. "
+        "Ends with status 3 if the memory does not fit"
+    )
     add_flag(parser, "--dry-run", text)
     text = (
         "continue from the run's last checkpoint, from that of a step or from a checkpoint's "
@@ -145,8 +148,7 @@ def run(options: argparse.Namespace) -> int:
             raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
         # Neither torch nor a GPU is needed, so that it answers at once on any machine.
-        dry_run.show(spec, console(markup=False))
-        return 0
+        return 0 if dry_run.show(spec, console(markup=False)) else 3
     # Signals are handled from here on, because importing torch takes seconds.
     with Signals(answers=True) as signals:
         return _train(spec, options, signals, started_s)

@@ -21,10 +21,10 @@ from wlb.parallel.grid import rank_grid
 from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
 from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
-from wlb.simulate.published import trust_line
+from wlb.simulate.published import published_error, trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once
-from wlb.train.memory_check import caps_line, estimate_of, hold_against, too_much, within
+from wlb.train.memory_check import ROUNDING, caps_line, estimate_of, too_much, within
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing
@@ -40,8 +40,12 @@ class _Documents(NamedTuple):
     note: str
 
 
-def show(spec: RunSpec, console: Console) -> None:
-    """Print what a run of `spec` would do on as many ranks as its layout has."""
+def show(spec: RunSpec, console: Console) -> bool:
+    """Print what a run of `spec` would do on as many ranks as its layout has, the answer first.
+
+    Returns:
+        Whether its memory fits, as far as that of the machines is known.
+    """
     refuse_missing(spec)
     device = _device(spec)
     refuse_snapshots(spec, device)
@@ -52,10 +56,10 @@ def show(spec: RunSpec, console: Console) -> None:
     known = None if device == "cpu" and told is None else budget
     spec = with_s_max(spec, planned_gib=known.planned_gib if known else None)
     spec, lines = within(spec, told)
-    lines += hold_against(spec, told)
     estimate = estimate_of(spec)
-    if told is None and known is not None and estimate.total_bytes > budget.planned_bytes:
-        lines.append(f"warning: {too_much(estimate, budget)}")
+    fits = known is None or estimate.total_bytes <= budget.planned_bytes * ROUNDING
+    if not fits:
+        lines.append(f"memory: {too_much(estimate, budget)}")
     begin = begins_with(spec)
     if stores is not None:
         hold_stores(spec, train=stores.train, heldout=stores.heldout)
@@ -63,6 +67,8 @@ def show(spec: RunSpec, console: Console) -> None:
         hold_weights(spec.model, begin, "checkpoint.init_from")
     documents = _documents(spec, stores)
     made = forecast(spec, workload_for(spec, device), documents.batches, is_cpu=device == "cpu")
+    answer = _verdict(made, budget if known else None, fits=fits)
+    console.print(answer, soft_wrap=True, markup=False)
     console.print(_facts(made, documents.note, _machine(made, budget, known)))
     console.print(trust_line(made.spec, made.cost.profile), soft_wrap=True, markup=False)
     console.print(_layout(spec))
@@ -71,6 +77,33 @@ def show(spec: RunSpec, console: Console) -> None:
     for line in [*lines, caps_line(spec, budget), *notes]:
         console.print(line, soft_wrap=True, markup=False)
     _first_step(made, console)
+    if not fits:
+        console.print(answer, soft_wrap=True, markup=False)
+    return fits
+
+
+def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
+    """Whether the run fits, what it takes, and what to try first if it does not fit. budget: None
+    where the memory of the machines is not known."""
+    spec, estimate = made.spec, estimate_of(made.spec)
+    need = _size(estimate.total_bytes)
+    if budget is None:
+        memory = f"The fullest rank needs {need}; the machines' memory is not known."
+    elif fits:
+        free = _size(budget.planned_bytes)
+        memory = f"It fits: the fullest rank needs {need} of the {free} that plans may use."
+    else:
+        memory = (
+            f"It does not fit: the fullest rank needs {need}, and plans may use "
+            f"{_size(budget.planned_bytes)} of {_size(round(budget.gib * GIB))}. Try a lower "
+            f"packing.s_max first, then training.recompute, then more ranks."
+        )
+    error = published_error(spec, made.cost.profile)
+    trust = "" if error is None or made.is_cpu else f", ±{error.largest:.0%}"
+    return (
+        f"{memory} A step takes {made.step_time_s:.3g} s (predicted{trust}), and all "
+        f"{spec.training.steps:,} take {_spelled(made.days)}."
+    )
 
 
 def _device(spec: RunSpec) -> str:
@@ -199,12 +232,17 @@ def _large(count: int) -> str:
 
 def _duration(days: float) -> str:
     """Days, and smaller units where they are less than one."""
+    return _spelled(days) if days >= 1 else f"{days:.2g} days ({_spelled(days)})"
+
+
+def _spelled(days: float) -> str:
+    """The time in the largest unit of which there is one."""
     if days >= 1:
         return f"{days:,.1f} days"
     seconds = days * DAY_S
     for unit_s, name in ((3600, "hours"), (60, "minutes"), (1, "seconds")):
         if seconds >= unit_s or unit_s == 1:
-            return f"{days:.2g} days ({seconds / unit_s:.3g} {name})"
+            return f"{seconds / unit_s:.3g} {name}"
     raise AssertionError("one second is the last unit")
 
 
@@ -238,8 +276,9 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
     estimate = estimate_of(spec)
     table = facts_table(f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated")
     for name, size in estimate.terms.items():
-        table.add_row(name.removesuffix("_bytes").replace("_", " "), f"{size / GIB:.3f} GiB")
-    table.add_row("total", f"{estimate.total_bytes / GIB:.3f} GiB", end_section=True)
+        if size >= estimate.total_bytes / 1000:  # less says nothing
+            table.add_row(name.removesuffix("_bytes").replace("_", " "), _size(size))
+    table.add_row("total", _size(estimate.total_bytes), end_section=True)
     table.add_row(budget.source, f"{budget.gib:.3f} GiB")
     for name, size in budget.terms.items():
         if size:
