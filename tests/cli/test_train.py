@@ -15,6 +15,7 @@ from tests.words import lacks
 from wlb.cli import main
 from wlb.cli.train import COMMON
 from wlb.parallel import world as worlds
+from wlb.parallel.world import DeviceChoice
 from wlb.planner.liveness import PlanningError
 from wlb.spec import RunSpec, list_keys, load
 from wlb.train import start
@@ -527,3 +528,13 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
     assert out.returncode != 0
     assert "wlb train: model.vocab_size = 100 is smaller than the" in out.stderr
     assert not (tiny.parent / "runs" / "tiny").exists()
+
+
+def test_a_machine_without_gpus_is_said_first() -> None:
+    """Where the settings are meant for GPUs, and not where a CPU was asked for."""
+    no_gpus = DeviceChoice("cpu", "0 GPUs for 64 ranks on this machine")
+    said = start._why(load("7b_128k"), no_gpus, None)
+    assert said.startswith("This machine does not have the GPUs that 7b_128k is meant for")
+    assert "--dry-run predicts it" in said
+    for spec in (load("demo"), load("7b_128k", ["run.device=cpu"])):
+        assert start._why(spec, no_gpus, None).startswith(f"{spec.parallel.world_size} local ranks")

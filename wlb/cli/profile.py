@@ -157,6 +157,11 @@ def _finish(
     if not options.no_plots:
         _draw(built, settings, plots_folder(out))
     screen.print(f"{time.perf_counter() - begin:.0f} s; wrote {_written(options, out)}")
+    screen.print(
+        f"use it by --set cost.profile={out} (train, plan, tune, simulate), or from Python by "
+        f"wlb.load_profile({str(out)!r})",
+        markup=False,
+    )
     write_text(out.with_suffix(".log"), screen.export_text())
 
 

@@ -29,7 +29,7 @@ from wlb.parallel.world import DeviceChoice, World
 from wlb.plan import UserError
 from wlb.plan.tally import Tally
 from wlb.planner import Planner
-from wlb.spec import Recompute, RunSpec, apply, resolve_dp
+from wlb.spec import Device, Recompute, RunSpec, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.room import hold_room, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
@@ -372,7 +372,14 @@ def _why(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
     else:
         ranks = f"{p.world_size} local ranks (not started by torchrun or Slurm)"
     backend = "NCCL" if choice.kind == "cuda" else "Gloo"
-    return f"{ranks} for {layout}; {choice.kind} with {backend}: {choice.reason}"
+    why = f"{ranks} for {layout}; {choice.kind} with {backend}: {choice.reason}"
+    is_meant_for_gpus = spec.run.device == Device.AUTO and spec.cost.profile not in ("auto", "cpu")
+    if choice.kind == "cpu" and is_meant_for_gpus:
+        return (
+            f"This machine does not have the GPUs that {spec.run.name} is meant for, so it will be "
+            f"slow here; --dry-run predicts it for them. {why}"
+        )
+    return why
 
 
 def run_rank(world: World, job: Job, device: torch.device, request: StopRequest) -> Tally:
