@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import track
 
 from wlb.cli import output, settings, sources, tune_layout
-from wlb.cli.options import add_json, add_text, add_value, number
+from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import workload_for
 from wlb.packing.study.tune import (
     PRICES,
@@ -25,7 +25,7 @@ from wlb.packing.study.tune import (
 )
 from wlb.plan import check_at_least, check_between
 from wlb.report.packing.plots import tuning_figure
-from wlb.report.packing.tables import tuning_table, uneven, weight_remark
+from wlb.report.packing.tables import STEP, recommendation, tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.spec import Policy, load
 
@@ -58,6 +58,7 @@ def add_parser(commands: Any) -> None:
     add_value(packing, "--max-queues", 2, "most outlier queues", most=16)
     add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
     add_value(packing, "--rows", 20, "rows of the front that are printed")
+    add_flag(packing, "--all", "every column of the front")
     add_json(packing, "points")
     add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
     add_text(packing, "--out", "FILE", "write the recommended settings as TOML for wlb train")
@@ -117,21 +118,28 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    _show(options, facts.lines, tuning, [*notes, f"recommended: {command}"])
+    _show(options, facts.lines, tuning, notes, command)
     return 0
 
 
 def _show(
-    options: argparse.Namespace, facts: tuple[str, str], tuning: Tuning, notes: list[str]
+    options: argparse.Namespace,
+    facts: tuple[str, str],
+    tuning: Tuning,
+    notes: list[str],
+    command: str,
 ) -> None:
+    """Prints the recommendation, how to use it, and what it was chosen from."""
     screen = console(markup=False)
+    screen.print(recommendation(tuning, delay_budget=options.delay_budget))
+    screen.print(f"recommended: {command}", soft_wrap=True)
     for line in facts:
         screen.print(line)
-    screen.print(tuning_table(tuning, rows=options.rows))
-    if not tuning.is_within_budget:
+    screen.print(tuning_table(tuning, rows=options.rows, has_all=options.all))
+    if not options.all:
         screen.print(
-            f"no setting keeps the mean delay within {options.delay_budget:g} steps; the setting "
-            f"with the least delay is recommended"
+            f"{STEP}: forward and backward of the slowest micro-batches over the mean ones; delay, "
+            f"max: steps that a token waits; --all has every column"
         )
     for line in notes:
         # A command that is copied must be one line.

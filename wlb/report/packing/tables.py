@@ -228,12 +228,30 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
     return table
 
 
-def tuning_table(tuning: Tuning, *, rows: int) -> Table:
-    """The front by imbalance (at most `rows` of it), the recommended point marked and always in."""
+def recommendation(tuning: Tuning, *, delay_budget: float) -> str:
+    """The recommended setting, and what it does to steps, in two sentences."""
+    best = tuning.recommended.summary
+    within = f"Best within a mean delay of {delay_budget:g} steps"
+    if not tuning.is_within_budget:
+        within = (
+            f"No setting keeps the mean delay within {delay_budget:g} steps; the one with the "
+            f"least delay"
+        )
+    return (
+        f"{within}: {best.label}. Its slowest micro-batches take {best.step_time_weighted:.3f} "
+        f"times the mean ones, and tokens wait {best.mean_delay:.2f} steps on average, "
+        f"{best.max_delay} at most."
+    )
+
+
+def tuning_table(tuning: Tuning, *, rows: int, has_all: bool = True) -> Table:
+    """The front by imbalance (at most `rows` of it), the recommended point marked and always in.
+    has_all: all columns, not only time and delay."""
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)
-    names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
+    names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt") if has_all else ()
+    names = names or ("delay", "max")
     shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
     shown += [(name, cell) for name, cell in COLUMNS if name in names]
     title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
