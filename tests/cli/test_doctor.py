@@ -1,6 +1,7 @@
 """Tests `wlb doctor`: its table, its JSON, its exit status and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def test_a_table_with_remedies_and_json(here: Path, capsys: pytest.CaptureFixtur
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "wlb doctor demo_single" in printed
+    first = " ".join(printed.split())
+    assert re.match(
+        r"demo_single can run here(: nothing was found against it|, and may be slower than it "
+        r"should be: .+); \d+ do not apply to this machine or layout\.",
+        first,
+    )
     assert "file descriptors" in printed
     found = json.loads((here / "found.json").read_text("utf-8"))
     assert found["verdict"] == "pass"
@@ -36,6 +43,10 @@ def test_a_fail_is_status_1_and_names_the_remedy(
     assert main(["doctor", "demo_single", "--quick", "--set", "run.device=cpu"]) == 3
     printed = capsys.readouterr().out
     assert "-> set run.output_dir to a folder" in printed
+    assert re.match(
+        r"demo_single cannot run here: shared folder failed\. First set run\.output_dir to a",
+        " ".join(printed.split()),
+    )
     assert "1 fail" in printed
     assert main(["doctor", "--quick", "--set", "run.device=cpu", "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["verdict"] == "fail"

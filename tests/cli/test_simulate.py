@@ -1,6 +1,7 @@
 """Tests `wlb simulate`: systems beside each other, files, and what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -27,6 +28,15 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
         line.split() for line in text.splitlines() if line.split()[:1] in (["plain_4d"], ["run"])
     ]
     assert [row[0] for row in rows] == ["plain_4d", "run"]
+    said = re.match(
+        r"The run would take (\d+\.\d)% (less|more) GPU time than plain_4d on these documents \(64 "
+        r"GPUs, simulated ±6%; plain_4d has the paper's loader, which cuts short documents only\)",
+        " ".join(text.split()),
+    )
+    assert said is not None
+    gain = 1 - 1 / float(rows[1][3])
+    assert float(said[1]) / 100 == pytest.approx(abs(gain), abs=1e-3)
+    assert (said[2] == "less") == (gain >= 0)
     assert rows[0][3] == "1.000"
 
 

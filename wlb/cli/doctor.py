@@ -100,12 +100,29 @@ def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any])
             sys.stdout.flush()
             return
         write_text(json_to, text)
+    screen = console()
+    screen.print(_answer(name, findings), markup=False)
     colours = {Verdict.PASS: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
     table = new_table(f"wlb doctor {name}", texts=("check", "", "found"))
     for finding in findings:
         colour = colours.get(finding.verdict, "dim")
         found = finding.found + (f"\n-> {finding.remedy}" if finding.remedy else "")
         table.add_row(finding.check, f"[{colour}]{finding.verdict}[/]", escape(found))
-    screen = console()
     screen.print(table)
     screen.print(", ".join(f"{count} {verdict}" for verdict, count in summary.items() if count))
+
+
+def _answer(name: str, findings: Sequence[Any]) -> str:
+    """Whether the run can start here, in a sentence, with the checks that speak against it."""
+    from wlb.doctor import Verdict
+
+    of = {v: [f for f in findings if f.verdict == v] for v in (Verdict.FAIL, Verdict.WARN)}
+    skipped = sum(finding.verdict == Verdict.SKIP for finding in findings)
+    rest = f"; {skipped} do not apply to this machine or layout" if skipped else ""
+    failed, warned = (", ".join(f.check for f in of[v]) for v in (Verdict.FAIL, Verdict.WARN))
+    if failed:
+        remedy = next((f.remedy for f in of[Verdict.FAIL] if f.remedy), "")
+        return f"{name} cannot run here: {failed} failed" + (f". First {remedy}" if remedy else ".")
+    if warned:
+        return f"{name} can run here, and may be slower than it should be: {warned}{rest}."
+    return f"{name} can run here: nothing was found against it{rest}."

@@ -29,7 +29,7 @@ from wlb.simulate import (
     simulate_run,
     write_trace,
 )
-from wlb.simulate.published import trust_line
+from wlb.simulate.published import published_error, trust_line
 from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
@@ -196,6 +196,8 @@ def _show(
     if output.write_json(options, data):
         return
     screen = console(markup=False)
+    if len(runs) > 1:
+        screen.print(_answer(runs))
     screen.print(layout_text(own.simulator.spec))
     screen.print(worth_line(cost.profile))
     for note in mismatches(cost):
@@ -210,6 +212,23 @@ def _show(
     shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
     screen.print(f"  bubble of pipeline ranks: {shares}")
     output.print_written(screen, options.trace, options.timeline, options.json)
+
+
+def _answer(runs: list[RunSimulation]) -> str:
+    """How much time the run saves over the first system, in a sentence."""
+    first, own = runs[0], runs[-1]
+    spec, gpus = own.simulator.spec, own.simulator.spec.parallel.world_size
+    share = 1 - first.tokens_per_s / own.tokens_per_s
+    said = f"take {share:.1%} less" if share >= 0 else f"take {-share:.1%} more"
+    error = published_error(spec, own.simulator.cost.profile)
+    trust = "" if error is None else f" ±{error.largest:.0%}"
+    loader = ""
+    if first.label == "plain_4d":
+        loader = "; plain_4d has the paper's loader, which cuts short documents only"
+    return (
+        f"The run would {said} GPU time than {first.label} on these documents ({gpus:,} "
+        f"GPU{'s' * (gpus > 1)}, simulated{trust}{loader})."
+    )
 
 
 def _replay(
