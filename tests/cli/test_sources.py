@@ -75,7 +75,7 @@ def test_commands_take_the_runs_own_blend(
         assert f" of {stores[1]}" in out
 
 
-@pytest.mark.parametrize("command", [["plan"], ["tune", "packing"], ["simulate"]])
+@pytest.mark.parametrize("command", [["plan", "--all"], ["tune", "packing"], ["simulate"]])
 @pytest.mark.parametrize("blended", [False, True])
 def test_stores_that_say_what_is_trained(
     command: list[str], blended: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
