@@ -145,12 +145,16 @@ def layer_ns(
 def with_measured(prices: StepPrices, layers_ns: np.ndarray) -> StepPrices:
     """Puts measured layers into the prices of steps: attention's times become the whole layer's,
     and what was measured leaves the linear terms."""
-    linear = {
-        kind: replace(
-            terms, per_token={n: ns for n, ns in terms.per_token.items() if n not in MEASURED_TERMS}
-        )
-        for kind, terms in prices.linear.items()
-    }
+    linear = tuple(
+        {
+            kind: replace(
+                terms,
+                per_token={n: ns for n, ns in terms.per_token.items() if n not in MEASURED_TERMS},
+            )
+            for kind, terms in of_kind.items()
+        }
+        for of_kind in prices.linear
+    )
     forward, backward = (np.rint(layers_ns[..., i]).astype(np.int64) for i in range(2))
     return replace(
         prices, attention_forward_ns=forward, attention_backward_ns=backward, linear=linear
@@ -164,7 +168,7 @@ def predicted_ns(prices: StepPrices) -> np.ndarray:
         (PassKind.FORWARD, prices.attention_forward_ns),
         (PassKind.BACKWARD, prices.attention_backward_ns),
     ):
-        per_token = sum(prices.linear[kind].per_token[name] for name in MEASURED_TERMS)
+        per_token = sum(prices.linear[0][kind].per_token[name] for name in MEASURED_TERMS)
         out.append(attention + (prices.tokens * per_token)[..., None])
     return np.stack(out, axis=-1)
 

@@ -36,7 +36,7 @@ def test_work_is_that_of_each_kind_of_layer() -> None:
     profile = load_profile("h100")
     mixed, dense, routed = (
         ProfiledWorkload(model=model, parallel=parallel, profile=profile)
-        for model in (MIXED, MIXED.dense, every_layer)
+        for model in (MIXED, MIXED.layer_kinds[1].model, every_layer)
     )
     for name, ns in mixed.ns_per_token.items():
         want = dense.ns_per_token[name] / 4 + routed.ns_per_token[name] * 3 / 4
@@ -45,7 +45,7 @@ def test_work_is_that_of_each_kind_of_layer() -> None:
     assert dense.ns_per_token["gemm_forward"] != routed.ns_per_token["gemm_forward"]
     shared = [sum(cost.linear.routed_ns_per_token) for cost in (mixed, routed)]
     assert shared[0] == pytest.approx(shared[1] * 3 / 4)
-    both = 3 * layer_linear_flops(every_layer) + layer_linear_flops(MIXED.dense)
+    both = 3 * layer_linear_flops(every_layer) + layer_linear_flops(MIXED.layer_kinds[1].model)
     assert linear_flops_per_token(MIXED) == 3 * (both + head_flops(MIXED))
 
 

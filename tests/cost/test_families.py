@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.cost.transformers_defaults import FILE, defaults
 from tests.cost.transformers_models import ALSO, has_head, small_config, small_model
 from wlb.cost.config_json import counted_of
-from wlb.cost.families import CHUNK, COUNTED, LAYER_TYPES
+from wlb.cost.families import COUNTED, LAYER_TYPES
+from wlb.cost.flops import CHUNK
 
 TOKENS = 256
 HIDDEN, HEADS = 64, 4

@@ -40,7 +40,7 @@ def first_plan(cp: int = 2) -> PipelinePlan:
 @pytest.mark.parametrize("profile", ["h100", "cpu"])
 def test_stages_add_up_to_a_pipeline_ranks_layers(profile: str) -> None:
     cost, plan = priced(profile), first_plan()
-    times = stage_times(plan, cost, StageLayers(layers=2))
+    times = stage_times(plan, cost, StageLayers(counts=(2,)))
     assert times.attention_forward_ns.shape == (2, 2)
     for i, sharding in enumerate(plan.shardings):
         latency = attention_latency(sharding, cost)
@@ -77,9 +77,9 @@ def test_stages_are_priced_by_their_own_layers(
     if slides:
         counts = ((4, 1), (2, 1))
         spec = replace(spec, pp=replace(spec.pp, stage_layers=(5, 3)))
-        assert spec.stage_sliding_layers == (4, 2)
+        assert spec.stage_other_layers == (4, 2)
     cost, plan = replace(priced(), model=model), first_plan()
-    own = [stage_times(plan, replace(priced(), model=m), StageLayers(layers=1)) for m in kinds]
+    own = [stage_times(plan, replace(priced(), model=m), StageLayers(counts=(1,))) for m in kinds]
     for stage, of in enumerate(counts):
         times = stage_times(plan, cost, StageLayers.of(spec, stage))
         for f in fields(times):
@@ -111,15 +111,15 @@ def test_without_collectives_only_they_are_free() -> None:
         assert values.tolist() == [expected]
     assert before["tp_comm_forward"][0] > 0
     plan = first_plan()
-    with_them, without = (stage_times(plan, c, StageLayers(layers=4)) for c in (cost, free))
+    with_them, without = (stage_times(plan, c, StageLayers(counts=(4,))) for c in (cost, free))
     assert (without.linear_forward_ns < with_them.linear_forward_ns).all()
     assert (without.attention_forward_ns == with_them.attention_forward_ns).all()
 
 
 def test_prices_of_a_workload_are_made_once() -> None:
     """Telemetry asks for them in every step; those of another workload are its own."""
-    cost, layers = priced(), StageLayers(layers=2)
-    assert cost.of_sliding_layers is cost.of_sliding_layers
+    cost, layers = priced(), StageLayers(counts=(2,))
+    assert cost.of_other_layers is cost.of_other_layers
     assert linear_prices(cost, layers) is linear_prices(cost, layers)
     slower = replace(cost, parallel=replace(cost.parallel, tp=1))
     assert linear_prices(slower, layers).per_token > linear_prices(cost, layers).per_token

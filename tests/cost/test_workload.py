@@ -337,7 +337,7 @@ def test_costs_that_are_no_times_are_refused(quadratic):
         FlopsWorkload(quadratic_ns=quadratic).workload_ns([10_000])
 
 
-def test_work_of_sliding_layers_becomes_linear():
+def test_work_of_other_layers_becomes_linear():
     """W_a of a model that slides everywhere grows by a token's window; where every other layer
     slides, by the mean of both kinds; and pieces within the window cost the same."""
     parallel = ParallelSpec(tp=8, cp=1, pp=4)

@@ -72,7 +72,7 @@ def test_stages_have_the_sizes_of_their_layers() -> None:
     spec = replace(tiny(tp=2, cp=2, pp=2, dp=2, ep=4), model=MIXED)
     assert (spec.stage_layers, spec.stage_expert_layers) == ((2, 2), (1, 2))
     routed = layer_parameters(spec)
-    dense = layer_parameters(replace(spec, model=MIXED.dense))
+    dense = layer_parameters(replace(spec, model=MIXED.layer_kinds[1].model))
     assert dense == (768 + 3 * 16 * 40) // 2 + 32
     ends = 256 * 16 // 2
     assert stage_parameters(spec, stage=0) == dense + routed + ends
@@ -83,7 +83,7 @@ def test_stages_have_the_sizes_of_their_layers() -> None:
     assert stage_gradient_bytes(spec, stage=0) == 4 * (held + shard)
     kept, other = (
         layer_activation_bytes(s, micro_batch_tokens=64)
-        for s in (spec, replace(spec, model=MIXED.dense))
+        for s in (spec, replace(spec, model=MIXED.layer_kinds[1].model))
     )
     found = stage_bytes(spec, np.array([64, 0]))
     assert [stage.kept.tolist() for stage in found] == [[kept + other, 0], [2 * kept, 0]]

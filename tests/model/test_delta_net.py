@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,15 +11,15 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tests.model.delta_net_weights import FAMILIES, SHAPE, ours_of, theirs
+from tests.model.delta_net_weights import FAMILIES, SPEC, fresh, ours_of, theirs
 from wlb.model.delta_net import GatedDeltaNet
-from wlb.model.delta_rule import SpanLayout, Summary
+from wlb.model.delta_rule import Chunks, SpanLayout, summaries_of
 
 LENGTHS = [70, 1, 3, 130, 2, 64]
 
 
 def layer_of(tensors: dict[str, Tensor]) -> GatedDeltaNet:
-    layer = GatedDeltaNet(SHAPE)
+    layer = fresh()
     layer.load_state_dict(ours_of(tensors))
     return layer
 
@@ -29,7 +30,7 @@ def test_documents_are_those_of_transformers_one_by_one(family: str) -> None:
     reference = theirs(family)
     layer = layer_of(dict(reference.state_dict()))
     torch.manual_seed(0)
-    rows = torch.randn(sum(LENGTHS), SHAPE.hidden_size)
+    rows = torch.randn(sum(LENGTHS), SPEC.hidden_size)
     x, y = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     out = layer(x, SpanLayout.of(LENGTHS))
     expected = torch.cat([reference(part[None])[0] for part in y.split(LENGTHS)])
@@ -67,7 +68,8 @@ class Cut:
             latest = torch.cat([latest, span])
         return torch.stack(found)
 
-    def states(self, made: Summary) -> Tensor:
+    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
+        made = summaries_of(chunks, layout.members(np.arange(len(self.starts))))
         found, state = list[Tensor](), torch.zeros_like(made.state_SHKV[0])
         for i, starts in enumerate(self.starts):
             state = torch.zeros_like(state) if starts else state
@@ -83,10 +85,10 @@ class Cut:
 def test_documents_may_be_cut_anywhere(lengths: list[int], cuts: list[int]) -> None:
     """Spans with what is before them are whole documents, gradients too, in float64."""
     torch.manual_seed(0)
-    layer = GatedDeltaNet(SHAPE).double()
+    layer = fresh().double()
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     at = sorted({*ends, *(c for c in cuts if c < ends[-1])})
-    rows = torch.randn(ends[-1], SHAPE.hidden_size, dtype=torch.float64)
+    rows = torch.randn(ends[-1], SPEC.hidden_size, dtype=torch.float64)
     found: list[list[Tensor]] = []
     for is_cut in (False, True):
         x = rows.clone().requires_grad_()
@@ -106,15 +108,15 @@ def test_documents_may_be_cut_anywhere(lengths: list[int], cuts: list[int]) -> N
 
 def test_no_rows() -> None:
     """A rank may have none; it takes part in the gradients all the same."""
-    layer = GatedDeltaNet(SHAPE)
-    out = layer(torch.zeros(0, SHAPE.hidden_size), SpanLayout.of([]))
-    assert out.shape == (0, SHAPE.hidden_size)
+    layer = fresh()
+    out = layer(torch.zeros(0, SPEC.hidden_size), SpanLayout.of([]))
+    assert out.shape == (0, SPEC.hidden_size)
     out.sum().backward()
 
 
 def test_bits_repeat() -> None:
     torch.manual_seed(0)
-    layer, x = GatedDeltaNet(SHAPE), torch.randn(sum(LENGTHS), SHAPE.hidden_size)
+    layer, x = fresh(), torch.randn(sum(LENGTHS), SPEC.hidden_size)
     found = []
     for _ in range(2):
         layer.zero_grad()

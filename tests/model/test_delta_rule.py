@@ -1,11 +1,20 @@
 """Tests the chunked gated delta rule against the recurrence, token by token in float64."""
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wlb.model.delta_rule import CHUNK, SpanLayout, chunks_of, outputs_of, summaries_of
+from wlb.model.delta_rule import (
+    CHUNK,
+    Chunks,
+    SpanLayout,
+    Summary,
+    chunks_of,
+    outputs_of,
+    summaries_of,
+)
 
 HEADS, KEY, VALUE = 2, 5, 3
 
@@ -37,6 +46,11 @@ def recurrent(
     return torch.stack(out) if out else v[:0], torch.stack(ends) if ends else state_SHKV
 
 
+def summaries(chunks: Chunks, layout: SpanLayout, every: int = 1) -> Summary:
+    """Of all spans, or of every second one."""
+    return summaries_of(chunks, layout.members(np.arange(0, len(layout.lengths), every)))
+
+
 sizes = st.one_of(st.integers(0, 5), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]))
 
 
@@ -50,7 +64,7 @@ def test_spans_are_the_recurrence_s(lengths: list[int], seed: int) -> None:
         if chunked:
             chunks = chunks_of(*rows, layout)
             out = outputs_of(chunks, layout, before)
-            ends = summaries_of(chunks, layout).after(before)
+            ends = summaries(chunks, layout).after(before)
         else:
             out, ends = recurrent(rows, lengths, before)
         weight = torch.linspace(1, 2, VALUE, dtype=torch.float64)
@@ -59,6 +73,8 @@ def test_spans_are_the_recurrence_s(lengths: list[int], seed: int) -> None:
         found.append((out, ends, *grads))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9, check_dtype=False)
+    for every, each in zip(summaries(chunks, layout), summaries(chunks, layout, 2), strict=True):
+        torch.testing.assert_close(each, every[::2])
 
 
 @given(lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4), seed=st.integers(0, 99))
@@ -68,7 +84,7 @@ def test_summaries_compose_to_that_of_the_whole(lengths: list[int], seed: int) -
     layout, whole = SpanLayout.of(lengths), SpanLayout.of([sum(lengths)])
     state = torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64)
     chunks = chunks_of(*rows, layout)
-    parts = summaries_of(chunks, layout)
+    parts = summaries(chunks, layout)
     states = list[Tensor]()
     for i in range(len(lengths)):
         states.append(state)
@@ -76,4 +92,4 @@ def test_summaries_compose_to_that_of_the_whole(lengths: list[int], seed: int) -
     out = outputs_of(chunks, layout, torch.cat(states))
     expected = chunks_of(*rows, whole)
     torch.testing.assert_close(out, outputs_of(expected, whole), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(state, summaries_of(expected, whole).state_SHKV)
+    torch.testing.assert_close(state, summaries(expected, whole).state_SHKV)

@@ -8,18 +8,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.model.delta_net_weights import fresh
 from wlb.cost import FlopsWorkload
 from wlb.launch.local import run_local
-from wlb.model.delta_net import DeltaNetShape, GatedDeltaNet
+from wlb.model.delta_net import GatedDeltaNet
 from wlb.model.delta_rule import SpanLayout
 from wlb.parallel.context.linear import SpansBefore
 from wlb.parallel.world import World
 from wlb.plan import ShardingPlan, rank_summaries, summaries_moved
 from wlb.sharding import NAMES, shard
 from wlb.sharding.paper import RankedSpans, from_spans
+from wlb.spec import LinearSpec, ModelSpec
 
-SHAPE = DeltaNetShape(
-    hidden_size=16, num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6
+SPEC = ModelSpec(
+    hidden_size=16,
+    full_every=4,
+    linear=LinearSpec(num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6),
 )
 COST = FlopsWorkload(quadratic_ns=1, linear_ns_per_token=3)
 BATCHES = [[300, 7, 1, 90, 2, 41], [5, 4, 3, 2, 1, 1, 1, 1], [1], [130]]
@@ -38,14 +42,13 @@ def plans(cp: int) -> list[ShardingPlan]:
 
 
 def layer() -> GatedDeltaNet:
-    torch.manual_seed(0)
-    return GatedDeltaNet(SHAPE).double()
+    return fresh(SPEC).double()
 
 
 def documents(plan: ShardingPlan) -> Tensor:
     """Rows of all tokens, document after document, and the weights of their outputs."""
     make = torch.Generator().manual_seed(int(plan.num_tokens))
-    shape = (2, plan.num_tokens, SHAPE.hidden_size)
+    shape = (2, plan.num_tokens, SPEC.hidden_size)
     return torch.randn(shape, generator=make, dtype=torch.float64)
 
 
@@ -65,9 +68,9 @@ def cut(world: World, cp: int) -> list[tuple[Tensor, Tensor, list[Tensor], int]]
     for plan in plans(cp):
         index = torch.from_numpy(plan.for_rank(world.rank).token_index)
         rows, weights = (part[index] for part in documents(plan))
-        padded = torch.cat([rows, torch.ones(PADDING, SHAPE.hidden_size)])
+        padded = torch.cat([rows, torch.ones(PADDING, SPEC.hidden_size)])
         before = SpansBefore(
-            rank_summaries(plan, world.rank, latest=SHAPE.conv_kernel_dim - 1),
+            rank_summaries(plan, world.rank, latest=SPEC.linear.latest),
             len(padded),
             dist.group.WORLD,
             torch.device("cpu"),

@@ -115,7 +115,7 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
         collectives=collectives,
     )
     plan = first_plan()
-    layers = StageLayers(layers=cost.num_layers_per_rank)
+    layers = StageLayers(counts=(cost.num_layers_per_rank,))
     before = stage_times(plan, cost, layers)
     after = stage_times(plan, replace(cost, profile=made), layers)
     for name, factor in FACTORS.items():

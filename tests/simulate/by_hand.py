@@ -53,10 +53,10 @@ def simulation_of(
         attention_backward_ns=2 * forward,
         exchange_forward_ns=np.zeros_like(forward[..., 0]),
         exchange_backward_ns=np.zeros_like(forward[..., 0]),
-        linear={PassKind.FORWARD: FREE, PassKind.BACKWARD: FREE},
+        linear=({PassKind.FORWARD: FREE, PassKind.BACKWARD: FREE},),
         ends={},
         message=dict.fromkeys(Scope, TermPrices(per_token={}, per_call={"calls": message_ms * MS})),
-        layers=(1,) * spec.num_stages,
+        kind_layers=((1,) * spec.num_stages,),
     )
     durations = simulator.run(prices).durations_ns
     for i, node in enumerate(simulator.graph.nodes):

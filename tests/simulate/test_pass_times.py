@@ -31,7 +31,7 @@ def of_stages(prices: StepPrices, num: int) -> StepPrices:
 
     Of three stages the second has no ends.
     """
-    return replace(prices, layers=prices.layers[:1] * num)
+    return replace(prices, kind_layers=(prices.layers[:1] * num,))
 
 
 def middle_ns(prices: StepPrices, kinds) -> np.ndarray:
@@ -67,7 +67,7 @@ def test_passes_are_the_stage_times_that_telemetry_compares_with(exchange: Excha
     prices = simulator.price(steps)
     for d, pipeline in enumerate(steps[0].pipelines):
         layers = spec.stage_layers[1]
-        times = stage_times(pipeline, simulator.cost, StageLayers(layers=layers))
+        times = stage_times(pipeline, simulator.cost, StageLayers(counts=(layers,)))
         for kind, attention, linear in (
             (PassKind.FORWARD, times.attention_forward_ns, times.linear_forward_ns),
             (PassKind.BACKWARD, times.attention_backward_ns, times.linear_backward_ns),

@@ -23,10 +23,11 @@ def prices(meets: int) -> StepPrices:
         attention_backward_ns=2 * attention,
         exchange_forward_ns=none,
         exchange_backward_ns=none,
-        linear={kind: TermPrices(per_token={"gemm": 3.0}) for kind in KINDS},
+        linear=({kind: TermPrices(per_token={"gemm": 3.0}) for kind in KINDS},),
         ends={},
         message={},
-        layers=(2, 2),
+        kind_layers=((2, 2),),
+        expert_layers=(2, 2),
         meets=meets,
         pooled=dict.fromkeys(KINDS, 1.0),
     )
@@ -49,15 +50,19 @@ def test_a_pass_takes_its_slowest_member_and_the_mean_of_experts_rows() -> None:
 def test_pipelines_meet_where_there_are_experts() -> None:
     """Of two stages of two layers one has MLPs alone, the other one of both kinds."""
     dense = {kind: TermPrices(per_token={"gemm": 5.0}) for kind in KINDS}
-    mixed = replace(prices(2), dense=dense, dense_layers=(2, 1))
+    routed = prices(2).linear
+    mixed = replace(
+        prices(2), linear=(*routed, dense), kind_layers=((0, 1), (2, 1)), expert_layers=(0, 1)
+    )
     assert mixed.meeting_stages == {1}
     first, second = (mixed.pass_ns(PassKind.FORWARD, stage)[0].tolist() for stage in (0, 1))
     assert first == [[2 * (50 + 500), 2 * 500], [2 * (20 + 1000), 2 * (40 + 500)]]
     # A layer of each kind: 2 x 20 of attention, 200 tokens of 5 and 2 ns, and 150 of experts.
     assert second == [[40 + 1400 + 150, 80 + 700 + 100]] * 2
     # Of the mean layer, experts' own work is 2 ns of a token and an MLP's 5 in 3 of 4 layers.
-    own = replace(mixed, linear={kind: TermPrices(per_token={"gemm": 5.25}) for kind in KINDS})
-    assert mixed.layer_wait == pytest.approx(replace(own, dense={}, dense_layers=()).layer_wait)
+    mean = {kind: TermPrices(per_token={"gemm": (3 + 3 * 5) / 4}) for kind in KINDS}
+    own = replace(mixed, linear=(mean,), kind_layers=((2, 2),))
+    assert mixed.layer_wait == pytest.approx(own.layer_wait)
 
 
 def test_the_wait_is_the_slowest_rank_over_the_mean() -> None:

@@ -48,8 +48,8 @@ def test_a_stage_takes_what_its_own_layers_take(
     layers: tuple[int, ...], v: int, full: tuple[int, ...], sliding: tuple[int, ...]
 ) -> None:
     spec = run_of(layers, v=v)
-    assert spec.has_uneven_windows
-    assert spec.stage_sliding_layers == sliding
+    assert spec.has_uneven_attention
+    assert spec.stage_other_layers == sliding
     cost = cost_of(spec)
     steps = steps_of(spec, cost, MIXED)
     prices = Simulator(spec=spec, cost=cost).price(steps)
@@ -81,8 +81,8 @@ def test_a_stage_takes_what_its_own_layers_take(
 
 def test_even_windows_are_priced_once() -> None:
     spec = run_of((3, 3), v=1)
-    assert not spec.has_uneven_windows
+    assert not spec.has_uneven_attention
     cost = cost_of(spec)
     prices = Simulator(spec=spec, cost=cost).price(steps_of(spec, cost, MIXED))
-    assert prices.sliding is None
+    assert prices.others is None
     assert prices.stage_key(0)[:3] == prices.stage_key(1)[:3]

@@ -27,10 +27,10 @@ def prices_of(forward: IntArray, backward: IntArray) -> StepPrices:
         attention_backward_ns=backward,
         exchange_forward_ns=np.zeros(forward.shape[:3], np.int64),
         exchange_backward_ns=np.zeros(forward.shape[:3], np.int64),
-        linear={PassKind.FORWARD: free, PassKind.BACKWARD: free},
+        linear=({PassKind.FORWARD: free, PassKind.BACKWARD: free},),
         ends={},
         message=dict.fromkeys(("intra_node", "inter_node"), free),
-        layers=(1, 1),
+        kind_layers=((1, 1),),
     )
 
 
@@ -117,7 +117,7 @@ def test_compute_is_all_kernels_without_collectives(v: int) -> None:
     found = simulator.run(prices).compute_s[0, 0]
     free = without_collectives(cost)
     times = stage_times(
-        step.pipelines[0], free, StageLayers(layers=spec.model.num_layers // spec.num_stages)
+        step.pipelines[0], free, StageLayers(counts=(spec.model.num_layers // spec.num_stages,))
     )
     linear = float((times.linear_forward_ns + times.linear_backward_ns).sum())
     linear -= 2 * sum(free.linear.call_ns) / v

@@ -52,10 +52,10 @@ def simulation(
         attention_backward_ns=2 * attention,
         exchange_forward_ns=np.zeros_like(attention[..., 0]),
         exchange_backward_ns=np.zeros_like(attention[..., 0]),
-        linear={kind: calls(ms * MS) for kind, ms in linear.items()},
+        linear=({kind: calls(ms * MS) for kind, ms in linear.items()},),
         ends=ends or {},
         message=dict.fromkeys(Scope, calls(0.0)),
-        layers=(1,) * spec.num_stages,
+        kind_layers=((1,) * spec.num_stages,),
     )
     return simulator.run(prices)
 

@@ -17,6 +17,7 @@ from wlb.cost.protocol import (
     WorkloadModel,
     exchange_ns,
     rows_of_layer,
+    summaries_ns,
 )
 from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, exchange_of, rank_of_span
 
@@ -129,16 +130,18 @@ def over_gather_ns(
 ) -> tuple[int, int]:
     """How much longer than for a plain all-gather the slowest rank waits for the plan's exchange,
     mostly negative: (forward, backward). Linear work (`ns_per_token`) has the price of an
-    all-gather that nothing hides. num_rows: of `exchange_ns`.
+    all-gather that nothing hides. Summaries of linear layers, which nothing hides, are included.
+    num_rows: of `exchange_ns`.
     """
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
+    summaries = summaries_ns(plan, cost)
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
-        return 0, 0
+        return summaries, summaries
     gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
     forward, backward = (round(float(a.max() - b.max())) for a, b in zip(waits, plain, strict=True))
-    return forward, backward
+    return forward + summaries, backward + summaries
 
 
 def own_keys(plan: ShardingPlan) -> IntArray:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from wlb.cost.flops import delta_rule_flops
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields
 
@@ -34,8 +35,6 @@ LAYER_TYPES = {
     "moe": "none",
 }
 """Kinds of layers by the names that a config.json has for them."""
-CHUNK = 64
-"""Tokens that chunked kernels of gated delta rules compute together."""
 
 
 class Pairs(NamedTuple):
@@ -427,17 +426,8 @@ def _delta_net(config: ConfigFields) -> Mixer:
     projections = config.hidden * (2 * keys + 3 * values + 2 * v_heads)
     kernel, channels = config.whole("linear_conv_kernel_dim"), 2 * keys + values
     summary = v_heads * k_dim * (k_dim + v_dim) + (kernel - 1) * channels
-    flops = 2 * channels * kernel + v_heads * _delta_rule(k_dim, v_dim)
+    flops = 2 * channels * kernel + v_heads * delta_rule_flops(k_dim, v_dim)
     return Mixer(projections, (), flops, summary)
-
-
-def _delta_rule(k_dim: int, v_dim: int) -> int:
-    """Forward FLOPs of a token and head in a chunked gated delta rule.
-
-    Three products with the state of a chunk, and five within a chunk (Yang et al. 2024, Gated Delta
-    Networks, Section 3.3): K K^T, the inverse with values and with keys, Q K^T, and its values.
-    """
-    return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
 
 
 def _kimi_delta(config: ConfigFields) -> Mixer:
@@ -449,7 +439,7 @@ def _kimi_delta(config: ConfigFields) -> Mixer:
     width = heads * dim
     low_rank = 2 * dim * (config.hidden + width)
     projections = config.hidden * (4 * width + heads) + low_rank
-    flops = 6 * width * kernel + heads * _delta_rule(dim, dim)
+    flops = 6 * width * kernel + heads * delta_rule_flops(dim, dim)
     return Mixer(projections, (), flops, 2 * heads * dim * dim + 3 * width * (kernel - 1))
 
 

@@ -41,24 +41,58 @@ def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
         num_kv_heads=model.with_kv_copies(tp).num_kv_heads // tp,
         head_dim=model.head_size,
         ffn_hidden_size=model.active_ffn_size // tp,
+        linear=replace(
+            model.linear,
+            num_value_heads=model.linear.num_value_heads // tp,
+            num_key_heads=max(1, model.linear.num_key_heads // tp),
+        ),
         experts=ExpertsSpec(),
     )
 
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. Experts that compute
-    a token count as one MLP, also for a model with experts in some layers only
-    (`ModelSpec.layer_kinds`)."""
-    hidden, ffn = model.hidden_size, model.active_ffn_size
+    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. A gate of
+    attention's output counts with Q; in a linear layer the gates of output, decay and state count
+    with V. Experts that compute a token count as one MLP, also for a model with experts in some
+    layers only (`ModelSpec.layer_kinds`)."""
+    hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
+    mlp = ((hidden, ffn), (hidden, ffn), (ffn, hidden))
+    if model.is_all_linear:
+        gated = 2 * (linear.value_dim + linear.num_value_heads)
+        keys = (hidden, linear.key_dim)
+        return (keys, keys, (hidden, gated), (linear.value_dim, hidden), *mlp)
+    keys = (hidden, model.kv_dim)
     return (
-        (hidden, model.q_dim),
-        (hidden, model.kv_dim),
-        (hidden, model.kv_dim),
+        (hidden, model.q_dim * (1 + model.attention_gate)),
+        keys,
+        keys,
         (model.q_dim, hidden),
-        (hidden, ffn),
-        (hidden, ffn),
-        (ffn, hidden),
+        *mlp,
     )
+
+
+CHUNK = 64
+"""Tokens that the gated delta rule computes together."""
+
+
+def delta_rule_flops(k_dim: int, v_dim: int) -> int:
+    """Forward FLOPs of a token and head in a chunked gated delta rule.
+
+    Three products with the state of a chunk, and five within a chunk (Yang et al. 2024, Gated Delta
+    Networks, Section 3.3): K K^T, the inverse with values and with keys, Q K^T, and its values.
+    """
+    return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
+
+
+def recurrence_flops(model: ModelSpec) -> int:
+    """Forward FLOPs of one token in a linear layer besides its matrices: its convolution and its
+    gated delta rule; 0 where layers have attention."""
+    linear = model.linear
+    if not model.is_all_linear:
+        return 0
+    convolved = 2 * (2 * linear.key_dim + linear.value_dim) * linear.conv_kernel_dim
+    rule = delta_rule_flops(linear.key_head_dim, linear.value_head_dim)
+    return convolved + linear.num_value_heads * rule
 
 
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
@@ -70,32 +104,47 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     Experts: a token is read once and written K times on its way, and the reverse on its way back,
     in both passes: residuals. A `query_factor` is one more rotation of Q. Norms of Q's and K's
     heads are head_norm, whose narrow rows take another time a byte; of their rows, norm. Adding
-    biases (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals.
+    biases (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals. So are
+    gates of an output (3 and 5 values) and a linear layer's convolution with its SiLU (2 and 3);
+    its norms of queries, keys and outputs are head_norm.
     """
-    hidden, ffn = model.hidden_size, model.active_ffn_size
+    hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
     rotated = model.q_dim + model.kv_dim
     normed = model.norms_per_layer * hidden + rotated * model.qk_norm_rows
     # Multiplying queries by a factor reads and writes as rotating them does.
     rotated += model.q_dim * (model.query_factor() != 1.0)
     biased = (model.q_dim + 2 * model.kv_dim) * model.qkv_bias
+    gated = model.q_dim * model.attention_gate
+    forward, backward = 6 * hidden + 2 * biased + 3 * gated, 6 * hidden + biased + 5 * gated
+    if model.is_all_linear:
+        rotated, normed = 0, model.norms_per_layer * hidden
+        mixed = 2 * linear.key_dim + linear.value_dim
+        forward = 6 * hidden + 2 * mixed + 3 * linear.value_dim
+        backward = 6 * hidden + 3 * mixed + 5 * linear.value_dim
     values = {
         "norm": (2 * normed, 3 * normed),
-        "residual": (6 * hidden + 2 * biased + routed, 6 * hidden + biased + routed),
+        "residual": (forward + routed, backward + routed),
         "rotary": (2 * rotated, 2 * rotated),
         "swiglu": (3 * ffn, 5 * ffn),
         "embedding": (2 * hidden, 3 * hidden),
     }
-    heads = model.q_dim + model.kv_dim
-    return values | ({"head_norm": (2 * heads, 3 * heads)} if model.qk_norm else {})
+    heads = (model.q_dim + model.kv_dim) * model.qk_norm
+    if model.is_all_linear:
+        heads = 2 * linear.key_dim + linear.value_dim
+    return values | ({"head_norm": (2 * heads, 3 * heads)} if heads else {})
 
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     """Calls of each operator of `elementwise_values` a layer and pass."""
     norms, residuals = model.norms_per_layer + 2 * model.qk_norm_rows, 2 + 3 * model.qkv_bias
     rotary = 2 + (model.query_factor() != 1.0)
+    residuals += model.attention_gate
+    if model.is_all_linear:
+        norms, residuals, rotary = model.norms_per_layer, 4, 0
     calls = {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
-    return calls | ({"head_norm": 2} if model.qk_norm else {})
+    narrow = 3 if model.is_all_linear else 2 * model.qk_norm
+    return calls | ({"head_norm": narrow} if narrow else {})
 
 
 PLAIN_TORCH: dict[str, tuple[float, float]] = {
@@ -156,10 +205,11 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
 
 
 def layer_linear_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one token in one layer's matrices, a router's too; backward is twice
-    that."""
-    router = model.hidden_size * model.experts.num
-    return 2 * (router + sum(rows * columns for rows, columns in layer_matrices(model)))
+    """Forward FLOPs of one token in one layer's matrices, a router's too, and in the recurrence of
+    a linear layer; backward is twice that."""
+    router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
+    matrices = sum(rows * columns for rows, columns in layer_matrices(model))
+    return 2 * (router + matrices) + recurrence_flops(model)
 
 
 def head_flops(model: ModelSpec) -> int:
@@ -172,9 +222,8 @@ def head_flops(model: ModelSpec) -> int:
 
 def linear_flops_per_token(model: ModelSpec) -> int:
     """Model FLOPs (forward and backward) of one token outside attention, all layers and head."""
-    with_experts = model.num_expert_layers
-    forward = with_experts * layer_linear_flops(model) + head_flops(model)
-    forward += (model.num_layers - with_experts) * layer_linear_flops(model.dense)
+    of_layers = sum(kind.count * layer_linear_flops(kind.model) for kind in model.layer_kinds)
+    forward = head_flops(model) + of_layers
     return (1 + LINEAR_BACKWARD_FACTOR) * forward
 
 
@@ -192,7 +241,7 @@ def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
     """
     lengths = np.asarray(lengths, np.int64)
     sliding, num_sliding = model.sliding_window, model.num_sliding_layers
-    pairs = causal_pairs(lengths, lengths) * float(model.num_layers - num_sliding)
+    pairs = causal_pairs(lengths, lengths) * float(model.num_full_layers)
     if num_sliding:
         pairs = pairs + causal_pairs(lengths, lengths, sliding=sliding) * float(num_sliding)
     per_pair = 3 * FORWARD_FLOPS_PER_PAIR * model.q_dim

@@ -29,28 +29,30 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What a stage's price depends on; stages with equal ones have equal prices.
+    """What a stage's price depends on; stages with equal ones have equal prices."""
 
-    layers: decoder layers. dense: of these with an MLP, where the model's others have experts.
-    more_sliding: its sliding layers less those of a stage with the model's share, over the model's
-    share of layers that see all keys; 0 where all stages have that share.
-    """
-
-    layers: int
-    dense: int = 0
-    more_sliding: float = 0.0
+    counts: tuple[int, ...]  # layers of each of `ModelSpec.layer_kinds`
+    with_experts: int = 0  # layers with experts
+    # Layers that do not see all keys, sliding or linear ones, less those of a stage with the
+    # model's share, over the model's share of layers that do; 0 where all stages have that share.
+    more_others: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec, stage: int) -> "StageLayers":
         """The layers of one stage of a run."""
         model, layers = spec.model, spec.stage_layers[stage]
-        is_mixed = 0 < model.num_expert_layers < model.num_layers
         more = 0.0
-        if spec.has_uneven_windows:
-            share = model.num_sliding_layers / model.num_layers
-            more = (spec.stage_sliding_layers[stage] - share * layers) / (1 - share)
-        dense = layers - spec.stage_expert_layers[stage] if is_mixed else 0
-        return cls(layers=layers, dense=dense, more_sliding=more)
+        if spec.has_uneven_attention:
+            full = model.num_full_layers / model.num_layers
+            more = (spec.stage_other_layers[stage] - (1 - full) * layers) / full
+        counts = tuple(of_stage[stage] for of_stage in spec.stage_kind_layers)
+        experts = spec.stage_expert_layers[stage]
+        return cls(counts=counts, with_experts=experts, more_others=more)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return sum(self.counts)
 
 
 class LinearPrices(NamedTuple):
@@ -62,9 +64,8 @@ class LinearPrices(NamedTuple):
 
 @lru_cache(maxsize=64)  # about 0.5 ms; telemetry asks for them in every step
 def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
-    """Sums layers with experts and those with an MLP, each at its own price."""
-    kinds = cost.model.layer_kinds
-    counts = (stage.layers,) if len(kinds) == 1 else (stage.layers - stage.dense, stage.dense)
+    """Sums layers of all kinds, each at its own price."""
+    kinds, counts = cost.model.layer_kinds, stage.counts
     per_token, per_call = [0.0, 0.0], [0.0, 0.0]
     for kind, count in zip(kinds, counts, strict=True):
         linear = replace(cost.linear, model=kind.model)
@@ -92,11 +93,11 @@ def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
 def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) -> StageTimes:
     """Prices each micro-batch of `plan` on a stage."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
-    if stage.more_sliding:
-        # Each further sliding layer replaces one of the others, whose time follows from the means
-        # of all layers and of sliding ones.
-        for priced, sign in ((cost.of_sliding_layers, 1), (cost, -1)):
-            more = _of_layers(plan, priced, sign * stage.more_sliding)
+    if stage.more_others:
+        # Each further layer that does not see all keys replaces one that does, whose time follows
+        # from the means of all layers and of those that do not.
+        for priced, sign in ((cost.of_other_layers, 1), (cost, -1)):
+            more = _of_layers(plan, priced, sign * stage.more_others)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]
     tokens = np.array([sharding.num_tokens for sharding in plan.shardings], np.int64)
     linear = [

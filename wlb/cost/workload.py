@@ -3,7 +3,8 @@
 W is the predicted time of one pipeline rank's layers, forward and backward, for a piece of d tokens
 that is spread over the CP group: int64 ns, additive over pieces, 0 for length 0, monotone in d.
 
-- W_a, quadratic in d: the attention kernels (`ProfiledWorkload.attention_ns`). It is the cheaper of
+- W_a, quadratic in d: the attention kernels (`ProfiledWorkload.attention_ns`) of the layers that
+  have attention. It is the cheaper of
   two shardings (Section 5.3): per-document chunks, or the whole piece on one rank in 1 of cp cases.
 - W_l, proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators, TP's
   collectives, an all-gather of CP's keys and values, and what ranks wait for experts' rows. With
@@ -20,13 +21,13 @@ exchange of keys beyond, or short of, a plain all-gather is in `wlb.cost.exposed
 real shards in `wlb.cost.protocol`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 import numpy as np
 
-from wlb.cost.all_to_all import all_to_all_latency_ns, all_to_all_ns
+from wlb.cost.all_to_all import all_to_all_latency_ns, all_to_all_ns, link_bandwidths
 from wlb.cost.expert_rows import RoutedWork, reordered_values, routed_wire_ns, smaller_products_ns
 from wlb.cost.flops import (
     LINEAR_BACKWARD_FACTOR,
@@ -38,6 +39,7 @@ from wlb.cost.flops import (
     head_flops,
     layer_matrices,
     recomputed_work,
+    recurrence_flops,
 )
 from wlb.cost.machine import gpu_power_limit_w, machine_name
 from wlb.cost.monotone import MonotoneTable
@@ -54,6 +56,7 @@ from wlb.cost.profile_file import load_profile, matching_profile
 from wlb.cost.protocol import Transfers, segment_sizes, token_counts, whole_ns
 from wlb.plan import FloatArray, IntArray, IntLike, UserError, check_between
 from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSpec
+from wlb.spec.model import LayerKind
 
 Passes = tuple[float, float]
 """Forward and backward."""
@@ -113,7 +116,7 @@ class ProfiledWorkload:
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
-        q, rest = linear.products_ns(range(1)), linear.products_ns(range(3, 7))
+        q, rest = (linear.products_ns(of, with_attention=True) for of in (range(1), range(3, 7)))
         hiding = Transfers(there=q[0], again=rest[1], back=q[1])
         object.__setattr__(self, "hiding_ns", hiding)
         longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
@@ -163,9 +166,10 @@ class ProfiledWorkload:
         return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
-        """Numbers of layers and their windows, 0 for those that see all keys."""
+        """Numbers of layers with attention and their windows, 0 for those that see all keys."""
         sliding = self.num_layers_per_rank * self.sliding_share
-        both = ((self.num_layers_per_rank - sliding, 0), (sliding, self.model.sliding_window))
+        full = self.num_attention_layers - sliding
+        both = ((full, 0), (sliding, self.model.sliding_window))
         return [(layers, window) for layers, window in both if layers]
 
     # W_l: all else that grows with tokens
@@ -250,7 +254,7 @@ class ProfiledWorkload:
         else:
             there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
             back = self._all_to_all_ns(moved.T, GRADIENT_BYTES)
-        layers = self.num_layers_per_rank
+        layers = self.num_attention_layers
         return Transfers(there=there * layers, again=there * layers, back=back * layers)
 
     def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
@@ -267,8 +271,24 @@ class ProfiledWorkload:
     def products_ns(self, num_tokens: int) -> Transfers:
         """Matrix products of a micro-batch that run while its keys travel (`HiddenExchange`): Q's
         projection in forward; the MLP's and the output projection's backward; Q's backward."""
-        tokens = num_tokens * self.num_layers_per_rank
+        tokens = num_tokens * self.num_attention_layers
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
+
+    # Summaries of linear layers, which W_l does not have
+
+    @property
+    def summary_ns(self) -> float:
+        """Time to move one summary of all linear layers of a pipeline rank (`SummaryPrices`), as if
+        all of them went over the slowest link of the CP group."""
+        cp, tp = self.parallel.cp, self.parallel.tp
+        linear_layers = self.num_layers_per_rank - self.num_attention_layers
+        if not linear_layers or cp == 1:
+            return 0.0
+        links = link_bandwidths(self.profile)
+        is_inside = tp * cp <= self.profile.ranks_per_node
+        bandwidth = links.inside if is_inside else links.between
+        size = GRADIENT_BYTES * self.model.linear.summary_values / tp
+        return size / bandwidth * 1e9 * linear_layers
 
     # The layers and ranks that are priced
 
@@ -288,6 +308,11 @@ class ProfiledWorkload:
         return self.linear.num_layers
 
     @property
+    def num_attention_layers(self) -> float:
+        """Layers with attention of a pipeline rank that has the model's share of them."""
+        return self.num_layers_per_rank * self.model.attention_share
+
+    @property
     def cp_ranks_per_node(self) -> int:
         """CP ranks that follow each other in a node (`HiddenExchange`)."""
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
@@ -303,13 +328,13 @@ class ProfiledWorkload:
         return self.model.num_sliding_layers / self.model.num_layers
 
     @property
-    def of_sliding_layers(self) -> "ProfiledWorkload":
-        """Prices of as many layers whose window slides in all of them."""
-        return _of_sliding_layers(self)
+    def of_other_layers(self) -> "ProfiledWorkload":
+        """Prices of as many layers that do not see all keys: sliding or linear ones."""
+        return _of_other_layers(self)
 
 
 @lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry asks for them in every step
-def _of_sliding_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
+def _of_other_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
     return replace(cost, model=replace(cost.model, full_every=0, full_first=0))
 
 
@@ -353,7 +378,10 @@ class LinearCost:
                 for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
             ),
             "cp_comm": self._kv_wire_ns(
-                2 * self.model.with_kv_copies(parallel.tp).kv_dim / parallel.tp
+                2
+                * self.model.with_kv_copies(parallel.tp).kv_dim
+                / parallel.tp
+                * self.model.attention_share
             ),
         }
         # Experts' rows are put into another order, and ranks wait where nothing hides that.
@@ -388,10 +416,13 @@ class LinearCost:
         )
         return forward, backward, recomputed
 
-    def products_ns(self, matrices: range = range(7)) -> Work:
+    def products_ns(self, matrices: range = range(7), *, with_attention: bool = False) -> Work:
         """Matrix products of one token in the mean layer, of some of `layer_matrices`, with equal
-        rows on all EP ranks."""
-        return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices)))
+        rows on all EP ranks. with_attention: in the mean of the layers that have it."""
+        kinds = self.model.layer_kinds
+        if with_attention:
+            kinds = [kind for kind in kinds if not kind.is_linear] or kinds
+        return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices), kinds))
 
     def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
         """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
@@ -408,12 +439,25 @@ class LinearCost:
             forward += once
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
             recomputed += once * (i in self.recomputed_work.matrices)
+        if model.is_all_linear and 3 in matrices:
+            # The recurrence comes before the output's projection. Nobody has measured it: it is
+            # priced as products of a head's keys and values, whose throughput is low.
+            size = model.linear.key_head_dim * model.linear.value_head_dim
+            work = recurrence_flops(model) / (tp * cp) * 1e-3
+            once = work / float(gemm.forward.at(tokens, np.array([size]))[0])
+            back = work / float(gemm.backward.at(tokens, np.array([size]))[0])
+            forward, backward = forward + once, backward + LINEAR_BACKWARD_FACTOR * back
+            recomputed += once * (3 in self.recomputed_work.matrices)
         return forward, backward, recomputed
 
-    def _mean(self, work_of: Callable[[ModelSpec], Work]) -> Work:
-        """Work of the mean layer, from that of layers with experts and of those with an MLP."""
-        works = [(kind.share, work_of(kind.model)) for kind in self.model.layer_kinds]
-        forward, backward, recomputed = (sum(s * w[i] for s, w in works) for i in range(3))
+    def _mean(
+        self, work_of: Callable[[ModelSpec], Work], kinds: Sequence[LayerKind] | None = None
+    ) -> Work:
+        """Work of the mean layer, or of the mean of some kinds of layers."""
+        kinds = self.model.layer_kinds if kinds is None else kinds
+        works = [(kind.count, work_of(kind.model)) for kind in kinds]
+        layers = sum(count for count, _ in works)
+        forward, backward, recomputed = (sum(n * w[i] for n, w in works) / layers for i in range(3))
         return forward, backward, recomputed
 
     def _in_layer(self, work: Work) -> Work:
@@ -427,7 +471,8 @@ class LinearCost:
     def _elementwise_of(self, model: ModelSpec) -> Work:
         """Element-wise operators of one token in a layer of `model`: bytes over throughput."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
-        calls = elementwise_calls(self.model)
+        calls = elementwise_calls(model)
+        work = self.recomputed or recomputed_work(model, self.recompute)
         forward = backward = recomputed = 0.0
         of_all_ranks = elementwise_values(model.with_kv_copies(self.parallel.tp))
         for op, values in of_all_ranks.items():
@@ -437,7 +482,7 @@ class LinearCost:
                 once = values[0] * more[0] * size / cost.forward_bytes_per_s * 1e9
                 forward += once
                 backward += values[1] * more[1] * size / cost.backward_bytes_per_s * 1e9
-                recomputed += once * self.recomputed_work.calls.get(op, 0) / calls[op]
+                recomputed += once * work.calls.get(op, 0) / calls[op]
         return forward, backward, recomputed
 
     # W_l: collectives of TP, and of CP's keys and values
@@ -539,11 +584,8 @@ class LinearCost:
         # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
         # proportion to its matrix products.
         backward += forward * len(work.matrices) / len(layer_matrices(self.model))
-        for op, calls in elementwise_calls(self.model).items():
-            cost = profile.elementwise_of(Elementwise(op))
-            forward += calls * cost.forward_call_ns
-            backward += calls * cost.backward_call_ns
-            backward += work.calls.get(op, 0) * cost.forward_call_ns
+        elementwise = self._mean(self._elementwise_calls_of)
+        forward, backward = forward + elementwise[0], backward + sum(elementwise[1:])
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
         for op, tp_calls, cp_calls in (
             # Backward gathers K and V once: recomputed attention keeps what it gathers.
@@ -552,12 +594,29 @@ class LinearCost:
         ):
             tp_alpha = profile.collective(op, span_ranks=tp).alpha_ns * (tp > 1)
             cp_alpha = profile.collective(op, span_ranks=tp * cp).alpha_ns * (cp > 1)
+            cp_alpha *= self.model.attention_share
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
+        # Two all-to-alls a linear layer: latest rows, and summaries.
+        exchanges = 2 * (1 - self.model.attention_share) * (cp > 1)
+        latency = exchanges * all_to_all_latency_ns(profile, span_ranks=tp * cp)
+        forward += latency
+        backward += latency * (1 + work.attention)
         if self.parallel.ep > 1:
             more = [ns * self._routed_share for ns in self._stage_call_ns()]
             forward, backward = forward + more[0], backward + more[1]
         return forward * self.num_layers, backward * self.num_layers
+
+    def _elementwise_calls_of(self, model: ModelSpec) -> Work:
+        """Constant costs a micro-batch of the element-wise operators in a layer of `model`."""
+        work = self.recomputed or recomputed_work(model, self.recompute)
+        forward = backward = recomputed = 0.0
+        for op, calls in elementwise_calls(model).items():
+            cost = self.profile.elementwise_of(Elementwise(op))
+            forward += calls * cost.forward_call_ns
+            backward += calls * cost.backward_call_ns
+            recomputed += work.calls.get(op, 0) * cost.forward_call_ns
+        return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
         """Constant cost a micro-batch of the exchange in a layer with experts: latency of

@@ -18,12 +18,8 @@ def experts_of_layer(spec: RunSpec) -> int:
 def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
     """Of each kind of layer (`ModelSpec.layer_kinds`), `spec` with such layers alone, by which a
     layer's sizes are computed, and how many of them each stage has."""
-    routed = spec.stage_expert_layers
-    dense = tuple(n - r for n, r in zip(spec.stage_layers, routed, strict=True))
-    return [
-        (replace(spec, model=kind.model), routed if kind.has_experts else dense)
-        for kind in spec.model.layer_kinds
-    ]
+    kinds = [replace(spec, model=kind.model) for kind in spec.model.layer_kinds]
+    return list(zip(kinds, spec.stage_kind_layers, strict=True))
 
 
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:

@@ -6,6 +6,7 @@ from wlb.model.elementwise import rotate as rotate
 from wlb.model.expert_layer import ExpertRows as ExpertRows
 from wlb.model.llama import Attend as Attend
 from wlb.model.llama import LayerRows as LayerRows
+from wlb.model.llama import LinearRows as LinearRows
 from wlb.model.llama import Llama as Llama
 from wlb.model.llama import LocalAttend as LocalAttend
 from wlb.model.llama import Ops as Ops

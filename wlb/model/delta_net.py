@@ -8,33 +8,15 @@ Where context parallelism cuts a document, a span needs what is before it: the l
 convolution, and then the state. `Before` brings both; without it, spans are whole documents.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import conv1d, rms_norm, silu, softplus
 
-from wlb.model.delta_rule import SpanLayout, Summary, chunks_of, outputs_of, summaries_of
-
-
-class DeltaNetShape(NamedTuple):
-    """Sizes of a layer, as a Hugging Face config.json names them with `linear_` in front."""
-
-    hidden_size: int
-    num_key_heads: int
-    num_value_heads: int  # a multiple of the key heads
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel_dim: int = 4
-    norm_eps: float = 1e-6
-
-    @property
-    def key_dim(self) -> int:
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.num_value_heads * self.value_head_dim
+from wlb.model.delta_rule import Chunks, SpanLayout, chunks_of, outputs_of
+from wlb.plan import digest
+from wlb.spec import ModelSpec
 
 
 class Before(Protocol):
@@ -45,32 +27,34 @@ class Before(Protocol):
         where there are none."""
         ...
 
-    def states(self, made: Summary) -> Tensor:
-        """The state before each span, from the summaries of all, shape [S, H, K, V]."""
+    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
+        """The state before each span, shape [S, H, K, V]. Makes the summaries that are needed."""
         ...
 
 
 class GatedDeltaNet(nn.Module):
-    """The layer. Projections are apart by head, so that tensor parallelism can divide them."""
+    """The layer. Projections are apart by head, so that tensor parallelism can divide them.
 
-    def __init__(self, shape: DeltaNetShape) -> None:
+    ops: How layers with weights are applied (`wlb.model.llama.Ops`).
+    """
+
+    def __init__(self, spec: ModelSpec, ops: Any) -> None:
         super().__init__()
-        self.shape = shape
-        hidden, keys, values = shape.hidden_size, shape.key_dim, shape.value_dim
+        self.spec, self.ops = spec.linear, ops
+        hidden, keys, values = spec.hidden_size, self.spec.key_dim, self.spec.value_dim
+        heads, kernel = self.spec.num_value_heads, self.spec.conv_kernel_dim
         self.q_proj = nn.Linear(hidden, keys, bias=False)
         self.k_proj = nn.Linear(hidden, keys, bias=False)
         self.v_proj = nn.Linear(hidden, values, bias=False)
         self.z_proj = nn.Linear(hidden, values, bias=False)
-        self.a_proj = nn.Linear(hidden, shape.num_value_heads, bias=False)
-        self.b_proj = nn.Linear(hidden, shape.num_value_heads, bias=False)
-        kernel = shape.conv_kernel_dim
-        self.q_conv, self.k_conv, self.v_conv = (
-            nn.Parameter(torch.empty(size, kernel).uniform_(-1, 1) / kernel**0.5)
-            for size in (keys, keys, values)
-        )
-        self.A_log = nn.Parameter(torch.empty(shape.num_value_heads).uniform_(0.01, 16).log())
-        self.dt_bias = nn.Parameter(torch.ones(shape.num_value_heads))
-        self.norm = nn.Parameter(torch.ones(shape.value_head_dim))
+        self.a_proj = nn.Linear(hidden, heads, bias=False)
+        self.b_proj = nn.Linear(hidden, heads, bias=False)
+        self.q_conv = nn.Parameter(torch.empty(keys, kernel))
+        self.k_conv = nn.Parameter(torch.empty(keys, kernel))
+        self.v_conv = nn.Parameter(torch.empty(values, kernel))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm = nn.RMSNorm(self.spec.value_head_dim, eps=spec.norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x_TC: Tensor, layout: SpanLayout, before: Before | None = None) -> Tensor:
@@ -81,31 +65,34 @@ class GatedDeltaNet(nn.Module):
             layout: Of the spans.
             before: What spans find before them; None: nothing, as whole documents do.
         """
-        shape, rows = self.shape, x_TC.shape[0]
+        own, linears = self.ops.own, (self.q_proj, self.k_proj, self.v_proj)
+        linears = (*linears, self.z_proj, self.a_proj, self.b_proj)
+        q, k, v, z, a, b = self.ops.fan_out(x_TC, *linears)
+        # A TP rank has some of the heads.
+        widths = [q.shape[1], k.shape[1], v.shape[1]]
         # Queries, keys and values of a token also read the latest tokens.
-        mixed = torch.cat([self.q_proj(x_TC), self.k_proj(x_TC), self.v_proj(x_TC)], -1)
-        weights = torch.cat([self.q_conv, self.k_conv, self.v_conv])
-        mixed = silu(self._convolved(mixed, weights, layout, before))
-        sizes = [shape.key_dim, shape.key_dim, shape.value_dim]
+        weights = torch.cat([own(self.q_conv), own(self.k_conv), own(self.v_conv)])
+        mixed = silu(self._convolved(torch.cat([q, k, v], -1), weights, layout, before))
         # The recurrence is computed in float32 at least.
-        exact = torch.promote_types(x_TC.dtype, torch.float32)
-        q, k, v = (x.to(exact) for x in mixed.split(sizes, -1))
-        q, k = (x.view(rows, shape.num_key_heads, shape.key_head_dim) for x in (q, k))
-        v = v.view(rows, shape.num_value_heads, shape.value_head_dim)
-        q, k = (
-            _unit(x).repeat_interleave(shape.num_value_heads // shape.num_key_heads, 1)
-            for x in (q, k)
+        exact = torch.promote_types(mixed.dtype, torch.float32)
+        q, k, v = (x.to(exact) for x in mixed.split(widths, -1))
+        key_dim, copies = (
+            self.spec.key_head_dim,
+            self.spec.num_value_heads // self.spec.num_key_heads,
         )
-        beta = self.b_proj(x_TC).sigmoid().to(exact)
-        step = softplus(self.a_proj(x_TC).to(exact) + self.dt_bias)
-        g = -self.A_log.to(exact).exp() * step
-        chunks = chunks_of(q * shape.key_head_dim**-0.5, k, v, g, beta, layout)
-        state = None if before is None else before.states(summaries_of(chunks, layout))
+        q, k = (_unit(_heads(x, key_dim)).repeat_interleave(copies, 1) for x in (q, k))
+        v = _heads(v, self.spec.value_head_dim)
+        beta = b.sigmoid().to(exact)
+        step = softplus(a.to(exact) + own(self.dt_bias))
+        g = -own(self.A_log).to(exact).exp() * step
+        chunks = chunks_of(q * key_dim**-0.5, k, v, g, beta, layout)
+        state = None if before is None else before.states(chunks, layout)
         out = outputs_of(chunks, layout, state)
         # RMSNorm of each head, then the gate.
-        normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + shape.norm_eps)
-        gate = silu(self.z_proj(x_TC).to(exact)).view_as(out)
-        return self.o_proj((self.norm * normed.to(x_TC.dtype) * gate).to(x_TC.dtype).flatten(1))
+        normed = rms_norm(out, self.norm.normalized_shape, eps=self.norm.eps)
+        gate = silu(z.to(exact)).view_as(out)
+        gated = own(self.norm.weight) * normed.to(x_TC.dtype) * gate
+        return self.ops.fan_in(gated.to(x_TC.dtype).flatten(1), self.o_proj)
 
     def _convolved(
         self, rows_TD: Tensor, weights_DL: Tensor, layout: SpanLayout, before: Before | None
@@ -130,6 +117,31 @@ class GatedDeltaNet(nn.Module):
         return torch.cat(kept)
 
 
+def _heads(rows_TF: Tensor, size: int) -> Tensor:
+    return rows_TF.unflatten(-1, (rows_TF.shape[-1] // size, size))
+
+
 def _unit(rows: Tensor) -> Tensor:
     """Heads of unit length; the small constant is that of the families' own code."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def initial_delta_net(name: str, shape: torch.Size, seed: int) -> Tensor | None:
+    """The initial value of a parameter of a linear layer that is no projection, as transformers
+    has it; None for other parameters.
+
+    Rates of decay are drawn from [0, 16], as logarithms; convolutions as torch's own are.
+    """
+    if ".linear_attn." not in f".{name}":
+        return None
+    generator = torch.Generator().manual_seed(digest(name, seed))
+    match name.rpartition("linear_attn.")[-1]:
+        case "A_log":
+            return torch.empty(shape).uniform_(1e-3, 16, generator=generator).log()
+        case "dt_bias" | "norm.weight":
+            return torch.ones(shape)
+        case "q_conv" | "k_conv" | "v_conv":
+            bound = shape[1] ** -0.5
+            return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        case _:
+            return None

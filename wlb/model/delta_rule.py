@@ -66,12 +66,41 @@ class SpanLayout(NamedTuple):
     def num_chunks(self) -> int:
         return sum(self.sizes)
 
+    def members(self, spans: np.ndarray) -> "SpanMembers":
+        """The chunks of some spans, whose numbers must ascend."""
+        device = self.slots_T.device
+        chunks = -(-np.array(self.lengths, np.int64)[spans] // CHUNK)
+        all_chunks = -(-np.array(self.lengths, np.int64) // CHUNK)
+        steps: list[np.ndarray] = []
+        at: list[np.ndarray] = []
+        done = 0
+        for step, size in enumerate(self.sizes):
+            steps.append(np.flatnonzero(chunks > step))
+            of_step = np.flatnonzero(all_chunks > step)
+            at.append(done + np.searchsorted(of_step, spans[steps[-1]]))
+            done += size
+        return SpanMembers(
+            count=spans.size,
+            chunks=_index(np.concatenate([np.zeros(0, np.int64), *at]), device),
+            steps=tuple(_index(members, device) for members in steps),
+            sizes=tuple(members.size for members in steps),
+        )
+
     def chunked(self, rows_T: Tensor) -> Tensor:
         """Rows of tokens [T, H, ...] in their chunks [N, H, C, ...], zeros behind a span's end."""
         shape = rows_T.shape[1:]
         places = rows_T.new_zeros(self.num_chunks * CHUNK, *shape)
         placed = places.index_copy(0, self.slots_T, rows_T)
         return placed.view(self.num_chunks, CHUNK, *shape).transpose(1, 2)
+
+
+class SpanMembers(NamedTuple):
+    """Some spans of a layout, numbered from 0, and where their chunks are."""
+
+    count: int  # spans
+    chunks: Tensor  # of the layout's chunks, step by step
+    steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
+    sizes: tuple[int, ...]  # and how many they are
 
 
 class Summary(NamedTuple):
@@ -95,9 +124,12 @@ class Chunks(NamedTuple):
     to_end_NHCK: Tensor  # K~
     decay_NH: Tensor  # exp(G_C)
 
-    def steps(self, layout: SpanLayout) -> Iterator["Chunks"]:
-        """The chunks of each step."""
-        parts = (x.split(list(layout.sizes)) for x in self)
+    def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
+        """The chunks of each step of all spans, or of some."""
+        chunks = self
+        if isinstance(of, SpanMembers):
+            chunks = Chunks(*(x.index_select(0, of.chunks) for x in self))
+        parts = (x.split(list(of.sizes)) for x in chunks)
         return (Chunks(*of_step) for of_step in zip(*parts, strict=True))
 
     def after(self, state_NHKV: Tensor, *, values: bool = True) -> Tensor:
@@ -122,14 +154,16 @@ def chunks_of(
         layout: Of the rows' spans.
     """
     q, k, v, g, beta = (layout.chunked(x) for x in (q_THK, k_THK, v_THV, g_TH, beta_TH))
-    # Decay from token j to token i of a chunk, for j <= i; above the diagonal it may overflow.
+    # Decay from token j to token i of a chunk, for j <= i; above the diagonal it may overflow. That
+    # of a token to itself is 1 whatever g is: gradients that cancel would leave rounding alone.
     summed = g.cumsum(-1)
     between = summed[..., :, None] - summed[..., None, :]
-    below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril()
-    decay = between.masked_fill(~below, float("-inf")).exp()
+    below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
+    eye = torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+    decay = between.masked_fill(~below, float("-inf")).exp() + eye
     # (I + A) [U, W] = beta [V, exp(G) K]; A is strictly below the diagonal.
     system = ((beta[..., None] * k) @ k.transpose(-1, -2) * decay).tril(-1)
-    system = system + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+    system = system + eye
     right = beta[..., None] * torch.cat([v, summed.exp()[..., None] * k], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
@@ -145,13 +179,15 @@ def chunks_of(
     )
 
 
-def summaries_of(chunks: Chunks, layout: SpanLayout) -> Summary:
-    """The summary of each span; of one without tokens: the state stays."""
-    shape = (len(layout.lengths), *chunks.keys_NHCK.shape[1::2])
+def summaries_of(chunks: Chunks, members: SpanMembers) -> Summary:
+    """The summaries of some spans; of one without tokens: the state stays."""
+    shape = (members.count, *chunks.keys_NHCK.shape[1::2])
     eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
     transition = eye.expand(*shape, shape[-1])
     state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
-    for spans, of_step in zip(layout.steps, chunks.steps(layout), strict=False):
+    # Part of the graph also where there are none, so that all ranks have the same backward pass.
+    state = state + chunks.values_NHCV[:0].sum()
+    for spans, of_step in zip(members.steps, chunks.steps(members), strict=False):
         changed = of_step.after(transition.index_select(0, spans), values=False)
         transition = transition.index_copy(0, spans, changed)
         state = state.index_copy(0, spans, of_step.after(state.index_select(0, spans)))

@@ -79,11 +79,12 @@ def inverse_frequencies(
     spec: ModelSpec, device: torch.device | str = "cpu", *, slides: bool = False
 ) -> Tensor:
     """Angle per position for each pair of channels, float32, shape [D / 2]: rotary embedding in
-    Hugging Face's layout (rotate-half). slides: of layers with a sliding window."""
-    steps = torch.arange(0, spec.head_size, 2, dtype=torch.float64, device=device)
+    Hugging Face's layout (rotate-half). slides: of layers with a sliding window. D: the channels of
+    a head that are rotated."""
+    steps = torch.arange(0, spec.rotated_size, 2, dtype=torch.float64, device=device)
     if slides and spec.sliding_rope_theta:
-        return (spec.sliding_rope_theta ** (-steps / spec.head_size)).float()
-    frequency = spec.rope_theta ** (-steps / spec.head_size)
+        return (spec.sliding_rope_theta ** (-steps / spec.rotated_size)).float()
+    frequency = spec.rope_theta ** (-steps / spec.rotated_size)
     return _scaled(frequency, spec.rope_theta, spec.rope_scaling).float()
 
 
@@ -135,7 +136,12 @@ def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32. fused: in one kernel."""
+    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32, where cos and sin have D/2
+    columns; further channels of a head stay. fused: in one kernel."""
+    rotated = 2 * cos.shape[-1]
+    if rotated < x_THD.shape[-1]:
+        turned = rotate(x_THD[..., :rotated].contiguous(), cos, sin, fused=fused)
+        return torch.cat([turned, x_THD[..., rotated:]], -1)
     if fused:
         return fused_rotate(x_THD, cos, sin, False)
     first, second = x_THD.float().chunk(2, -1)

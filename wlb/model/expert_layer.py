@@ -228,6 +228,9 @@ class MixtureMlp(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Any, shared: nn.Module | None) -> None:
         super().__init__()
         self.spec, self.ops = spec.experts, ops
+        self.shared_expert_gate: nn.Linear | None = None
+        if spec.experts.shared_gate:
+            self.shared_expert_gate = nn.Linear(spec.hidden_size, 1, bias=False)
         self.gate = nn.Linear(spec.hidden_size, self.spec.num, bias=False)
         self.experts = GroupedMlp(self.spec, spec.hidden_size)
         self.shared_experts = shared
@@ -247,12 +250,20 @@ class MixtureMlp(nn.Module):
             rows.counts[self] = way.counts_E
         # Work that needs no numbers of rows is issued before the host waits for them (`begin`).
         under_way: Any = _Spread.apply(way, x_TC[:num], scores_TK)
-        shared_TC = None if self.shared_experts is None else self.shared_experts(x_TC)
+        shared_TC = None if self.shared_experts is None else self._shared(x_TC)
         way.begin()
         under_way = self.experts(under_way, way, needs_outputs=self._needs_outputs)
         out_TC: Any = _Gather.apply(way, self.spec.per_token, x_TC.shape[1], under_way)
         out_TC = pad(out_TC, (0, 0, 0, x_TC.shape[0] - num))
         return out_TC if shared_TC is None else out_TC + shared_TC
+
+    def _shared(self, x_TC: Tensor) -> Tensor:
+        """What shared experts give, times the token's gate."""
+        assert self.shared_experts is not None
+        made_TC = self.shared_experts(x_TC)
+        if self.shared_expert_gate is None:
+            return made_TC
+        return linear(x_TC, self.ops.weight(self.shared_expert_gate)).sigmoid() * made_TC
 
     def _choose(self, x_TC: Tensor, rows: ExpertRows | None) -> tuple[Way, Tensor]:
         """The way of x's rows to their experts, and their scores, [T, K]."""

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from wlb.model.delta_net import Before, GatedDeltaNet, initial_delta_net
+from wlb.model.delta_rule import SpanLayout
 from wlb.model.elementwise import gated, norm_of, normalise, rotate
 from wlb.model.expert_layer import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
@@ -67,20 +69,25 @@ class LayerRows(NamedTuple):
     attend: Attend
 
 
+class LinearRows(NamedTuple):
+    """What linear layers take of a micro-batch."""
+
+    layout: SpanLayout  # of the rows: spans of documents
+    before: Before | None  # what spans find before them; None: nothing, they are whole documents
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides tokens or hidden states. cos, sin, attend: of layers that
-    see all keys. labels: [T], on the last stage alone. loss_scale: factor of the summed loss that
-    it returns. sliding: what layers with a sliding window take instead. experts: of a model with
-    experts; None routes padding too."""
+    """Inputs of a forward pass besides tokens or hidden states."""
 
-    cos: Tensor
+    cos: Tensor  # as in `LayerRows`, of layers that see all keys
     sin: Tensor
     attend: Attend
-    labels: Tensor | None = None
-    loss_scale: float = 1.0
-    experts: ExpertRows | None = None
-    sliding: LayerRows | None = None
+    labels: Tensor | None = None  # shape [T], on the last stage alone
+    loss_scale: float = 1.0  # factor of the summed loss that the last stage returns
+    experts: ExpertRows | None = None  # of a model with experts; None routes padding too
+    sliding: LayerRows | None = None  # what layers with a sliding window take instead
+    linear: LinearRows | None = None  # what linear layers take
 
     def of(self, *, slides: bool) -> LayerRows:
         """What a layer takes."""
@@ -117,7 +124,11 @@ class Ops:
 
     def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
         """This process's part of a weight, as a plain tensor."""
-        return module.weight
+        return self.own(module.weight)
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """This process's part of a parameter, as a plain tensor."""
+        return parameter
 
 
 class Attention(nn.Module):
@@ -125,7 +136,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
         self.query_factor = spec.query_factor(slides=slides)
-        self.q_proj = nn.Linear(spec.hidden_size, spec.q_dim, bias=spec.qkv_bias)
+        self.has_gate = spec.attention_gate
+        # With a gate, it gives the queries of each head and then that head's gate.
+        columns = spec.q_dim * (1 + spec.attention_gate)
+        self.q_proj = nn.Linear(spec.hidden_size, columns, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.v_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
         self.o_proj = nn.Linear(spec.q_dim, spec.hidden_size, bias=False)
@@ -135,16 +149,27 @@ class Attention(nn.Module):
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
         """The residual branch, and the last argument of `Attend.add`."""
         # The projections are passed without names, so that they are freed when the call returns.
-        out_THD, attended = rows.attend.attend(*self._project(x_TC, rows))
+        gates: list[Tensor] = []
+        out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))
+        for gate_THD in gates:
+            out_THD = out_THD * gate_THD.sigmoid()
         return self.ops.fan_in(out_THD.flatten(1), self.o_proj), attended
 
-    def _project(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """q, k, v and the gather of k and v, which runs while q is computed."""
+    def _project(
+        self, x_TC: Tensor, rows: LayerRows, gates: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """q, k, v and the gather of k and v, which runs while q is computed. The output's gate, if
+        there is one, is added to `gates`."""
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
         v_TGD = self._heads(next(projected))
         begun = rows.attend.begin(k_TGD, v_TGD)
-        q_THD = self._rotated(next(projected), rows, self.q_norm)
+        q_TF = next(projected)
+        if self.has_gate:
+            q_THD, gate_THD = q_TF.unflatten(-1, (-1, 2, self.head_size)).unbind(-2)
+            q_TF = q_THD.flatten(1)
+            gates.append(gate_THD)
+        q_THD = self._rotated(q_TF, rows, self.q_norm)
         if self.query_factor != 1.0:
             q_THD = q_THD * self.query_factor
         return q_THD, k_TGD, v_TGD, begun
@@ -185,15 +210,24 @@ class Mlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """slides: its window of keys slides (`ModelSpec.slides`). has_experts: instead of an MLP."""
+    """slides: its window of keys slides (`ModelSpec.slides`). has_experts: instead of an MLP.
+    is_linear: a gated delta net instead of attention."""
 
     def __init__(
-        self, spec: ModelSpec, ops: Ops, *, slides: bool = False, has_experts: bool = False
+        self,
+        spec: ModelSpec,
+        ops: Ops,
+        *,
+        slides: bool = False,
+        has_experts: bool = False,
+        is_linear: bool = False,
     ) -> None:
         super().__init__()
         self.ops, self.slides, self.has_experts = ops, slides, has_experts
         self.input_layernorm = norm_of(spec, spec.hidden_size)
-        self.self_attn = Attention(spec, ops, slides=slides)
+        # Hugging Face's names, of which a layer has one.
+        self.self_attn = None if is_linear else Attention(spec, ops, slides=slides)
+        self.linear_attn = GatedDeltaNet(spec, ops) if is_linear else None
         # Gemma has a norm of this name behind attention, LLaMA before the MLP.
         self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
         self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
@@ -207,16 +241,23 @@ class DecoderLayer(nn.Module):
         branch_TC = self.second_half(x_TC, rows.experts)
         if self.post_feedforward_layernorm is not None:
             branch_TC = self.ops.norm(self.post_feedforward_layernorm, branch_TC)
+        if self.self_attn is None:
+            return x_TC + branch_TC
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
         """x and attention's branch, and the last argument of `Attend.add`. ends: add them by
         `Attend.add`, so that backward exchanges k and v again from here on; then that is None."""
-        mine = rows.of(slides=self.slides)
-        branch_TC, attended = self.self_attn(self.ops.norm(self.input_layernorm, x_TC), mine)
+        mine, normed_TC = rows.of(slides=self.slides), self.ops.norm(self.input_layernorm, x_TC)
+        if self.self_attn is not None:
+            branch_TC, attended = self.self_attn(normed_TC, mine)
+        else:
+            assert self.linear_attn is not None
+            assert rows.linear is not None, "the model has linear layers"
+            branch_TC, attended = self.linear_attn(normed_TC, *rows.linear), None
         if self.pre_feedforward_layernorm is not None:
             branch_TC = self.ops.norm(self.post_attention_layernorm, branch_TC)
-        if ends:
+        if ends and self.self_attn is not None:
             return mine.attend.add(x_TC, branch_TC, attended), None
         return x_TC + branch_TC, attended
 
@@ -249,8 +290,13 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(*size) if is_first else None
         self.layers = nn.ModuleDict()
         for i in layers:
-            kind = {"slides": spec.slides(i), "has_experts": spec.has_experts(i)}
-            self.layers[str(i)] = DecoderLayer(spec, ops, **kind)
+            self.layers[str(i)] = DecoderLayer(
+                spec,
+                ops,
+                slides=spec.slides(i),
+                has_experts=spec.has_experts(i),
+                is_linear=spec.is_linear(i),
+            )
         self.norm = norm_of(spec, spec.hidden_size) if is_last else None
         self.embedding_scale = spec.hidden_size**0.5 if spec.scaled_embeddings else 1.0
 
@@ -334,8 +380,10 @@ def initial_weight(
     Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
     from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
     if they end a residual branch (GPT-2); norms are one (as weights around zero: zero), biases
-    zero, a tied head the embedding.
+    zero, a tied head the embedding. Linear layers have their own (`initial_delta_net`).
     """
+    if (made := initial_delta_net(name, shape, seed)) is not None:
+        return made
     if len(shape) == 3:
         return initial_experts(
             name, shape, first_expert, seed, lambda n, s, k: initial_weight(n, s, spec, seed=k)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from wlb.kernels import Scores, Segments, attend
 from wlb.model.elementwise import inverse_frequencies, rope_tables
-from wlb.model.llama import LayerRows, LocalAttend, Rows
+from wlb.model.delta_rule import SpanLayout
+from wlb.model.llama import LayerRows, LinearRows, LocalAttend, Rows
 from wlb.plan import IntArray
 from wlb.spec import ModelSpec
 
@@ -37,5 +38,10 @@ def local_rows(
         tables = rope_tables(positions, inverse_frequencies(spec, device, slides=slides))
         return LayerRows(*tables, LocalAttend(call))
 
-    full, sliding = of(slides=False), of(slides=True) if spec.num_sliding_layers else None
-    return Rows(**full._asdict(), labels=labels, loss_scale=loss_scale, sliding=sliding)
+    return Rows(
+        **of(slides=False)._asdict(),
+        labels=labels,
+        loss_scale=loss_scale,
+        sliding=of(slides=True) if spec.num_sliding_layers else None,
+        linear=LinearRows(SpanLayout.of(lengths, device), None) if spec.num_linear_layers else None,
+    )

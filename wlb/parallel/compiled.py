@@ -2,10 +2,12 @@
 
 Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
 kernels are custom ops. Of a layer with experts attention's half is compiled, because the host reads
-how many rows each rank gets. Lengths are the only symbolic sizes. A run has a graph for training,
-one for evaluation, of each kind of layer (with experts, with an MLP); one more if a rank can hold a
-single row (torch specialises on size 1), and if FSDP's hooks pass views between layers. No CUDA
-graphs, recorded per length. Not for zero-bubble: its weight queue outlives compiled code's memory.
+how many rows each rank gets; of a linear layer the MLP, because the steps of its recurrence are as
+many as the longest document has chunks. Lengths are the only symbolic sizes. A run has a graph for
+training, one for evaluation, of each kind of layer (with experts, with an MLP, linear); one more if
+a rank can hold a single row (torch specialises on size 1), and if FSDP's hooks pass views between
+layers. No CUDA graphs, recorded per length. Not for zero-bubble: its weight queue outlives compiled
+code's memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +31,11 @@ collectives past each other."""
 def compile_layers(stage: Llama, backend: str) -> None:
     """Have torch.compile compile each layer of `stage`, in place, at its first call."""
     for layer in stage.model.layers.values():
-        if isinstance(layer.mlp, MixtureMlp):
+        has_experts = isinstance(layer.mlp, MixtureMlp)
+        if layer.linear_attn is not None:
+            if not has_experts:
+                _compile_mlp(layer, backend)
+        elif has_experts:
             _compile_attention(layer, backend)
         else:
             _compile_whole(layer, backend)
@@ -61,20 +67,44 @@ def _compile_attention(layer: Any, backend: str) -> None:
     layer.first_half = lambda x_TC, rows: (run(x_TC, rows), None)
 
 
+def _compile_mlp(layer: Any, backend: str) -> None:
+    second_half = layer.second_half
+
+    # As in `_compile_whole`, each layer that differs has a function of its own.
+    def mlp(x_TC: Tensor) -> Tensor:
+        return second_half(x_TC)
+
+    compiled = _traced(mlp, backend)
+
+    def call(x_TC: Tensor, experts: None = None) -> Tensor:
+        _mark_residual(x_TC)
+        return compiled(x_TC)
+
+    layer.second_half = call
+
+
+def _traced(function: Any, backend: str) -> Any:
+    return torch.compile(
+        function, backend=backend, dynamic=True, fullgraph=True, options=_OPTIONS.get(backend)
+    )
+
+
+def _mark_residual(x_TC: Tensor) -> None:
+    """Otherwise torch specialises on a number of rows that happens to equal the model's width."""
+    base = x_TC._base  # FSDP's hooks pass views of the residual stream.
+    for residual in [x_TC] if base is None else [x_TC, base]:
+        maybe_mark_dynamic(residual, 0)
+        mark_static(residual, 1)
+
+
 def _compiled(
     layer: Any, traced: Callable[[Tensor, Rows], Tensor], backend: str
 ) -> Callable[[Tensor, Rows], Tensor]:
     """`traced`, a part of `layer` that begins with it, compiled."""
-    compiled = torch.compile(
-        traced, backend=backend, dynamic=True, fullgraph=True, options=_OPTIONS.get(backend)
-    )
+    compiled = _traced(traced, backend)
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
-        # Otherwise torch specialises on a number of rows that happens to equal the model's width.
-        base = x_TC._base  # FSDP's hooks pass views of the residual stream.
-        for residual in [x_TC] if base is None else [x_TC, base]:
-            maybe_mark_dynamic(residual, 0)
-            mark_static(residual, 1)
+        _mark_residual(x_TC)
         # The tables are marked here rather than by the thread that makes them, because mark_static
         # has another meaning while this thread compiles.
         cos, sin, _ = rows.of(slides=layer.slides)

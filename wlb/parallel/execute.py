@@ -18,6 +18,7 @@ from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context.attention import ContextAttention, HeadShape
 from wlb.parallel.context.exchange import to_device
+from wlb.parallel.context.linear import linear_rows
 from wlb.parallel.context.rows import RankExchange, rank_exchange
 from wlb.parallel.data import finish_gradients
 from wlb.parallel.expert_parallel import add_up_loads
@@ -26,7 +27,7 @@ from wlb.parallel.observe import Part, Pass, Progress, Timer, Watchers, watch_en
 from wlb.parallel.pipeline import Pipeline, VarLenStage
 from wlb.parallel.rows import TokenReader, rank_labels, rank_tokens
 from wlb.parallel.tied import add_tied_gradients, without_copy
-from wlb.plan import PipelinePlan, exchange_of
+from wlb.plan import PipelinePlan, exchange_of, rank_summaries
 from wlb.spec import Recompute, RunSpec
 
 
@@ -220,12 +221,18 @@ class Executor:
             for slides, attention in attentions.items()
         }
         tables = [table for pair in made_tables.values() for table in pair]
+        linear, of_linear = None, list[Tensor]()
+        if self.spec.model.num_linear_layers:
+            latest = self.spec.model.linear.latest
+            spans = rank_summaries(sharding, cp_rank, latest=latest)
+            linear, of_linear = linear_rows(spans, local, self._cp_group, self.mesh.device)
         # If all layers slide, fields for the others hold the same values, and nothing reads them.
         rows = Rows(
             **of_kind[self._kinds[0]]._asdict(),
             labels=on_device.get("labels"),
             loss_scale=loss_scale,
             sliding=of_kind.get(True),
+            linear=linear,
             experts=self._expert_rows(plan, i) if self.spec.model.experts.num else None,
         )
         indices = [index for made in attentions.values() for index in made.indices]
@@ -234,7 +241,7 @@ class Executor:
         if made.tokens is not None:
             made.tokens.append(on_device["tokens"])
         made.rows.append(rows)
-        made.tensors.extend([*on_device.values(), *tables, *indices])
+        made.tensors.extend([*on_device.values(), *tables, *indices, *of_linear])
 
     def _attention(
         self, index: RankExchange, on_device: dict[str, Tensor], *, slides: bool

@@ -62,6 +62,11 @@ def placement(name: str, mesh: Mesh) -> TpPlacement:
     projections to K and V, which its neighbours in `kv_copy` have too.
     """
     module, tp = name.split(".")[-2], mesh.device_mesh["tp"]
+    if ".linear_attn." in name:
+        # Heads are divided: rows of projections, channels of convolutions, gates of heads.
+        if module == "norm":
+            return TpPlacement(tp, (Replicate(),), tp.get_group())
+        return TpPlacement(tp, (Shard(int(module in ROW)),), None)
     if module in KEYS and mesh.kv_heads is not None:
         return TpPlacement(mesh.kv_heads, (Shard(0), Replicate()), mesh.kv_heads.get_group(KV_COPY))
     if module in COLUMN:
@@ -323,5 +328,5 @@ class TensorParallelOps(Ops):
         begin = partial(start_all_gather, rows, self.group)
         self.queue.push(parameters, weight_gradients, begin=begin)
 
-    def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
-        return local_tensor(module.weight)
+    def own(self, parameter: Tensor) -> Tensor:
+        return local_tensor(parameter)

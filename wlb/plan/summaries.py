@@ -60,27 +60,29 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
 
 
 class RowsOf(NamedTuple):
-    """Which rows one rank sends and receives in an all-to-all, and where each span finds its own.
+    """Which rows one rank reads of itself and of others in an all-to-all, and for which span.
 
-    What arrives stands behind the rank's own rows, ranks in order.
+    A span finds its rows in a pool: the rank's own rows that anyone reads, then those that arrive,
+    ranks in order.
     """
 
-    sent: IntArray  # own rows, by receiving rank, shape [N]
+    kept: IntArray  # own rows that are read, by spans here or elsewhere, in order; shape [N]
+    sent: IntArray  # rows of `kept` that travel, by receiving rank, shape [M]
     splits: IntArray  # rows that go to each rank, shape [cp]
     received: IntArray  # rows that come from each rank, shape [cp]
-    found: IntArray  # of each span, among own and arrived rows, -1 where nothing is; shape [S, M]
+    found: IntArray  # of each span, places in the pool, -1 where nothing is; shape [S, columns]
 
 
 class RankSummaries(NamedTuple):
     """One rank's part of the exchanges that linear layers need in a micro-batch.
 
-    Spans are those of the plan, in the order of the rank's rows. Two of them may follow each other
-    in a document; then the summary of the first one stays here.
+    Spans follow each other in the rank's rows. Spans of the plan that do so in their document too
+    are one here.
     """
 
     lengths: IntArray  # tokens of each span, shape [S]
-    latest: RowsOf  # rows of the latest tokens before each span, oldest first
-    before: RowsOf  # summaries of all spans of the document before each span, first ones first
+    latest: RowsOf  # rows of the latest tokens before each span, the oldest first
+    before: RowsOf  # summaries of all spans of the document before each span, the first one first
 
 
 def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummaries:
@@ -91,39 +93,47 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
         rank: One of its ranks.
         latest: Tokens before a span that the layer's convolution reads.
     """
-    # 1. All spans by document and place: their rank, their number there, and their first row there.
-    size = plan.stop - plan.start
+    # 1. All spans by rank and row; those that go on where the one before them ends are one.
     of_rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
-    number = np.arange(size.size) - plan.rank_offsets[:-1][of_rank]
+    piece, start, stop = plan.piece, plan.start, plan.stop
+    begins = np.ones(piece.size, bool)
+    begins[1:] = (
+        (piece[1:] != piece[:-1]) | (start[1:] != stop[:-1]) | (of_rank[1:] != of_rank[:-1])
+    )
+    ends = np.append(begins[1:], np.ones(min(1, piece.size), bool))
+    piece, of_rank, start, stop = piece[begins], of_rank[begins], start[begins], stop[ends]
+    used = stop > start
+    piece, of_rank, start, stop = piece[used], of_rank[used], start[used], stop[used]
+    size = stop - start
+    first_of_rank = np.searchsorted(of_rank, np.arange(plan.cp + 1))
+    number = np.arange(size.size) - first_of_rank[of_rank]
     rows = offsets_of(size)
-    first_row = rows[:-1] - rows[plan.rank_offsets[:-1]][of_rank]
-    order = np.lexsort((plan.start, plan.piece))
+    first_row = rows[:-1] - rows[first_of_rank[of_rank]]
+    lengths = size[first_of_rank[rank] : first_of_rank[rank + 1]]
+
+    # 2. The same by document and place.
+    order = np.lexsort((start, piece))
     piece, start, of_rank, number, first_row = (
-        x[order] for x in (plan.piece, plan.start, of_rank, number, first_row)
+        x[order] for x in (piece, start, of_rank, number, first_row)
     )
     first = np.searchsorted(piece, piece, side="left")
     place = np.arange(piece.size) - first
     readers = _Readers(plan.cp, rank, of_rank, number)
 
-    # 2. Each span reads the summaries of all spans of its document before it.
+    # 3. Each span reads the summaries of all spans of its document before it.
     reader = np.repeat(np.arange(piece.size), place)
     read = ranges(first, np.arange(piece.size))
-    before = readers.rows(
-        reader, place[read], of_rank[read], number[read], num_own=int((of_rank == rank).sum())
-    )
+    before = readers.rows(reader, place[read], of_rank[read], number[read])
 
-    # 3. And the latest tokens before its first one, which may be in several spans.
+    # 4. And the latest tokens before its first one, which may be in several spans.
     token = start[:, None] - np.arange(latest, 0, -1)
     reader, slot = np.nonzero(token >= 0)
     token = token[reader, slot]
     long = int(plan.lengths.max(initial=0)) + 1
     holder = np.searchsorted(piece * long + start, piece[reader] * long + token, side="right") - 1
     row = first_row[holder] + token - start[holder]
-    rows_before = readers.rows(
-        reader, slot, of_rank[holder], row, num_own=int(plan.tokens[rank]), width=latest
-    )
-    mine = slice(int(plan.rank_offsets[rank]), int(plan.rank_offsets[rank + 1]))
-    return RankSummaries(size[mine], rows_before, before)
+    rows_before = readers.rows(reader, slot, of_rank[holder], row, width=latest)
+    return RankSummaries(lengths, rows_before, before)
 
 
 class _Readers(NamedTuple):
@@ -141,7 +151,6 @@ class _Readers(NamedTuple):
         holder: IntArray,
         row: IntArray,
         *,
-        num_own: int,
         width: int | None = None,
     ) -> RowsOf:
         """Reading i: span reader[i] finds row[i] of rank holder[i] in its column slot[i]."""
@@ -152,15 +161,17 @@ class _Readers(NamedTuple):
         key = (reading * self.cp + holder) * most + row
         moved = np.unique(key[travels])
         to, by = np.divmod(moved // most, self.cp)
-        sent = moved[by == self.rank] % most
         splits = np.bincount(to[by == self.rank], minlength=self.cp)
         arrived = moved[to == self.rank]
         received = np.bincount(by[to == self.rank], minlength=self.cp)
+        kept = np.unique(row[holder == self.rank])
+        sent = np.searchsorted(kept, moved[by == self.rank] % most)
         mine = reading == self.rank
         num_spans = int((self.of_rank == self.rank).sum())
         if width is None:
             width = int(slot[mine].max(initial=-1)) + 1
         found = np.full((num_spans, width), -1, np.int64)
-        at = np.where(travels[mine], num_own + np.searchsorted(arrived, key[mine]), row[mine])
+        own = np.searchsorted(kept, row[mine])
+        at = np.where(travels[mine], kept.size + np.searchsorted(arrived, key[mine]), own)
         found[self.number[reader[mine]], slot[mine]] = at
-        return RowsOf(sent, splits, received, found)
+        return RowsOf(kept, sent, splits, received, found)

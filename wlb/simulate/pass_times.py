@@ -78,34 +78,28 @@ class LayerTimes:
 class StepPrices:
     """Prices of the passes of some steps.
 
-    tokens: rows of all CP ranks, padding included, [steps, dp, n]. attention_*_ns: kernels of one
-    layer on each CP rank, [steps, dp, n, cp]. exchange_*_ns: how much longer one layer's exchange
-    of keys takes than an all-gather, mostly negative, [steps, dp, n]. linear: all other work of one
-    layer, with an all-gather, by kind of pass. ends: embedding and head, by (kind, is last stage).
-    message: by scope. layers: by stage. meets: neighbouring pipelines whose ranks meet in every
-    layer with experts; pooled: what they compute together of a token in such a layer, by kind of
-    pass. dense: as `linear`, of layers with an MLP where `linear` is of layers with experts;
-    dense_layers: their number by stage, empty if all layers are alike. Times without `sliding` are
-    of the model's mean layer. sliding: of a layer whose window slides, where stages have unequal
-    shares of these; more_sliding: by stage, its sliding layers less those of a stage with the
-    model's share, over the share of layers that see all keys.
+    Attention and exchanges are those of the model's mean layer, unless `others` says more.
     """
 
-    tokens: IntArray
-    attention_forward_ns: IntArray
-    attention_backward_ns: IntArray
+    tokens: IntArray  # rows of all CP ranks, padding included, [steps, dp, n]
+    attention_forward_ns: IntArray  # kernels of one layer on each CP rank, [steps, dp, n, cp]
+    attention_backward_ns: IntArray  # the same, backward
+    # How much longer one layer's exchange of keys takes than an all-gather, mostly negative, with
+    # the exchanges of linear layers, [steps, dp, n].
     exchange_forward_ns: IntArray
     exchange_backward_ns: IntArray
-    linear: dict[PassKind, TermPrices]
-    ends: dict[tuple[PassKind, bool], TermPrices]
+    # All other work of one layer, with an all-gather, of each of `ModelSpec.layer_kinds`.
+    linear: tuple[dict[PassKind, TermPrices], ...]
+    ends: dict[tuple[PassKind, bool], TermPrices]  # embedding and head; (kind, is last stage)
     message: dict[Scope, TermPrices]
-    layers: tuple[int, ...]
-    meets: int = 1
+    kind_layers: tuple[tuple[int, ...], ...]  # of each of the kinds of layers, by stage
+    meets: int = 1  # neighbouring pipelines whose ranks meet in every layer with experts
+    expert_layers: tuple[int, ...] = ()  # layers with experts, by stage
+    # What pipelines that meet compute together of a token in a layer with experts.
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
-    dense: dict[PassKind, TermPrices] = field(default_factory=dict[PassKind, TermPrices])
-    dense_layers: tuple[int, ...] = ()
-    sliding: LayerTimes | None = None
-    more_sliding: tuple[float, ...] = ()
+    # Of a layer that does not see all keys, where stages have unequal shares of such layers.
+    others: LayerTimes | None = None
+    more_others: tuple[float, ...] = ()  # by stage, as in `StageLayers`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -114,22 +108,27 @@ class StepPrices:
         return steps, dp, n, cp
 
     def stage_key(self, stage: int) -> tuple[float, ...]:
-        """Stages with equal keys have equal prices: number of layers, of these with an MLP beside
-        others with experts, `more_sliding`, whether it is the first and the last."""
-        more = self.more_sliding[stage] if self.more_sliding else 0.0
-        ends = (stage == 0, stage == len(self.layers) - 1)
-        return self.layers[stage], self._num_dense(stage), more, *ends
+        """Stages with equal keys have equal prices: layers of each kind, `more_others`, whether it
+        is the first and the last."""
+        more = self.more_others[stage] if self.more_others else 0.0
+        ends = (stage == 0, stage == self.num_stages - 1)
+        return *(of_kind[stage] for of_kind in self.kind_layers), more, *ends
 
-    def _num_dense(self, stage: int) -> int:
-        return self.dense_layers[stage] if self.dense_layers else 0
+    @property
+    def num_stages(self) -> int:
+        return len(self.kind_layers[0])
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Decoder layers by stage."""
+        return tuple(map(sum, zip(*self.kind_layers, strict=True)))
 
     @property
     def meeting_stages(self) -> frozenset[int]:
         """Stages in whose passes pipelines wait for each other: those with experts."""
         if self.meets == 1:
             return frozenset()
-        stages = range(len(self.layers))
-        return frozenset(s for s in stages if self.layers[s] > self._num_dense(s))
+        return frozenset(stage for stage, layers in enumerate(self.expert_layers) if layers)
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
         """[steps, dp, n, cp]; the weights' pass has none."""
@@ -152,25 +151,28 @@ class StepPrices:
                 return self._of_layers("exchange_backward_ns", stage)
 
     def _of_layers(self, name: str, stage: int) -> IntArray:
-        """Times of a stage's layers, of which some may have a sliding window."""
+        """Times of a stage's layers, of which some may not see all keys."""
         mean: IntArray = getattr(self, name)
         whole = mean * self.layers[stage]
-        if self.sliding is None:
+        if self.others is None:
             return whole
-        # Each further sliding layer replaces one of the others, whose time follows from the means
-        # of all layers and of sliding ones.
-        more = (getattr(self.sliding, name) - mean) * self.more_sliding[stage]
+        # Each further layer that does not see all keys replaces one that does, whose time follows
+        # from the means of all layers and of those that do not.
+        more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
         all-gathers of keys."""
-        layers, num_dense = self.layers[stage], self._num_dense(stage)
-        is_first, is_last = stage == 0, stage == len(self.layers) - 1
-        kinds = list(self.linear) if kind is None else [kind]
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        kinds = list(self.linear[0]) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
-        of_layers = [self.linear[k].times(layers - num_dense) for k in kinds if layers > num_dense]
-        of_layers += [self.dense[k].times(num_dense) for k in kinds if num_dense]
+        of_layers = [
+            of_kind[k].times(layers[stage])
+            for of_kind, layers in zip(self.linear, self.kind_layers, strict=True)
+            for k in kinds
+            if layers[stage]
+        ]
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
@@ -195,7 +197,7 @@ class StepPrices:
         steps, dp, n = alone_ns.shape
         meets = min(self.meets, dp)
         grouped = (steps, dp // meets, meets, n)
-        pooled = self.pooled[kind] * (self.layers[stage] - self._num_dense(stage)) * self.tokens
+        pooled = self.pooled[kind] * self.expert_layers[stage] * self.tokens
         own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
         together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
         return np.broadcast_to(together, grouped).reshape(alone_ns.shape)
@@ -211,15 +213,16 @@ class StepPrices:
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
-        for kind, terms in self.linear.items():
+        layers = [sum(of_kind) for of_kind in self.kind_layers]
+        for kind in self.linear[0]:
             if kind == PassKind.BACKWARD_WEIGHT:
                 continue
             is_forward = kind == PassKind.FORWARD
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
-            token_ns = terms.token_ns - self.pooled.get(kind, 0.0)
-            if self.dense_layers:
-                share = sum(self.dense_layers) / sum(self.layers)
-                token_ns = token_ns * (1 - share) + self.dense[kind].token_ns * share
+            both = zip(self.linear, layers, strict=True)
+            of_all = sum(terms[kind].token_ns * count for terms, count in both)
+            of_all -= self.pooled.get(kind, 0.0) * sum(self.expert_layers)
+            token_ns = of_all / sum(layers)
             dense = self.tokens * token_ns
             own = (attention + dense[..., None]).reshape(steps, dp // self.meets, self.meets, n, cp)
             slowest += float(own.max(axis=(2, 4)).sum())
@@ -249,9 +252,9 @@ class StepPrices:
     def changed(self, change: Callable[[IntArray], IntArray]) -> "StepPrices":
         """Return these prices with `change` applied to every array whose first axis is the step."""
         arrays: dict[str, Any] = {name: change(getattr(self, name)) for name in _STEP_FIELDS}
-        if self.sliding is not None:
-            times = {name: change(getattr(self.sliding, name)) for name in _LAYER_FIELDS}
-            arrays["sliding"] = LayerTimes(**times)
+        if self.others is not None:
+            times = {name: change(getattr(self.others, name)) for name in _LAYER_FIELDS}
+            arrays["others"] = LayerTimes(**times)
         return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
@@ -266,8 +269,8 @@ def joined(prices: Sequence[StepPrices]) -> StepPrices:
         return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
 
     changed = of_all(prices, _STEP_FIELDS)
-    if prices[0].sliding is not None:
-        changed["sliding"] = LayerTimes(**of_all([p.sliding for p in prices], _LAYER_FIELDS))
+    if prices[0].others is not None:
+        changed["others"] = LayerTimes(**of_all([p.others for p in prices], _LAYER_FIELDS))
     return replace(prices[0], **changed)
 
 
@@ -333,23 +336,23 @@ def prices_of(
     times: Callable[[ProfiledWorkload], LayerTimes],
 ) -> StepPrices:
     """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
-    stages have unequal shares of sliding layers, of `cost.of_sliding_layers`."""
+    stages have unequal shares of layers that see all keys, of `cost.of_other_layers`."""
     own = times(cost)
-    routed, *dense = (replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds)
+    linear = [replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds]
     stages = [StageLayers.of(spec, stage) for stage in range(spec.num_stages)]
     return StepPrices(
         tokens=tokens,
         **{name: getattr(own, name) for name in _LAYER_FIELDS},
-        linear=linear_terms(spec, routed),
+        linear=tuple(linear_terms(spec, of_kind) for of_kind in linear),
         ends=end_terms(cost),
         message=message_terms(spec, cost),
-        layers=spec.stage_layers,
+        kind_layers=spec.stage_kind_layers,
         meets=spec.parallel.meeting_pipelines,
-        pooled=_pooled(routed),
-        dense=linear_terms(spec, dense[0]) if dense else {},
-        dense_layers=tuple(s.dense for s in stages) if dense else (),
-        sliding=times(cost.of_sliding_layers) if spec.has_uneven_windows else None,
-        more_sliding=tuple(s.more_sliding for s in stages) if spec.has_uneven_windows else (),
+        expert_layers=spec.stage_expert_layers,
+        # Layers with experts come first.
+        pooled=_pooled(linear[0]),
+        others=times(cost.of_other_layers) if spec.has_uneven_attention else None,
+        more_others=tuple(s.more_others for s in stages) if spec.has_uneven_attention else (),
     )
 
 

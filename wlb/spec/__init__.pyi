@@ -14,6 +14,7 @@ from wlb.spec.keys import apply as apply
 from wlb.spec.keys import did_you_mean as did_you_mean
 from wlb.spec.keys import list_keys as list_keys
 from wlb.spec.keys import to_dict as to_dict
+from wlb.spec.linear import LinearSpec as LinearSpec
 from wlb.spec.methods import METHODS as METHODS
 from wlb.spec.methods import BinMethod as BinMethod
 from wlb.spec.model import Activation as Activation

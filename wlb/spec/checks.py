@@ -150,6 +150,7 @@ def _check_layout(spec: RunSpec) -> None:
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.with_kv_copies(parallel.tp).num_kv_heads,
         **_divided_mlp(spec),
+        **_divided_linear(spec),
         "the padded vocabulary": 256,
     }
     for name, value in divided.items():
@@ -168,6 +169,12 @@ def _check_layout(spec: RunSpec) -> None:
             f"fsdp.shard_size = {size} does not divide the dp {parallel.dp} x cp {parallel.cp} = "
             f"{shared} ranks that share parameters; use one of {good}, or 0 for all of them"
         )
+
+
+def _divided_linear(spec: RunSpec) -> dict[str, int]:
+    """What TP divides of linear layers, by key."""
+    linear = spec.model.linear
+    return {"model.linear.num_key_heads": linear.num_key_heads} if linear.num_value_heads else {}
 
 
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:

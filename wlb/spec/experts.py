@@ -59,6 +59,11 @@ class ExpertsSpec:
         at_least=0,
         at_most=4096,
     )
+    shared_gate: bool = key(
+        False,
+        "what the shared experts give is multiplied by the sigmoid of a number that the router's "
+        "input gives for each token (Qwen2-MoE, Qwen3-Next)",
+    )
     scoring: Scoring = key(Scoring.SOFTMAX, "scores of experts from the router's logits, float32")
     normalised: bool = key(
         True,
@@ -107,11 +112,16 @@ class ExpertsSpec:
     def parameters_of(self, width: int) -> int:
         """Parameters of a layer's router, experts and shared experts, for rows `width` wide."""
         experts = (self.num + self.shared) * 3 * width * self.hidden_size
-        return self.num * width + experts
+        return self.num * width + experts + width * self.shared_gate
 
     def check(self, width: int) -> None:
         if not self.num:
             return
+        if self.shared_gate and not self.shared:
+            raise UserError(
+                "model.experts.shared_gate = true with model.experts.shared = 0: there are no "
+                "shared experts to gate; set it to false"
+            )
         if self.per_token > self.num:
             raise UserError(
                 f"model.experts.per_token = {self.per_token} is more than model.experts.num = "

@@ -1,13 +1,15 @@
-"""The [model] section: shapes and parts of a decoder (LLaMA, Mistral, Qwen, Gemma)."""
+"""The [model] section: shapes and parts of a decoder (LLaMA, Mistral, Qwen, Gemma, hybrids)."""
 
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from wlb.plan import UserError
 from wlb.spec.experts import ExpertsSpec
 from wlb.spec.keys import check_declared, key
+from wlb.spec.linear import LinearSpec
 
 
 class Activation(StrEnum):
@@ -82,7 +84,13 @@ class LayerKind(NamedTuple):
 
     model: "ModelSpec"  # a model that has such layers alone
     has_experts: bool  # instead of an MLP
-    share: float  # of all layers
+    is_linear: bool  # a gated delta net instead of attention
+    count: int  # layers of the whole model that are of this kind
+
+    @property
+    def share(self) -> float:
+        """Of all layers."""
+        return self.count / self.model.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +111,11 @@ class ModelSpec:
     activation: Activation = key(Activation.SILU, "what the MLP's gate goes through")
     qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
     qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    attention_gate: bool = key(
+        False,
+        "attention's output is multiplied by the sigmoid of a gate, which the query projection "
+        "gives beside each head of Q (Qwen3-Next)",
+    )
     qk_norm_rows: bool = key(
         False, "rows of Q and K, all heads together, go through an RMSNorm before RoPE (OLMoE)"
     )
@@ -129,7 +142,8 @@ class ModelSpec:
     )
     full_every: int = key(
         0,
-        "with sliding_window: each n-th layer sees all keys (Gemma 2: 2, Gemma 3: 6); 0 = none",
+        "with sliding_window or model.linear: each n-th layer sees all keys (Gemma 2: 2, Gemma 3: "
+        "6, Qwen3-Next: 4); 0 = none",
         at_least=0,
         at_most=10_000,
     )
@@ -159,6 +173,12 @@ class ModelSpec:
         0.02, "standard deviation of the initial weights", at_least=0, at_most=1000
     )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
+    rotary_share: float = key(
+        1.0,
+        "share of a head's channels, the first ones, that RoPE rotates (Qwen3-Next: 0.25)",
+        above=0,
+        at_most=1,
+    )
     sliding_rope_theta: float = key(
         0.0,
         "base of the rotary frequencies in layers whose window slides, which are not scaled "
@@ -167,6 +187,7 @@ class ModelSpec:
         at_most=1e15,
     )
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    linear: LinearSpec = field(default_factory=LinearSpec)
     experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
     def with_kv_copies(self, tp: int) -> "ModelSpec":
@@ -191,10 +212,38 @@ class ModelSpec:
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // self.num_heads
 
+    @property
+    def rotated_size(self) -> int:
+        """Channels of a head that RoPE rotates, an even number."""
+        return round(self.head_size * self.rotary_share / 2) * 2
+
     def slides(self, layer: int) -> bool:
         """Whether a query of this layer sees the latest `sliding_window` keys alone."""
         is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
         return self.sliding_window > 0 and layer >= self.full_first and not is_full
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether this layer has a gated delta net instead of attention."""
+        is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
+        return self.linear.num_value_heads > 0 and not is_full
+
+    @property
+    def num_linear_layers(self) -> int:
+        return sum(map(self.is_linear, range(self.num_layers)))
+
+    @property
+    def attention_share(self) -> float:
+        """Layers with attention over all."""
+        return 1.0 - self.num_linear_layers / self.num_layers
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether a query of this layer sees all keys before it."""
+        return not self.slides(layer) and not self.is_linear(layer)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers whose queries see all keys before them."""
+        return self.num_layers - self.num_sliding_layers - self.num_linear_layers
 
     @property
     def num_sliding_layers(self) -> int:
@@ -220,23 +269,15 @@ class ModelSpec:
         return self.num_layers // experts.every - len(left_out)
 
     @property
-    def dense(self) -> "ModelSpec":
-        """A model whose layers all are as those of this one that have an MLP."""
-        return replace(self, experts=ExpertsSpec()) if self.experts.num else self
+    def layer_kinds(self) -> "tuple[LayerKind, ...]":
+        """Layers with experts before those with an MLP, and of both those with attention before
+        linear ones; one entry if all layers are alike."""
+        return _layer_kinds(self)
 
     @property
-    def layer_kinds(self) -> "tuple[LayerKind, ...]":
-        """Layers with experts, then those with an MLP; one entry if all are alike."""
-        if not self.num_expert_layers:
-            return (LayerKind(model=self.dense, has_experts=False, share=1.0),)
-        if self.num_expert_layers == self.num_layers:
-            return (LayerKind(model=self, has_experts=True, share=1.0),)
-        share = self.num_expert_layers / self.num_layers
-        routed = replace(self, experts=replace(self.experts, every=1, dense_layers=()))
-        return (
-            LayerKind(model=routed, has_experts=True, share=share),
-            LayerKind(model=self.dense, has_experts=False, share=1 - share),
-        )
+    def is_all_linear(self) -> bool:
+        """Whether no layer has attention, as in the model of a `LayerKind`."""
+        return self.linear.num_value_heads > 0 and not self.full_every
 
     @property
     def active_ffn_size(self) -> int:
@@ -251,20 +292,27 @@ class ModelSpec:
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of a layer, of one with experts if there are any."""
-        attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim)
-        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim)
+        """Parameters of a layer, where all are alike (`layer_kinds`)."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         if self.experts.num:
             mlp = self.experts.parameters_of(self.hidden_size)
+        norms = self.norms_per_layer * self.hidden_size
+        if self.is_all_linear:
+            return self.linear.parameters_of(self.hidden_size) + mlp + norms
+        gate = self.q_dim * self.attention_gate
+        attention = self.hidden_size * (2 * self.q_dim + 2 * self.kv_dim + gate)
+        biases = self.qkv_bias * (self.q_dim + 2 * self.kv_dim + gate)
         return attention + mlp + biases + self.num_layer_norm_parameters
 
     @property
     def num_layer_norm_parameters(self) -> int:
         """Of a layer's norms, which tensor parallelism does not divide."""
+        rows = self.norms_per_layer * self.hidden_size
+        if self.is_all_linear:
+            return rows + self.linear.value_head_dim
         of_heads = 2 * self.head_size if self.qk_norm else 0
         of_heads += (self.q_dim + self.kv_dim) * self.qk_norm_rows
-        return self.norms_per_layer * self.hidden_size + of_heads
+        return rows + of_heads
 
     @property
     def norms_keys(self) -> bool:
@@ -285,9 +333,8 @@ class ModelSpec:
     def num_parameters(self) -> int:
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
-        with_experts = self.num_expert_layers
-        dense = (self.num_layers - with_experts) * self.dense.num_layer_parameters
-        return with_experts * self.num_layer_parameters + dense + ends
+        kinds = self.layer_kinds
+        return ends + sum(kind.count * kind.model.num_layer_parameters for kind in kinds)
 
     @property
     def num_active_parameters(self) -> int:
@@ -319,11 +366,74 @@ class ModelSpec:
                 f"{list(experts.dense_layers)}; lower them, or set model.experts.num = 0"
             )
 
+    def _check_windows(self) -> None:
+        has_others = self.sliding_window or self.linear.num_value_heads
+        if (self.full_every or self.full_first) and not has_others:
+            raise UserError(
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
+                f"say which layers see all keys, but with model.sliding_window = 0 and "
+                f"model.linear.num_value_heads = 0 all of them do; leave them out"
+            )
+        if self.sliding_rope_theta and not self.sliding_window:
+            raise UserError(
+                f"model.sliding_rope_theta = {self.sliding_rope_theta}, but no layer slides: "
+                f"model.sliding_window = 0"
+            )
+        if self.sliding_window and not self.num_sliding_layers:
+            raise UserError(
+                f"model.sliding_window = {self.sliding_window}, but no layer has a window with "
+                f"model.full_every = {self.full_every} and model.full_first = {self.full_first}; "
+                f"lower them, or set model.sliding_window = 0"
+            )
+
+    def _check_heads(self) -> None:
+        if not self.head_dim and self.hidden_size % self.num_heads:
+            raise UserError(
+                f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "
+                f"{self.num_heads}; change one of them or set model.head_dim"
+            )
+        if self.head_size % 2:
+            raise UserError(
+                f"head size {self.head_size} is odd, but RoPE rotates pairs; set an even "
+                f"model.head_dim"
+            )
+        if self.rotated_size != self.head_size * self.rotary_share or not self.rotated_size:
+            raise UserError(
+                f"model.rotary_share = {self.rotary_share} of heads of {self.head_size} channels "
+                f"is {self.head_size * self.rotary_share:g}, but RoPE rotates pairs; use a share "
+                f"that gives an even number"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
+                f"{self.num_kv_heads}"
+            )
+
+    def _check_linear_layers(self) -> None:
+        if not self.linear.num_value_heads:
+            return
+        self.linear.check()
+        if self.sliding_window:
+            raise UserError(
+                f"model.sliding_window = {self.sliding_window} with model.linear.num_value_heads = "
+                f"{self.linear.num_value_heads}: a model has layers with a sliding window or "
+                f"linear ones, not both; set one of them to 0"
+            )
+        if not 1 < self.full_every <= self.num_layers:
+            raise UserError(
+                f"model.full_every = {self.full_every} with model.linear: it says which layers "
+                f"have attention, of which a model needs some, and linear layers beside them; use "
+                f"2 to model.num_layers = {self.num_layers} (Qwen3-Next: 4)"
+            )
+
     def check(self) -> None:
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
         self.experts.check(self.hidden_size)
+        self._check_linear_layers()
         self._check_expert_layers()
+        self._check_windows()
+        self._check_heads()
         if self.qk_norm and self.qk_norm_rows:
             raise UserError(
                 "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
@@ -338,34 +448,21 @@ class ModelSpec:
                 f"model.rope_theta = {self.rope_theta} must be above 1 for model.rope_scaling.kind "
                 f"= yarn, which takes its logarithm"
             )
-        if (self.full_every or self.full_first) and not self.sliding_window:
-            raise UserError(
-                f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
-                f"say which layers have no window, but model.sliding_window = 0: no layer has one"
-            )
-        if self.sliding_rope_theta and not self.sliding_window:
-            raise UserError(
-                f"model.sliding_rope_theta = {self.sliding_rope_theta}, but no layer slides: "
-                f"model.sliding_window = 0"
-            )
-        if self.sliding_window and not self.num_sliding_layers:
-            raise UserError(
-                f"model.sliding_window = {self.sliding_window}, but no layer has a window with "
-                f"model.full_every = {self.full_every} and model.full_first = {self.full_first}; "
-                f"lower them, or set model.sliding_window = 0"
-            )
-        if not self.head_dim and self.hidden_size % self.num_heads:
-            raise UserError(
-                f"model.hidden_size = {self.hidden_size} is not a multiple of model.num_heads = "
-                f"{self.num_heads}; change one of them or set model.head_dim"
-            )
-        if self.head_size % 2:
-            raise UserError(
-                f"head size {self.head_size} is odd, but RoPE rotates pairs; set an even "
-                f"model.head_dim"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise UserError(
-                f"model.num_heads = {self.num_heads} is not a multiple of model.num_kv_heads = "
-                f"{self.num_kv_heads}"
-            )
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
+    found = [(model.has_experts(i), model.is_linear(i)) for i in range(model.num_layers)]
+    if len(set(found)) == 1 and found[0] == (model.experts.num > 0, model.is_all_linear):
+        return (LayerKind(model, *found[0], len(found)),)
+    kinds: list[LayerKind] = []
+    for has_experts, is_linear in sorted(set(found), key=lambda kind: (not kind[0], kind[1])):
+        alone = model
+        if model.linear.num_value_heads:
+            linear = model.linear if is_linear else LinearSpec()
+            alone = replace(model, linear=linear, full_every=0)
+        experts = replace(model.experts, every=1, dense_layers=())
+        alone = replace(alone, experts=experts if has_experts else ExpertsSpec())
+        count = found.count((has_experts, is_linear))
+        kinds.append(LayerKind(alone, has_experts, is_linear, count))
+    return tuple(kinds)

@@ -368,6 +368,21 @@ class RunSpec:
         return self.pp.stage_layers or even
 
     @property
+    def stage_kind_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Number of decoder layers of each of `ModelSpec.layer_kinds` in each stage."""
+        model, kinds = self.model, self.model.layer_kinds
+        if len(kinds) == 1:
+            return (self.stage_layers,)
+        return tuple(
+            self._counted(
+                lambda i, kind=kind: (
+                    (model.has_experts(i), model.is_linear(i)) == (kind.has_experts, kind.is_linear)
+                )
+            )
+            for kind in kinds
+        )
+
+    @property
     def stage_expert_layers(self) -> tuple[int, ...]:
         """Number of decoder layers with experts of each stage."""
         share = self.model.num_expert_layers
@@ -376,18 +391,19 @@ class RunSpec:
         return self._counted(self.model.has_experts)
 
     @property
-    def stage_sliding_layers(self) -> tuple[int, ...]:
-        """Number of decoder layers of each stage whose window of keys slides."""
-        return self._counted(self.model.slides)
+    def stage_other_layers(self) -> tuple[int, ...]:
+        """Number of decoder layers of each stage whose queries do not see all keys: with a sliding
+        window, or linear."""
+        return self._counted(lambda layer: not self.model.sees_all(layer))
 
     @property
-    def has_uneven_windows(self) -> bool:
-        """Whether stages have unequal shares of layers whose window slides."""
-        sliding, layers = self.model.num_sliding_layers, self.model.num_layers
-        if sliding in (0, layers):
+    def has_uneven_attention(self) -> bool:
+        """Whether stages have unequal shares of layers whose queries do not see all keys."""
+        layers, others = self.model.num_layers, self.model.num_layers - self.model.num_full_layers
+        if others in (0, layers):
             return False
-        counts = zip(self.stage_sliding_layers, self.stage_layers, strict=True)
-        return any(of_stage * layers != sliding * all_ for of_stage, all_ in counts)
+        counts = zip(self.stage_other_layers, self.stage_layers, strict=True)
+        return any(of_stage * layers != others * all_ for of_stage, all_ in counts)
 
     def _counted(self, is_one: Callable[[int], bool]) -> tuple[int, ...]:
         stages = range(self.num_stages)

@@ -90,10 +90,10 @@ def simulate(layout: Layout, *, pp: int, relative: npt.NDArray[np.float64]) -> S
         attention_backward_ns=nothing,
         exchange_forward_ns=nothing[..., 0],
         exchange_backward_ns=nothing[..., 0],
-        linear=dict.fromkeys(PassKind, FREE),
+        linear=(dict.fromkeys(PassKind, FREE),),
         ends={},
         message=dict.fromkeys(Scope, FREE),
-        layers=simulator.spec.stage_layers,
+        kind_layers=simulator.spec.stage_kind_layers,
     )
     ends = simulator.graph.ends(durations)
     return Simulation(simulator=simulator, prices=prices, durations_ns=durations, ends_ns=ends)

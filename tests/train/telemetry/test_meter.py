@@ -429,10 +429,10 @@ def test_stages_without_experts_are_priced_as_such() -> None:
     once = without_collectives(workload_for(spec, "cpu"))
     plan = first_step(0)
     lengths = np.array([sharding.num_tokens for sharding in plan.shardings])
-    for pp, (kind, load) in enumerate(((spec.model.dense, 1.0), (spec.model, 1.5))):
+    for pp, (kind, load) in enumerate(((spec.model.layer_kinds[1].model, 1.0), (spec.model, 1.5))):
         model = replace(kind, experts=replace(kind.experts, dense_layers=()))
         of_kind = replace(once, model=model, expert_load=load)
-        base = stage_times(plan, of_kind, StageLayers(layers=2))
+        base = stage_times(plan, of_kind, StageLayers(counts=(2,)))
         parts: dict[tuple[Cell, Part], int] = {}
         for i in range(lengths.size):
             for end in ("forward", "backward"):

@@ -1,34 +1,71 @@
 """What spans of linear layers find before them, where context parallelism cuts documents.
 
 Two exchanges a layer, by the plan (`wlb.plan.rank_summaries`), so that no rank asks another for a
-size: the latest rows for the convolution, and then the spans' summaries, which a rank composes from
-the document's start on. Gradients return the same way.
+size: the latest rows for the convolution, and then the summaries of cut spans, which a rank
+composes from the document's start on. Gradients return the same way. Sums of gradients are made in
+an order that the plan gives, so that their bits repeat.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.model.delta_rule import SpanLayout, Summary
-from wlb.plan import RankSummaries, RowsOf
+from wlb.model import LinearRows
+from wlb.model.delta_rule import Chunks, SpanLayout, SpanMembers, summaries_of
+from wlb.plan import IntArray, RankSummaries, RowsOf
 
 _collectives = torch.ops._c10d_functional
 
 
+class _Pool(NamedTuple):
+    """`RowsOf` on the device."""
+
+    kept: Tensor  # own rows of the pool
+    sent: tuple[Tensor, ...]  # rows of `kept` that go to each rank; no rank has a row twice
+    received: list[int]  # rows that come from each rank
+
+    @classmethod
+    def of(cls, rows: RowsOf, device: torch.device) -> "_Pool":
+        ends = np.cumsum(rows.splits)
+        sent = [rows.sent[end - n : end] for end, n in zip(ends, rows.splits, strict=True)]
+        return cls(
+            _index(rows.kept, device),
+            tuple(_index(of_rank, device) for of_rank in sent),
+            rows.received.tolist(),
+        )
+
+    def filled(self, kept: Tensor, group: str) -> Tensor:
+        """The pool of these own rows: with the rows that arrive behind them.
+
+        Every rank of the group takes part, those that send and receive nothing too.
+        """
+        flat: Tensor = _Exchange.apply(kept.flatten(1), self, group)  # pyright: ignore[reportAssignmentType]
+        return flat.view(-1, *kept.shape[1:])
+
+
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows whose gradients go back the same way."""
+    """Own rows and those that arrive, all-to-all; gradients go back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        ctx.splits = sent, received, group
-        return _all_to_all(rows, received, sent, group)
+    def forward(ctx: Any, kept: Tensor, pool: _Pool, group: str) -> Tensor:
+        ctx.pool, ctx.group, ctx.num_kept = pool, group, kept.shape[0]
+        sent = kept.index_select(0, torch.cat(pool.sent))
+        splits = [index.shape[0] for index in pool.sent]
+        return torch.cat([kept, _all_to_all(sent, pool.received, splits, group)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grads[0], *ctx.splits), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        pool: _Pool = ctx.pool
+        splits = [index.shape[0] for index in pool.sent]
+        back = _all_to_all(grads[0][ctx.num_kept :], splits, pool.received, ctx.group)
+        grad = grads[0][: ctx.num_kept].clone()
+        # Rank by rank, in which no row is twice: the order of a sum is that of the ranks.
+        for index, part in zip(pool.sent, back.split(splits), strict=True):
+            grad.index_add_(0, index, part)
+        return grad, None, None
 
 
 def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
@@ -36,22 +73,61 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) 
     return _collectives.wait_tensor(made)
 
 
-class _Tied(torch.autograd.Function):
-    """Returns the first tensor, whose backward pass then runs that of the second one too.
+class _Composition(NamedTuple):
+    """How a rank composes the summaries of its documents' spans, one after the other.
 
-    A rank that reads nothing of what arrives would otherwise leave out the exchange of gradients,
-    in which the others wait for it.
+    Documents with more spans before the last one here come first; step i composes the i-th summary
+    of those that have one. Each step begins with states of which some are those before a span.
     """
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, other: Tensor) -> Tensor:
-        ctx.save_for_backward(other)
-        return value.view_as(value)
+    read: Tensor  # places in the pool of all summaries, step by step
+    sizes: list[int]  # documents of each step
+    reads: tuple[Tensor, ...]  # documents whose states before each step are those before a span
+    state_of: Tensor  # of each span, its place among the states that were read; 0: zeros
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (other,) = ctx.saved_tensors
-        return grads[0], torch.zeros_like(other)
+    @classmethod
+    def of(cls, found: IntArray, num_spans: int, device: torch.device) -> "_Composition":
+        """found: `RowsOf.found` of summaries. num_spans: with a last one of padding, if any."""
+        count = (found >= 0).sum(axis=1)
+        cut = np.flatnonzero(count)
+        # The first summary of a document names it; its last span here has read all others' too.
+        names, document = np.unique(found[cut, 0] if cut.size else cut, return_inverse=True)
+        most = np.zeros(names.size, np.int64)
+        np.maximum.at(most, document, count[cut])
+        rank_of = np.empty(names.size, np.int64)
+        rank_of[np.argsort(-most, kind="stable")] = np.arange(names.size)
+        document = rank_of[document]
+        last = np.empty(names.size, np.int64)
+        is_last = count[cut] == most[np.argsort(rank_of)][document]
+        last[document[is_last]] = cut[is_last]
+        ordered = count[last]
+        sizes = [int((ordered > step).sum()) for step in range(int(ordered.max(initial=0)))]
+        read = [found[last[:size], step] for step, size in enumerate(sizes)]
+        # Spans by the number of summaries before them, that is, by the step that they precede.
+        reads = [document[count[cut] == step] for step in range(1, len(sizes) + 1)]
+        order = np.argsort(count[cut], kind="stable")
+        state_of = np.zeros(num_spans, np.int64)
+        state_of[cut[order]] = 1 + np.arange(cut.size)
+        return cls(
+            _index(np.concatenate([np.zeros(0, np.int64), *read]), device),
+            sizes,
+            tuple(_index(of_step, device) for of_step in reads),
+            _index(state_of, device),
+        )
+
+    def states(self, pool: Tensor, num_keys: int) -> Tensor:
+        """The state before each span [S, H, K, V], from summaries [N, H, K, K + V]."""
+        parts = pool.index_select(0, self.read).split(self.sizes)
+        nothing = pool.new_zeros(1, *pool.shape[1:3], pool.shape[3] - num_keys)
+        found = [nothing]
+        state = nothing.expand(self.sizes[0] if self.sizes else 0, *nothing.shape[1:])
+        for part, spans in zip(parts, self.reads, strict=True):
+            transition, own = part.split([num_keys, part.shape[-1] - num_keys], -1)
+            state = transition @ state[: part.shape[0]] + own
+            found.append(state.index_select(0, spans))
+        # The empty sum makes the pool part of the graph also where nothing reads it: other ranks
+        # wait for its gradients.
+        return torch.cat(found).index_select(0, self.state_of) + pool[:0].sum()
 
 
 class SpansBefore:
@@ -67,53 +143,71 @@ class SpansBefore:
     def __init__(
         self, made: RankSummaries, num_rows: int, group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        self._num_tokens = int(made.lengths.sum())
-        padding = num_rows - self._num_tokens
-        self.layout = SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
-        self._group, self._device = group.group_name, device
-        self._latest, self._before = made.latest, made.before
-        self._padding = padding > 0
+        self.layout = span_layout(made, num_rows, device)
+        self._group = group.group_name
+        num_spans = len(self.layout.lengths)
+        # The convolution's rows: places in the pool, and behind it a row of zeros.
+        self._latest = _Pool.of(made.latest, device)
+        found = np.full((num_spans, made.latest.found.shape[1]), -1, np.int64)
+        found[: made.latest.found.shape[0]] = made.latest.found
+        num_pool = made.latest.kept.size + int(made.latest.received.sum())
+        self._found = tuple(_index(column, device) for column in (found % (num_pool + 1)).T)
+        # Summaries: of which spans they are made, and how they are composed.
+        self._before = _Pool.of(made.before, device)
+        self._made: SpanMembers = self.layout.members(made.before.kept)
+        self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
         """The latest rows before each span [S, count, D], zeros where the document begins."""
-        found = self._latest.found
-        assert found.shape[1] == count, "the plan was made for another convolution"
-        moved = self._moved(rows_TD, self._latest)
-        pool = torch.cat([rows_TD[: self._num_tokens], moved])
-        # Behind the pool stands a row of zeros, which -1 names.
+        assert len(self._found) == count, "the plan was made for another convolution"
+        pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)
         pool = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
-        index = self._index(found.reshape(-1) % pool.shape[0])
-        latest = pool.index_select(0, index).view(*found.shape, rows_TD.shape[1])
-        return _Tied.apply(self._with_padding(latest), moved)
+        # Column by column, in which no row is twice, but for the zeros.
+        return torch.stack([pool.index_select(0, column) for column in self._found], 1)
 
-    def states(self, made: Summary) -> Tensor:
+    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
         """The state before each span [S, H, K, V]."""
-        num_spans = self._before.found.shape[0]
-        flat = torch.cat([made.transition_SHKK, made.state_SHKV], -1)[:num_spans]
-        moved = self._moved(flat, self._before)
-        pool = torch.cat([flat, moved])
-        keys = made.transition_SHKK.shape[-1]
-        state = torch.zeros_like(made.state_SHKV[:num_spans])
-        # Spans with fewer spans before them are done earlier.
-        for column in self._before.found.T:
-            spans = np.flatnonzero(column >= 0)
-            at = self._index(spans)
-            of = pool.index_select(0, self._index(column[spans]))
-            after = of[..., :keys] @ state.index_select(0, at) + of[..., keys:]
-            state = state.index_copy(0, at, after)
-        return _Tied.apply(self._with_padding(state), moved)
+        made = summaries_of(chunks, self._made)
+        pool = self._before.filled(torch.cat(made, -1), self._group)
+        return self._composed.states(pool, made.transition_SHKK.shape[-1])
 
-    def _moved(self, rows: Tensor, of: RowsOf) -> Tensor:
-        """Rows of other ranks, all-to-all; every rank of the group takes part."""
-        flat = rows.flatten(1).index_select(0, self._index(of.sent))
-        made = _Exchange.apply(flat, of.received.tolist(), of.splits.tolist(), self._group)
-        return made.view(-1, *rows.shape[1:])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All index tensors, for callers that load them on a stream of their own."""
+        pools = [t for pool in (self._latest, self._before) for t in (pool.kept, *pool.sent)]
+        composed = [self._composed.read, *self._composed.reads, self._composed.state_of]
+        members = [self._made.chunks, *self._made.steps]
+        return [*pools, *self._found, *composed, *members, *layout_tensors(self.layout)]
 
-    def _with_padding(self, of_spans: Tensor) -> Tensor:
-        """Zeros for the span of padding, if there is one."""
-        if not self._padding:
-            return of_spans
-        return torch.cat([of_spans, of_spans.new_zeros(1, *of_spans.shape[1:])])
 
-    def _index(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+def linear_rows(
+    made: RankSummaries, num_rows: int, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[LinearRows, list[Tensor]]:
+    """What linear layers take of a micro-batch, and its index tensors.
+
+    Args:
+        made: This rank's part of the plan.
+        num_rows: Rows of the rank, with padding.
+        group: The CP group; None: one rank, whose spans are whole documents.
+        device: Where the rows are.
+    """
+    if group is None:
+        layout = span_layout(made, num_rows, device)
+        return LinearRows(layout, None), layout_tensors(layout)
+    before = SpansBefore(made, num_rows, group, device)
+    return LinearRows(before.layout, before), before.tensors
+
+
+def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
+    """The spans of a rank; its padding is one more."""
+    padding = num_rows - int(made.lengths.sum())
+    return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
+
+
+def layout_tensors(layout: SpanLayout) -> list[Tensor]:
+    """Index tensors of a layout."""
+    return [layout.slots_T, *layout.steps]
+
+
+def _index(values: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

@@ -136,7 +136,7 @@ class TelemetryMeter:
     ) -> None:
         """more: tokens that experts computed beyond those that are priced."""
         of = self._layers[stage]
-        experts = (round(ns * more * (of.layers - of.dense)) for ns in self._experts_ns)
+        experts = (round(ns * more * of.with_experts) for ns in self._experts_ns)
         more_ns: dict[str, int] = dict(zip(TERMS[2:], experts, strict=True))
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         measured = {
