@@ -222,7 +222,7 @@ def head_flops(model: ModelSpec) -> int:
 
 def linear_flops_per_token(model: ModelSpec) -> int:
     """Model FLOPs (forward and backward) of one token outside attention, all layers and head."""
-    of_layers = sum(kind.count * layer_linear_flops(kind.model) for kind in model.layer_kinds)
+    of_layers = sum(kind.layers * layer_linear_flops(kind.model) for kind in model.layer_kinds)
     forward = head_flops(model) + of_layers
     return (1 + LINEAR_BACKWARD_FACTOR) * forward
 

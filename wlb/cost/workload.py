@@ -455,7 +455,7 @@ class LinearCost:
     ) -> Work:
         """Work of the mean layer, or of the mean of some kinds of layers."""
         kinds = self.model.layer_kinds if kinds is None else kinds
-        works = [(kind.count, work_of(kind.model)) for kind in kinds]
+        works = [(kind.layers, work_of(kind.model)) for kind in kinds]
         layers = sum(count for count, _ in works)
         forward, backward, recomputed = (sum(n * w[i] for n, w in works) / layers for i in range(3))
         return forward, backward, recomputed

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
+from wlb.cost.flops import CHUNK
 from wlb.memory import expert_sizes
 from wlb.memory.budget import GIB as GIB
 from wlb.memory.workspace import AttentionCall, most_attention_workspace_bytes
@@ -203,18 +204,41 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     )
     if recompute == Recompute.FULL:
         return local * (model.hidden_size * size + order_bytes) // tp
-    values = (3 + 2 * model.branch_norms) * model.hidden_size + 2 * model.q_dim
-    if model.norms_keys:
-        # Q and K before their norms; K and Q after them are kept for attention.
-        values += model.q_dim + model.kv_dim
+    values = (3 + 2 * model.branch_norms) * model.hidden_size
+    if model.is_all_linear:
+        kept = _linear_layer_values(model)
+        values, float32_values = values + kept[0], kept[1]
+    else:
+        values += 2 * model.q_dim + 2 * model.kv_dim + 2 * model.q_dim * model.attention_gate
+        if model.norms_keys:
+            # Q and K before their norms; K and Q after them are kept for attention.
+            values += model.q_dim + model.kv_dim
+        # A log-sum-exp a head, and with norms of heads a root mean square each.
+        float32_values = model.num_heads
+        float32_values += model.norms_keys * (model.num_heads + model.num_kv_heads)
     if spec.training.recompute == Recompute.NONE:
         values += model.hidden_size + expert_sizes.mlp_values(model, load=load)
-    # A log-sum-exp a head, and with norms of heads a root mean square each.
-    float32_values = model.num_heads + model.norms_keys * (model.num_heads + model.num_kv_heads)
     if recompute == Recompute.NONE:
         float32_values += expert_sizes.z_loss_values(model)
     per_token = size * values + FLOAT32_BYTES * float32_values + order_bytes
-    return local * (per_token + 2 * model.kv_dim * size) // tp
+    return local * per_token // tp
+
+
+def _linear_layer_values(model: ModelSpec) -> tuple[int, int]:
+    """Values of a token that autograd keeps of a gated delta net: in compute dtype, and in float32.
+
+    Compute dtype: projections, their convolution before and after SiLU, and the gated output.
+    Float32: queries, keys and values, the latter two once more in their chunks; what chunks solve
+    and read (`wlb.model.delta_rule.Chunks`); three matrices of a chunk's tokens; outputs and their
+    norm; the state that each chunk begins with, and what changes it.
+    """
+    linear, chunk = model.linear, CHUNK
+    mixed = 2 * linear.key_dim + linear.value_dim
+    heads, keys = linear.num_value_heads, linear.num_value_heads * linear.key_head_dim
+    state = keys * linear.value_head_dim // chunk
+    compute = 3 * mixed + 3 * linear.value_dim
+    exact = mixed + 11 * keys + 11 * linear.value_dim + 4 * heads * chunk + 4 * state
+    return compute, exact
 
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Scores, Segments, attend
-from wlb.model.elementwise import inverse_frequencies, rope_tables
 from wlb.model.delta_rule import SpanLayout
+from wlb.model.elementwise import inverse_frequencies, rope_tables
 from wlb.model.llama import LayerRows, LinearRows, LocalAttend, Rows
 from wlb.plan import IntArray
 from wlb.spec import ModelSpec

@@ -85,12 +85,12 @@ class LayerKind(NamedTuple):
     model: "ModelSpec"  # a model that has such layers alone
     has_experts: bool  # instead of an MLP
     is_linear: bool  # a gated delta net instead of attention
-    count: int  # layers of the whole model that are of this kind
+    layers: int  # of the whole model that are of this kind
 
     @property
     def share(self) -> float:
         """Of all layers."""
-        return self.count / self.model.num_layers
+        return self.layers / self.model.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +334,7 @@ class ModelSpec:
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
         kinds = self.layer_kinds
-        return ends + sum(kind.count * kind.model.num_layer_parameters for kind in kinds)
+        return ends + sum(kind.layers * kind.model.num_layer_parameters for kind in kinds)
 
     @property
     def num_active_parameters(self) -> int:

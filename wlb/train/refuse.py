@@ -33,7 +33,7 @@ from wlb.train.telemetry.sinks import refuse_missing
 MEANING = (
     *("norm_eps", "rope_theta", "sliding_window", "full_every", "full_first"),
     *("attention_softcap", "logit_softcap", "activation", "query_scale_size"),
-    *("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta"),
+    *("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta", "rotary_share"),
     *("experts.per_token", "experts.scoring", "experts.normalised"),
 )
 """Keys that `_meaning` takes besides those of rope_scaling."""

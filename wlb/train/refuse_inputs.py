@@ -21,11 +21,14 @@ SHAPES = (
     "qk_norm_rows",
     "branch_norms",
     "tied_embeddings",
+    "attention_gate",
+    "linear",
     "experts.num",
     "experts.every",
     "experts.dense_layers",
     "experts.hidden_size",
     "experts.shared",
+    "experts.shared_gate",
 )
 """Keys of a model by which its tensors have their names and shapes."""
 

@@ -230,6 +230,7 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 def _type_of(spec: ModelSpec) -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
+    _refuse_hybrids(spec)
     if spec.experts.num:
         return expert_weights.type_of(spec)
     if spec.qk_norm_rows:
@@ -254,6 +255,22 @@ def _type_of(spec: ModelSpec) -> str:
     if spec.qk_norm:
         return "qwen3"
     return "mistral" if spec.sliding_window else "llama"
+
+
+def _refuse_hybrids(spec: ModelSpec) -> None:
+    """UserError for parts of Qwen3-Next, which wlb trains but does not write or read yet."""
+    found = {
+        "linear.num_value_heads": spec.linear.num_value_heads,
+        "attention_gate": spec.attention_gate,
+        "rotary_share": spec.rotary_share if spec.rotary_share != 1.0 else 0,
+        "experts.shared_gate": spec.experts.shared_gate,
+    }
+    for name, value in found.items():
+        if value:
+            raise UserError(
+                f"model.{name} = {value}: weights of models with this part are not written as a "
+                f"Hugging Face folder yet; the checkpoint itself stays usable by wlb"
+            )
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:

@@ -192,6 +192,11 @@ def load(
     """
     saved = open_saved(checkpoint.resolve(Path(source), str(source)))
     taken = tensor_dtype(saved, None if dtype is None else Dtype(dtype))
+    if saved.spec.num_linear_layers:
+        raise UserError(
+            f"{saved.folder} has linear layers (model.linear), whose states are not kept "
+            f"from token to token here; evaluate the checkpoint with `wlb train` instead"
+        )
     found = tokenizer_of_run(saved.run)
     found = found if tokenizer is None else found.with_file(Path(tokenizer))
     if found.file is not None:
