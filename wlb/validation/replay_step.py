@@ -40,7 +40,7 @@ def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWai
     """Return the passes of a simulated step as waits, the shortest of `shortest_s`."""
     spec, prices = simulation.simulator.spec, simulation.prices
     _, dp, n, cp = prices.shape
-    kinds = list(prices.linear)
+    kinds = list(prices.linear[0])
 
     def seconds(kind: PassKind) -> FloatArray:
         out = np.zeros((dp, n, spec.num_stages, cp))
