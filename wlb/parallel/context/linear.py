@@ -20,7 +20,7 @@ from wlb.plan import IntArray, RankSummaries, RowsOf
 _collectives = torch.ops._c10d_functional
 
 
-class _Pool(NamedTuple):
+class _SharedRows(NamedTuple):
     """`RowsOf` on the device."""
 
     kept: Tensor  # own rows of the pool
@@ -28,7 +28,7 @@ class _Pool(NamedTuple):
     received: list[int]  # rows that come from each rank
 
     @classmethod
-    def of(cls, rows: RowsOf, device: torch.device) -> "_Pool":
+    def of(cls, rows: RowsOf, device: torch.device) -> "_SharedRows":
         ends = np.cumsum(rows.splits)
         sent = [rows.sent[end - n : end] for end, n in zip(ends, rows.splits, strict=True)]
         return cls(
@@ -50,7 +50,7 @@ class _Exchange(torch.autograd.Function):
     """Own rows and those that arrive, all-to-all; gradients go back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, pool: _Pool, group: str) -> Tensor:
+    def forward(ctx: Any, kept: Tensor, pool: _SharedRows, group: str) -> Tensor:
         ctx.pool, ctx.group, ctx.num_kept = pool, group, kept.shape[0]
         sent = kept.index_select(0, torch.cat(pool.sent))
         splits = [index.shape[0] for index in pool.sent]
@@ -58,7 +58,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        pool: _Pool = ctx.pool
+        pool: _SharedRows = ctx.pool
         splits = [index.shape[0] for index in pool.sent]
         back = _all_to_all(grads[0][ctx.num_kept :], splits, pool.received, ctx.group)
         grad = grads[0][: ctx.num_kept].clone()
@@ -147,13 +147,13 @@ class SpansBefore:
         self._group = group.group_name
         num_spans = len(self.layout.lengths)
         # The convolution's rows: places in the pool, and behind it a row of zeros.
-        self._latest = _Pool.of(made.latest, device)
+        self._latest = _SharedRows.of(made.latest, device)
         found = np.full((num_spans, made.latest.found.shape[1]), -1, np.int64)
         found[: made.latest.found.shape[0]] = made.latest.found
         num_pool = made.latest.kept.size + int(made.latest.received.sum())
         self._found = tuple(_index(column, device) for column in (found % (num_pool + 1)).T)
         # Summaries: of which spans they are made, and how they are composed.
-        self._before = _Pool.of(made.before, device)
+        self._before = _SharedRows.of(made.before, device)
         self._made: SpanMembers = self.layout.members(made.before.kept)
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
