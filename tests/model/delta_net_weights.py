@@ -33,8 +33,8 @@ def theirs(family: str) -> torch.nn.Module:
         linear_conv_kernel_dim=SHAPE.conv_kernel_dim,
     )
     module = f"transformers.models.{family.removesuffix('_text')}"
-    made = getattr(_modeling(module), FAMILIES[family])(config, 0)
     torch.manual_seed(1)
+    made = getattr(_modeling(module), FAMILIES[family])(config, 0)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

