@@ -188,9 +188,9 @@ def test_a_model_of_the_auxiliary_loss_is_exported_without_its_shares(
     spec = replace(SPEC, qk_norm=True, experts=experts)
     trained = replace(spec, experts=replace(experts, balance=ExpertBalance.AUX_LOSS))
     tensors = hub_tensors(spec, dtype)
-    parts = {
-        n: v for name, p in parameters_of(spec).items() for n, v in p.parts(tensors[name]).items()
-    }
+    parts: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters_of(spec).items():
+        parameter.add_to(parts, tensors[name])
     # A checkpoint with the state of a run: the folder that it is made of has shares too.
     shares = {name: torch.rand(4) for name in parameters_of(trained).keys() - tensors.keys()}
     assert len(shares) == spec.num_layers

@@ -80,6 +80,9 @@ def run_import(options: argparse.Namespace) -> int:
     )
     if made.not_finite:
         print(_not_finite(made.not_finite), file=sys.stderr)
+    for what, number in made.left_out.items():
+        tensors = "1 tensor" if number == 1 else f"{number} tensors"
+        print(f"left out, as no part of the text model: {tensors} of {what}")
     if spec.tied_embeddings:
         print("its head is its embedding, and stays so (model.tied_embeddings)")
     print(f"prepare data with its tokenizer: wlb prepare ... --tokenizer {options.source}")

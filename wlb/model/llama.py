@@ -135,7 +135,11 @@ class Attention(nn.Module):
     def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
-        self.query_factor = spec.query_factor(slides=slides)
+        self.query_factor, self.turned_factor = spec.query_factor(slides=slides), 1.0
+        if spec.rotary_share != 1.0:
+            # RoPE's scaling is of scores of rotated channels, which here are some of a head's.
+            self.turned_factor = spec.rope_scaling.score_factor
+            self.query_factor /= self.turned_factor
         self.has_gate = spec.attention_gate
         # With a gate, it gives the queries of each head and then that head's gate.
         columns = spec.q_dim * (1 + spec.attention_gate)
@@ -169,6 +173,10 @@ class Attention(nn.Module):
             q_THD, gate_THD = q_TF.unflatten(-1, (-1, 2, self.head_size)).unbind(-2)
             q_TF = q_THD.flatten(1)
             gates.append(gate_THD)
+        if self.turned_factor != 1.0:
+            rows = rows._replace(
+                cos=rows.cos * self.turned_factor, sin=rows.sin * self.turned_factor
+            )
         q_THD = self._rotated(q_TF, rows, self.q_norm)
         if self.query_factor != 1.0:
             q_THD = q_THD * self.query_factor

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from wlb.plan import UserError
 from wlb.plan.read_file import Fields, read_object
-from wlb.spec import ModelSpec, RopeKind, RopeScaling
-from wlb.weights import expert_weights
+from wlb.spec import ExpertsSpec, ModelSpec, RopeKind, RopeScaling
+from wlb.weights import expert_weights, hybrids
 from wlb.weights.defaults import DEFAULTS, Defaults, default_ids
 from wlb.weights.gemma import GEMMA, KEYS, full_rope, gemma_json, gemma_type, is_gemma, read_gemma
 from wlb.weights.windows import WINDOW, flag, read_window, window_json
@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     **expert_weights.ARCHITECTURES,
+    **hybrids.ARCHITECTURES,
 }
 """Architectures by model_type."""
 
@@ -63,41 +64,53 @@ _ROPE = """
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {expert_weights.READ} {expert_weights.HARMLESS}".split())
 """Keys of config.json that are read here, or by which no logit changes whatever their value."""
 _MODEL = "AutoModelForCausalLM"
-_SAID = {"gemma2": ("sliding_window_size",), "qwen3_moe": ("use_qk_norm",)}
-"""Keys that transformers does not read, with which files say what such a model has anyway."""
+_MORE = {
+    "qwen3_moe": "use_qk_norm",
+    **dict.fromkeys(GEMMA, KEYS),
+    "gemma2": f"{KEYS} sliding_window_size",
+    **dict.fromkeys(hybrids.ARCHITECTURES, f"{hybrids.READ} {hybrids.HARMLESS}"),
+}
+"""Further keys by model_type; some of them transformers does not read, because they say what such a
+model has anyway (use_qk_norm, sliding_window_size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """Contents of a config.json. max_positions: longest text in training. bos_id, eos_ids: None and
-    empty if unknown. default_eos_ids: transformers' where the key is absent, which a
-    generation_config.json may replace."""
+    """Contents of a config.json."""
 
     spec: ModelSpec
-    max_positions: int
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    default_eos_ids: tuple[int, ...] = ()
+    model_type: str
+    max_positions: int  # tokens of the longest text in training
+    bos_id: int | None = None  # None if unknown
+    eos_ids: tuple[int, ...] = ()  # empty if unknown
+    default_eos_ids: tuple[
+        int, ...
+    ] = ()  # of an absent key; generation_config.json may replace them
 
 
 def read_config(path: Path) -> HubModel:
     """Read the model of a config.json; UserError for a model that `wlb.model` cannot compute."""
     values = read_object(path, wide=True)
     keys = Fields(values, str(path))
-    model_type = _architecture(keys)
-    usual = DEFAULTS[model_type]
+    text = hybrids.text_model(keys)
+    model_type = _architecture(text, is_part=text is not keys)
+    keys, values, usual = text, text.values, DEFAULTS[model_type]
     _refuse_other_maths(keys, model_type)
     num_heads = keys.whole("num_attention_heads")
     max_positions = keys.whole("max_position_embeddings", usual.positions)
-    family, windows = _family(keys, model_type), read_window(keys, model_type)
+    family = _family(keys, model_type)
+    windows = {} if model_type in hybrids.ARCHITECTURES else read_window(keys, model_type)
     rope_keys = keys
     if model_type == "gemma3_text":
         rope_keys, base = full_rope(keys)
         family |= {"sliding_rope_theta": base} if windows else {}
-    theta, scaling = _rope(rope_keys, max_positions, usual.rope_theta)
+    theta, share, scaling = _rope(rope_keys, max_positions, usual.rope_theta, model_type)
+    experts = _experts(keys, model_type)
+    # A Qwen3.5 with experts has no MLP, and no key for its size.
+    width = experts.hidden_size if model_type == hybrids.MIXTURE else None
     # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
-    tied = {"tie_word_embeddings": usual.is_tied} | values
+    tied = {"tie_word_embeddings": usual.is_tied, **values}
     spec = ModelSpec(
         vocab_size=keys.whole("vocab_size"),
         hidden_size=keys.whole("hidden_size"),
@@ -105,13 +118,14 @@ def read_config(path: Path) -> HubModel:
         num_heads=num_heads,
         num_kv_heads=keys.whole("num_key_value_heads", None if needs_kv else num_heads),
         head_dim=keys.whole("head_dim") if values.get("head_dim") else usual.head_dim,
-        ffn_hidden_size=keys.whole("intermediate_size"),
+        ffn_hidden_size=keys.whole("intermediate_size", width),
         norm_eps=keys.real("rms_norm_eps", usual.norm_eps),
-        experts=expert_weights.read_experts(keys, model_type),
+        experts=experts,
         tied_embeddings=flag(Fields(tied, keys.where), "tie_word_embeddings"),
         init_std=keys.real("initializer_range", 0.02),
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_share=share,
         **family,
         **windows,
     )
@@ -119,7 +133,8 @@ def read_config(path: Path) -> HubModel:
         spec.check()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return _with_tokens(HubModel(spec=spec, max_positions=max_positions), keys, usual)
+    made = HubModel(spec=spec, model_type=model_type, max_positions=max_positions)
+    return _with_tokens(made, keys, usual)
 
 
 def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
@@ -138,11 +153,26 @@ def _family(keys: Fields, model_type: str) -> dict[str, Any]:
     """Fields of `ModelSpec` that a family has besides sizes and windows."""
     if model_type in GEMMA:
         return read_gemma(keys, model_type)
+    if model_type in hybrids.ARCHITECTURES:
+        return hybrids.read_hybrid(keys, model_type)
     return {
         "qkv_bias": model_type == "qwen2",
         "qk_norm": model_type.startswith("qwen3"),
         "qk_norm_rows": model_type == "olmoe",
     }
+
+
+def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
+    """The experts; `ExpertsSpec()` of a model without."""
+    if model_type not in hybrids.ARCHITECTURES:
+        return expert_weights.read_experts(keys, model_type)
+    experts = hybrids.read_experts(keys, model_type)
+    where = expert_weights.layers_with_experts(keys)
+    if experts.num and model_type == hybrids.NEXT:
+        return replace(experts, **where)
+    if where != {"every": 1, "dense_layers": ()}:
+        raise keys.error("mlp_only_layers", f"or decoder_sparse_step is not of a {model_type}")
+    return experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +197,33 @@ def read_generation(path: Path) -> HubGeneration:
 
 
 def config_json(
-    spec: ModelSpec, *, max_positions: int, bos_id: int | None, eos_ids: tuple[int, ...], dtype: str
+    spec: ModelSpec,
+    *,
+    max_positions: int,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    dtype: str,
+    model_type: str = "",
 ) -> dict[str, Any]:
-    """Return the config.json of a model, for transformers 4 and 5. dtype: such as "bfloat16"."""
-    model_type = _type_of(spec)
+    """Return the config.json of a model, for transformers 4 and 5.
+
+    Args:
+        spec: The model.
+        max_positions: Tokens of the longest text in training.
+        bos_id: None if unknown.
+        eos_ids: Empty if unknown.
+        dtype: Of the weights, such as "bfloat16".
+        model_type: What it was imported as, which decides between families that compute the same.
+
+    Raises:
+        UserError: If no family of transformers has the model's parts.
+    """
+    model_type = _type_of(spec, model_type)
     rope = _rope_json(spec.rope_scaling)
+    if model_type in hybrids.ARCHITECTURES:
+        of_family = hybrids.hybrid_json(spec, model_type, rope)
+    else:
+        of_family = expert_weights.experts_json(spec, model_type) or window_json(spec, model_type)
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -191,7 +243,7 @@ def config_json(
         "rope_parameters": {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})},
         "attention_dropout": 0.0,
         **_FIXED.get(model_type, {}),
-        **(expert_weights.experts_json(spec, model_type) or window_json(spec, model_type)),
+        **of_family,
         "tie_word_embeddings": spec.tied_embeddings,
         # Written even if unknown, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
@@ -228,9 +280,10 @@ _FIXED: dict[str, dict[str, Any]] = {
 """Keys of a config.json by model_type whose values wlb's parts decide."""
 
 
-def _type_of(spec: ModelSpec) -> str:
+def _type_of(spec: ModelSpec, preferred: str = "") -> str:
     """The model_type whose parts are a model's; UserError if transformers has none."""
-    _refuse_hybrids(spec)
+    if hybrids.is_hybrid(spec):
+        return hybrids.hybrid_type(spec, preferred)
     if spec.experts.num:
         return expert_weights.type_of(spec)
     if spec.qk_norm_rows:
@@ -257,35 +310,20 @@ def _type_of(spec: ModelSpec) -> str:
     return "mistral" if spec.sliding_window else "llama"
 
 
-def _refuse_hybrids(spec: ModelSpec) -> None:
-    """UserError for parts of Qwen3-Next, which wlb trains but does not write or read yet."""
-    found = {
-        "linear.num_value_heads": spec.linear.num_value_heads,
-        "attention_gate": spec.attention_gate,
-        "rotary_share": spec.rotary_share if spec.rotary_share != 1.0 else 0,
-        "experts.shared_gate": spec.experts.shared_gate,
-    }
-    for name, value in found.items():
-        if value:
-            raise UserError(
-                f"model.{name} = {value}: weights of models with this part are not written as a "
-                f"Hugging Face folder yet; the checkpoint itself stays usable by wlb"
-            )
-
-
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
     """Return token ids as in config.json: null, one id, or a list."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
-def _architecture(keys: Fields) -> str:
-    """Return model_type; UserError if it or `architectures` is not supported."""
+def _architecture(keys: Fields, *, is_part: bool) -> str:
+    """Return model_type; UserError if it or `architectures` is not supported. is_part: the keys are
+    of a part of a larger model, whose `architectures` is the larger one's."""
     why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise keys.error("model_type", why)
     expected = [ARCHITECTURES[model_type]]
-    if (keys.values.get("architectures") or expected) != expected:
+    if not is_part and (keys.values.get("architectures") or expected) != expected:
         raise keys.error("architectures", why)
     return model_type
 
@@ -308,7 +346,7 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
             raise keys.error(name, "requires biases that wlb's linear layers do not have")
     if keys.whole("pretraining_tp", 1) != 1:
         raise keys.error("pretraining_tp", "is not 1: wlb multiplies whole matrices; set it to 1")
-    known = _KNOWN.union(KEYS.split() if model_type in GEMMA else (), _SAID.get(model_type, ()))
+    known = _KNOWN.union(_MORE.get(model_type, "").split())
     window = values.get("sliding_window", WINDOW)
     if model_type == "gemma2" and values.get("sliding_window_size", window) != window:
         raise keys.error("sliding_window_size", f"contradicts the window of {window}; remove it")
@@ -319,18 +357,25 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
             )
 
 
-def _rope(keys: Fields, max_positions: int, default: float) -> tuple[float, RopeScaling]:
-    """Read base and scaling from `rope_parameters`, or from `rope_theta` and `rope_scaling`.
-    default: the base where no key has one."""
+def _rope(
+    keys: Fields, max_positions: int, default: float, model_type: str
+) -> tuple[float, float, RopeScaling]:
+    """Read base, rotated share of heads and scaling from `rope_parameters`, or from `rope_theta`,
+    `partial_rotary_factor` and `rope_scaling`. default: the base where no key has one."""
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
     for name in given:
         if not isinstance(values[name], dict):
             raise keys.error(name, "must be a JSON object")
+    ropes = [Fields(values[name], f"{keys.where}: {name}") for name in given] or [Fields({}, "")]
     read = [
-        _one_rope(keys, Fields(values[name], f"{keys.where}: {name}"), max_positions, default)
-        for name in given
-    ] or [(keys.real("rope_theta", default), RopeScaling())]
+        (
+            _theta(keys, rope, default, model_type),
+            _share(keys, rope, model_type),
+            _one_rope(rope, max_positions),
+        )
+        for rope in ropes
+    ]
     if read[0] != read[-1]:
         raise UserError(
             f"{keys.where}: rope_parameters = {values['rope_parameters']} and rope_scaling = "
@@ -340,31 +385,45 @@ def _rope(keys: Fields, max_positions: int, default: float) -> tuple[float, Rope
     return read[0]
 
 
-def _one_rope(
-    keys: Fields, rope: Fields, max_positions: int, default: float
-) -> tuple[float, RopeScaling]:
+def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float:
+    """RoPE's base; UserError for keys beside it that are not known."""
+    known = f"{_ROPE} {hybrids.ROPE if model_type in hybrids.ARCHITECTURES else ''}".split()
     for name, value in rope.values.items():
         if isinstance(value, dict):
             raise rope.error(name, "differs between layers, which wlb reads of Gemma 3 alone")
-        if name not in _ROPE.split() and value not in (None, False):
+        if name not in known and value not in (None, False):
             raise rope.error(name, "is not known here and may change RoPE; remove it if not")
     theta = rope.real("rope_theta", keys.real("rope_theta", default))
     if keys.real("rope_theta", theta) != theta:
         raise keys.error("rope_theta", f"contradicts the {theta} of {rope.where}")
+    return theta
+
+
+def _share(keys: Fields, rope: Fields, model_type: str) -> float:
+    """The part of each head that RoPE rotates."""
+    if model_type in hybrids.ARCHITECTURES:
+        return hybrids.read_share(keys, rope)
     for each in (keys, rope):
         if each.real("partial_rotary_factor", 1.0) != 1.0:
-            raise each.error("partial_rotary_factor", "is not 1: wlb rotates whole heads")
+            raise each.error(
+                "partial_rotary_factor", f"is not 1: wlb rotates whole heads of a {model_type}"
+            )
+    return 1.0
+
+
+def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
+    """RoPE's scaling, of one of the two keys that say it."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope.values.get("type") not in (None, kind):
         raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
     if kind == "default":
-        return theta, RopeScaling()
+        return RopeScaling()
     if kind not in list(RopeKind):
         raise UserError(
             f"{rope.where}: rope_type = {kind!r} is not known here; wlb computes default, "
             f"{', '.join(RopeKind)}"
         )
-    return theta, _scaling(RopeKind(kind), rope, max_positions)
+    return _scaling(RopeKind(kind), rope, max_positions)
 
 
 def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:

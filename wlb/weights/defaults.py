@@ -6,6 +6,7 @@ Sizes of the model itself have no defaults here: a config.json must say them.
 from dataclasses import dataclass
 
 from wlb.plan.read_file import Fields
+from wlb.weights.hybrids import ARCHITECTURES as HYBRIDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ DEFAULTS = {
     "qwen2": Defaults(positions=32_768),
     "qwen3": Defaults(positions=32_768, head_dim=128),
     "qwen3_moe": Defaults(positions=32_768),
+    **dict.fromkeys(HYBRIDS, Defaults(positions=32_768, head_dim=256)),
 }
 
 

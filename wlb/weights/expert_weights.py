@@ -53,7 +53,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     width = (
         keys.whole("intermediate_size") if is_olmoe else keys.whole("moe_intermediate_size", 768)
     )
-    where = _layers_with_experts(keys)
+    where = layers_with_experts(keys)
     if is_olmoe and where != {"every": 1, "dense_layers": ()}:
         raise UserError(
             f"{keys.where}: an OLMoE has experts in every layer, but this config.json has "
@@ -69,9 +69,9 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
     )
 
 
-def _layers_with_experts(keys: Fields) -> dict[str, Any]:
-    """Which layers of a Qwen3-MoE have experts. Numbers that no layer has say nothing there, and
-    are left out."""
+def layers_with_experts(keys: Fields) -> dict[str, Any]:
+    """Which layers of a Qwen3-MoE or Qwen3-Next have experts. Numbers that no layer has say nothing
+    there, and are left out."""
     listed: Any = keys.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(i) is not int for i in cast("list[Any]", listed)):
         raise keys.error("mlp_only_layers", "must be a list of whole numbers")

@@ -1,12 +1,13 @@
 """Read tensors of a Hugging Face folder: `model.safetensors`, or shards with their index.
 
-Only headers are read until a tensor is requested. Pickled weights are never opened.
+Only headers are read until a tensor is requested. Pickled weights are never opened. Of a model with
+images, or with a layer that predicts several tokens, the text model's tensors are read.
 """
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from wlb.model.llama import EMBEDDING, HEAD
 from wlb.plan import UserError
 from wlb.plan.read_file import read_object
 from wlb.train.checkpoint.headers import read_header
+from wlb.weights.hybrids import LEFT_OUT, TEXT_PREFIX
 from wlb.weights.names import NOT_WEIGHTS, Parameter
 
 SINGLE = "model.safetensors"
@@ -29,19 +31,21 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file, where it has the name `name`."""
+    """A tensor in a file."""
 
-    name: str
+    name: str  # in the file
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    at: tuple[int | slice, ...] = ()  # which part of the file's tensor it is; (): all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """Tensors by name, from the files' headers."""
+    """Tensors from the files' headers."""
 
-    tensors: dict[str, StoredTensor] = field(repr=False)
+    tensors: dict[str, StoredTensor] = field(repr=False)  # by name in the model
+    left_out: dict[str, int] = field(default_factory=dict[str, int])  # numbers, by what they are of
 
     def stored(self, name: str) -> StoredTensor:
         return self.tensors[name]
@@ -50,21 +54,28 @@ class HubTensors:
         """Read one tensor; UserError naming a file that cannot be read."""
         source = self.stored(name)
         with _opened(source.file) as file:
+            if source.at:
+                return file.get_slice(source.name)[source.at]
             return file.get_tensor(source.name)
 
     def read_parameter(self, parameter: Parameter) -> Tensor:
         """Read a parameter, of experts all of them."""
-        found = [self.read(name) for name in parameter.in_files]
-        return torch.stack(found) if parameter.is_stack else found[0]
+        return parameter.value_of([self.read(name) for name in parameter.in_files])
 
 
 def open_tensors(
-    folder: Path, parameters: Iterable[Parameter], *, is_tied: bool, config: Path
+    folder: Path,
+    parameters: Iterable[Parameter],
+    *,
+    is_tied: bool,
+    config: Path,
+    is_hybrid: bool = False,
 ) -> HubTensors:
     """Open the tensors of `folder`, which must be exactly those of a model, in the right shapes.
 
     is_tied: the head is the embedding, which a folder may hold by both names. config: the model's
-    config.json, for messages.
+    config.json, for messages. is_hybrid: a Qwen3-Next or Qwen3.5, whose folder may hold more than
+    the text model.
     """
     expected = {name: p for p in parameters for name in p.in_files}
     tensors: dict[str, StoredTensor] = {}
@@ -77,6 +88,9 @@ def open_tensors(
             )
         tensors |= header if listed is None else {name: header[name] for name in listed}
     tensors = {n: t for n, t in tensors.items() if not n.endswith(NOT_WEIGHTS)}
+    left_out: dict[str, int] = {}
+    if is_hybrid:
+        tensors, left_out = _text_model(tensors)
     if is_tied and HEAD in tensors:
         _hold_tied(tensors, config)
     if missing := [name for name in expected if name not in tensors]:
@@ -95,7 +109,43 @@ def open_tensors(
                 f"{stored.file}: {name} has shape {list(stored.shape)}, the model of {config} "
                 f"wants {list(expected[name].shape_in_files)}"
             )
-    return HubTensors(tensors=tensors)
+    return HubTensors(tensors=tensors, left_out=left_out)
+
+
+def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
+    """The text model's tensors by their names in a folder of text alone, with stacks of experts
+    apart; and how many others there are, by what they are of."""
+    found: dict[str, StoredTensor] = {}
+    left_out: dict[str, int] = {}
+    for name, stored in tensors.items():
+        if (what := next((w for p, w in LEFT_OUT.items() if name.startswith(p)), None)) is not None:
+            left_out[what] = left_out.get(what, 0) + 1
+            continue
+        if name.startswith(TEXT_PREFIX):
+            name = f"model.{name.removeprefix(TEXT_PREFIX)}"
+        found |= _experts_apart(name, stored)
+    return found, left_out
+
+
+def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
+    """A stack of experts [E, out, in] one by one, with the matrices of gate and up apart, which are
+    one in it; another tensor as it is."""
+    block, _, last = name.rpartition(".")
+    if not block.endswith(".mlp.experts") or len(stored.shape) != 3:
+        return {name: stored}
+    num, columns, rows = stored.shape
+    half = columns // 2
+    if last == "gate_up_proj":
+        ranges = {"gate_proj": slice(0, half), "up_proj": slice(half, columns)}
+    else:
+        ranges = {last: slice(0, columns)}
+    return {
+        f"{block}.{i}.{matrix}.weight": replace(
+            stored, shape=(taken.stop - taken.start, rows), at=(i, taken)
+        )
+        for i in range(num)
+        for matrix, taken in ranges.items()
+    }
 
 
 def _hold_tied(tensors: dict[str, StoredTensor], config: Path) -> None:

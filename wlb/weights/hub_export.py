@@ -116,7 +116,9 @@ def _write_shards(
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         read = saved.read((p.name for p in shard), dtype)
-        values = {n: part for p in shard for n, part in p.parts(read.pop(p.name)).items()}
+        values: dict[str, torch.Tensor] = {}
+        for parameter in shard:
+            parameter.add_to(values, read.pop(parameter.name))
         # transformers refuses files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
         # Newer safetensors make files private to the owner; use the folder's permissions.
@@ -157,7 +159,12 @@ def _write_configs(
         window = trained.data.context_window
     positions = max(imported.get("max_position_embeddings", 0), window)
     config = config_json(
-        saved.spec, max_positions=positions, bos_id=bos_id, eos_ids=stops, dtype=name_of(dtype)
+        saved.spec,
+        max_positions=positions,
+        bos_id=bos_id,
+        eos_ids=stops,
+        dtype=name_of(dtype),
+        model_type=imported.get("model_type", ""),
     )
     _write_json(folder / "config.json", config)
     pad = token_text(found.config.get("pad_token"))

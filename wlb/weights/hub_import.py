@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from wlb.plan import UserError
 from wlb.spec import RunSpec, to_dict, to_toml
 from wlb.train.checkpoint import folder as checkpoint
+from wlb.weights import hybrids
 from wlb.weights.config import HubModel, read_config, read_generation
 from wlb.weights.folder import new_folder, refuse_existing
 from wlb.weights.hub import HubTensors, open_tensors
@@ -29,17 +30,15 @@ _FILE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """An imported checkpoint. toml: its `model.toml`, with the keys of a run that starts from it.
-    dtypes: of its tensors. num_padding_rows: zero rows after the vocabulary. not_finite: how many
-    values of a tensor are NaN or infinite, by the name of the tensor; only of those that have some.
-    """
+    """An imported checkpoint."""
 
     checkpoint: Path
     model: HubModel
-    toml: str
-    dtypes: tuple[str, ...]
-    num_padding_rows: int
-    not_finite: dict[str, int]
+    toml: str  # its `model.toml`, with the keys of a run that starts from it
+    dtypes: tuple[str, ...]  # of its tensors
+    num_padding_rows: int  # zero rows after the vocabulary
+    not_finite: dict[str, int]  # values that are NaN or infinite, by tensor; only where some are
+    left_out: dict[str, int]  # tensors that are no part of the text model, by what they are of
 
 
 def import_folder(source: Path, out: Path) -> Imported:
@@ -52,9 +51,13 @@ def import_folder(source: Path, out: Path) -> Imported:
             f"whole folder"
         )
     model = read_config(config)
-    parameters = parameters_of(model.spec)
+    parameters = parameters_of(model.spec, model.model_type)
     tensors = open_tensors(
-        source, parameters.values(), is_tied=model.spec.tied_embeddings, config=config
+        source,
+        parameters.values(),
+        is_tied=model.spec.tied_embeddings,
+        config=config,
+        is_hybrid=model.model_type in hybrids.ARCHITECTURES,
     )
     spec = RunSpec(model=model.spec)
     spec = replace(spec, checkpoint=replace(spec.checkpoint, init_from=str(out.resolve())))
@@ -72,6 +75,7 @@ def import_folder(source: Path, out: Path) -> Imported:
     eos_ids = (*model.eos_ids, *generation.eos_ids) or model.default_eos_ids
     imported: dict[str, Any] = {
         "from": str(source.resolve()),
+        "model_type": model.model_type,
         "max_position_embeddings": model.max_positions,
         "bos_token_id": model.bos_id,
         "eos_token_ids": list(dict.fromkeys(eos_ids)),
@@ -90,6 +94,7 @@ def import_folder(source: Path, out: Path) -> Imported:
         dtypes=tuple(sorted({name_of(stored.dtype) for stored in tensors.tensors.values()})),
         num_padding_rows=model.spec.padded_vocab_size - model.spec.vocab_size,
         not_finite=not_finite,
+        left_out=tensors.left_out,
     )
 
 

@@ -1,7 +1,8 @@
 """A trained model in one process, for a look: `wlb.weights.load("runs/demo")`.
 
 Logits of tokens, and the most likely continuation of a text, token by token with kept keys and
-values. For more than a look, export it (`wlb export`) and serve it with transformers or vLLM.
+values; a model with linear layers computes the whole text for each token. For more than a look,
+export it (`wlb export`) and serve it with transformers or vLLM.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from wlb.kernels import Scores, Segments, attend, select_backend
-from wlb.model import LayerRows, Llama, Rows, capped, inverse_frequencies, rope_tables
+from wlb.model import LayerRows, LinearRows, Llama, Rows, capped, inverse_frequencies, rope_tables
+from wlb.model.delta_rule import SpanLayout
 from wlb.plan import UserError
 from wlb.prepare import ChatEncoder, ChatTemplate, load_tokenizer
 from wlb.prepare.conversation import Conversation, Message, Role
@@ -37,6 +39,11 @@ class _KeptKeys:
     layer: int = 0
 
     @property
+    def _num(self) -> int:
+        """Layers with attention."""
+        return self.model.num_layers - self.model.num_linear_layers
+
+    @property
     def num_rows(self) -> int:
         return self.kept[0][0].shape[0] if self.kept else 0
 
@@ -47,7 +54,7 @@ class _KeptKeys:
             k, v = self.kept[self.layer]
             self.kept[self.layer] = (torch.cat([k, k_TGD]), torch.cat([v, v_TGD]))
         found = self.kept[self.layer]
-        self.layer = (self.layer + 1) % self.model.num_layers
+        self.layer = (self.layer + 1) % self._num
         return found
 
     def attend(
@@ -56,7 +63,7 @@ class _KeptKeys:
         k_SGD, v_SGD = begun
         rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
         # `begin` has counted this layer.
-        slides = self.model.slides((self.layer - 1) % self.model.num_layers)
+        slides = self.model.slides((self.layer - 1) % self._num)
         scores = Scores.of(self.model, slides=slides)
         segments = Segments.from_offsets(*rows, device=q_THD.device, scores=scores)
         return self.attention(q_THD, k_SGD, v_SGD, segments), None
@@ -97,9 +104,12 @@ class LoadedModel:
         ending = set(self.stops if stops is None else stops)
         kept, ids = self._fresh(), self._checked(tokens)
         made: list[int] = []
+        keeps = not self.module.spec.linear.num_value_heads
         while len(made) < most and not (made and made[-1] in ending):
-            ids = self._head(self._forward(ids, kept)[-1:]).argmax(-1)
-            made.append(int(ids))
+            new = self._head(self._forward(ids, kept)[-1:]).argmax(-1)
+            made.append(int(new))
+            # States of linear layers are not kept from token to token.
+            ids, kept = (new, kept) if keeps else (torch.cat([ids, new]), self._fresh())
         return made
 
     def encode(self, text: str) -> list[int]:
@@ -168,7 +178,8 @@ class LoadedModel:
             frequencies = inverse_frequencies(spec, ids_T.device, slides=slides)
             return LayerRows(*rope_tables(places, frequencies), kept)
 
-        rows = Rows(**of(slides=False)._asdict(), sliding=of(slides=True))
+        linear = LinearRows(SpanLayout.of([ids_T.shape[0]], ids_T.device), None)
+        rows = Rows(**of(slides=False)._asdict(), sliding=of(slides=True), linear=linear)
         return self.module.model(ids_T, rows)
 
     @torch.no_grad()
@@ -192,11 +203,6 @@ def load(
     """
     saved = open_saved(checkpoint.resolve(Path(source), str(source)))
     taken = tensor_dtype(saved, None if dtype is None else Dtype(dtype))
-    if saved.spec.num_linear_layers:
-        raise UserError(
-            f"{saved.folder} has linear layers (model.linear), whose states are not kept "
-            f"from token to token here; evaluate the checkpoint with `wlb train` instead"
-        )
     found = tokenizer_of_run(saved.run)
     found = found if tokenizer is None else found.with_file(Path(tokenizer))
     if found.file is not None:

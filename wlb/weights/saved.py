@@ -60,7 +60,7 @@ def open_saved(folder: Path) -> SavedModel:
         model = run["spec"]["model"]
         spec = apply(ModelSpec(), model, source=str(file), prefix="model.", is_stored=True)
         spec.check()
-    parameters = parameters_of(spec)
+        parameters = parameters_of(spec, run.get("imported", {}).get("model_type", ""))
     try:
         hold_files(folder)
         reader = TensorFiles(str(folder))

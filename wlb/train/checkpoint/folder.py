@@ -27,9 +27,10 @@ SEEN_WITHIN_S = 60.0
 """An NFS client may cache a folder's entries for this long (acdirmax)."""
 
 
-_MODEL: Schema = {"experts?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
+_MODEL: Schema = {"experts?": dict, "linear?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
 _IMPORTED: Schema = {
     "from?": str,
+    "model_type?": str,
     "max_position_embeddings?": COUNT,
     "bos_token_id?": (COUNT, None),
     "eos_token_ids?": [COUNT],
