@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 60_000,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
