@@ -25,12 +25,14 @@ FAMILIES = {
     "llama32_1b_64k": (16, 1_235_814_400),
     "mistral_7b_32k": (16, 7_241_732_096),
     "gemma3_4b_128k": (16, 3_880_263_168 + 192 * 2560),
+    "qwen3_next_80b_a3b_256k": (64, 79_674_391_296 + 2 * 128 * 2048),
 }
 """GPUs, and parameters as published, with the vocabulary's padding to a multiple of 256."""
 
 
 def test_the_presets_are_the_demos_table_1_and_the_405b_job() -> None:
     demos = ["demo", "demo_single", "sft_demo", "qwen3_demo", "qwen3_moe_demo", "gemma3_demo"]
+    demos.append("hybrid_demo")
     assert presets() == sorted([*demos, *TABLE_1, "405b_128k", *FAMILIES])
 
 

@@ -125,10 +125,11 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
     values = {
         "norm": (2 * normed, 3 * normed),
         "residual": (forward + routed, backward + routed),
-        "rotary": (2 * rotated, 2 * rotated),
         "swiglu": (3 * ffn, 5 * ffn),
         "embedding": (2 * hidden, 3 * hidden),
     }
+    if rotated:
+        values["rotary"] = (2 * rotated, 2 * rotated)
     heads = (model.q_dim + model.kv_dim) * model.qk_norm
     if model.is_all_linear:
         heads = 2 * linear.key_dim + linear.value_dim
@@ -141,10 +142,9 @@ def elementwise_calls(model: ModelSpec) -> dict[str, int]:
     rotary = 2 + (model.query_factor() != 1.0)
     residuals += model.attention_gate
     if model.is_all_linear:
-        norms, residuals, rotary = model.norms_per_layer, 4, 0
+        return {"norm": model.norms_per_layer, "residual": 4, "swiglu": 1, "head_norm": 3}
     calls = {"norm": norms, "residual": residuals, "rotary": rotary, "swiglu": 1}
-    narrow = 3 if model.is_all_linear else 2 * model.qk_norm
-    return calls | ({"head_norm": narrow} if narrow else {})
+    return calls | ({"head_norm": 2} if model.qk_norm else {})
 
 
 PLAIN_TORCH: dict[str, tuple[float, float]] = {

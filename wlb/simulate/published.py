@@ -32,9 +32,18 @@ ERRORS = {
 
 
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
-    """The error of predictions like this one; None for profiles that no published run was predicted
-    with. A profile for another power limit has that of the measured board."""
+    """The error of predictions like this one; None for profiles and for kinds of models that no
+    published run was predicted with. A profile for another power limit has that of the measured
+    board."""
+    if _unlike_published(spec):
+        return None
     return ERRORS.get((profile.name.removesuffix("_500w"), has_model_parallelism(spec)))
+
+
+def _unlike_published(spec: RunSpec) -> bool:
+    """Whether the model has layers of a kind that no published run had."""
+    model = spec.model
+    return bool(model.experts.num or model.sliding_window or model.linear.num_value_heads)
 
 
 def has_model_parallelism(spec: RunSpec) -> bool:
@@ -45,10 +54,10 @@ def has_model_parallelism(spec: RunSpec) -> bool:
 def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
     """A sentence for users: how far predictions of this kind were off published runs."""
     error = published_error(spec, profile)
-    if spec.model.experts.num or spec.model.sliding_window:
+    if _unlike_published(spec):
         return (
-            "how far to trust this: no published run that was predicted had experts or sliding "
-            "windows; wlb/simulate/README.md says what is known"
+            "how far to trust this: no published run that was predicted had experts, sliding "
+            "windows or linear layers; wlb/simulate/README.md says what is known"
         )
     if error is None:
         return (
