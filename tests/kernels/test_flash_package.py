@@ -27,7 +27,7 @@ from wlb.kernels.flash import (
     Flash4Backend,
     wheel_index,
 )
-from wlb.kernels.flash_package import FlashFunction, FlashPackage
+from wlb.kernels.flash_package import FlashFunction, KernelPackage
 from wlb.kernels.op import SavedTensors
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Scores, Segments
@@ -364,7 +364,7 @@ def test_a_package_without_metadata_is_named_by_its_module(monkeypatch):
 
     module = SimpleNamespace(attend=attend)
     monkeypatch.setitem(sys.modules, "wlb_test_kernels", module)
-    package = FlashPackage(
+    package = KernelPackage(
         distribution="wlb-test-kernels",
         module="wlb_test_kernels",
         supported="wlb-test-kernels 1.0",

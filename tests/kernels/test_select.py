@@ -5,7 +5,7 @@ import torch
 
 from tests.words import lacks
 from wlb.kernels.flash import FLASH2, FLASH3, FLASH4
-from wlb.kernels.flash_package import FlashPackage
+from wlb.kernels.flash_package import KernelPackage
 from wlb.kernels.op import BACKENDS
 from wlb.kernels.segments import Scores
 from wlb.kernels.select import AUTO_ORDER, choose_backend, select_backend
@@ -23,12 +23,12 @@ def machine(monkeypatch, capability: tuple[int, int] | None, installed: tuple[in
     """Plays a machine with this GPU (None: without) and these FlashAttention packages."""
     distributions = {FLASH[i].package.distribution for i in installed}
 
-    def missing(package: FlashPackage) -> str | None:
+    def missing(package: KernelPackage) -> str | None:
         name = package.distribution
         return None if name in distributions else f"package {name} is not installed"
 
-    monkeypatch.setattr(FlashPackage, "missing", missing)
-    monkeypatch.setattr(FlashPackage, "problem", missing)
+    monkeypatch.setattr(KernelPackage, "missing", missing)
+    monkeypatch.setattr(KernelPackage, "problem", missing)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
@@ -131,7 +131,7 @@ def test_auto_on_cpu_is_sdpa_and_asks_no_gpu(monkeypatch, dtype):
         raise AssertionError("a CPU run must not start CUDA or import packages")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
-    monkeypatch.setattr(FlashPackage, "problem", asked)
+    monkeypatch.setattr(KernelPackage, "problem", asked)
     assert select_backend(AUTO, device=CPU, dtype=dtype, head_size=64) == "sdpa"
 
 

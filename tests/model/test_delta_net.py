@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.model.delta_net_weights import FAMILIES, SPEC, fresh, ours_of, theirs
 from wlb.model.delta_net import GatedDeltaNet
-from wlb.model.delta_rule import Chunks, SpanLayout, summaries_of
+from wlb.model.delta_rule import DeltaRule, SpanLayout
 
 LENGTHS = [70, 1, 3, 130, 2, 64]
 
@@ -70,8 +70,8 @@ class Cut:
             latest = torch.cat([latest, span])
         return torch.stack(found)
 
-    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
-        made = summaries_of(chunks, layout.members(np.arange(len(self.starts))))
+    def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
+        made = rule.summaries(layout.members(np.arange(len(self.starts))))
         found, state = list[Tensor](), torch.zeros_like(made.state_SHKV[0])
         for i, starts in enumerate(self.starts):
             state = torch.zeros_like(state) if starts else state

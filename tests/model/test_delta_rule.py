@@ -6,15 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from wlb.model.delta_rule import (
-    CHUNK,
-    Chunks,
-    SpanLayout,
-    Summary,
-    chunks_of,
-    outputs_of,
-    summaries_of,
-)
+from wlb.model.delta_rule import CHUNK, ChunkedRule, SpanLayout, Summary, chunks_of
 
 HEADS, KEY, VALUE = 2, 5, 3
 
@@ -46,9 +38,9 @@ def recurrent(
     return torch.stack(out) if out else v[:0], torch.stack(ends) if ends else state_SHKV
 
 
-def summaries(chunks: Chunks, layout: SpanLayout, every: int = 1) -> Summary:
+def summaries(rule: ChunkedRule, every: int = 1) -> Summary:
     """Of all spans, or of every second one."""
-    return summaries_of(chunks, layout.members(np.arange(0, len(layout.lengths), every)))
+    return rule.summaries(rule.layout.members(np.arange(0, len(rule.layout.lengths), every)))
 
 
 sizes = st.one_of(st.integers(0, 5), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]))
@@ -62,9 +54,9 @@ def test_spans_are_the_recurrence_s(lengths: list[int], seed: int) -> None:
     found: list[tuple[Tensor, ...]] = []
     for chunked in (True, False):
         if chunked:
-            chunks = chunks_of(*rows, layout)
-            out = outputs_of(chunks, layout, before)
-            ends = summaries(chunks, layout).after(before)
+            rule = ChunkedRule(chunks_of(*rows, layout), layout)
+            out = rule.outputs(before)
+            ends = summaries(rule).after(before)
         else:
             out, ends = recurrent(rows, lengths, before)
         weight = torch.linspace(1, 2, VALUE, dtype=torch.float64)
@@ -73,7 +65,7 @@ def test_spans_are_the_recurrence_s(lengths: list[int], seed: int) -> None:
         found.append((out, ends, *grads))
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9, check_dtype=False)
-    for every, each in zip(summaries(chunks, layout), summaries(chunks, layout, 2), strict=True):
+    for every, each in zip(summaries(rule), summaries(rule, 2), strict=True):
         torch.testing.assert_close(each, every[::2])
 
 
@@ -83,13 +75,13 @@ def test_summaries_compose_to_that_of_the_whole(lengths: list[int], seed: int) -
     rows = drawn(sum(lengths), seed)
     layout, whole = SpanLayout.of(lengths), SpanLayout.of([sum(lengths)])
     state = torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64)
-    chunks = chunks_of(*rows, layout)
-    parts = summaries(chunks, layout)
+    rule = ChunkedRule(chunks_of(*rows, layout), layout)
+    parts = summaries(rule)
     states = list[Tensor]()
     for i in range(len(lengths)):
         states.append(state)
         state = parts.transition_SHKK[i : i + 1] @ state + parts.state_SHKV[i : i + 1]
-    out = outputs_of(chunks, layout, torch.cat(states))
-    expected = chunks_of(*rows, whole)
-    torch.testing.assert_close(out, outputs_of(expected, whole), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(state, summaries(expected, whole).state_SHKV)
+    out = rule.outputs(torch.cat(states))
+    expected = ChunkedRule(chunks_of(*rows, whole), whole)
+    torch.testing.assert_close(out, expected.outputs(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(state, summaries(expected).state_SHKV)

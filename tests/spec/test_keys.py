@@ -48,6 +48,7 @@ KEYS = [
     "kernels.attention",
     "kernels.deterministic",
     "kernels.fused",
+    "kernels.linear",
     "model.activation",
     "model.attention_gate",
     "model.attention_softcap",

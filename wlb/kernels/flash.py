@@ -9,7 +9,7 @@ import torch
 from wlb.kernels.flash_package import (
     FlashBackend,
     FlashFunction,
-    FlashPackage,
+    KernelPackage,
     before_ampere,
     wrong_head_size,
 )
@@ -35,7 +35,7 @@ class Flash2Backend(FlashBackend):
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_2
-    package = FlashPackage(
+    package = KernelPackage(
         distribution="flash-attn",
         module="flash_attn.flash_attn_interface",
         supported="flash-attn 2.8.3",
@@ -61,7 +61,7 @@ class Flash3Backend(FlashBackend):
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_3
-    package = FlashPackage(
+    package = KernelPackage(
         distribution="flash-attn-3",
         module="flash_attn_interface",
         supported="flash-attn-3 3.0.0",
@@ -89,7 +89,7 @@ class Flash4Backend(FlashBackend):
     """
 
     backend = AttentionBackend.FLASH_ATTENTION_4
-    package = FlashPackage(
+    package = KernelPackage(
         distribution="flash-attn-4",
         module="flash_attn.cute.interface",
         supported="flash-attn-4 4.0.0b36",

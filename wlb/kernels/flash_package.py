@@ -1,4 +1,5 @@
-"""Shared by the three optional FlashAttention packages: finding, checking and late import.
+"""Shared by optional packages of kernels, and by the three FlashAttention packages: finding,
+checking and late import.
 
 A package is imported at first use, so that wlb runs without any. We call the functions below the
 public ones, because only those separate forward from backward. As they are private and may change,
@@ -12,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata, util
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,15 +47,27 @@ class FlashFunction(NamedTuple):
         return (*_EVERY_CALL, *self.constants, *self.by_name)
 
 
+class CalledFunction(Protocol):
+    """A function of a package, with the names of the arguments that it is called with."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def passed(self) -> tuple[str, ...]: ...
+
+
+Called = TypeVar("Called", bound=CalledFunction)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlashPackage:
-    """A package with its functions of forward and backward, as read in the version `supported`."""
+class KernelPackage(Generic[Called]):
+    """A package with the functions that we call, as read in the version `supported`."""
 
     distribution: str
     module: str
     supported: str
     install: str
-    functions: tuple[FlashFunction, FlashFunction]
+    functions: tuple[Called, ...]
 
     @property
     def installed(self) -> str:
@@ -114,7 +127,7 @@ class FlashBackend:
     time and memory."""
 
     backend: AttentionBackend
-    package: FlashPackage
+    package: KernelPackage[FlashFunction]
     takes_key_rows: bool = False
     least_max_q: int = 0
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, rms_norm, silu, softplus
 
-from wlb.model.delta_rule import Chunks, SpanLayout, chunks_of, outputs_of
+from wlb.model.delta_rule import DeltaRule, SpanLayout, delta_rule
 from wlb.plan import digest
-from wlb.spec import ModelSpec
+from wlb.spec import LinearBackend, ModelSpec
 
 
 class Before(Protocol):
@@ -27,7 +27,7 @@ class Before(Protocol):
         where there are none."""
         ...
 
-    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
+    def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
         """The state before each span, shape [S, H, K, V]. Makes the summaries that are needed."""
         ...
 
@@ -57,13 +57,20 @@ class GatedDeltaNet(nn.Module):
         self.norm = nn.RMSNorm(self.spec.value_head_dim, eps=spec.norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
 
-    def forward(self, x_TC: Tensor, layout: SpanLayout, before: Before | None = None) -> Tensor:
+    def forward(
+        self,
+        x_TC: Tensor,
+        layout: SpanLayout,
+        before: Before | None = None,
+        backend: LinearBackend = LinearBackend.TORCH,
+    ) -> Tensor:
         """Rows of packed spans [T, C] to rows.
 
         Args:
             x_TC: Rows of the spans, one span after the other.
             layout: Of the spans.
             before: What spans find before them; None: nothing, as whole documents do.
+            backend: What computes the recurrence, not `auto`.
         """
         own, linears = self.ops.own, (self.q_proj, self.k_proj, self.v_proj)
         linears = (*linears, self.z_proj, self.a_proj, self.b_proj)
@@ -76,18 +83,15 @@ class GatedDeltaNet(nn.Module):
         # The recurrence is computed in float32 at least.
         exact = torch.promote_types(mixed.dtype, torch.float32)
         q, k, v = (x.to(exact) for x in mixed.split(widths, -1))
-        key_dim, copies = (
-            self.spec.key_head_dim,
-            self.spec.num_value_heads // self.spec.num_key_heads,
-        )
-        q, k = (_unit(_heads(x, key_dim)).repeat_interleave(copies, 1) for x in (q, k))
+        key_dim = self.spec.key_head_dim
+        q, k = (_unit(_heads(x, key_dim)) for x in (q, k))
         v = _heads(v, self.spec.value_head_dim)
         beta = b.sigmoid().to(exact)
         step = softplus(a.to(exact) + own(self.dt_bias))
         g = -own(self.A_log).to(exact).exp() * step
-        chunks = chunks_of(q * key_dim**-0.5, k, v, g, beta, layout)
-        state = None if before is None else before.states(chunks, layout)
-        out = outputs_of(chunks, layout, state)
+        rule = delta_rule((q * key_dim**-0.5, k, v, g, beta), layout, backend, x_TC.dtype)
+        state = None if before is None else before.states(rule, layout)
+        out = rule.outputs(state).to(exact)
         # RMSNorm of each head, then the gate.
         normed = rms_norm(out, self.norm.normalized_shape, eps=self.norm.eps)
         gate = silu(z.to(exact)).view_as(out)

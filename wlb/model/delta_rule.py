@@ -19,11 +19,16 @@ of a key and a value.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from wlb.kernels.linear_package import gated_delta_rule
+from wlb.kernels.segments import copy_to_device
+from wlb.plan.sharding import ranges
+from wlb.spec import LinearBackend
 
 CHUNK = 64
 """Tokens of a chunk; longer ones mean more work within them, shorter ones more steps."""
@@ -39,6 +44,7 @@ class SpanLayout(NamedTuple):
     slots_T: Tensor  # place of each token among N * C places of chunks
     steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
     sizes: tuple[int, ...]  # and how many they are; N in all
+    bounds: "SpanBounds"  # the same spans as kernels of packages take them
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SpanLayout":
@@ -58,8 +64,9 @@ class SpanLayout(NamedTuple):
         return cls(
             lengths=tuple(tokens.tolist()),
             slots_T=_index(slots, device),
-            steps=tuple(_index(members, device) for members in spans),
+            steps=_indices(spans, device),
             sizes=tuple(members.size for members in spans),
+            bounds=SpanBounds.of(tokens, device),
         )
 
     @property
@@ -82,9 +89,17 @@ class SpanLayout(NamedTuple):
         return SpanMembers(
             count=spans.size,
             chunks=_index(np.concatenate([np.zeros(0, np.int64), *at]), device),
-            steps=tuple(_index(members, device) for members in steps),
+            steps=_indices(steps, device),
             sizes=tuple(members.size for members in steps),
+            rows=_index(self._rows_of(spans), device),
+            bounds=SpanBounds.of(np.array(self.lengths, np.int64)[spans], device),
         )
+
+    def _rows_of(self, spans: np.ndarray) -> np.ndarray:
+        """Rows of the tokens of some spans."""
+        ends = np.cumsum(np.array(self.lengths, np.int64))
+        begins = ends - np.array(self.lengths, np.int64)
+        return ranges(begins[spans], ends[spans])
 
     def chunked(self, rows_T: Tensor) -> Tensor:
         """Rows of tokens [T, H, ...] in their chunks [N, H, C, ...], zeros behind a span's end."""
@@ -94,6 +109,18 @@ class SpanLayout(NamedTuple):
         return placed.view(self.num_chunks, CHUNK, *shape).transpose(1, 2)
 
 
+class SpanBounds(NamedTuple):
+    """Where spans that follow each other begin and end."""
+
+    on_device: Tensor  # row of each span's beginning, and the number of rows; shape [S + 1]
+    on_host: Tensor  # the same
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, device: torch.device | str) -> "SpanBounds":
+        bounds = np.append(0, np.cumsum(lengths)).astype(np.int64)
+        return cls(_index(bounds, device), torch.from_numpy(bounds))
+
+
 class SpanMembers(NamedTuple):
     """Some spans of a layout, numbered from 0, and where their chunks are."""
 
@@ -101,6 +128,8 @@ class SpanMembers(NamedTuple):
     chunks: Tensor  # of the layout's chunks, step by step
     steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
     sizes: tuple[int, ...]  # and how many they are
+    rows: Tensor  # rows of their tokens among the layout's, span by span
+    bounds: SpanBounds  # where they begin among those rows
 
 
 class Summary(NamedTuple):
@@ -112,6 +141,18 @@ class Summary(NamedTuple):
     def after(self, state_SHKV: Tensor) -> Tensor:
         """The states behind the spans, if these states are before them."""
         return self.transition_SHKK @ state_SHKV + self.state_SHKV
+
+
+class DeltaRule(Protocol):
+    """The rule over the rows of packed spans, of which only the states before spans are missing."""
+
+    def summaries(self, members: SpanMembers) -> Summary:
+        """The summaries of some spans; of one without tokens: the state stays."""
+        ...
+
+    def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
+        """Outputs of all tokens [T, H, V]; state: before each span, zero if it is None."""
+        ...
 
 
 class Chunks(NamedTuple):
@@ -179,38 +220,117 @@ def chunks_of(
     )
 
 
-def summaries_of(chunks: Chunks, members: SpanMembers) -> Summary:
-    """The summaries of some spans; of one without tokens: the state stays."""
-    shape = (members.count, *chunks.keys_NHCK.shape[1::2])
-    eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
-    transition = eye.expand(*shape, shape[-1])
-    state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
-    # Part of the graph also where there are none, so that all ranks have the same backward pass.
-    state = state + chunks.values_NHCV[:0].sum()
-    for spans, of_step in zip(members.steps, chunks.steps(members), strict=False):
-        changed = of_step.after(transition.index_select(0, spans), values=False)
-        transition = transition.index_copy(0, spans, changed)
-        state = state.index_copy(0, spans, of_step.after(state.index_select(0, spans)))
-    return Summary(transition, state)
+class ChunkedRule(NamedTuple):
+    """The rule in plain PyTorch: all chunks at once, then their states one after the other."""
+
+    chunks: Chunks
+    layout: SpanLayout
+
+    def summaries(self, members: SpanMembers) -> Summary:
+        chunks = self.chunks
+        shape = (members.count, *chunks.keys_NHCK.shape[1::2])
+        eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
+        transition = eye.expand(*shape, shape[-1])
+        state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
+        # Part of the graph also where there are none, so that all ranks have the same backward
+        # pass.
+        state = state + chunks.values_NHCV[:0].sum()
+        for spans, of_step in zip(members.steps, chunks.steps(members), strict=False):
+            changed = of_step.after(transition.index_select(0, spans), values=False)
+            transition = transition.index_copy(0, spans, changed)
+            state = state.index_copy(0, spans, of_step.after(state.index_select(0, spans)))
+        return Summary(transition, state)
+
+    def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
+        chunks, layout = self.chunks, self.layout
+        heads, values = chunks.values_NHCV.shape[1], chunks.values_NHCV.shape[-1]
+        if state_SHKV is None:
+            keys = chunks.keys_NHCK.shape[-1]
+            state_SHKV = chunks.decay_NH.new_zeros(len(layout.lengths), heads, keys, values)
+        parts: list[Tensor] = []
+        for spans, of_step in zip(layout.steps, chunks.steps(layout), strict=False):
+            before = state_SHKV.index_select(0, spans)
+            parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
+            state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
+        if not parts:
+            # No rows, but part of the graph, so that all ranks have the same backward pass.
+            return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
+        rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
+        return rows.index_select(0, layout.slots_T)
 
 
-def outputs_of(chunks: Chunks, layout: SpanLayout, state_SHKV: Tensor | None = None) -> Tensor:
-    """Outputs of all tokens [T, H, V]; state: before each span, zero if it is None."""
-    heads, values = chunks.values_NHCV.shape[1], chunks.values_NHCV.shape[-1]
-    if state_SHKV is None:
-        keys = chunks.keys_NHCK.shape[-1]
-        state_SHKV = chunks.decay_NH.new_zeros(len(layout.lengths), heads, keys, values)
-    parts: list[Tensor] = []
-    for spans, of_step in zip(layout.steps, chunks.steps(layout), strict=False):
-        before = state_SHKV.index_select(0, spans)
-        parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
-        state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
-    if not parts:
-        # No rows, but part of the graph, so that all ranks have the same backward pass.
-        return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
-    rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
-    return rows.index_select(0, layout.slots_T)
+class PackagedRule(NamedTuple):
+    """The rule by flash-linear-attention's kernels (`wlb.kernels.linear_package`).
+
+    Spans whose summaries are made are computed twice, once to their ends alone.
+    """
+
+    q_TGK: Tensor
+    k_TGK: Tensor
+    v_THV: Tensor
+    g_TH: Tensor
+    beta_TH: Tensor
+    layout: SpanLayout
+
+    def summaries(self, members: SpanMembers) -> Summary:
+        keys = self.k_TGK.shape[-1]
+        heads, values = self.v_THV.shape[1:]
+        k, v, g, beta = (
+            x.index_select(0, members.rows)
+            for x in (self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
+        )
+        # Columns of the state do not mix. So one pass makes both parts: values begin at zero; and
+        # behind them stand K columns without values that begin as the identity, which become the
+        # transition.
+        eye = torch.eye(keys, dtype=torch.float32, device=v.device)
+        eye = eye.expand(members.count, heads, keys, keys)
+        begin = torch.cat([eye.new_zeros(*eye.shape[:3], values), eye], -1)
+        if not members.rows.shape[0]:
+            # No rows, for which the kernels are not made, but part of the graph.
+            end = begin + v.sum()
+        else:
+            wide = torch.cat([v, v.new_zeros(*v.shape[:2], keys)], -1)
+            rows = (k, k, wide, g, beta)
+            _, end = gated_delta_rule(rows, *members.bounds, begin)
+        state, transition = end.split([values, keys], -1)
+        return Summary(transition, state)
+
+    def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
+        rows = (self.q_TGK, self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
+        if not self.v_THV.shape[0]:
+            empty = self.v_THV.float()
+            return empty if state_SHKV is None else empty + state_SHKV[:0].sum()
+        return gated_delta_rule(rows, *self.layout.bounds, state_SHKV)[0]
+
+
+def delta_rule(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    layout: SpanLayout,
+    backend: LinearBackend,
+    dtype: torch.dtype,
+) -> DeltaRule:
+    """The rule over packed spans.
+
+    Args:
+        rows: Queries and keys [T, G, K], normalised, and queries scaled; values [T, H, V];
+            logarithms of decays [T, H], at most 0; shares [T, H]. G divides H. In float32 at least.
+        layout: Of the rows' spans.
+        backend: What computes it, not `auto`.
+        dtype: Of the rows that the package reads; torch computes in that of `rows`.
+    """
+    q, k, v, g, beta = rows
+    if backend == LinearBackend.FLASH_LINEAR_ATTENTION:
+        return PackagedRule(q.to(dtype), k.to(dtype), v.to(dtype), g, beta, layout)
+    copies = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(copies, 1) for x in (q, k))
+    return ChunkedRule(chunks_of(q, k, v, g, beta, layout), layout)
 
 
 def _index(values: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(device)
+    return copy_to_device(values.astype(np.int64), torch.device(device))
+
+
+def _indices(arrays: Sequence[np.ndarray], device: torch.device | str) -> tuple[Tensor, ...]:
+    """Several of them, copied at once."""
+    flat = _index(np.concatenate([np.zeros(0, np.int64), *arrays]), device)
+    return flat.split([array.size for array in arrays])

@@ -20,7 +20,7 @@ from wlb.model.elementwise import gated, norm_of, normalise, rotate
 from wlb.model.expert_layer import ExpertRows, MixtureMlp, initial_experts
 from wlb.model.loss import WHOLE, VocabularyShard, head_loss
 from wlb.plan import digest
-from wlb.spec import Activation, ModelSpec
+from wlb.spec import Activation, LinearBackend, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of the parameters at both ends of a model."""
@@ -74,6 +74,7 @@ class LinearRows(NamedTuple):
 
     layout: SpanLayout  # of the rows: spans of documents
     before: Before | None  # what spans find before them; None: nothing, they are whole documents
+    backend: LinearBackend = LinearBackend.TORCH  # what computes the recurrence, not `auto`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wlb.kernels import Scores
 from wlb.kernels.fused.select import FusedChoice, choose_fused
+from wlb.kernels.linear_package import choose_linear
 from wlb.kernels.select import Choice, choose_backend
 from wlb.model import Llama, Ops, initial_weight
 from wlb.model.expert_layer import MixtureMlp
@@ -28,7 +29,7 @@ from wlb.parallel.mesh import Mesh
 from wlb.parallel.tensor import TensorParallelOps, local_tensor, placement
 from wlb.parallel.tensor_op import TracedTensorParallelOps
 from wlb.plan import UserError
-from wlb.spec import Recompute, RunSpec
+from wlb.spec import LinearBackend, Recompute, RunSpec
 
 # The RNG state is not preserved, because the model draws no random numbers.
 _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -49,6 +50,19 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
         head_size=head_size,
         deterministic=spec.kernels.deterministic,
         scores=Scores.of(spec.model, slides=spec.model.num_sliding_layers > 0),
+    )
+
+
+def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
+    """Choose what computes the recurrence of linear layers on `device`, and the line of a run's log
+    that says why; UserError if it cannot."""
+    return choose_linear(
+        spec.kernels.linear,
+        device=device,
+        dtype=compute_dtype(spec),
+        head_size=spec.model.linear.key_head_dim,
+        deterministic=spec.kernels.deterministic,
+        compiled=spec.training.compile,
     )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from wlb.kernels import Scores
 from wlb.model import ExpertRows, LayerRows, Llama, Rows, inverse_frequencies, rope_tables
-from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of
+from wlb.parallel.build import build_stages, compute_dtype, fused_of, kernel_of, linear_of
 from wlb.parallel.compiled import mark_lengths
 from wlb.parallel.context.attention import ContextAttention, HeadShape
 from wlb.parallel.context.exchange import to_device
@@ -69,6 +69,9 @@ class Executor:
         dtype = compute_dtype(spec)
         self.backend = kernel_of(spec, mesh.device).kernel
         self._fused = fused_of(spec, mesh.device).fused
+        self._linear = (
+            linear_of(spec, mesh.device)[0] if spec.model.linear.num_value_heads else None
+        )
         self._heads = HeadShape(
             num_heads=spec.model.num_heads // mesh.parallel.tp,
             num_kv_heads=spec.model.with_kv_copies(mesh.parallel.tp).num_kv_heads
@@ -222,10 +225,12 @@ class Executor:
         }
         tables = [table for pair in made_tables.values() for table in pair]
         linear, of_linear = None, list[Tensor]()
-        if self.spec.model.linear.num_value_heads:
+        if self._linear is not None:
             latest = self.spec.model.linear.latest
             spans = rank_summaries(sharding, cp_rank, latest=latest)
-            linear, of_linear = linear_rows(spans, local, self._cp_group, self.mesh.device)
+            linear, of_linear = linear_rows(
+                spans, local, self._cp_group, self.mesh.device, self._linear
+            )
         # If all layers slide, fields for the others hold the same values, and nothing reads them.
         rows = Rows(
             **of_kind[self._kinds[0]]._asdict(),

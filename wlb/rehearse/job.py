@@ -18,7 +18,7 @@ from wlb.memory.budget import cluster_gib
 from wlb.packing import with_s_max
 from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.planner import Planner
-from wlb.spec import Device, RunSpec, resolve_dp
+from wlb.spec import Device, LinearBackend, RunSpec, resolve_dp
 from wlb.train.job import Job
 from wlb.train.memory_check import budget_of, hold_against, within
 from wlb.train.refuse import refuse_early
@@ -86,7 +86,15 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
     planner = replace(spec.planner, baseline=False)
     # Batches of one evaluation ask the same of a GPU, and would take longer than the steps.
     evaluation = replace(spec.eval, steps=min(spec.eval.steps, 1))
+    # Kernels of a package compute values, which a rehearsal does not have.
+    if spec.kernels.linear == LinearBackend.FLASH_LINEAR_ATTENTION:
+        raise UserError(
+            f"kernels.linear = {spec.kernels.linear} can't be rehearsed, as its kernels run on GPUs "
+            f"only; set kernels.linear = torch, which takes more kernels and more memory"
+        )
+    kernels = replace(spec.kernels, linear=LinearBackend.TORCH)
     made = {"model": model, "run": run, "training": training, "planner": planner}
+    made |= {"kernels": kernels}
     return replace(spec, eval=evaluation, cluster=cluster, **made)
 
 

@@ -29,6 +29,7 @@ from wlb.spec.run import Device as Device
 from wlb.spec.run import EpSection as EpSection
 from wlb.spec.run import FsdpSection as FsdpSection
 from wlb.spec.run import FusedKernels as FusedKernels
+from wlb.spec.run import LinearBackend as LinearBackend
 from wlb.spec.run import ParallelSpec as ParallelSpec
 from wlb.spec.run import PipelineSection as PipelineSection
 from wlb.spec.run import RunSpec as RunSpec

@@ -48,6 +48,14 @@ class AttentionBackend(StrEnum):
     FLASH_ATTENTION_4 = "flash_attention_4"
 
 
+class LinearBackend(StrEnum):
+    """What computes the recurrence of linear layers."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    FLASH_LINEAR_ATTENTION = "flash_linear_attention"
+
+
 class FusedKernels(StrEnum):
     """Kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients."""
 
@@ -276,6 +284,12 @@ class KernelSection:
         FusedKernels.AUTO,
         "Triton kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients: "
         "one pass over memory instead of up to 11; auto = on GPUs with Triton; off = plain torch",
+    )
+    linear: LinearBackend = key(
+        LinearBackend.AUTO,
+        "what computes the recurrence of linear layers (model.linear); auto = "
+        "flash_linear_attention on GPUs where that package is installed and can compute the run, "
+        "else torch, which takes many small kernels",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from wlb.cost import ProfiledWorkload, mismatches, workload_for
 from wlb.data import StoreName
 from wlb.kernels.grouped import waits_for_host
-from wlb.parallel.build import compute_dtype, fused_of, kernel_of
+from wlb.parallel.build import compute_dtype, fused_of, kernel_of, linear_of
 from wlb.parallel.collectives import agree
 from wlb.parallel.compiled import refuse_uncompilable
 from wlb.parallel.host import host_group
@@ -111,11 +111,13 @@ def agree_on_kernel(
     ValueError on all ranks if theirs differ, or if one cannot compute or lacks memory: devices and
     installed packages may differ between nodes.
     """
-    priced, profile, fused, problem = spec, "", False, None
+    priced, profile, fused, linear, problem = spec, "", False, "", None
     try:
         priced = with_backend(spec, mesh.device.type)
         profile = workload_for(priced, mesh.device.type).profile.name
         fused = fused_of(spec, mesh.device).fused
+        if spec.model.linear.num_value_heads:
+            linear = str(linear_of(spec, mesh.device)[0])
         # Devices may differ between nodes, so every rank checks its own.
         hold_against(spec, budget_of(spec, mesh.device.type))
     # Every ValueError is caught, because the other ranks wait for this one.
@@ -124,6 +126,7 @@ def agree_on_kernel(
     group = host_group() if world.world_size > 1 else None
     declared = {"attention kernel": priced.kernels.attention, "kernel profile": profile}
     declared |= {"fused kernels": fused, "token stores": stores}
+    declared |= {"kernel of linear layers": linear}
     agree(declared, problem, group=group)
     return priced, profile
 
@@ -133,6 +136,8 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
     products of experts wait. UserError for a kernel that cannot compute here."""
     where = torch.device(device)
     lines = [kernel_of(spec, where).line, probe(fused_of, spec, where).line]
+    if spec.model.linear.num_value_heads:
+        lines.append(linear_of(spec, where)[1])
     if spec.model.experts.num:
         lines.append(waits_for_host(where, compute_dtype(spec)))
     return "\n".join(filter(None, lines))

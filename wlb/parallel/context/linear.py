@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wlb.kernels.segments import copy_to_device
 from wlb.model import LinearRows
-from wlb.model.delta_rule import Chunks, SpanLayout, SpanMembers, summaries_of
+from wlb.model.delta_rule import DeltaRule, SpanLayout, SpanMembers
 from wlb.plan import IntArray, RankSummaries, RowsOf
+from wlb.spec import LinearBackend
 
 _collectives = torch.ops._c10d_functional
 
@@ -165,9 +167,9 @@ class SpansBefore:
         # Column by column, in which no row is twice, but for the zeros.
         return torch.stack([pool.index_select(0, column) for column in self._found], 1)
 
-    def states(self, chunks: Chunks, layout: SpanLayout) -> Tensor:
+    def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
         """The state before each span [S, H, K, V]."""
-        made = summaries_of(chunks, self._made)
+        made = rule.summaries(self._made)
         pool = self._before.filled(torch.cat(made, -1), self._group)
         return self._composed.states(pool, made.transition_SHKK.shape[-1])
 
@@ -176,12 +178,17 @@ class SpansBefore:
         """All index tensors, for callers that load them on a stream of their own."""
         pools = [t for pool in (self._latest, self._before) for t in (pool.kept, *pool.sent)]
         composed = [self._composed.read, *self._composed.reads, self._composed.state_of]
-        members = [self._made.chunks, *self._made.steps]
+        members = [*self._made.steps, self._made.chunks, self._made.rows]
+        members.append(self._made.bounds.on_device)
         return [*pools, *self._found, *composed, *members, *layout_tensors(self.layout)]
 
 
 def linear_rows(
-    made: RankSummaries, num_rows: int, group: dist.ProcessGroup | None, device: torch.device
+    made: RankSummaries,
+    num_rows: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    backend: LinearBackend = LinearBackend.TORCH,
 ) -> tuple[LinearRows, list[Tensor]]:
     """What linear layers take of a micro-batch, and its index tensors.
 
@@ -190,12 +197,13 @@ def linear_rows(
         num_rows: Rows of the rank, with padding.
         group: The CP group; None: one rank, whose spans are whole documents.
         device: Where the rows are.
+        backend: What computes the recurrence, not `auto`.
     """
     if group is None:
         layout = span_layout(made, num_rows, device)
-        return LinearRows(layout, None), layout_tensors(layout)
+        return LinearRows(layout, None, backend), layout_tensors(layout)
     before = SpansBefore(made, num_rows, group, device)
-    return LinearRows(before.layout, before), before.tensors
+    return LinearRows(before.layout, before, backend), before.tensors
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
@@ -206,8 +214,8 @@ def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> Spa
 
 def layout_tensors(layout: SpanLayout) -> list[Tensor]:
     """Index tensors of a layout."""
-    return [layout.slots_T, *layout.steps]
+    return [layout.slots_T, *layout.steps, layout.bounds.on_device]
 
 
 def _index(values: IntArray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+    return copy_to_device(np.ascontiguousarray(values), device)

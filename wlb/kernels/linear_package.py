@@ -1,0 +1,135 @@
+"""The gated delta rule by the package flash-linear-attention, whose Triton kernels are an option.
+
+The package is imported at first use, and refused where its function differs from the one that was
+read (`KernelPackage`). It needs initial states and sequences of any length, which some older
+versions do not have.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wlb.kernels.flash_package import KernelPackage
+from wlb.plan import UserError
+from wlb.spec import LinearBackend
+
+LARGEST_HEAD = 256
+"""Channels of a key's head, of which the kernels hold a whole one."""
+
+
+class _Function(NamedTuple):
+    name: str
+    passed: tuple[str, ...]
+
+
+_FUNCTION = _Function(
+    "chunk_gated_delta_rule",
+    (
+        *("q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"),
+        *("cu_seqlens", "cu_seqlens_cpu"),
+    ),
+)
+PACKAGE = KernelPackage(
+    distribution="fla-core",
+    module="fla.ops.gated_delta_rule",
+    supported="fla-core 0.6.0",
+    install="pip install flash-linear-attention==0.6.0",
+    functions=(_FUNCTION,),
+)
+
+
+def choose_linear(
+    requested: LinearBackend,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    deterministic: bool = False,
+    compiled: bool = False,
+) -> tuple[LinearBackend, str]:
+    """What computes the recurrence of linear layers, never `auto`.
+
+    Args:
+        requested: `kernels.linear`.
+        device: Where the run is.
+        dtype: In which it computes.
+        head_size: Channels of a head of keys.
+        deterministic: Whether the same step must give the same bits again.
+        compiled: Whether layers are compiled.
+
+    Returns:
+        The backend, and the line of a run's log that says why.
+
+    Raises:
+        UserError: If the package is asked for and cannot compute the run.
+    """
+    package, torch_backend = LinearBackend.FLASH_LINEAR_ATTENTION, LinearBackend.TORCH
+    if requested == torch_backend:
+        return torch_backend, _line(torch_backend, "asked for")
+    why = _why_not(device, dtype, head_size, deterministic=deterministic, compiled=compiled)
+    if requested == LinearBackend.AUTO:
+        if why is None:
+            return package, _line(package, "auto")
+        return torch_backend, _line(torch_backend, f"auto; not {package}: {why}")
+    if why is not None:
+        remedy = f", or install it: {PACKAGE.install}" if PACKAGE.problem() else ""
+        raise UserError(
+            f"kernels.linear = {package} can't compute this run: {why}; set kernels.linear = auto "
+            f"or torch{remedy}"
+        )
+    return package, _line(package, "asked for")
+
+
+def _line(backend: LinearBackend, reason: str) -> str:
+    return f"kernel of linear layers {backend} ({reason})"
+
+
+def _why_not(
+    device: torch.device, dtype: torch.dtype, head_size: int, *, deterministic: bool, compiled: bool
+) -> str | None:
+    """Why the package cannot compute a run, in words; None if it can. Cheap checks come first."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return f"it computes bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
+    if head_size > LARGEST_HEAD:
+        return f"its heads have up to {LARGEST_HEAD} channels, not {head_size}"
+    if deterministic:
+        return "it tunes its kernels anew in each process (kernels.deterministic = true)"
+    if compiled:
+        return "torch.compile can't trace it (training.compile = true)"
+    return PACKAGE.missing() or PACKAGE.problem()
+
+
+def gated_delta_rule(
+    rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor,
+    cu_seqlens_cpu: Tensor,
+    state_SHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule over packed spans, by the package.
+
+    Args:
+        rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays and shares [T, H].
+            Queries and keys are normalised, queries are scaled; G divides H.
+        cu_seqlens: Row at which each span begins, and T; int64 on the device, shape [S + 1].
+        cu_seqlens_cpu: The same on the host, so that it need not be read back.
+        state_SHKV: The state before each span; None: zeros.
+
+    Returns:
+        Outputs [T, H, V] and the states behind the spans [S, H, K, V], in float32.
+    """
+    q, k, v, g, beta = (x[None] for x in rows)
+    function: Any = PACKAGE.load()[_FUNCTION.name]
+    out, state = function(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        scale=1.0,
+        initial_state=state_SHKV,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+    )
+    return out[0], state
