@@ -11,14 +11,14 @@ import pytest
 
 from experiments.beyond.rehearsals.__main__ import FORCED
 from tests.gpu import test_gpu
-from tests.parity import test_fsdp, test_layouts
+from tests.parity import test_fsdp, test_hybrids, test_layouts
 from tests.parity.case import Case, spec_of
 from tests.rehearse.case import ON_ALL_AXES, SMALL
 from wlb.cli.system import with_system
 from wlb.plan import KeyExchange, UserError
 from wlb.rehearse.run import rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import SYSTEMS, Dtype, RunSpec, TrainingSection, load
+from wlb.spec import SYSTEMS, Dtype, Recompute, RunSpec, TrainingSection, load
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -43,7 +43,8 @@ def rehearsed_spec(case: Case) -> RunSpec:
     )
     data = replace(spec.data, context_window=1024)
     evaluation = replace(spec.eval, steps=0)
-    run = replace(spec.run, name=str(case))
+    # Folders of runs are named after them, and a file system has a longest name.
+    run = replace(spec.run, name=str(case)[:100])
     return replace(spec, data=data, training=training, eval=evaluation, run=run)
 
 
@@ -56,6 +57,11 @@ AXES = [case for case in (*test_layouts.QUICK, *APART) if case not in FEW]
 COMBINED = [case for case in LARGE if case.exchange == KeyExchange.NEEDED]
 """Three axes together, with what a large layout may have besides. All others are nightly."""
 SMALL_ONES = [case for case in LAYOUTS if case not in (*LARGE, *FEW, *AXES)]
+HYBRIDS = [
+    test_hybrids.hybrid(tp=2, cp=2),
+    test_hybrids.hybrid(cp=2, recompute=Recompute.FULL, exchange=KeyExchange.NEEDED),
+    test_hybrids.hybrid(pp=2, cp=2, v=2, own_first=True),
+]
 LARGE_ONES = [case for case in LARGE if case not in COMBINED]
 
 
@@ -68,6 +74,8 @@ LARGE_ONES = [case for case in LARGE if case not in COMBINED]
         pytest.param(LARGE_ONES, id="large", marks=pytest.mark.nightly),
         pytest.param(test_fsdp.CASES, id="fsdp", marks=pytest.mark.nightly),
         pytest.param(SMALL_ONES, id="small", marks=pytest.mark.nightly),
+        pytest.param(HYBRIDS[:1], id="hybrid"),
+        pytest.param(HYBRIDS[1:], id="hybrids", marks=pytest.mark.nightly),
     ],
 )
 def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: Sequence[Case]) -> None:

@@ -14,7 +14,7 @@ from tests.sets import nightly
 from wlb.plan import UserError
 from wlb.rehearse.run import ONE_PER_STAGE, Rehearsed, rehearse_each
 from wlb.rehearse.show import verdict
-from wlb.spec import SYSTEMS, ExchangeChoice, RunSpec
+from wlb.spec import SYSTEMS, ExchangeChoice, RunSpec, load
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -103,6 +103,23 @@ def test_presets_with_windows_run(name: str) -> None:
         expect_planned_memory(found, least=0.8)
 
 
+@pytest.mark.nightly
+def test_a_hybrid_with_experts_takes_the_memory_that_was_planned() -> None:
+    """One layer with attention and three linear ones a stage, with a window of 32K, because linear
+    layers in plain PyTorch take a step for each 64 tokens of a document."""
+    spec = load(
+        "qwen3_next_80b_a3b_256k",
+        [
+            *("model.num_layers=16", "pp.schedule=1f1b", "pp.virtual_stages=1", "ep.stages=1"),
+            "data.context_window=32768",
+        ],
+    )
+    (found,) = rehearse_each([spec], ranks="0", steps=2, jobs=1)
+    assert not isinstance(found, UserError), found
+    assert found.passed, verdict(found)
+    expect_planned_memory(found, least=0.7)
+
+
 @pytest.mark.nightly  # a small model's are in test_run_layouts.py
 def test_other_alternatives_of_systems_run() -> None:
     for found in passed([spec_of("7b_128k", name, layers=1) for name in FORCED], ranks="0,48"):
@@ -134,5 +151,9 @@ def test_a_preset_with_all_its_layers_takes_the_memory_that_was_planned() -> Non
 def test_demos_run_on_gpus() -> None:
     """Their models are too small for the estimate to be near."""
     passed(
-        [spec_of(name, "wlb", layers=0) for name in ("demo", "demo_single", "sft_demo")], ranks="0"
+        [
+            spec_of(name, "wlb", layers=0)
+            for name in ("demo", "demo_single", "sft_demo", "hybrid_demo")
+        ],
+        ranks="0",
     )

@@ -206,7 +206,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
         return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size
     if model.is_all_linear:
-        kept = _linear_layer_values(model)
+        kept = _linear_layer_values(model, is_cut=spec.parallel.cp > 1)
         values, float32_values = values + kept[0], kept[1]
     else:
         values += 2 * model.q_dim + 2 * model.kv_dim + 2 * model.q_dim * model.attention_gate
@@ -224,8 +224,10 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     return local * per_token // tp
 
 
-def _linear_layer_values(model: ModelSpec) -> tuple[int, int]:
+def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
     """Values of a token that autograd keeps of a gated delta net: in compute dtype, and in float32.
+
+    is_cut: Whether ranks make summaries of their spans; all spans are counted.
 
     Compute dtype: projections, their convolution before and after SiLU, and the gated output.
     Float32: queries, keys and values, the latter two once more in their chunks; what chunks solve
@@ -238,6 +240,10 @@ def _linear_layer_values(model: ModelSpec) -> tuple[int, int]:
     state = keys * linear.value_head_dim // chunk
     compute = 3 * mixed + 3 * linear.value_dim
     exact = mixed + 11 * keys + 11 * linear.value_dim + 4 * heads * chunk + 4 * state
+    if is_cut:
+        # Copies of what changes a state, the changes, and both parts of the summary before each
+        # chunk.
+        exact += 3 * keys + 2 * linear.value_dim + state + keys * linear.key_head_dim // chunk
     return compute, exact
 
 
@@ -276,7 +282,7 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         layer_activation_bytes(_with_recompute(spec, recompute), micro_batch_tokens=tokens)
         for recompute in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
-    if spec.parallel.cp > 1:
+    if spec.parallel.cp > 1 and not spec.model.is_all_linear:
         # Gathered keys and values exist while the MLP's backward runs, because they were kept or
         # because the second forward pass of a fully recomputed layer has gathered them.
         kv_bytes = 2 * _model_of_ranks(spec).kv_dim * _compute_bytes(spec) // spec.parallel.tp
@@ -288,6 +294,10 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
 def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
     """Attention's tensors in backward with `local` tokens a CP rank: (in the kernel, summing)."""
     model, tp = _model_of_ranks(spec), spec.parallel.tp
+    if model.is_all_linear:
+        # Gradients of outputs, of what they are made of and of a chunk's pairs of tokens, measured.
+        values = 3 * model.linear.value_dim + model.linear.num_value_heads * CHUNK
+        return local * FLOAT32_BYTES * values // tp, 0
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
     # Gradients are those of the output and of Q.
@@ -334,8 +344,9 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
-    """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa)."""
-    if spec.training.dtype == Dtype.FLOAT32:
+    """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa), and
+    none of a layer without attention."""
+    if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
     model, tp, local = _model_of_ranks(spec), spec.parallel.tp, _local(spec, tokens)
     keys = _copied_keys(spec, local)

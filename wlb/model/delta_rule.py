@@ -169,8 +169,12 @@ class Chunks(NamedTuple):
         """The chunks of each step of all spans, or of some."""
         chunks = self
         if isinstance(of, SpanMembers):
-            chunks = Chunks(*(x.index_select(0, of.chunks) for x in self))
-        parts = (x.split(list(of.sizes)) for x in chunks)
+            # States alone need nothing of queries, so those are not copied.
+            none = of.chunks[:0]
+            chosen = (none, none, *(of.chunks,) * 4)
+            chunks = Chunks(*(x.index_select(0, i) for x, i in zip(self, chosen, strict=True)))
+        sizes = list(of.sizes)
+        parts = (x.split(sizes if x.shape[0] else [0] * len(sizes)) for x in chunks)
         return (Chunks(*of_step) for of_step in zip(*parts, strict=True))
 
     def after(self, state_NHKV: Tensor, *, values: bool = True) -> Tensor:

@@ -89,7 +89,7 @@ def _for_rehearsal(spec: RunSpec, folder: Path, steps: int) -> RunSpec:
     # Kernels of a package compute values, which a rehearsal does not have.
     if spec.kernels.linear == LinearBackend.FLASH_LINEAR_ATTENTION:
         raise UserError(
-            f"kernels.linear = {spec.kernels.linear} can't be rehearsed, as its kernels run on GPUs "
+            f"kernels.linear = {spec.kernels.linear} can't be rehearsed: its kernels run on GPUs "
             f"only; set kernels.linear = torch, which takes more kernels and more memory"
         )
     kernels = replace(spec.kernels, linear=LinearBackend.TORCH)
