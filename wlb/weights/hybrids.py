@@ -250,7 +250,7 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
     return said
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Where a parameter's rows are in a larger tensor of files."""
 
     name: str  # of the tensor of files, behind `linear_attn.`
@@ -259,13 +259,13 @@ class Part(NamedTuple):
 
 
 @lru_cache
-def parts_of(spec: ModelSpec, model_type: str) -> dict[str, Part]:
+def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
     """The parts of larger tensors in a linear layer, by the name behind `linear_attn.`."""
     s, width = spec.linear, spec.hidden_size
-    found: dict[str, Part] = {}
+    found: dict[str, TensorPart] = {}
 
     def add(name: str, shape: tuple[int, ...], rows: dict[str, Tensor]) -> None:
-        found.update({own: Part(name, shape, of) for own, of in rows.items()})
+        found.update({own: TensorPart(name, shape, of) for own, of in rows.items()})
 
     def by_head(sizes: dict[str, int]) -> dict[str, Tensor]:
         """Rows of several projections that a tensor holds for each key head."""
@@ -303,7 +303,7 @@ _RENAMED = {f"{x}_proj.weight": f"in_proj_{x}.weight" for x in "zab"}
 _RENAMED["o_proj.weight"] = "out_proj.weight"
 
 
-def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, Part | None]:
+def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, TensorPart | None]:
     """The tensor of a folder that holds the parameter `name`, and where in it; None: it is it."""
     layer, marker, own = name.partition(".linear_attn.")
     if not marker:

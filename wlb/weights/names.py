@@ -15,7 +15,7 @@ from wlb.model import Llama
 from wlb.model.llama import EMBEDDING, HEAD
 from wlb.spec import ModelSpec
 from wlb.weights.expert_weights import names_in_files
-from wlb.weights.hybrids import Part, chosen_type, is_hybrid, name_in_files
+from wlb.weights.hybrids import TensorPart, chosen_type, is_hybrid, name_in_files
 
 CHECKPOINT_ROOT = "model"
 """Key of the parameters in a checkpoint's state dict."""
@@ -32,7 +32,7 @@ class Parameter:
     shape: tuple[int, ...]  # in a checkpoint
     unpadded: tuple[int, ...]  # without the vocabulary's padding
     in_files: tuple[str, ...]  # tensors of a folder that hold it: of experts one each
-    part: Part | None = field(default=None, repr=False)  # its rows, if a tensor holds more
+    part: TensorPart | None = field(default=None, repr=False)  # its rows, if a tensor holds more
 
     @property
     def is_stack(self) -> bool:
