@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from wlb.cli import main
-from wlb.spec import SYSTEMS, presets
+from wlb.spec import KNOWN_SYSTEMS, presets
 
 pytestmark = pytest.mark.process
 
@@ -40,7 +40,7 @@ def completed(script: str, line: str) -> list[str]:
         ("wlb train demo --set a=1 --res", ["--resume"]),
         ("wlb tune la", ["layout"]),
         ("wlb tune packing --delay", ["--delay-budget"]),
-        ("wlb train demo --system ", list(SYSTEMS)),
+        ("wlb train demo --system ", list(KNOWN_SYSTEMS)),
     ],
 )
 def test_bash_offers(script: str, line: str, offered: list[str]) -> None:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from wlb.spec import SYSTEMS, RunSpec, list_keys, presets
+from wlb.spec import KNOWN_SYSTEMS, RunSpec, list_keys, presets
 
 _DESCRIPTION = """\
 Print a script that completes wlb's commands, options, presets and --set KEY= in a shell.
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         shell=options.shell,
         commands=" ".join(parsers),
         keys=" ".join(f"{key.name}=" for key in list_keys(RunSpec)),
-        systems=" ".join(SYSTEMS),
+        systems=" ".join(KNOWN_SYSTEMS),
         presets=" ".join(presets()),
         cases="\n".join(
             f'            {name}) words="{" ".join(_words(parser))}" ;;'

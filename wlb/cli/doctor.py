@@ -16,7 +16,7 @@ from wlb.cli.sources import check_outputs
 from wlb.cli.system import with_system
 from wlb.plan import UserError
 from wlb.report.tables import console, new_table
-from wlb.spec import SYSTEMS, Device, load, presets
+from wlb.spec import KNOWN_SYSTEMS, Device, load, presets
 
 PRESETS = {"cpu": "demo_single", "cuda": "7b_128k"}
 """Preset whose requirements are checked if NAME is not given, by type of device."""
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
         f"on a GPU)"
     )
     parser.add_argument("name", nargs="?", help=text)
-    text = f"settings of a compared system, as in wlb train: {', '.join(SYSTEMS)}"
+    text = f"settings of a compared system, as in wlb train: {', '.join(KNOWN_SYSTEMS)}"
     add_text(parser, "--system", "SYSTEM", text)
     add_overrides(parser, metavar="KEY=VALUE", help="override keys of the run")
     add_flag(parser, "--quick", "only the kernel that the run takes, and short measurements")

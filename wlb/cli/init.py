@@ -5,7 +5,7 @@ from typing import Any
 
 from wlb.cli.options import add_overrides, add_text
 from wlb.cli.system import with_system
-from wlb.spec import SYSTEMS, load, presets, to_commented_toml
+from wlb.spec import KNOWN_SYSTEMS, load, presets, to_commented_toml
 
 _DESCRIPTION = """\
 Print a preset, or a TOML file, as a file of your own: what it sets, and below a comment on each of
@@ -25,7 +25,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("name", help=f"a preset: {', '.join(presets())}; or a TOML file")
     add_overrides(parser, metavar="KEY=VALUE", help="change keys of it")
-    add_text(parser, "--system", "SYSTEM", f"settings of a compared system: {', '.join(SYSTEMS)}")
+    add_text(
+        parser, "--system", "SYSTEM", f"settings of a compared system: {', '.join(KNOWN_SYSTEMS)}"
+    )
     parser.set_defaults(run=run)
 
 

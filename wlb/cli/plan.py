@@ -25,7 +25,7 @@ from wlb.cost import (
 from wlb.data import LengthSource, ListedBatches
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
-from wlb.packing.study.saving import MEAN_DELAY, Saving, saving_of
+from wlb.packing.study.saving import MEAN_DELAY, Saving, gain_over, saving_of
 from wlb.plan import (
     GlobalBatch,
     ShardingPlan,
@@ -34,6 +34,7 @@ from wlb.plan import (
     local_tokens,
     rows_gathered,
 )
+from wlb.plan.tally import BalanceGain
 from wlb.planner import Planner
 from wlb.report.packing.page import packing_page
 from wlb.report.packing.tables import (
@@ -108,16 +109,19 @@ def run(options: argparse.Namespace) -> int:
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
     shares: list[float] | None = None
+    gain: BalanceGain | None = None
     if saving is not None:
         model = priced
         if isinstance(cost, ProfiledWorkload):
             shares = _simulated(spec, cost, batches, sections, saving)
             model = settings.priced_model(options, spec, cost.profile.name)
         first.append(_verdict(options, spec, cost, saving, shares))
+        gain = gain_over(saving.usual, runs[0].summary)
+        first.append(f"By packing alone, as {options.name} is set: {gain}.")
         why = saving_line(saving, model=model, simulated=shares)
         more.append(why)
         section = sections[saving.best.label]
-        first += _take_away(options, given, saving, section, why, masks_labels=masks_labels)
+        first += _take_away(options, given, saving, section, why, shares, masks_labels=masks_labels)
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
     if options.html:
@@ -139,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
+        "balance": gain and {**gain._asdict(), "saved": gain.saved},
         "saving": None if saving is None else {**saving.to_json(), **_shares_of(shares or [])},
         "rows": [r.summary.to_json() for r in runs],
     }
@@ -203,11 +208,13 @@ def _take_away(
     saving: Saving,
     section: PackingSection,
     why: str,
+    shares: list[float] | None,
     *,
     masks_labels: bool,
 ) -> list[str]:
-    """Write the best policy's run to --out; else a sentence on how to. section: of that policy."""
-    if saving.best is saving.usual and not options.out:
+    """Write the best policy's run to --out; else a sentence on how to, if it saves anything.
+    section: of that policy. shares: of GPU hours that whole simulated steps save."""
+    if not options.out and (saving.best is saving.usual or (shares and shares[0] <= 0)):
         return []
     if options.model:
         return [f"It is the policy {saving.best.label}."]

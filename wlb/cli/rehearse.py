@@ -13,7 +13,7 @@ from wlb.rehearse.run import ALL, ONE_PER_STAGE, rehearse
 from wlb.rehearse.show import as_json, show
 from wlb.rehearse.trace import write_trace
 from wlb.report.tables import console
-from wlb.spec import SYSTEMS, load, presets
+from wlb.spec import KNOWN_SYSTEMS, load, presets
 
 _DESCRIPTION = """\
 Run ranks of a job on fake GPUs, without a GPU: the real planner, mesh, trainer, backward pass,
@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("name", help=f"a TOML file, or a preset: {', '.join(presets())}")
     text = "override keys, as in --set data.store=... parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
-    add_text(parser, "--system", "SYSTEM", f"settings of a system: {', '.join(SYSTEMS)}")
+    add_text(parser, "--system", "SYSTEM", f"settings of a system: {', '.join(KNOWN_SYSTEMS)}")
     text = f"{ALL}, {ONE_PER_STAGE} (of each pipeline position), or numbers as in 0,63"
     add_value(parser, "--ranks", ONE_PER_STAGE, text)
     add_value(parser, "--steps", 3, "steps to rehearse", most=10_000)

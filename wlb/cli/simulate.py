@@ -15,7 +15,9 @@ from wlb.cli.options import add_flag, add_json, add_text, number
 from wlb.cost import mismatches, workload_for
 from wlb.cost.machine import program_version
 from wlb.memory import planned_gib
+from wlb.packing.study.saving import gain_of
 from wlb.plan import GlobalBatch, UserError, check_at_least
+from wlb.plan.tally import BalanceGain
 from wlb.report.simulation import layout_text, simulation_table, worth_line, worth_of
 from wlb.report.tables import console, new_table
 from wlb.report.timeline import timeline_figure
@@ -30,7 +32,7 @@ from wlb.simulate import (
     write_trace,
 )
 from wlb.simulate.published import published_error, trust_line
-from wlb.spec import SYSTEMS, RunSpec, load, system_overrides
+from wlb.spec import KNOWN_SYSTEMS, USUAL, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
 """Shortest wait of a replay; its overhead of 1 to 2 ms per pass is small beside it."""
@@ -45,7 +47,7 @@ def add_parser(commands: Any) -> None:
         "critical path. All times follow from the kernel profile; wlb/simulate/README.md lists "
         "what is modelled. A layout that needs more than plans may use of cluster.memory_gib is "
         "refused.",
-        epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems plain_4d fixed_4d "
+        epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems usual plain_4d "
         "paper wlb --trace step.json --timeline step.png",
     )
     source = sources.add_arguments(parser, steps=32)
@@ -56,16 +58,17 @@ def add_parser(commands: Any) -> None:
     )
     add_text(source, "--run", "FOLDER", text, dest="recorded")
     text = (
-        f"compare with: {', '.join(SYSTEMS)} (default: plain_4d); the first is the baseline of the "
-        f"speed-ups"
+        f"compare with: {', '.join(KNOWN_SYSTEMS)} (default: usual, the loaders of Megatron-LM and "
+        f"torchtitan; plain_4d is the paper's baseline); the first is the baseline of the speed-ups"
     )
-    known = list(SYSTEMS)
-    add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=["plain_4d"], choices=known)
+    known = list(KNOWN_SYSTEMS)
+    add_text(parser, "--systems", "SYSTEM", text, nargs="*", default=[USUAL], choices=known)
     text = "step that is drawn and explained (default: the step of median time)"
     parser.add_argument("--step", type=number(int), help=text)
     add_text(parser, "--trace", "FILE", "write that step for Perfetto, chrome://tracing")
     add_text(parser, "--timeline", "FILE", "draw that step as .png, .svg or .pdf")
     add_json(parser, "results")
+    add_flag(parser, "--all", "every column, what prices are worth, and the parts of a step")
     add_flag(parser, "--over-memory", "also simulate layouts that do not fit in memory")
     add_flag(parser, "--strict", "refuse runs that the kernel profile does not cover")
     text = (
@@ -103,7 +106,9 @@ def run(options: argparse.Namespace) -> int:
     step = _chosen(options, own)
     simulation = own.again(step)
     _write(options, simulation, step)
-    _show(options, runs, simulation, step, source.name)
+    spec = own.simulator.spec
+    gain = gain_of(spec, batches, own.simulator.cost)
+    _show(options, runs, simulation, step, source.name, gain)
     if options.replay is not None:
         return _replay(options, batches, runs)
     return 0
@@ -180,8 +185,9 @@ def _show(
     simulation: Simulation,
     step: int,
     source: str,
+    gain: BalanceGain,
 ) -> None:
-    """Write --json, and print the tables unless stdout has it."""
+    """Write --json, and print the tables unless stdout has it. gain: of the run's own packing."""
     own, cost = runs[-1], runs[-1].simulator.cost
     data = {
         "command": output.command_of(options),
@@ -191,6 +197,7 @@ def _show(
         "notes": list(mismatches(cost)),
         "trust": trust_line(own.simulator.spec, cost.profile),
         "spec": own.simulator.spec.to_dict(),
+        "balance": {**gain._asdict(), "saved": gain.saved},
         "runs": [r.to_json() for r in runs],
     }
     if output.write_json(options, data):
@@ -198,19 +205,23 @@ def _show(
     screen = console(markup=False)
     if len(runs) > 1:
         screen.print(_answer(runs))
+    screen.print(f"By packing alone: {gain}.")
     screen.print(layout_text(own.simulator.spec))
-    screen.print(worth_line(cost.profile))
-    for note in mismatches(cost):
-        screen.print(f"  {note}")
     title = f"{own.step_time_s.size} steps of {source}"
-    screen.print(simulation_table(runs, title=title, own="run"))
+    screen.print(simulation_table(runs, title=title, own="run", has_all=options.all))
     screen.print(trust_line(own.simulator.spec, cost.profile))
-    path = critical_path(simulation)
-    screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
-    for line in path.describe():
-        screen.print(f"  {line}")
-    shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
-    screen.print(f"  bubble of pipeline ranks: {shares}")
+    if not options.all:
+        screen.print("--all has every column, what prices are worth, and the parts of a step")
+    else:
+        screen.print(worth_line(cost.profile))
+        for note in mismatches(cost):
+            screen.print(f"  {note}")
+        path = critical_path(simulation)
+        screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
+        for line in path.describe():
+            screen.print(f"  {line}")
+        shares = ", ".join(f"{b:.1%}" for b in simulation.bubble[0].mean(axis=0))
+        screen.print(f"  bubble of pipeline ranks: {shares}")
     output.print_written(screen, options.trace, options.timeline, options.json)
 
 
@@ -222,12 +233,10 @@ def _answer(runs: list[RunSimulation]) -> str:
     said = f"take {share:.1%} less" if share >= 0 else f"take {-share:.1%} more"
     error = published_error(spec, own.simulator.cost.profile)
     trust = "" if error is None else f" ±{error.largest:.0%}"
-    loader = ""
-    if first.label == "plain_4d":
-        loader = "; plain_4d has the paper's loader, which cuts short documents only"
+    names = {USUAL: "the usual loader", "plain_4d": "the paper's Plain-4D"}
     return (
-        f"The run would {said} GPU time than {first.label} on these documents ({gpus:,} "
-        f"GPU{'s' * (gpus > 1)}, simulated{trust}{loader})."
+        f"The run would {said} GPU time than {names.get(first.label, first.label)} on these "
+        f"documents ({gpus:,} GPU{'s' * (gpus > 1)}, simulated{trust})."
     )
 
 

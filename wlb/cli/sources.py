@@ -27,8 +27,11 @@ from wlb.packing import with_s_max
 from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
 from wlb.report.packing.tables import SourceFacts, facts_of
 from wlb.report.plots import require_matplotlib
+from wlb.report.tables import console
 from wlb.spec import RunSpec, presets
 
+DRAWN = next(iter(FAMILIES))
+"""Lengths that are drawn where no documents are given, as `wlb train --dry-run` does."""
 MOST_PASSES = 1000
 MOST_TOKENS = 1 << 40
 """Most tokens of all global batches together; more would take days to plan."""
@@ -63,7 +66,9 @@ def add_arguments(
         f"window, micro-batches, model, layout and [packing] options",
     )
     group = parser.add_argument_group(
-        "documents", "at most one of these; default: data.store or data.blend of the run"
+        "documents",
+        "at most one of these; default: data.store or data.blend of the run, and without them "
+        "lengths that are drawn like the paper's",
     )
     source = group.add_mutually_exclusive_group()
     text = (
@@ -94,6 +99,7 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
             f"--steps = {options.steps} global batches of {spec.tokens_per_step:,} tokens are too "
             f"many to plan at once; use fewer"
         )
+    _draw_if_none(options, spec)
     source = _source(options, spec)
     row = int(source.lengths.argmax())
     longest = int(source.lengths[row])
@@ -123,20 +129,25 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     return StoredSource(name=Path(store.prefix).name, **about)
 
 
+def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
+    """The store that was asked for, or that of the run."""
+    return options.corpus or spec.data.blend or spec.data.store
+
+
+def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
+    """Choose lengths like the paper's, and say so, where no documents are given."""
+    if options.lengths or options.synthetic or _store_of(options, spec):
+        return
+    options.synthetic = DRAWN
+    console(stderr=True, markup=False).print(
+        f"No documents were given: lengths are drawn like the paper's ({DRAWN}). For yours add "
+        f"--lengths FILE or --corpus STORE."
+    )
+
+
 def masks_labels(source: LengthSource) -> bool:
     """Whether the documents are from a store that marks the tokens that are trained."""
     return isinstance(source, StoredSource) and source.masks_labels
-
-
-def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
-    """Return the requested store or that of the run; UserError if there is none."""
-    name = options.corpus or spec.data.blend or spec.data.store
-    if not name:
-        raise UserError(
-            f"{options.name} sets neither data.store nor data.blend, so there are no documents: "
-            f"add --lengths FILE, --corpus STORE or --synthetic {next(iter(FAMILIES))}"
-        )
-    return name
 
 
 def batches_of(
@@ -231,6 +242,7 @@ def with_vocabulary(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     if spec.model.vocab_size:
         return spec
     size = None
+    _draw_if_none(options, spec)
     if not (options.lengths or options.synthetic):
         size = open_store(_store_of(options, spec)).vocab_size
     model = replace(spec.model, vocab_size=size or spec.data.bpe_vocab_size)

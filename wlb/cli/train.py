@@ -12,7 +12,7 @@ from wlb.cli.system import with_system
 from wlb.plan import RunError, UserError
 from wlb.planner.liveness import PlanningError
 from wlb.report.tables import console
-from wlb.spec import SYSTEMS, RunSpec, list_keys, load, presets
+from wlb.spec import KNOWN_SYSTEMS, RunSpec, list_keys, load, presets
 from wlb.train import dry_run
 from wlb.train.faults.disk_full import full_disk
 from wlb.train.faults.stop import Signals
@@ -117,8 +117,8 @@ def add_parser(commands: Any) -> None:
     text = "override keys, as in --set training.steps=100 parallel.tp=4"
     add_overrides(parser, metavar="KEY=VALUE", help=text)
     text = (
-        f"settings of a compared system: {', '.join(SYSTEMS)}; NAME:2 is the second alternative "
-        f"of fixed_4d and wlb; --set overrides it"
+        f"settings of a compared system: {', '.join(KNOWN_SYSTEMS)}; NAME:2 is the second "
+        f"alternative of fixed_4d and wlb; --set overrides it"
     )
     add_text(parser, "--system", "SYSTEM", text)
     text = (

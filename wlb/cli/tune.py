@@ -13,6 +13,7 @@ from rich.progress import track
 from wlb.cli import output, settings, sources, tune_layout
 from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import workload_for
+from wlb.packing.study.saving import gain_of
 from wlb.packing.study.tune import (
     PRICES,
     S_MAX,
@@ -24,6 +25,7 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
+from wlb.plan.tally import BalanceGain
 from wlb.report.packing.plots import tuning_figure
 from wlb.report.packing.tables import STEP, recommendation, tuning_table, uneven, weight_remark
 from wlb.report.tables import console
@@ -107,7 +109,9 @@ def run(options: argparse.Namespace) -> int:
     toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
     if options.out:
         output.write_text(options.out, toml)
+    gain = gain_of(spec, batches, cost)
     data = {
+        "balance": {**gain._asdict(), "saved": gain.saved},
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
         "is_within_budget": tuning.is_within_budget,
@@ -118,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    _show(options, facts.lines, tuning, notes, command)
+    _show(options, facts.lines, tuning, notes, command, gain)
     return 0
 
 
@@ -128,10 +132,12 @@ def _show(
     tuning: Tuning,
     notes: list[str],
     command: str,
+    gain: BalanceGain,
 ) -> None:
     """Prints the recommendation, how to use it, and what it was chosen from."""
     screen = console(markup=False)
     screen.print(recommendation(tuning, delay_budget=options.delay_budget))
+    screen.print(f"By packing alone, as {options.name} is set: {gain}.")
     screen.print(f"recommended: {command}", soft_wrap=True)
     for line in facts:
         screen.print(line)

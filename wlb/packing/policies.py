@@ -61,10 +61,10 @@ def has_room(spec: RunSpec, section: PackingSection) -> bool:
 
 
 def baseline_for(spec: RunSpec, cost: WorkloadModel) -> OriginalPacker:
-    """Plain-4D as the run's loader would fill its windows."""
+    """The usual loader, which cuts documents wherever a window ends (`wlb.spec.USUAL`)."""
     options = options_for(spec, cost)
     options = replace(options, num_micro_batches=spec.num_windows, layout=Layout.SEPARATE)
-    return OriginalPacker(options=options, cut=spec.packing.window_cut)
+    return OriginalPacker(options=options)
 
 
 def packer_for(spec: RunSpec, cost: WorkloadModel) -> Packer:

@@ -25,16 +25,28 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-def simulation_table(runs: Sequence[RunSimulation], *, title: str, own: str = "") -> Table:
-    """A row for each run; speed-up over the first one, which is the baseline."""
-    names = [name for name, _ in COLUMNS]
-    table = new_table(title, labels=["system"], numbers=names, is_plain=True, caption=CAPTION)
+FEW = ("s/step", "gain", "imb.", "delay", "GiB")
+
+
+def simulation_table(
+    runs: Sequence[RunSimulation], *, title: str, own: str = "", has_all: bool = True
+) -> Table:
+    """A row for each run; speed-up over the first one, which is the baseline. has_all: False for
+    the columns of `FEW`."""
+    columns = [(name, cell) for name, cell in COLUMNS if has_all or name in FEW]
+    names, caption = [name for name, _ in columns], CAPTION if has_all else FEW_CAPTION
+    table = new_table(title, labels=["system"], numbers=names, is_plain=True, caption=caption)
     for run in runs:
-        cells = [cell(run, runs[0]) for _, cell in COLUMNS]
+        cells = [cell(run, runs[0]) for _, cell in columns]
         table.add_row(run.label, *cells, style="bold" if run.label == own else "")
     return table
 
 
+FEW_CAPTION = (
+    "s/step: seconds of a step; gain: speed-up over the first row; imb.: imbalance, with the steps "
+    "that train what still waits when the documents end; delay: steps that a token waits; GiB: the "
+    "most that a rank needs"
+)
 CAPTION = (
     "simulated, nothing measured. gain: over the first row, same documents, flush counted; "
     "bound: time with every micro-batch and CP rank at its step's mean / this; imb.: slowest "

@@ -37,7 +37,9 @@ from wlb.spec.run import Schedule as Schedule
 from wlb.spec.sharding import ExchangeChoice as ExchangeChoice
 from wlb.spec.sharding import Remainder as Remainder
 from wlb.spec.sharding import Strategy as Strategy
+from wlb.spec.systems import KNOWN_SYSTEMS as KNOWN_SYSTEMS
 from wlb.spec.systems import SYSTEMS as SYSTEMS
+from wlb.spec.systems import USUAL as USUAL
 from wlb.spec.systems import system_choices as system_choices
 from wlb.spec.systems import system_overrides as system_overrides
 from wlb.spec.training import Dtype as Dtype

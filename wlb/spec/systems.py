@@ -1,12 +1,17 @@
 """Systems that are compared, each as overrides of a run's settings.
 
-plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and WLB-LLM of the paper (Section 7.1). Fixed-4D
-uses the better of two static shardings. wlb is this project's own system: it recomputes MLPs where
-memory limits packing and that is faster, packs for a range of prices, because a run's GPUs may
-differ from the measured one (`experiments/beyond/system_defaults`), and takes the constant loss
-normalizer: with steps of up to 1.5 global batches, a mean per step would weigh long documents'
-labels less (0.80 in `experiments/paper/fig16`, with a higher held-out loss on long documents in
-every seed).
+usual is what Megatron-LM and torchtitan do: their loaders cut documents wherever a window ends, and
+shard windows as Llama 3 does. It is the baseline of everything that is said about savings.
+
+The others are those of the paper's tables. plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and
+WLB-LLM of the paper (Section 7.1). The paper's Plain-4D differs from usual: its loader keeps long
+documents whole. Fixed-4D uses the better of two static shardings.
+
+wlb is this project's own system. It recomputes MLPs where memory limits packing and that is faster.
+It packs for a range of prices, because a run's GPUs may differ from the measured one
+(`experiments/beyond/system_defaults`). It takes the constant loss normalizer: with steps of up to
+1.5 global batches, a mean per step would weigh long documents' labels less (0.80 in
+`experiments/paper/fig16`, with a higher held-out loss on long documents in every seed).
 """
 
 from collections.abc import Mapping
@@ -20,6 +25,15 @@ _IN_WINDOWS = (*_OWN, "packing.num_micro_batches=0")
 _FIXED = ("packing.policy=fixed", *_IN_WINDOWS, "packing.window_batches=1")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
 _MERGED = ("sharding.remainder=merged",)
+
+USUAL = "usual"
+_USUAL = (
+    "packing.policy=original",
+    *_IN_WINDOWS,
+    "packing.window_cut=anywhere",
+    "sharding.strategy=per_sequence",
+    *_MERGED,
+)
 
 SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "plain_4d": (
@@ -54,19 +68,22 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for recompute in ("none", "selective")
     ),
 }
-"""`--set` overrides of each system; the fastest of several alternatives counts."""
+"""`--set` overrides of each compared system; the fastest of several alternatives counts."""
+KNOWN_SYSTEMS = (USUAL, *SYSTEMS)
+"""Names of all systems."""
 
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
     """Return a system's alternatives; UserError listing known systems. planned_gib: memory of a
     device that plans may use (`wlb.cost.planned_gib`)."""
-    if name not in SYSTEMS:
+    if name not in KNOWN_SYSTEMS:
         raise UserError(
-            f"unknown system {name!r}; known: {', '.join(SYSTEMS)}{did_you_mean(name, SYSTEMS)}"
+            f"unknown system {name!r}; known: {', '.join(KNOWN_SYSTEMS)}"
+            f"{did_you_mean(name, KNOWN_SYSTEMS)}"
         )
     return tuple(
         tuple(override.format(memory_gib=planned_gib) for override in overrides)
-        for overrides in SYSTEMS[name]
+        for overrides in ((_USUAL,) if name == USUAL else SYSTEMS[name])
     )
 
 

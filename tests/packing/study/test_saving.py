@@ -33,14 +33,14 @@ def test_the_share_is_that_of_the_column(row: PackingSummary) -> None:
     found = saving_of(rows)
     assert found is not None
     assert (found.best.label, found.usual.label) == ("var_len (run)", "original")
-    assert found.share == pytest.approx(1 / 7)
+    assert found.gain.saved == pytest.approx(1 / 7)
     # Over the paper's loader, which keeps long documents whole, it would be a fifth.
     assert found.paper is rows[1]
     late, never = of("bounded", 1.05, delay=1.5), of("holds all", 1.0, steps=0)
     assert saving_of([*rows, late, never]) == found
     later = saving_of([*rows, late, never], mean_delay=2)
     assert later is not None
-    assert later.share == pytest.approx(1 / 4)
+    assert later.gain.saved == pytest.approx(1 / 4)
     own = saving_of([of("original, long whole (run)", 1.5), of("capacity", 1.6)])
     assert own is not None
     assert own.best is own.usual

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wlb.packing.study.measure import PackingSummary
+from wlb.cost import WorkloadModel
+from wlb.packing.policies import baseline_for, packer_for
+from wlb.packing.study.measure import PackingSummary, measure
+from wlb.plan import GlobalBatch
+from wlb.plan.tally import BalanceGain
+from wlb.spec import RunSpec
 
 MEAN_DELAY = 1.0
 """Most steps that a token may wait on average under the policy that is chosen."""
@@ -29,17 +34,16 @@ class Saving:
     paper: PackingSummary | None = None
 
     @property
-    def share(self) -> float:
-        """Share of the usual loader's time that the best policy saves by its slowest micro-batches;
-        below 0 if it is slower."""
-        return 1 - self.best.step_time_weighted / self.usual.step_time_weighted
+    def gain(self) -> BalanceGain:
+        """Of the best policy over the usual loader."""
+        return gain_over(self.usual, self.best)
 
     def to_json(self) -> dict[str, Any]:
         """Labels and figures, for `json.dumps`."""
         return {
             "best": self.best.label,
             "usual": self.usual.label,
-            "share": self.share,
+            "share": self.gain.saved,
             "figure": "step_time_weighted",
             "paper": self.paper and self.paper.label,
         }
@@ -58,6 +62,20 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
     prompt = [row for row in stepped if row.mean_delay <= mean_delay] or [usual]
     best = min(prompt, key=lambda row: row.step_time_weighted)
     return Saving(best=best, usual=usual, paper=None if short in (best, usual) else short)
+
+
+def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
+    """What a policy's row gains over the usual loader's."""
+    return BalanceGain(usual.step_time_weighted, ours.step_time_weighted)
+
+
+def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
+    """What the run's own packing gains over the usual loader on these documents, without the flush
+    at their end."""
+    rows = [
+        measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
+    ]
+    return gain_over(*rows)
 
 
 def loader_of(row: PackingSummary) -> str:

@@ -93,8 +93,9 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
 
 FEW_CAPTION = (
     "computing: of the slowest micro-batches of all steps, over the usual loader's (GPU hours also "
-    "have collectives and idle pipelines); imbalance: slowest micro-batch over the mean, forward "
-    "and backward; delay: steps that a token waits; longest: tokens of a micro-batch"
+    "have collectives and idle pipelines); imbalance: slowest micro-batches of all steps over the "
+    "mean ones, forward and backward; delay: steps that a token waits; longest: tokens of a "
+    "micro-batch"
 )
 
 
@@ -113,8 +114,8 @@ def verdict(
         return f"No policy here is faster than the usual loader on these documents ({setting})."
     if simulated is None:
         return (
-            f"Balanced packing would shorten the computing of steps by {saving.share:.1%} on these "
-            f"documents ({setting}; collectives and a pipeline's bubbles left out)."
+            f"Balanced packing would shorten the computing of steps by {saving.gain.saved:.1%} on "
+            f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
     trust = "" if error is None else f" ±{error:.0%}"
     if simulated[0] < 0.0005:
@@ -141,7 +142,7 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
 
     cells: dict[str, Cell] = {
         "computing": over_usual,
-        "imbalance": _of_steps("imbalance_step", ".3f"),
+        "imbalance": _of_steps("step_time_weighted", ".3f"),
         "mean\ndelay": lambda s: f"{s.mean_delay:.2f}",
         "longest\ndelay": lambda s: f"{s.max_delay}",
         "longest": lambda s: _thousands(s.longest_micro_batch),
@@ -165,12 +166,13 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[float] | None
     if not simulated:
         return (
             f"with {best.label} instead of the usual loader{_cut(usual)} the slowest micro-batches "
-            f"of all steps would take {saving.share:.1%} less: {figures}; predicted by {model}, "
-            f"which leaves out collectives and a pipeline's bubbles"
+            f"of all steps would take {saving.gain.saved:.1%} less: {figures}; predicted by "
+            f"{model}, which leaves out collectives and a pipeline's bubbles"
         )
     said = (
         f"with {best.label} instead of the usual loader{_cut(usual)} you would save "
-        f"{_hours(simulated[0])}; by its slowest micro-batches alone {saving.share:.1%}: {figures}"
+        f"{_hours(simulated[0])}; by its slowest micro-batches alone {saving.gain.saved:.1%}: "
+        f"{figures}"
     )
     if saving.paper:
         said += f"; instead of the paper's loader{_cut(saving.paper)} {_hours(simulated[1])}"
