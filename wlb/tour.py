@@ -109,8 +109,8 @@ def packed() -> tuple[Planner, StepPlan]:
             for batch in step.packing.micro_batches
         ),
         f"{step.packing.num_held_tokens} tokens wait for a later step",
-        f"slowest over mean: {step.predicted.imbalance:.3f} (Plain-4D, which fills windows in "
-        f"order: {step.baseline.imbalance if step.baseline else 1:.3f})",
+        f"slowest over mean: {step.predicted.imbalance:.3f} (the usual loader, which "
+        f"fills windows in order: {step.baseline.imbalance if step.baseline else 1:.3f})",
     )
     return planner, step
 

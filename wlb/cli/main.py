@@ -40,7 +40,8 @@ _COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse,
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 3 for an examination
-    that found a fault and a dry run that does not fit, 130 if interrupted.
+    that found a fault and a dry run that does not fit, 4 for a run that was asked to end early and
+    saved, 130 if interrupted.
 
     A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
     and keeps its traceback.

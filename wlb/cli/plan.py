@@ -121,6 +121,10 @@ def run(options: argparse.Namespace) -> int:
         why = saving_line(saving, model=model, simulated=shares)
         more.append(why)
         section = sections[saving.best.label]
+        if spec.parallel.world_size == 1 and isinstance(cost, ProfiledWorkload):
+            first.append(
+                "One GPU waits for nobody; balance pays where ranks or stages wait for each other."
+            )
         first += _take_away(options, given, saving, section, why, shares, masks_labels=masks_labels)
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
@@ -131,8 +135,12 @@ def run(options: argparse.Namespace) -> int:
             lengths=sources.lengths_shown(source, batches),
             runs=runs,
             own=own,
+            answer=first,
+            saving=saving,
+            hours=shares[0] if shares else None,
+            assumes=_assumes(options, spec, cost),
             provenance=_provenance(options, setting),
-            notes=[*first, stream, sharding["text"], *more],
+            notes=[stream, sharding["text"], *more],
         )
         output.write_text(options.html, page)
     data = {
@@ -250,6 +258,18 @@ def _verdict(
         simulated=shares or [],
         error=None if error is None else error.largest,
     )
+
+
+def _assumes(
+    options: argparse.Namespace, spec: RunSpec, cost: ProfiledWorkload | CountedWorkload
+) -> tuple[str, str]:
+    """What a page's figures rest on: whose prices, and for how many GPUs."""
+    if isinstance(cost, CountedWorkload):
+        return "FLOPs", f"of {options.model}; collectives and pipelines left out"
+    gpus = spec.parallel.world_size
+    trust = published_error(spec, cost.profile)
+    off = "" if trust is None else f"; simulations like this were up to {trust.largest:.0%} off"
+    return cost.profile.name, f"prices, {options.name} on {gpus:,} GPU{'s' * (gpus > 1)}{off}"
 
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:

@@ -28,23 +28,28 @@ many local processes as the layout needs.
   torchrun --max-restarts 3 ... -m wlb train run.toml --resume auto   go on after a rank died
 
 A layout, key or corpus that cannot work is refused before a rank starts. run.output_dir/run.name
-holds metrics.jsonl (one line per step: measured, predicted, Plain-4D), checkpoints/ (safetensors
-and JSON with checksums, nothing pickled), logs/rank-<n>.log, and failure.txt after a failure.
+holds metrics.jsonl (one line per step: measured, predicted, the usual loader's), checkpoints/
+(safetensors and JSON with checksums, nothing pickled), logs/rank-<n>.log, and failure.txt after a
+failure.
 
 Ctrl-C, SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and exits with status
-0; a second Ctrl-C aborts it and saves nothing. Before the first step a signal ends it at once. A
-resumed run may have another layout and number of micro-batches, and continues with the documents
-that were waiting. A checkpoint that cannot be written is reported and training continues; only a
+4 (ranks of torchrun and Slurm with 0, because both take every other status for a failure and kill
+ranks that still end); a second Ctrl-C aborts it and saves nothing. Before the first step a signal
+ends it at once. A resumed run may have another layout and number of micro-batches, and continues
+with the documents that were waiting. A checkpoint that cannot be written is reported and training continues; only a
 failure of the last one is an error. If a rank dies, hangs or raises, all ranks end with one report,
 which the next start and `wlb report --failure RUN` give too.
 
 Summary: imbalance = predicted time of the slowest micro-batch over the mean (Section 7.4 of the
-paper; 1.20 means that the others idle for a sixth of the step); Plain-4D = the same documents in
-fixed windows; measured / predicted = how well the kernel profile prices this device (--calibrate
+paper; 1.20 means that the others idle for a sixth of the step); usual = the loader of Megatron-LM
+and torchtitan, which cuts the same documents wherever a window ends. --verbose adds: measured /
+predicted = how well the kernel profile prices this device (--calibrate
 fits a better one); token delay = steps that a token waited; model FLOP/s counts the documents' own
 causal attention, without recomputation and padding."""
 
 
+STOPPED = 4
+"""Exit status of a run that was asked to end before its last step, and has saved."""
 COMMON = (
     "run.name",
     "run.output_dir",
@@ -137,6 +142,7 @@ def add_parser(commands: Any) -> None:
         "argument) a name made from the old one. Use it by --set cost.profile=PATH"
     )
     add_text(parser, "--calibrate", "NAME_OR_PATH", text, nargs="?", const="")
+    add_flag(parser, "--verbose", "show all columns of steps, and all rows of the summary")
     parser.set_defaults(run=run)
 
 
@@ -160,13 +166,14 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
         from wlb.train import start
     screen = console()
     try:
-        start.train(
+        stopped = start.train(
             spec,
             resume=options.resume,
             console=screen,
             calibrate=options.calibrate,
             signals=signals,
             started_s=started_s,
+            verbose=options.verbose,
         )
     except (RankFailure, FloatingPointError, RunError, PlanningError) as failure:
         print(f"wlb train: {failure}", file=sys.stderr)
@@ -179,7 +186,7 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
     finally:
         # A rank that was killed while it drew a live table leaves the cursor hidden.
         screen.show_cursor()
-    return 0
+    return STOPPED if stopped else 0
 
 
 def _keys_help(names: Sequence[str]) -> str:

@@ -165,7 +165,8 @@ class Tally:
     executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order; experts: their
     layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
     warm-up. refused: steps that were not finite, by the action taken;
-    skipped_tokens: tokens of skipped ones. rows: of hooks, by name."""
+    skipped_tokens: tokens of skipped ones. rows: of hooks, by name. stopped: at which step and by
+    what the run was asked to end early, in words."""
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -188,6 +189,7 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter[str])
     skipped_tokens: int = 0
     rows: dict[str, str] = field(default_factory=dict[str, str])
+    stopped: str = ""
 
     def add(
         self, measured: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None

@@ -251,7 +251,10 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
-    baseline: bool = key(True, "also predict Plain-4D on the same documents")
+    baseline: bool = key(
+        True,
+        "also predict the usual loader, which cuts documents where windows end, on the same documents",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

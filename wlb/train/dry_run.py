@@ -294,7 +294,7 @@ def _first_step(made: Forecast, console: Console) -> None:
     console.print(
         f"step 0: {p.num_tokens:,} tokens, {p.num_padding_tokens} padding, imbalance "
         f"{p.imbalance:.3f}"
-        + ("" if plan.baseline is None else f" (Plain-4D {plan.baseline.imbalance:.3f})")
+        + ("" if plan.baseline is None else f" (usual loader {plan.baseline.imbalance:.3f})")
         + f", {p.num_held_tokens:,} tokens held back",
         soft_wrap=True,
     )

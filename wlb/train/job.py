@@ -13,7 +13,8 @@ class Job:
     checkpoint to go on from. init_from: the checkpoint whose weights a new run begins with.
     calibrate: the kernel profile to write when training has ended. started_s, ready_s: Unix
     times at which the run began, and at which ranks could begin.
-    falls_back: an earlier checkpoint may take the place of a damaged one."""
+    falls_back: an earlier checkpoint may take the place of a damaged one. verbose: all columns and
+    rows are shown."""
 
     spec: RunSpec
     train_store: StoreName
@@ -25,6 +26,7 @@ class Job:
     calibrate: Path | None = None
     init_from: Path | None = None
     falls_back: bool = False
+    verbose: bool = False
 
     @property
     def directory(self) -> Path:

@@ -68,6 +68,7 @@ class _Request(NamedTuple):
     console: Console
     started_s: float
     signals: Signals
+    verbose: bool
 
 
 def train(
@@ -78,30 +79,43 @@ def train(
     calibrate: str | None = None,
     signals: Signals | None = None,
     started_s: float | None = None,
-) -> None:
+    verbose: bool = False,
+) -> bool:
     """Train a spec to its end.
 
-    resume, calibrate: values of these options; None without them. signals: caught already, or None.
-    started_s: Unix time at which the command began; None = now.
+    Args:
+        spec: The run.
+        resume: Value of this option; None without it.
+        console: What is printed on.
+        calibrate: Value of this option; None without it.
+        signals: Those that are caught already; None: none are.
+        started_s: Unix time at which the command began; None: now.
+        verbose: Whether all columns of steps, and all rows of the summary, are shown.
+
+    Returns:
+        Whether the run was asked to end before its last step. Always false on ranks of torchrun or
+        Slurm.
     """
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
         refuse_nowhere(Path(calibrate).parent)
     with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
-        asked = _Request(resume, calibrate, console, started_s, caught)
+        asked = _Request(resume, calibrate, console, started_s, caught, verbose)
         world = worlds.discover()
         try:
-            if world is not None:
-                _given_ranks(spec, world, asked)
-            else:
-                _own_ranks(spec, asked)
+            if world is None:
+                return _own_ranks(spec, asked)
+            _given_ranks(spec, world, asked)
         except StoppedEarly:
             console.print(_STOPPED)
+            return world is None
+    return False
 
 
-def _own_ranks(spec: RunSpec, asked: _Request) -> None:
-    """Train in this process, or in as many local ones as the layout has ranks."""
+def _own_ranks(spec: RunSpec, asked: _Request) -> bool:
+    """Train in this process, or in as many local ones as the layout has ranks; whether the run was
+    asked to end early."""
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
@@ -113,12 +127,11 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
         job = _claimed_job(checked, world_size, choice, asked, lock, probe)
         if world_size == 1:
             request = StopRequest(checked.run, rank=0, signals=asked.signals)
-            _started_rank(World(), job, choice.kind, request)
-            return
+            return _started_rank(World(), job, choice.kind, request)
         with temporary_folder("stop") as folder:
             told = folder / "told"
             asked.signals.pass_on(told)
-            run_local(
+            stopped = run_local(
                 local_rank,
                 world_size,
                 job,
@@ -128,6 +141,7 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> None:
                 preload=[__name__],
                 records=records_of(directory, job.started_s),
             )
+        return any(stopped)
 
 
 def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
@@ -177,18 +191,19 @@ def _answer(
         return None
 
 
-def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> None:
-    """Life of a local rank. told: the file its launcher makes when it is asked to stop."""
+def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> bool:
+    """Life of a local rank; whether the run was asked to end early. told: the file its launcher
+    makes when it is asked to stop."""
     _keep_flight_records(job.directory, device_kind)
     with Signals() as signals:
         request = StopRequest(job.spec.run, rank=world.rank, signals=signals, told=told)
-        _started_rank(world, job, device_kind, request)
+        return _started_rank(world, job, device_kind, request)
 
 
-def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> None:
+def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> bool:
     device = worlds.rank_device(world, device_kind)
     with worlds.in_group(world, device, timeout_s=job.spec.training.timeout_s):
-        run_rank(world, job, device, request)
+        return bool(run_rank(world, job, device, request).stopped)
 
 
 def _keep_flight_records(directory: Path, device_kind: str) -> None:
@@ -313,6 +328,7 @@ def _job(
         calibrate=_profile_to_write(spec, asked, planner),
         init_from=init_from,
         falls_back=falls_back,
+        verbose=asked.verbose,
     )
 
 

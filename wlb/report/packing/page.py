@@ -3,9 +3,17 @@
 from collections.abc import Sequence
 
 from wlb.packing.study.measure import PackingRun
+from wlb.packing.study.saving import Saving
 from wlb.plan import IntArray
 from wlb.report.packing.plots import delay_figure, imbalance_figure, length_figure, trade_figure
-from wlb.report.packing.tables import COLUMNS, SourceFacts, remarks
+from wlb.report.packing.tables import (
+    COLUMNS,
+    FEW_CAPTION,
+    FEW_COLUMNS,
+    SourceFacts,
+    few_rows,
+    remarks,
+)
 from wlb.report.render import render
 
 
@@ -16,23 +24,54 @@ def packing_page(
     lengths: IntArray,
     runs: Sequence[PackingRun],
     own: str,
+    answer: Sequence[str],
+    saving: Saving | None,
+    hours: float | None,
+    assumes: tuple[str, str],
     provenance: Sequence[tuple[str, str]],
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as HTML. own: label of the run's own policy. provenance: names and values shown
-    below the tables, such as the command."""
+    """The page as HTML.
+
+    Args:
+        title: Of the page.
+        facts: Of the documents.
+        lengths: Of the documents, in tokens.
+        runs: A policy each.
+        own: Label of the run's own policy.
+        answer: What balance is worth and what to do, a sentence each, the verdict first.
+        saving: The best policy over the usual loader; None without a step of the latter.
+        hours: Share of GPU hours that it saves in whole simulated steps; None if that is not known.
+        assumes: Whose prices, and for how many GPUs.
+        provenance: Names and values shown last, such as the command.
+        notes: Remarks that are folded away.
+    """
     summaries = [run.summary for run in runs]
     labels = [s.label for s in summaries]
-    # A policy that made no step before the data ended has no balance.
-    stepped = [s for s in summaries if s.num_steps]
+    half = (len(COLUMNS) + 1) // 2
+    best = saving.best.label if saving else None
     return render(
         "packing",
         title=title,
         facts=facts.lines,
-        best=min(stepped, key=lambda s: s.step_time_weighted, default=None),
+        answer=answer,
+        saving=saving,
+        hours=hours,
+        assumes=assumes,
+        few={
+            "head": ["policy", *FEW_COLUMNS],
+            "rows": few_rows(summaries, saving),
+            "best": labels.index(best) if best in labels else None,
+            "caption": FEW_CAPTION,
+        },
         notes=[*notes, *remarks(runs)],
-        head=["policy", *(name for name, _ in COLUMNS)],
-        rows=[[s.label, *(cell(s) for _, cell in COLUMNS)] for s in summaries],
+        tables=[
+            {
+                "head": ["policy", *(name for name, _ in columns)],
+                "rows": [[s.label, *(cell(s) for _, cell in columns)] for s in summaries],
+            }
+            for columns in (COLUMNS[:half], COLUMNS[half:])
+        ],
         own=labels.index(own) if own in labels else None,
         figures={
             "trade": trade_figure(summaries, own=own),

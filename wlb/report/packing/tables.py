@@ -130,27 +130,37 @@ def verdict(
     )
 
 
-def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, title: str) -> Table:
-    """Policies in six columns; the best one in bold, and the usual loader named."""
+FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "longest")
+
+
+def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
+    """Cells of policies in six columns: the policy, and `FEW_COLUMNS`."""
     usual = None if saving is None else saving.usual
-    best = None if saving is None else saving.best
 
     def over_usual(s: PackingSummary) -> str:
         if usual is None or not s.num_steps:
             return "-"
         return f"{s.step_time_weighted / usual.step_time_weighted:.3f}"
 
-    cells: dict[str, Cell] = {
-        "computing": over_usual,
-        "imbalance": _of_steps("step_time_weighted", ".3f"),
-        "mean\ndelay": lambda s: f"{s.mean_delay:.2f}",
-        "longest\ndelay": lambda s: f"{s.max_delay}",
-        "longest": lambda s: _thousands(s.longest_micro_batch),
-    }
-    table = new_table(title, labels=["policy"], numbers=cells, caption=FEW_CAPTION)
-    for s in summaries:
-        label = f"{s.label} (usual)" if s is usual else s.label
-        table.add_row(label, *(c(s) for c in cells.values()), style="bold" if s is best else "")
+    return [
+        [
+            f"{s.label} (usual)" if s is usual else s.label,
+            over_usual(s),
+            _of_steps("step_time_weighted", ".3f")(s),
+            f"{s.mean_delay:.2f}",
+            f"{s.max_delay}",
+            _thousands(s.longest_micro_batch),
+        ]
+        for s in summaries
+    ]
+
+
+def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, title: str) -> Table:
+    """Policies in six columns; the best one in bold, and the usual loader named."""
+    best = None if saving is None else saving.best
+    table = new_table(title, labels=["policy"], numbers=FEW_COLUMNS, caption=FEW_CAPTION)
+    for s, cells in zip(summaries, few_rows(summaries, saving), strict=True):
+        table.add_row(*cells, style="bold" if s is best else "")
     return table
 
 

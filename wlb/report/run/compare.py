@@ -62,7 +62,7 @@ def figures_of(run: RunRecords) -> dict[str, str]:
         "MFU": "-" if work.mfu is None else f"{work.mfu:.1%}",
         "imbalance, predicted": f"{totals.ours.weighted_imbalance:.3f}",
         "imbalance, measured": _ratio(measured.slowest_ns, measured.mean_ns, ".3f"),
-        "Plain-4D's on the same documents": _ratio(
+        "the usual loader's, predicted": _ratio(
             totals.plain.slowest_ns, totals.plain.mean_ns, ".3f"
         ),
         "EP ranks' rows, measured": f"{experts.mean_rank:.3f}" if experts.steps else "-",

@@ -95,7 +95,7 @@ def ratio_figure(records: RunRecords) -> Any:
 
 
 def balance_figure(records: RunRecords) -> Any:
-    """Imbalance of micro-batches: Plain-4D and ours as predicted, ours as measured."""
+    """Imbalance of micro-batches: the usual loader's and ours as predicted, ours as measured."""
     figure, (axes,) = new_figure(height=3.8)
     series = [
         StepSeries(
@@ -104,7 +104,7 @@ def balance_figure(records: RunRecords) -> Any:
             records.column(lambda s: s.predicted.mean_workload_ns),
         ),
         StepSeries(
-            "Plain-4D, predicted, same documents",
+            "usual loader, predicted, same documents",
             records.column(lambda s: s.plain and s.plain.imbalance),
             records.column(lambda s: s.plain and s.plain.mean_workload_ns),
         ),

@@ -41,7 +41,7 @@ class StepRecord(NamedTuple):
     steps_done: int
     measured: MeasuredStep
     predicted: StepMetrics
-    plain: StepMetrics | None  # prediction for Plain-4D; None if planner.baseline is off
+    plain: StepMetrics | None  # prediction for the usual loader; None if planner.baseline is off
     memory_bytes: int | None = None
     """Most that rank 0 has taken since the run began: of its GPU by torch's allocator, or on a CPU
     of the process."""

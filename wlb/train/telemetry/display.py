@@ -50,14 +50,16 @@ HEADINGS = (
     Heading("", "tokens", 8, 5),
     Heading("", "tokens/s", 9, 0),
     Heading("gradient", "norm", 9, 1),
-    Heading("learning", "rate", 9, 2),
-    Heading("imbalance", "Plain-4D", 10, 4),
+    Heading("learning", "rate", 9, 4),
+    Heading("imbalance", "usual", 10, 2),
     Heading("imbalance", "ours", 10, 1),
     Heading("delay, steps", "mean (max)", 13, 6),
     Heading("sharding", "chosen", 14, 7),
     Heading("peak", "GiB", 7, 3),
     Heading("time", "left", 9, 0),
 )
+FEW = ("step", "loss", "tokens/s", "imbalance usual", "imbalance ours", "time left")
+"""Columns without `--verbose`."""
 _LOADS = Heading("slowest rank", "CP, experts", 12, 3)
 """Of a model with experts, before the last column: predicted attention of the slowest CP rank, and
 rows of the EP rank that a layer waits for, both over the mean rank's."""
@@ -72,13 +74,23 @@ class StepFigures(NamedTuple):
 
 
 class Display:
-    """Shows steps as they end. Use as a context manager. experts: whether the model has any."""
+    """Shows steps as they end. Use as a context manager. experts: whether the model has any.
+    verbose: all columns; False: those of `FEW`."""
 
     def __init__(
-        self, console: Console, title: str, *, total_steps: int, experts: bool = False
+        self,
+        console: Console,
+        title: str,
+        *,
+        total_steps: int,
+        experts: bool = False,
+        verbose: bool = False,
     ) -> None:
         self.console, self.title, self.total_steps = console, title, total_steps
-        self.headings = (*HEADINGS[:-1], _LOADS, HEADINGS[-1]) if experts else HEADINGS
+        headings = (*HEADINGS[:-1], _LOADS, HEADINGS[-1]) if experts else HEADINGS
+        self._shown = [i for i, h in enumerate(headings) if verbose or h.whole in FEW]
+        self._has_loads = experts
+        self.headings = tuple(headings[i] for i in self._shown)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=_ROWS)
         self._note = self._first_note = ""
         self._has_warned = False
@@ -111,7 +123,7 @@ class Display:
         figures: StepFigures,
     ) -> None:
         """A row of the table of steps, and a warning with the first documents that are later than
-        packing.max_delay; plain: of Plain-4D."""
+        packing.max_delay; plain: of the usual loader."""
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
         chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
@@ -127,9 +139,10 @@ class Display:
             f"{m.mean_delay:.2f} ({m.max_delay})",
             chosen or "-",
             f"{figures.memory_bytes / 2**30:.2f}",
-            *([_loads(m)] if len(self.headings) > len(HEADINGS) else []),
+            *([_loads(m)] if self._has_loads else []),
             self._left.after(steps_done),
         )
+        row = tuple(row[i] for i in self._shown)
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._table())
@@ -238,9 +251,24 @@ def _most(sums: ExpertLoads, name: str) -> str:
     return f"{worst} ({ratio:.2f})"
 
 
-def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str) -> None:
-    """Print a run's losses, balance, times and files. wall: where its time went."""
+def summary(
+    console: Console, tally: Tally, *, files: dict[str, Path], wall: str, verbose: bool = True
+) -> None:
+    """Print what balance gained, losses, speed, where time went, and what went wrong.
+
+    Args:
+        console: What is printed on.
+        tally: Of the run.
+        files: What the run left, by name.
+        wall: Where its time went, in words.
+        verbose: Whether everything else is printed too.
+    """
     table = facts_table("Summary")
+    if tally.stopped:
+        table.add_row("stopped", tally.stopped)
+    gain = f"{tally.balance} (predicted, same documents)" if tally.plain.steps else ""
+    if gain:
+        table.add_row("balance", gain)
     losses = tally.losses
     if losses:
         last = losses[-5:]
@@ -254,6 +282,42 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
         best = min(tally.heldout, key=lambda item: item[1])
         shown = {f"{loss:.3f} after {step} steps": None for step, loss in (first, best, last)}
         table.add_row("held-out loss", ", ".join(shown))
+    tokens = tally.ours.tokens - tally.skipped_tokens
+    rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
+    table.add_row(
+        "speed",
+        f"{tokens:,} tokens at {rate:,.0f} a second; padding {tally.padding_share:.2%} on top; "
+        f"{tally.held:,} still wait for a later step",
+    )
+    table.add_row("time", wall)
+    _warnings(table, tally)
+    if verbose:
+        _details(table, tally)
+    console.print(table)
+    for name, path in files.items():
+        # The table would shorten a long path.
+        console.print(f"{name}: {path}", soft_wrap=True)
+    if not verbose:
+        console.print("--verbose and `wlb report` have delays, sharding, ranks and measured times")
+
+
+def _warnings(table: Table, tally: Tally) -> None:
+    """Rows of what went wrong, if anything did."""
+    if tally.overdue:
+        table.add_row("late", late_remark(tally.overdue, tally.max_delay))
+    if starved := starved_remark(tally.step_tokens):
+        table.add_row("starved steps", f"warning: {starved}")
+    if tally.stragglers.by_rank:
+        table.add_row("stragglers", _stragglers(tally.stragglers))
+    if tally.refused:
+        told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
+        table.add_row("refused", f"steps: {told}")
+    if tally.saves.failed:
+        table.add_row("checkpoints", _saves(tally.saves))
+
+
+def _details(table: Table, tally: Tally) -> None:
+    """All other rows."""
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
@@ -265,29 +329,14 @@ def summary(console: Console, tally: Tally, *, files: dict[str, Path], wall: str
             f"all-gather's rows",
         )
     _experts(table, tally.expert_loads, tally.experts)
-    tokens = tally.ours.tokens - tally.skipped_tokens
-    rate = tokens / tally.train_time_s if tally.train_time_s else 0.0
-    table.add_row(
-        "tokens",
-        f"{tokens:,} trained at {rate:,.0f} tokens/s; padding {tally.padding_share:.2%} "
-        f"on top; {tally.held:,} still held back",
-    )
     if tally.telemetry.steps:
         _measured(table, tally.telemetry)
-    if tally.stragglers.num_tables:
+    if tally.stragglers.num_tables and not tally.stragglers.by_rank:
         table.add_row("stragglers", _stragglers(tally.stragglers))
-    if tally.refused:
-        told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
-        table.add_row("refused", f"steps: {told}")
     for name, text in tally.rows.items():
         table.add_row(name, text)
-    if tally.saves.stall_s:
+    if tally.saves.stall_s and not tally.saves.failed:
         table.add_row("checkpoints", _saves(tally.saves))
-    table.add_row("time", wall)
-    console.print(table)
-    for name, path in files.items():
-        # The table would shorten a long path.
-        console.print(f"{name}: {path}", soft_wrap=True)
 
 
 _REFUSED = {"skip": "skipped as not finite", "rollback": "trained again from a checkpoint"}
@@ -312,29 +361,18 @@ def _stragglers(seen: Stragglers) -> str:
 
 
 def _balance(table: Table, tally: Tally) -> None:
+    shown = [("imbalance", tally.ours)]
     if tally.plain.steps:
+        shown.insert(0, ("imbalance, usual loader", tally.plain))
+    for name, share in shown:
         table.add_row(
-            "imbalance, Plain-4D",
-            f"{tally.plain.mean_imbalance:.3f} mean of steps, "
-            f"{tally.plain.weighted_imbalance:.3f} time-weighted (predicted, same documents)",
-        )
-    table.add_row(
-        "imbalance, ours",
-        f"{tally.ours.mean_imbalance:.3f} mean of steps, "
-        f"{tally.ours.weighted_imbalance:.3f} time-weighted (predicted)",
-    )
-    if tally.plain.steps:
-        table.add_row(
-            "balance gained",
-            f"{tally.balance_gain:.2f}x (time-weighted imbalance, Plain-4D over ours)",
+            name,
+            f"{share.mean_imbalance:.3f} mean of steps, {share.weighted_imbalance:.3f} "
+            f"time-weighted (predicted)",
         )
     table.add_row(
         "token delay", f"{tally.mean_delay:.2f} steps on average, {tally.max_delay} at most"
     )
-    if tally.overdue:
-        table.add_row("late", late_remark(tally.overdue, tally.max_delay))
-    if starved := starved_remark(tally.step_tokens):
-        table.add_row("starved steps", f"warning: {starved}")
 
 
 def _measured(table: Table, measured: MeasuredShare) -> None:

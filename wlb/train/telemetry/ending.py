@@ -18,11 +18,13 @@ class TellStop(Hook):
         if run.stop:
             asked_by = self.request.words[run.stop]
             run.report.write("stop", steps_done=run.steps_done, asked_by=asked_by)
+            steps = run.job.spec.training.steps
+            run.tally.stopped = f"at {run.steps_done:,} of {steps:,} by {asked_by}"
             is_saved = run.saved is not None
             then = (
                 "saved, go on with --resume" if is_saved else "nothing is to save, start it again"
             )
-            run.report.say(f"stopped after step {run.steps_done} by {asked_by}; {then}")
+            run.report.say(f"stopped {run.tally.stopped}; {then}")
 
 
 class ShowSummary(Hook):
@@ -41,4 +43,5 @@ class ShowSummary(Hook):
             }
             wall = run.wall
             line = wall_line(wall.seconds, before_ranks_s=wall.before_ranks_s)
-            summary(run.report.console, run.tally, files=files, wall=line)
+            verbose = run.job.verbose
+            summary(run.report.console, run.tally, files=files, wall=line, verbose=verbose)

@@ -37,6 +37,7 @@ class RunReport:
             job.title,
             total_steps=job.spec.training.steps,
             experts=bool(job.spec.model.experts.num),
+            verbose=job.verbose,
         )
         self.display = shown if is_shown else None
         self._sinks: list[Sink] = []
