@@ -17,20 +17,22 @@ def simulate(capsys, *words: str) -> str:
 
 def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    text = simulate(capsys)
+    few = simulate(capsys)
+    assert "priced with" not in few
+    assert "--all has every column" in few
+    text = simulate(capsys, "--all")
+    assert text.splitlines()[:3] == few.splitlines()[:3]
     assert "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank" in text
     assert "priced with h100_runs (NVIDIA H100 80GB HBM3; measured: attention" in text
     assert "5 published H100 runs with TP, CP or PP were predicted within 6%" in text
     assert "simulated, nothing measured" in text
     assert "critical path" in text
     assert "by term: " in text
-    rows = [
-        line.split() for line in text.splitlines() if line.split()[:1] in (["plain_4d"], ["run"])
-    ]
-    assert [row[0] for row in rows] == ["plain_4d", "run"]
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] in (["usual"], ["run"])]
+    assert [row[0] for row in rows] == ["usual", "run"]
     said = re.match(
-        r"The run would take (\d+\.\d)% (less|more) GPU time than plain_4d on these documents \(64 "
-        r"GPUs, simulated ±6%; plain_4d has the paper's loader, which cuts short documents only\)",
+        r"The run would take (\d+\.\d)% (less|more) GPU time than the usual loader on these "
+        r"documents \(64 GPUs, simulated ±6%\)",
         " ".join(text.split()),
     )
     assert said is not None

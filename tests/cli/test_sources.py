@@ -117,14 +117,19 @@ def test_a_model_without_vocabulary_has_the_stores(stores: tuple[str, str]) -> N
 
 
 @pytest.mark.parametrize("command", [["plan"], ["tune", "packing"], ["simulate"]])
-def test_a_run_without_documents_is_told_what_to_add(
+def test_lengths_like_the_papers_are_drawn_where_no_documents_are_given(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*command, "demo"]) == 2
-    assert (
-        "demo sets neither data.store nor data.blend, so there are no documents: add --lengths "
-        "FILE, --corpus STORE or --synthetic wlb_paper"
-    ) in capsys.readouterr().err
+    assert main([*command, "demo", "--steps", "8", "--json"]) == 0
+    drawn = capsys.readouterr()
+    said = "No documents were given: lengths are drawn like the paper's (wlb_paper)."
+    assert drawn.err.startswith(said)
+    assert drawn.err.count(said) == 1
+    assert main([*command, "demo", "--steps", "8", "--json", "--synthetic", "wlb_paper"]) == 0
+    asked = capsys.readouterr()
+    assert not asked.err
+    found = [json.loads(text.out)["balance"] for text in (drawn, asked)]
+    assert found[0] == found[1]
 
 
 def test_a_blend_has_no_order_of_its_own(

@@ -138,7 +138,7 @@ def test_a_system_is_settings_that_set_comes_after(
 
 @pytest.mark.usefixtures("_no_ranks")
 def test_an_unknown_system_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    known = "known: plain_4d, fixed_4d, paper, wlb"
+    known = "known: usual, plain_4d, fixed_4d, paper, wlb"
     assert known in refused(["demo", "--system", "megatron"], capsys)
     assert "paper has alternatives 1" in refused(["demo", "--system", "paper:2"], capsys)
 

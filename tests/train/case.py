@@ -161,13 +161,13 @@ class Run:
         return PlannerState.from_json(json.loads(path.read_text("utf-8")))
 
 
-def train(spec: RunSpec, *, resume: bool | str = False) -> tuple[Run, str]:
+def train(spec: RunSpec, *, resume: bool | str = False, verbose: bool = True) -> tuple[Run, str]:
     """Runs `spec`; returns what it left, and what the starting process said.
 
-    resume: from the newest checkpoint, or from what `--resume` is given
+    resume: from the newest checkpoint, or from what `--resume` is given. verbose: all rows.
     """
     console = Console(file=StringIO(), width=200)
     asked = resume if isinstance(resume, str) else ("" if resume else None)
-    start.train(spec, resume=asked, console=console)
+    start.train(spec, resume=asked, console=console, verbose=verbose)
     assert isinstance(console.file, StringIO)
     return Run(spec), console.file.getvalue()

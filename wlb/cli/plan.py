@@ -116,8 +116,6 @@ def run(options: argparse.Namespace) -> int:
             shares = _simulated(spec, cost, batches, sections, saving)
             model = settings.priced_model(options, spec, cost.profile.name)
         first.append(_verdict(options, spec, cost, saving, shares))
-        gain = gain_over(saving.usual, runs[0].summary)
-        first.append(f"By packing alone, as {options.name} is set: {gain}.")
         why = saving_line(saving, model=model, simulated=shares)
         more.append(why)
         section = sections[saving.best.label]
@@ -126,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
                 "One GPU waits for nobody; balance pays where ranks or stages wait for each other."
             )
         first += _take_away(options, given, saving, section, why, shares, masks_labels=masks_labels)
+        gain = gain_over(saving.usual, runs[0].summary)
+        first.append(f"By packing alone, as {options.name} is set: {gain}.")
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
     if options.html:

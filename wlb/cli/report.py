@@ -21,9 +21,9 @@ def add_parser(commands: Any) -> None:
         "report",
         help="a run's page: loss, speed, balance, ranks, a step's timeline; a table of several",
         description="Read metrics.jsonl and write one HTML file that needs no network: loss, "
-        "tokens/s, predicted and measured times, imbalance compared with the usual loader's, a heat "
-        "map of ranks, the timeline of a step, delays, stragglers, configuration. Works during the "
-        "run. "
+        "tokens/s, predicted and measured times, imbalance compared with the usual loader's, a "
+        "heat map of ranks, the timeline of a step, delays, stragglers, configuration. Works "
+        "during the run. "
         "Of several runs it prints tables instead: loss, speed, balance, keys that differ. "
         "The page needs matplotlib (extra [plot]); nothing needs torch.",
         epilog="A straggler is a rank whose measured / predicted time exceeds the median rank's by "

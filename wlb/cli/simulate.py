@@ -216,6 +216,7 @@ def _show(
         screen.print(worth_line(cost.profile))
         for note in mismatches(cost):
             screen.print(f"  {note}")
+    if options.all or options.step is not None:
         path = critical_path(simulation)
         screen.print(f"step {step} of run, {path.step_time_s:.3f} s:")
         for line in path.describe():

@@ -36,9 +36,9 @@ Ctrl-C, SIGTERM, SIGUSR1 or run.stop_file end a run after its step: it saves and
 4 (ranks of torchrun and Slurm with 0, because both take every other status for a failure and kill
 ranks that still end); a second Ctrl-C aborts it and saves nothing. Before the first step a signal
 ends it at once. A resumed run may have another layout and number of micro-batches, and continues
-with the documents that were waiting. A checkpoint that cannot be written is reported and training continues; only a
-failure of the last one is an error. If a rank dies, hangs or raises, all ranks end with one report,
-which the next start and `wlb report --failure RUN` give too.
+with the documents that were waiting. A checkpoint that cannot be written is reported and training
+continues; only a failure of the last one is an error. If a rank dies, hangs or raises, all ranks
+end with one report, which the next start and `wlb report --failure RUN` give too.
 
 Summary: imbalance = predicted time of the slowest micro-batch over the mean (Section 7.4 of the
 paper; 1.20 means that the others idle for a sixth of the step); usual = the loader of Megatron-LM

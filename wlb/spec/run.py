@@ -252,8 +252,7 @@ class DataSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
     baseline: bool = key(
-        True,
-        "also predict the usual loader, which cuts documents where windows end, on the same documents",
+        True, "also predict the usual loader, which cuts the same documents wherever a window ends"
     )
 
 

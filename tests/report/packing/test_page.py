@@ -13,6 +13,7 @@ from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import PackingRun
 from wlb.packing.study.compare import compare, variants_of
+from wlb.packing.study.saving import saving_of
 from wlb.packing.study.tune import Tuning, TuningGrid, tune
 from wlb.plan import int_array
 from wlb.report.packing.page import packing_page
@@ -85,6 +86,10 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(runs: list[Pac
         lengths=SOURCE.lengths,
         runs=runs,
         own=runs[0].summary.label,
+        answer=["Saves <much>."],
+        saving=saving_of([run.summary for run in runs]),
+        hours=0.125,
+        assumes=("h100", "prices"),
         provenance=[("command", "wlb plan <x>")],
         notes=["a < b"],
     )
@@ -92,6 +97,8 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(runs: list[Pac
     assert "&lt;script&gt;" in page
     assert "&lt;b&gt;lengths&lt;/b&gt; &amp; more" in page
     assert "wlb plan &lt;x&gt;" in page
+    assert '<p class="answer">Saves &lt;much&gt;.</p>' in page
+    assert "<b>12.5%</b>" in page
     links = set(re.findall(r"(?:https?:)?//[\w.]+", page))
     assert links <= {"http://www.w3.org"}  # the name of the XML format, which nothing fetches
     ids = re.findall(r'\bid="([^"]+)"', page)
@@ -105,7 +112,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_it_is_given(runs: list[Pac
     for run in runs:
         assert f"<td>{run.summary.label}</td>" in page
         assert f"<td>{run.summary.imbalance:.3f}</td>" in page
-    assert page.count('class="own"') == 1
+    assert page.count('class="own"') == 3  # the best in the short table, the own in both long ones
     assert variants_of(SPEC)[0].label == runs[0].summary.label
 
 
@@ -166,9 +173,13 @@ def test_a_row_without_a_step_is_no_perfect_balance(runs: list[PackingRun]) -> N
         lengths=SOURCE.lengths,
         runs=[runs[1], replace(runs[1], summary=none)],
         own="",
+        answer=[],
+        saving=None,
+        hours=None,
+        assumes=("h100", "prices"),
         provenance=[],
     )
-    assert f"{fine.label} balances best here" in page
+    assert f"<td>{none.label}</td><td>-</td><td>-</td>" in page
     assert ">holds all</text>" not in page
 
 

@@ -132,8 +132,9 @@ def test_the_page_says_what_the_numbers_are(page: str) -> None:
     assert "20 of 20 steps ended" in text
     assert "resumed once, 2 steps that were trained again count once" in text
     assert "held-out loss 3.250 after 20 steps; first 6.500" in text
-    assert "imbalance, Plain-4D 1.400" in text
-    assert "imbalance, ours 1.100 predicted; 1.27x better balance" in text
+    assert "the usual loader's 1.400; predicted" in text
+    assert "imbalance 1.100 the usual" in text
+    assert "imbalance 1.100, with the usual loader 1.400: the slowest micro-batches take" in text
     assert "stragglers 1 of 16 ranks" in text
     assert "MFU 25.0% 0.5 TFLOP/s a rank, of documents; as full windows 37.5%" in text
     rate = sum(1000 + d for d in range(1, 21)) / (20 * 0.25)
@@ -165,7 +166,7 @@ def test_far_points_stand_at_their_steps_in_their_colours(tmp_path: Path) -> Non
     colours = {line.get_label(): line.get_color() for line in axes.lines}
     far = {line.get_xdata()[0]: line.get_color() for line in axes.lines if line.get_marker() == "^"}
     assert far == {
-        100: colours["Plain-4D, predicted, same documents"],
+        100: colours["usual loader, predicted, same documents"],
         150: colours["ours, measured"],
     }
 

@@ -44,8 +44,8 @@ def metrics(step: int) -> MeasuredStep:
     )
 
 
-def shown(console: Console) -> str:
-    with Display(console, "a run", total_steps=3) as screen:
+def shown(console: Console, *, verbose: bool = True) -> str:
+    with Display(console, "a run", total_steps=3, verbose=verbose) as screen:
         screen.evaluation(0, 6.0)
         for step in range(3):
             screen.step(step + 1, metrics(step), PREDICTED, None, FIGURES)
@@ -77,6 +77,34 @@ def test_a_log_file_gets_a_plain_line_a_step(monkeypatch: pytest.MonkeyPatch) ->
     place = "rank 3 on gpu[007] (node 1; tp 1, cp 1, pp 0, dp 0)"
     assert lacks(lines[7], "straggler: ", place, "1.50 times", "median rank") == []
     assert len(lines) == 8
+
+
+def test_few_columns_are_shown_unless_all_are_asked_for() -> None:
+    text = shown(Console(file=StringIO(), width=200), verbose=False)
+    lines = text.splitlines()
+    assert lines[1].split() == ["imbalance", "imbalance", "time"]
+    assert lines[2].split() == ["step", "loss", "tokens/s", "usual", "ours", "left"]
+    assert lines[4].split() == ["1/3", "5.500", "4,000", "-", "1.00", "-"]
+
+
+def test_a_summary_says_first_what_balance_gained_and_then_few_rows() -> None:
+    tally = Tally(stopped="at 1 of 3 by SIGTERM")
+    ours = replace(PREDICTED, max_workload_ns=1010, mean_workload_ns=1000)
+    tally.add(metrics(0), ours, replace(ours, max_workload_ns=1250))
+    rows: dict[bool, str] = {}
+    for verbose in (False, True):
+        console = Console(file=StringIO(), width=300)
+        summary(console, tally, files={}, wall="1.0 s", verbose=verbose)
+        assert isinstance(console.file, StringIO)
+        rows[verbose] = " ".join(console.file.getvalue().split())
+    said = "balance │ imbalance 1.010, with the usual loader 1.250: the slowest micro-batches take "
+    for text in rows.values():
+        assert lacks(text, "stopped │ at 1 of 3 by SIGTERM", f"{said}19.2% less time") == []
+        assert text.index("stopped") < text.index("balance") < text.index("training loss")
+        assert text.index("training loss") < text.index("speed") < text.index("1.0 s")
+    assert "sharding chosen" in rows[True]
+    assert "sharding chosen" not in rows[False]
+    assert "--verbose and `wlb report` have" in rows[False]
 
 
 def test_lines_are_in_the_file_as_soon_as_they_are_said() -> None:
@@ -123,7 +151,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_their_names(width: int) -> Non
     assert lacks(" ".join(text.split()), *left_out) == []
     assert {"step", "loss", "tokens/s", "time left"} <= set(kept)
     if width >= 80:
-        assert {"learning rate", "gradient norm", "peak GiB"} <= set(kept)
+        assert {"imbalance ours", "imbalance usual", "gradient norm"} <= set(kept)
     assert bool(left_out) == (width < 140)
 
 
@@ -219,7 +247,7 @@ LOAD = ExpertLoad(layers=(0, 3), expert=(1.5, 2.5), rank=(1.1, 1.3), ranks=(0.75
 
 def test_loads_of_experts_are_beside_those_of_attention() -> None:
     console, tally = Console(file=StringIO(), width=400), Tally()
-    with Display(console, "a run", total_steps=3, experts=True) as screen:
+    with Display(console, "a run", total_steps=3, experts=True, verbose=True) as screen:
         for step, load in enumerate((LOAD, None, replace(LOAD, rank=(1.1, 1.5)))):
             measured = replace(
                 metrics(step),

@@ -94,8 +94,8 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
 FEW_CAPTION = (
     "computing: of the slowest micro-batches of all steps, over the usual loader's (GPU hours also "
     "have collectives and idle pipelines); imbalance: slowest micro-batches of all steps over the "
-    "mean ones, forward and backward; delay: steps that a token waits; longest: tokens of a "
-    "micro-batch"
+    "mean ones, forward and backward; delay: steps that a token waits; longest micro-batch: "
+    "in tokens"
 )
 
 
@@ -130,7 +130,7 @@ def verdict(
     )
 
 
-FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "longest")
+FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "longest\nmicro-batch")
 
 
 def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
