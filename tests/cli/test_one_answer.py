@@ -89,6 +89,11 @@ def test_five_commands_agree_to_the_digit(
         for words in (("plan",), ("tune", "packing"), ("simulate",))
     ]
     assert whole[0] == whole[1] == whole[2]
+    # The share of GPU hours of whole simulated steps too, of the run as it is set.
+    planned = json.loads(printed("plan", str(run), *steps, "--json"))["saving"]["simulated_own"]
+    runs = json.loads(printed("simulate", str(run), *steps, "--json"))["runs"]
+    assert [one["label"] for one in runs] == ["usual", "run"]
+    assert planned == 1 - runs[1]["time_s"] / runs[0]["time_s"]
     gain = BalanceGain(whole[0]["usual"], whole[0]["ours"])
     assert gain.saved == whole[0]["saved"]
     assert said(str(gain)) == found["plan"]

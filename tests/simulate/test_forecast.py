@@ -8,7 +8,14 @@ import pytest
 from wlb.cost import workload_for
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.plan import GlobalBatch
-from wlb.simulate.forecast import batches_to_compare, forecast, simulated_shares, steps_to_simulate
+from wlb.simulate import simulate_run
+from wlb.simulate.forecast import (
+    batches_to_compare,
+    forecast,
+    packed_by,
+    simulated_shares,
+    steps_to_simulate,
+)
 from wlb.spec import Policy, RunSpec, WindowCut, load
 
 
@@ -47,13 +54,37 @@ def test_gathers_of_every_pass_take_time(spec: RunSpec, batches: list[GlobalBatc
 
 def test_what_is_saved_is_of_the_same_documents(spec: RunSpec, batches: list[GlobalBatch]) -> None:
     cost = workload_for(spec, "cuda")
-    usual = replace(spec.packing, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
-    best = replace(spec.packing, policy=Policy.BOUNDED)
-    share, none = simulated_shares(spec, cost, batches, usual=[usual, best], best=best)
-    assert 0 < share < 1
-    assert none == 0
-    (back,) = simulated_shares(spec, cost, batches, usual=[best], best=usual)
-    assert (1 - share) * (1 - back) == pytest.approx(1)
+    short = replace(spec.packing, policy=Policy.ORIGINAL, window_cut=WindowCut.SHORT)
+    usual = packed_by(spec, short)
+    best = packed_by(spec, replace(spec.packing, policy=Policy.BOUNDED))
+    share, none = simulated_shares(cost, batches, usual=usual, ours=[best, usual])
+    assert 0 < share.saved < 1
+    assert none.saved == 0
+    (back,) = simulated_shares(cost, batches, usual=best, ours=[usual])
+    assert (1 - share.saved) * (1 - back.saved) == pytest.approx(1)
+    assert share.error is not None
+    # A few steps are too few to say how far the documents decide.
+    (few,) = simulated_shares(cost, batches[:12], usual=usual, ours=[best])
+    assert few.error is None
+
+
+def test_the_error_of_a_share_falls_with_the_steps(spec: RunSpec) -> None:
+    cost = workload_for(spec, "cuda")
+    usual = packed_by(spec, replace(spec.packing, policy=Policy.ORIGINAL))
+    found: list[tuple[float, float]] = []
+    for count in (32, 320):
+        source = lengths_of_family(
+            "wlb_paper", window=spec.data.context_window, num_documents=80_000, seed=3
+        )
+        stream = GlobalBatches(source, tokens_per_batch=spec.tokens_per_step, seed=3)
+        some = [batch for batch, _ in islice(stream.iterate(), count)]
+        (share,) = simulated_shares(cost, some, usual=usual, ours=[spec])
+        own = simulate_run(spec, cost, some)
+        assert share.error is not None
+        found.append((share.error, own.standard_error))
+    (few, few_steps), (many, many_steps) = found
+    assert many < few / 1.5
+    assert many_steps < few_steps / 2
 
 
 def test_large_steps_are_predicted_from_fewer_of_them(spec: RunSpec) -> None:

@@ -167,12 +167,12 @@ def test_a_preempted_job_saves_is_requeued_and_resumes_to_the_same_losses(
     log = lab.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert lab.cluster.ended(high, within_s=WITHIN_S)["JobState"] == "COMPLETED"
-    (stopped,) = re.findall(r"stopped after step (\d+) by the stop file", log)
+    (stopped,) = re.findall(r"stopped after step (\d+) of \d+ by the stop file", log)
     assert 2 <= int(stopped) < STEPS
     in_order = [
         f"job {job}, start 1 at commit",
         "time limit or pre-emption: asking the ranks to save and end",
-        f"stopped after step {stopped} by the stop file",
+        f"stopped after step {stopped} of {STEPS} by the stop file",
         "saved; requeued",
         f"job {job}, start 2 at commit",
         f"0: going on from {lab.folder}/runs/preempted/checkpoints/step-{int(stopped):08d}",
@@ -194,7 +194,7 @@ def test_a_cancelled_job_saves_and_leaves_its_log_and_no_half_checkpoint(lab: La
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), log
     assert "cancelled or out of time: asking the ranks to save and end" in log
     assert "requeued" not in log
-    (stopped,) = re.findall(r"stopped after step (\d+) by", log)
+    (stopped,) = re.findall(r"stopped after step (\d+) of \d+ by", log)
     assert lab.checkpoints("cancelled") == [f"step-{int(stopped):08d}"]
     saved = lab.folder / "runs" / "cancelled" / "checkpoints" / f"step-{int(stopped):08d}"
     assert {"manifest.json", "planner.json", "run.json"} <= {p.name for p in saved.iterdir()}

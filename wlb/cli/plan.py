@@ -23,6 +23,7 @@ from wlb.cost import (
     workload_of_model,
 )
 from wlb.data import LengthSource, ListedBatches
+from wlb.memory import planned_gib
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
 from wlb.packing.study.saving import MEAN_DELAY, Saving, gain_over, saving_of
@@ -48,11 +49,12 @@ from wlb.report.packing.tables import (
 )
 from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
-from wlb.simulate.forecast import batches_to_compare, simulated_shares
+from wlb.simulate.forecast import SavedShare, batches_to_compare, packed_by, simulated_shares
 from wlb.simulate.published import published_error
-from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
+from wlb.spec import USUAL, PackingSection, Policy, Remainder, RunSpec, load, system_overrides
 
 SHARDED_STEPS = 8
+STEPS = "enough for about 2,048 micro-batches, at least 8"
 MOST_SOLVED = 32
 """Global batches for solver rows; each solve takes seconds."""
 
@@ -67,7 +69,7 @@ def add_parser(commands: Any) -> None:
         "labels) in the mean loss of its step, relative to an equal share; if it is off by 0.05, "
         "the remedy is training.loss_normalizer=constant.",
     )
-    sources.add_arguments(parser, steps=160)
+    sources.add_arguments(parser, steps=None, steps_default=STEPS)
     add_flag(parser, "--all", "every column, how documents are sharded, and remarks on rows")
     text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
     add_flag(parser, "--ilp", text)
@@ -108,12 +110,13 @@ def run(options: argparse.Namespace) -> int:
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
     )
-    shares: list[float] | None = None
+    shares: list[SavedShare] | None = None
     gain: BalanceGain | None = None
     if saving is not None:
         model = priced
         if isinstance(cost, ProfiledWorkload):
-            shares = _simulated(spec, cost, batches, sections, saving)
+            usual = _usual(options, spec)
+            shares = _simulated(spec, usual, cost, batches, sections[saving.best.label])
             model = settings.priced_model(options, spec, cost.profile.name)
         first.append(_verdict(options, spec, cost, saving, shares))
         why = saving_line(saving, model=model, simulated=shares)
@@ -125,6 +128,10 @@ def run(options: argparse.Namespace) -> int:
             )
         first += _take_away(options, given, saving, section, why, shares, masks_labels=masks_labels)
         gain = gain_over(saving.usual, runs[0].summary)
+        if shares:
+            saved = shares[1].saved
+            said = f"saves {saved:.1%}" if saved >= 0 else f"takes {-saved:.1%} more"
+            first.append(f"As {options.name} is set, it {said} of the usual loader's GPU hours.")
         first.append(f"By packing alone, as {options.name} is set: {gain}.")
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
@@ -137,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
             own=own,
             answer=first,
             saving=saving,
-            hours=shares[0] if shares else None,
+            hours=shares[0].saved if shares else None,
             assumes=_assumes(options, spec, cost),
             provenance=_provenance(options, setting),
             notes=[stream, sharding["text"], *more],
@@ -189,25 +196,34 @@ def _prices(
 
 def _simulated(
     spec: RunSpec,
+    usual: RunSpec,
     cost: ProfiledWorkload,
     batches: list[GlobalBatch],
-    sections: dict[str, PackingSection],
-    saving: Saving,
-) -> list[float]:
-    """Shares of GPU hours that are saved in whole simulated steps: of the usual loader's, and of
-    the paper's if there is one; none where nothing is saved."""
-    if saving.best is saving.usual:
-        return []
-    rows = [saving.usual, saving.paper] if saving.paper else [saving.usual]
+    best: PackingSection,
+) -> list[SavedShare]:
+    """Shares of the usual trainer's GPU hours that whole simulated steps save: with the best
+    policy, and as the run is set."""
     some = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
-        usual = [sections[row.label] for row in rows]
-        return simulated_shares(spec, cost, some, usual=usual, best=sections[saving.best.label])
+        # The run's own section is not changed, so that the figure is `wlb simulate`'s.
+        ours = [spec if best == spec.packing else packed_by(spec, best), spec]
+        return simulated_shares(cost, some, usual=usual, ours=ours)
 
 
-def _shares_of(simulated: Sequence[float]) -> dict[str, float | None]:
+def _usual(options: argparse.Namespace, spec: RunSpec) -> RunSpec:
+    """The same run as Megatron-LM and torchtitan would train it."""
+    (overrides,) = system_overrides(USUAL, planned_gib=planned_gib(spec))
+    made = sources.filled_in(load(options.name, [*options.overrides, *overrides]), options)
+    return replace(made, parallel=spec.parallel)
+
+
+def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:
     first, second = (*simulated, None, None)[:2]
-    return {"simulated": first, "simulated_paper": second}
+    return {
+        "simulated": first and first.saved,
+        "simulated_error": first and first.error,
+        "simulated_own": second and second.saved,
+    }
 
 
 def _take_away(
@@ -216,13 +232,13 @@ def _take_away(
     saving: Saving,
     section: PackingSection,
     why: str,
-    shares: list[float] | None,
+    shares: list[SavedShare] | None,
     *,
     masks_labels: bool,
 ) -> list[str]:
     """Write the best policy's run to --out; else a sentence on how to, if it saves anything.
     section: of that policy. shares: of GPU hours that whole simulated steps save."""
-    if not options.out and (saving.best is saving.usual or (shares and shares[0] <= 0)):
+    if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []
     if options.model:
         return [f"It is the policy {saving.best.label}."]
@@ -242,7 +258,7 @@ def _verdict(
     spec: RunSpec,
     cost: ProfiledWorkload | CountedWorkload,
     saving: Saving,
-    shares: list[float] | None,
+    shares: list[SavedShare] | None,
 ) -> str:
     """The first line: what balance is worth, for which model on which GPUs."""
     if isinstance(cost, CountedWorkload):

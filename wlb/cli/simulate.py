@@ -31,6 +31,7 @@ from wlb.simulate import (
     simulate_run,
     write_trace,
 )
+from wlb.simulate.forecast import ENOUGH, share_saved
 from wlb.simulate.published import published_error, trust_line
 from wlb.spec import KNOWN_SYSTEMS, USUAL, RunSpec, load, system_overrides
 
@@ -50,7 +51,9 @@ def add_parser(commands: Any) -> None:
         epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems usual plain_4d "
         "paper wlb --trace step.json --timeline step.png",
     )
-    source = sources.add_arguments(parser, steps=32)
+    source = sources.add_arguments(
+        parser, steps=None, steps_default="enough for about 2,048 micro-batches, at least 8"
+    )
     text = (
         "simulate the steps of a finished run (run.output_dir/run.name) and compare them with its "
         "measured times; takes only --set cost.profile=... and --json; needs torch and the run's "
@@ -234,6 +237,10 @@ def _answer(runs: list[RunSimulation]) -> str:
     said = f"take {share:.1%} less" if share >= 0 else f"take {-share:.1%} more"
     error = published_error(spec, own.simulator.cost.profile)
     trust = "" if error is None else f" ±{error.largest:.0%}"
+    noise = share_saved(own, first).error
+    if noise is None or noise > ENOUGH:
+        known = "unknown, for so few steps" if noise is None else f"{noise:.1%}"
+        trust += f", standard error {known}: give more --steps"
     names = {USUAL: "the usual loader", "plain_4d": "the paper's Plain-4D"}
     return (
         f"The run would {said} GPU time than {names.get(first.label, first.label)} on these "

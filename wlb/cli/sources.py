@@ -28,6 +28,7 @@ from wlb.plan import GlobalBatch, IntArray, UserError, check_at_least
 from wlb.report.packing.tables import SourceFacts, facts_of
 from wlb.report.plots import require_matplotlib
 from wlb.report.tables import console
+from wlb.simulate.forecast import batches_to_compare
 from wlb.spec import RunSpec, presets
 
 DRAWN = next(iter(FAMILIES))
@@ -93,6 +94,8 @@ def add_arguments(
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     """Open the requested lengths; UserError if they cannot be planned."""
+    if options.steps is None:
+        options.steps = batches_to_compare(spec)
     check_at_least("--steps", options.steps, 1)
     if options.steps * spec.tokens_per_step > MOST_TOKENS:
         raise UserError(

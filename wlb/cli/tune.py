@@ -137,8 +137,8 @@ def _show(
     """Prints the recommendation, how to use it, and what it was chosen from."""
     screen = console(markup=False)
     screen.print(recommendation(tuning, delay_budget=options.delay_budget))
-    screen.print(f"By packing alone, as {options.name} is set: {gain}.")
     screen.print(f"recommended: {command}", soft_wrap=True)
+    screen.print(f"By packing alone, as {options.name} is set: {gain}.")
     for line in facts:
         screen.print(line)
     screen.print(tuning_table(tuning, rows=options.rows, has_all=options.all))

@@ -7,6 +7,9 @@ like a full one. Evaluations, checkpoints and interruptions are not in it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
 
 from wlb.cost import ProfiledWorkload, cluster_peak_tflops, rank_peak_tflops
 from wlb.memory.budget import CHECKPOINT_BYTES
@@ -17,7 +20,13 @@ from wlb.spec import PackingSection, RunSpec
 from wlb.spec.methods import kept_method
 
 SIMULATED_MICRO_BATCHES = 64
-"""Approximate number of micro-batches that are simulated, in 2 to 8 steps."""
+"""Approximate number of micro-batches that are simulated at first, in 2 to 8 steps."""
+MOST_MICRO_BATCHES = 16_384
+"""Most micro-batches that are simulated for one prediction."""
+ENOUGH = 0.01
+"""Standard error of a prediction, as a share of it, at which more steps are not needed."""
+BLOCKS = 8
+"""Parts of a run by which the error of a comparison is estimated."""
 COMPARED_MICRO_BATCHES = 2048
 """Approximate number of micro-batches of which two packings are compared."""
 DAY_S = 86_400
@@ -68,25 +77,42 @@ class Forecast:
         return CHECKPOINT_BYTES * self.spec.model.num_parameters
 
 
+class SavedShare(NamedTuple):
+    """A share of GPU hours that is saved; error: its standard error, None for too few steps."""
+
+    saved: float
+    error: float | None
+
+
 def simulated_shares(
-    spec: RunSpec,
     cost: ProfiledWorkload,
     batches: Sequence[GlobalBatch],
     *,
-    usual: Sequence[PackingSection],
-    best: PackingSection,
-) -> list[float]:
-    """Share of the GPU hours of each of `usual` that `best` saves on the same global batches, with
+    usual: RunSpec,
+    ours: Sequence[RunSpec],
+) -> list[SavedShare]:
+    """Share of the GPU hours of `usual` that each of `ours` saves on the same global batches, with
     whole steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
-    # A method and packs of the run's own would contradict another policy.
-    sections = [
-        replace(section, method=kept_method(section.method, section.policy), packs="")
-        for section in (best, *usual)
-    ]
-    own, *times = [
-        simulate_run(replace(spec, packing=section), cost, batches).time_s for section in sections
-    ]
-    return [1 - own / time for time in times]
+    other, *runs = [simulate_run(spec, cost, batches) for spec in (usual, *ours)]
+    return [share_saved(own, other) for own in runs]
+
+
+def packed_by(spec: RunSpec, section: PackingSection) -> RunSpec:
+    """The run with another policy's section, without a method and packs that contradict it."""
+    method = kept_method(section.method, section.policy)
+    return replace(spec, packing=replace(section, method=method, packs=""))
+
+
+def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
+    """Share of the other run's time that `own` saves on the same documents."""
+    saved = 1 - own.time_s / other.time_s
+    num = min(own.step_time_s.size, other.step_time_s.size)
+    if num < 2 * BLOCKS:
+        return SavedShare(saved, None)
+    # Documents that wait belong to other steps than in the other run, but mostly to the same part.
+    bounds = [num * i // BLOCKS for i in range(BLOCKS)]
+    parts = [np.add.reduceat(run.step_time_s[:num], bounds) for run in (own, other)]
+    return SavedShare(saved, float((1 - parts[0] / parts[1]).std(ddof=1)) / BLOCKS**0.5)
 
 
 def batches_to_compare(spec: RunSpec) -> int:

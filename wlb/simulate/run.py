@@ -48,6 +48,17 @@ class RunSimulation:
     def tokens_per_s(self) -> float:
         return float(self.tokens.sum()) / self.time_s
 
+    @property
+    def standard_error(self) -> float:
+        """Of the time per token, as a share of it, with steps as independent; infinite for one
+        step."""
+        num = self.step_time_s.size
+        if num < 2:
+            return float("inf")
+        # Of a ratio of two sums (Cochran 1977, Sampling Techniques, Eq. 6.13).
+        residuals = self.step_time_s - self.tokens * (self.time_s / float(self.tokens.sum()))
+        return float(np.sqrt((residuals**2).sum() * num / (num - 1))) / self.time_s
+
     def mfu(self, *, peak_tflops: float) -> float:
         """Model FLOPs of the documents (not of full windows) over the GPUs' peak."""
         gpus = self.simulator.spec.parallel.world_size

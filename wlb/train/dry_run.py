@@ -5,6 +5,7 @@ It speaks of the machines that the run is meant for: the devices of its kernel p
 and vocabulary; data.corpus is not opened, and lengths are drawn instead.
 """
 
+import math
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -20,7 +21,14 @@ from wlb.packing import with_s_max
 from wlb.parallel.grid import rank_grid
 from wlb.plan import GlobalBatch, PipelinePlan, ShardingPlan
 from wlb.report.tables import facts_table, new_table
-from wlb.simulate.forecast import DAY_S, Forecast, forecast, steps_to_simulate
+from wlb.simulate.forecast import (
+    DAY_S,
+    ENOUGH,
+    MOST_MICRO_BATCHES,
+    Forecast,
+    forecast,
+    steps_to_simulate,
+)
 from wlb.simulate.published import published_error, trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once
@@ -65,8 +73,7 @@ def show(spec: RunSpec, console: Console) -> bool:
         hold_stores(spec, train=stores.train, heldout=stores.heldout)
     if begin is not None:
         hold_weights(spec.model, begin, "checkpoint.init_from")
-    documents = _documents(spec, stores)
-    made = forecast(spec, workload_for(spec, device), documents.batches, is_cpu=device == "cpu")
+    made, documents = _forecast(spec, stores, device)
     answer = _verdict(made, budget if known else None, fits=fits)
     console.print(answer, soft_wrap=True, markup=False)
     console.print(_facts(made, documents.note, _machine(made, budget, known)))
@@ -131,8 +138,23 @@ def _told_budget(spec: RunSpec, device: str) -> Budget | None:
     return of(spec, gib=given, source="cluster.memory_gib")
 
 
-def _documents(spec: RunSpec, stores: Stores | None) -> _Documents:
-    count = steps_to_simulate(spec)
+def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Forecast, _Documents]:
+    """Predict the run from so many global batches that the standard error is below `ENOUGH`."""
+    cost, count = workload_for(spec, device), steps_to_simulate(spec)
+    most = max(count, MOST_MICRO_BATCHES // spec.num_micro_batches)
+    while True:
+        documents = _documents(spec, stores, count)
+        made = forecast(spec, cost, documents.batches, is_cpu=device == "cpu")
+        error = made.simulation.standard_error
+        if error <= ENOUGH or count >= most or len(documents.batches) < count:
+            return made, documents
+        # The first steps' own error is not known well, so that it is not trusted to go far.
+        needed = 1.1 * count * (error / ENOUGH) ** 2
+        count = min(most, max(2 * count, math.ceil(min(needed, 8 * count))))
+
+
+def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
+    """count: global batches."""
     batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
     if stores is not None:
         stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
@@ -195,6 +217,9 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
     if p.ep > 1:
         table.add_row("experts' rows", _experts_rows(made))
     table.add_row("checkpoint", _checkpoints(made))
+    error, num = made.simulation.standard_error, made.simulation.step_time_s.size
+    if math.isfinite(error):
+        documents += f"; the step time's standard error over {num:,} simulated steps is {error:.1%}"
     table.add_row("documents", documents)
     table.add_row("machine", machine)
     return table

@@ -1,4 +1,4 @@
-"""Tests that runs asked to stop finish their step, save, exit with 0 and resume exactly."""
+"""Tests that runs asked to stop finish their step, save, exit with 4 and resume exactly."""
 
 import os
 import signal
@@ -123,7 +123,7 @@ def test_a_stop_file_ends_a_run_after_its_step(
         assert len(run.steps) == step
         assert f"step-{step:08d}" in run.checkpoints
         said = capsys.readouterr().out
-        assert f"stopped after step {step} by the stop file {file}; saved" in said
+        assert f"stopped after step {step} of 6 by the stop file {file}; saved" in said
         (stop,) = [line for line in run.lines if line["kind"] == "stop"][-1:]
         assert stop["steps_done"] == step
     # Nothing is evaluated on the way out: there may be seconds left.
@@ -205,11 +205,12 @@ def test_a_signal_ends_a_run_after_its_step(
         else:
             process.send_signal(kind)
         said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    assert process.returncode == 4, said
     run = Run(spec)
     done = len(run.steps)
     assert 3 <= done < spec.training.steps
-    assert f"stopped after step {done} by a signal (Ctrl-C, SIGTERM or SIGUSR1); saved" in said
+    by = "by a signal (Ctrl-C, SIGTERM or SIGUSR1); saved"
+    assert f"stopped after step {done} of {spec.training.steps} {by}" in said
     assert f"step-{done:08d}" in run.checkpoints
     assert "Traceback" not in said
 
@@ -334,10 +335,10 @@ def test_a_signal_to_a_run_that_is_still_starting_ends_it_before_its_first_step(
             time.sleep(0.002)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
+    assert process.returncode == 4, said
     assert not has_steps(folder, 1)
     # Ranks that have begun meanwhile agree on the end of the run; others are ended at once.
-    assert "stopped after step 0 by a signal" in said or "stopped by a signal before" in said
+    assert "stopped after step 0 of 400 by a signal" in said or "stopped by a signal before" in said
     assert "Summary" not in said
 
 

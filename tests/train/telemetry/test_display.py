@@ -88,7 +88,7 @@ def test_few_columns_are_shown_unless_all_are_asked_for() -> None:
 
 
 def test_a_summary_says_first_what_balance_gained_and_then_few_rows() -> None:
-    tally = Tally(stopped="at 1 of 3 by SIGTERM")
+    tally = Tally(stopped="after step 1 of 3 by SIGTERM")
     ours = replace(PREDICTED, max_workload_ns=1010, mean_workload_ns=1000)
     tally.add(metrics(0), ours, replace(ours, max_workload_ns=1250))
     rows: dict[bool, str] = {}
@@ -99,7 +99,7 @@ def test_a_summary_says_first_what_balance_gained_and_then_few_rows() -> None:
         rows[verbose] = " ".join(console.file.getvalue().split())
     said = "balance │ imbalance 1.010, with the usual loader 1.250: the slowest micro-batches take "
     for text in rows.values():
-        assert lacks(text, "stopped │ at 1 of 3 by SIGTERM", f"{said}19.2% less time") == []
+        assert lacks(text, "stopped │ after step 1 of 3 by SIGTERM", f"{said}19.2% less time") == []
         assert text.index("stopped") < text.index("balance") < text.index("training loss")
         assert text.index("training loss") < text.index("speed") < text.index("1.0 s")
     assert "sharding chosen" in rows[True]

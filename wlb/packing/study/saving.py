@@ -26,12 +26,10 @@ do, is the usual one; the paper's cuts short documents only, and its steps are l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """best: the row with the least time within the delay; usual: the usual loader's. paper: that of
-    the paper's loader; None if it is not among the rows, or is one of the other two."""
+    """What a comparison recommends."""
 
-    best: PackingSummary
-    usual: PackingSummary
-    paper: PackingSummary | None = None
+    best: PackingSummary  # the row with the least time within the delay
+    usual: PackingSummary  # the usual loader's
 
     @property
     def gain(self) -> BalanceGain:
@@ -45,7 +43,6 @@ class Saving:
             "usual": self.usual.label,
             "share": self.gain.saved,
             "figure": "step_time_weighted",
-            "paper": self.paper and self.paper.label,
         }
 
 
@@ -61,7 +58,7 @@ def saving_of(rows: Sequence[PackingSummary], *, mean_delay: float = MEAN_DELAY)
         return None
     prompt = [row for row in stepped if row.mean_delay <= mean_delay] or [usual]
     best = min(prompt, key=lambda row: row.step_time_weighted)
-    return Saving(best=best, usual=usual, paper=None if short in (best, usual) else short)
+    return Saving(best=best, usual=usual)
 
 
 def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:

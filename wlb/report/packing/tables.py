@@ -12,12 +12,13 @@ from wlb.packing.study.tune import Tuning
 from wlb.plan import IntArray, late_remark, starved_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
+from wlb.simulate.forecast import SavedShare
 from wlb.spec import LossNormalizer
 
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
-"""Share of flushed tokens above which a row gets a remark."""
+"""SavedShare of flushed tokens above which a row gets a remark."""
 UNEVEN_WEIGHT = 0.05
 """Difference of a label's weight from 1 above which a row gets a remark."""
 
@@ -94,23 +95,24 @@ def remarks(runs: Sequence[PackingRun]) -> list[str]:
 FEW_CAPTION = (
     "computing: of the slowest micro-batches of all steps, over the usual loader's (GPU hours also "
     "have collectives and idle pipelines); imbalance: slowest micro-batches of all steps over the "
-    "mean ones, forward and backward; delay: steps that a token waits; longest micro-batch: "
-    "in tokens"
+    "mean ones, forward and backward; delay: steps that a token waits; most tokens: "
+    "of a micro-batch"
 )
 
 
 def verdict(
-    saving: Saving, *, setting: str, simulated: Sequence[float] | None, error: float | None
+    saving: Saving, *, setting: str, simulated: Sequence[SavedShare] | None, error: float | None
 ) -> str:
     """What balance is worth on the documents, in a sentence.
 
     Args:
         saving: The best policy and the usual loader.
         setting: Model, GPUs and prices in words.
-        simulated: Shares of GPU hours that whole simulated steps save, as `saving_line` takes them.
+        simulated: Shares of GPU hours that whole simulated steps save, the best policy's first;
+            None where nothing was simulated.
         error: How far predictions of this kind were off published runs; None if that is not known.
     """
-    if saving.best is saving.usual:
+    if saving.best is saving.usual and not simulated:
         return f"No policy here is faster than the usual loader on these documents ({setting})."
     if simulated is None:
         return (
@@ -118,19 +120,24 @@ def verdict(
             f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
     trust = "" if error is None else f" ±{error:.0%}"
-    if simulated[0] < 0.0005:
-        longer = f": whole steps take {-simulated[0]:.1%} longer" if simulated[0] < -0.0005 else ""
+    saved, noise = simulated[0]
+    if saved < 0.0005:
+        longer = f": whole steps take {-saved:.1%} longer" if saved < -0.0005 else ""
         return (
-            f"Balanced packing would save no GPU hours on these documents{longer} ({setting}, "
-            f"simulated{trust})."
+            f"Balanced packing and sharding would save no GPU hours on these documents{longer} "
+            f"({setting}, simulated{trust})."
         )
+    if noise is None:
+        trust += ", of too few steps to know a standard error: give more --steps"
+    elif noise > 0.01:
+        trust += f", standard error {noise:.1%}: give more --steps"
     return (
-        f"Balanced packing would save {simulated[0]:.1%} of GPU hours on these documents "
+        f"Balanced packing and sharding would save {saved:.1%} of GPU hours on these documents "
         f"({setting}, simulated{trust})."
     )
 
 
-FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "longest\nmicro-batch")
+FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
 
 
 def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
@@ -164,10 +171,10 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
     return table
 
 
-def saving_line(saving: Saving, *, model: str, simulated: Sequence[float] | None) -> str:
+def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] | None) -> str:
     """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
-    simulated: shares of the usual loader's hours, and of the paper's if there is one, that whole
-    simulated steps save; empty if nothing is faster, and None where nothing was simulated."""
+    simulated: shares of the usual loader's hours that whole simulated steps save, the best policy's
+    first; None where nothing was simulated."""
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
     if saving.best is saving.usual:
@@ -179,14 +186,11 @@ def saving_line(saving: Saving, *, model: str, simulated: Sequence[float] | None
             f"of all steps would take {saving.gain.saved:.1%} less: {figures}; predicted by "
             f"{model}, which leaves out collectives and a pipeline's bubbles"
         )
-    said = (
-        f"with {best.label} instead of the usual loader{_cut(usual)} you would save "
-        f"{_hours(simulated[0])}; by its slowest micro-batches alone {saving.gain.saved:.1%}: "
-        f"{figures}"
+    return (
+        f"with {best.label} instead of the usual loader{_cut(usual)} and sharding per sequence you "
+        f"would save {_hours(simulated[0].saved)}; by its slowest micro-batches alone "
+        f"{saving.gain.saved:.1%}: {figures}; predicted for {model}"
     )
-    if saving.paper:
-        said += f"; instead of the paper's loader{_cut(saving.paper)} {_hours(simulated[1])}"
-    return f"{said}; predicted for {model}"
 
 
 def _cut(row: PackingSummary) -> str:

@@ -19,7 +19,7 @@ class TellStop(Hook):
             asked_by = self.request.words[run.stop]
             run.report.write("stop", steps_done=run.steps_done, asked_by=asked_by)
             steps = run.job.spec.training.steps
-            run.tally.stopped = f"at {run.steps_done:,} of {steps:,} by {asked_by}"
+            run.tally.stopped = f"after step {run.steps_done} of {steps} by {asked_by}"
             is_saved = run.saved is not None
             then = (
                 "saved, go on with --resume" if is_saved else "nothing is to save, start it again"
