@@ -60,6 +60,8 @@ HEADINGS = (
 )
 FEW = ("step", "loss", "tokens/s", "imbalance usual", "imbalance ours", "time left")
 """Columns without `--verbose`."""
+ANOTHER_MACHINE = 0.3
+"""Mean error of predicted times above which the prices are another machine's."""
 _LOADS = Heading("slowest rank", "CP, experts", 12, 3)
 """Of a model with experts, before the last column: predicted attention of the slowest CP rank, and
 rows of the EP rank that a layer waits for, both over the mean rank's."""
@@ -383,11 +385,16 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
         f"{measured.degrees / measured.steps:.3f} mean of steps, "
         f"{weighted:.3f} time-weighted (predicted for the same spans: {predicted:.3f})",
     )
-    table.add_row("measured / predicted", "\n".join(_term(n, measured.terms[n]) for n in TERMS))
+    terms = [_term(n, measured.terms[n]) for n in TERMS]
+    if any((measured.terms[n].mape or 0) > ANOTHER_MACHINE for n in TERMS):
+        terms.append("prices of another machine, or of an idle one; --calibrate fits them")
+    table.add_row("measured / predicted", "\n".join(terms))
     table.add_row("model FLOP/s", _work(measured.work))
     table.add_row("computing a step", _spread(*measured.spread("compute")))
     table.add_row(
-        "waiting a step", _spread(*measured.spread("bubble")) + f" ({measured.steps} steps)"
+        "waiting a step",
+        _spread(*measured.spread("bubble"))
+        + f" ({measured.steps} steps); ranks that share a core wait for it too",
     )
     if measured.step_s:
         table.add_row("overhead a step", _overhead(measured))
