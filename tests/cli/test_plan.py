@@ -226,14 +226,15 @@ def test_tuning_recommends_a_setting(
     common = ["--lengths", lengths, "--steps", "15", "--s-max", "1.5", "--step-tokens", "0", "1.2",
               "--thresholds", "0.3", "0.7", "--prices", "1", *SMALL]  # fmt: skip
     out = run(capsys, "tune", "packing", *common, "--plot", str(plot), "--out", str(own))
-    (command,) = re.findall(r"^recommended: (wlb train 7b_128k --set .+)$", out, re.MULTILINE)
+    (command,) = re.findall(r"^Use it: (wlb train 7b_128k --set .+)$", out, re.MULTILINE)
     words = shlex.split(command)
     assert words[4:6] == SMALL[1:]
     # The answer and its command stand before everything else.
-    before, _, _ = out.partition("recommended: ")
+    before, _, _ = out.partition("Use it: ")
     assert re.fullmatch(
-        r"Best within a mean delay of 0\.5 steps: .+\. Its slowest micro-batches take [\d.]+ times "
-        r"the mean ones, and tokens wait [\d.]+ steps on average, \d+ at most\.",
+        r"Best within a mean delay of 0\.5 steps: .+\. Its imbalance is [\d.]+ \(slowest "
+        r"micro-batches over the mean ones\), and tokens wait [\d.]+ steps on average, \d+ at "
+        r"most\.",
         " ".join(before.split()),
     )
     assert "tok. CV" not in out

@@ -27,7 +27,7 @@ from wlb.packing.study.tune import (
 from wlb.plan import check_at_least, check_between
 from wlb.plan.tally import BalanceGain
 from wlb.report.packing.plots import tuning_figure
-from wlb.report.packing.tables import STEP, recommendation, tuning_table, uneven, weight_remark
+from wlb.report.packing.tables import recommendation, tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.spec import Policy, load
 
@@ -59,7 +59,7 @@ def add_parser(commands: Any) -> None:
         add_value(packing, name, default, text, type=number(float))
     add_value(packing, "--max-queues", 2, "most outlier queues", most=16)
     add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
-    add_value(packing, "--rows", 20, "rows of the front that are printed")
+    add_value(packing, "--rows", 8, "rows of the front that are printed")
     add_flag(packing, "--all", "every column of the front")
     add_json(packing, "points")
     add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
@@ -137,15 +137,17 @@ def _show(
     """Prints the recommendation, how to use it, and what it was chosen from."""
     screen = console(markup=False)
     screen.print(recommendation(tuning, delay_budget=options.delay_budget))
-    screen.print(f"recommended: {command}", soft_wrap=True)
-    screen.print(f"By packing alone, as {options.name} is set: {gain}.")
+    screen.print(f"Use it: {command}", soft_wrap=True)
+    screen.print(f"As {options.name} is set now: {gain}.")
     for line in facts:
         screen.print(line)
     screen.print(tuning_table(tuning, rows=options.rows, has_all=options.all))
     if not options.all:
         screen.print(
-            f"{STEP}: forward and backward of the slowest micro-batches over the mean ones; delay, "
-            f"max: steps that a token waits; --all has every column"
+            "imbalance: slowest micro-batches over the mean ones, forward and backward; delay: "
+            "steps that a token waits; most tokens: of a micro-batch; S: S_max in windows, T: "
+            "tokens of a step in global batches, L: thresholds of queues in windows, price: of a "
+            "delay; --all has every column"
         )
     for line in notes:
         # A command that is copied must be one line.

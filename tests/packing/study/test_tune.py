@@ -7,7 +7,7 @@ import pytest
 from wlb.cost import FlopsWorkload
 from wlb.data import GlobalBatches, lengths_of_family
 from wlb.packing import measure, packer_for
-from wlb.packing.study.tune import TunePoint, Tuning, TuningGrid, finish, pareto_front, tune
+from wlb.packing.study.tune import SAME, TunePoint, Tuning, TuningGrid, finish, pareto_front, tune
 from wlb.plan import GlobalBatch
 from wlb.spec import PackingSection, Policy, RunSpec, load
 
@@ -61,8 +61,10 @@ def test_the_recommended_point_balances_best_within_the_budget(tuning: Tuning) -
     within = [p for p in tuning.points if p.summary.mean_delay <= 0.5]
     assert best in within
     lowest = min(p.summary.step_time_weighted for p in within)
-    assert best.summary.step_time_weighted == lowest
-    assert best in tuning.front
+    alike = [p for p in within if p.summary.step_time_weighted <= lowest + SAME]
+    assert best in alike
+    # Of settings that differ by less than samples do, the one with the least delay.
+    assert best.summary.mean_delay == min(p.summary.mean_delay for p in alike)
 
 
 def test_without_a_point_in_the_budget_the_least_delay_is_recommended(tuning: Tuning) -> None:

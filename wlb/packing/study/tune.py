@@ -159,6 +159,10 @@ def tune_points(
         yield TunePoint(section=section, summary=run.summary, own=spec.packing)
 
 
+SAME = 0.002
+"""Difference of imbalances below which the setting with less delay is recommended."""
+
+
 def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: float) -> Tuning:
     """Front and recommendation of `points`."""
     if not delay_budget >= 0:
@@ -177,7 +181,10 @@ def finish(points: Iterator[TunePoint] | Sequence[TunePoint], *, delay_budget: f
         )
     good = [p for p in trained if p.summary.mean_delay <= delay_budget]
     if good:
-        best = min(good, key=lambda p: p.objectives)
+        # Smaller differences are those of the sample, and more steps would turn them around.
+        least = min(p.summary.step_time_weighted for p in good) + SAME
+        alike = [p for p in good if p.summary.step_time_weighted <= least]
+        best = min(alike, key=lambda p: (p.summary.mean_delay, p.objectives))
     else:
         best = min(trained, key=lambda p: (p.summary.mean_delay, p.objectives))
     front = pareto_front(trained)

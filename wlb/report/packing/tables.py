@@ -254,9 +254,9 @@ def recommendation(tuning: Tuning, *, delay_budget: float) -> str:
             f"least delay"
         )
     return (
-        f"{within}: {best.label}. Its slowest micro-batches take {best.step_time_weighted:.3f} "
-        f"times the mean ones, and tokens wait {best.mean_delay:.2f} steps on average, "
-        f"{best.max_delay} at most."
+        f"{within}: {best.label}. Its imbalance is {best.step_time_weighted:.3f} (slowest "
+        f"micro-batches over the mean ones), and tokens wait {best.mean_delay:.2f} steps on "
+        f"average, {best.max_delay} at most."
     )
 
 
@@ -266,11 +266,21 @@ def tuning_table(tuning: Tuning, *, rows: int, has_all: bool = True) -> Table:
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)
-    names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt") if has_all else ()
-    names = names or ("delay", "max")
-    shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
-    shown += [(name, cell) for name, cell in COLUMNS if name in names]
-    title = f"Pareto front: {len(tuning.front)} of {len(tuning.points)} settings"
+    if has_all:
+        names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
+        shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
+        shown += [(name, cell) for name, cell in COLUMNS if name in names]
+    else:
+        shown = [
+            ("imbalance", lambda s: f"{s.step_time_weighted:.4f}"),
+            ("mean\ndelay", lambda s: f"{s.mean_delay:.2f}"),
+            ("longest\ndelay", lambda s: f"{s.max_delay}"),
+            ("most\ntokens", lambda s: _thousands(s.longest_micro_batch)),
+        ]
+    title = (
+        f"The first {len(points)} of {len(tuning.front)} settings (of {len(tuning.points)} tried) "
+        f"that no other one betters in balance, delay and even steps at once"
+    )
     table = new_table(title, labels=[""], texts=["setting"], numbers=[name for name, _ in shown])
     for point in points:
         mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
