@@ -1,7 +1,7 @@
 """Draws README's picture: one step of 7B-128K as a usual loader packs it and as wlb packs it.
 
 `python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the preset's run over
-documents of the fitted length family under Plain-4D and under wlb, and draws the timeline of one
+documents of the fitted length family with the usual loader (Megatron-LM, torchtitan) and under wlb, and draws the timeline of one
 step of each: what every pipeline stage does, and when it waits. The step is one whose times, and
 what is saved, are nearest to the runs' means and whose work is equal.
 """
@@ -31,17 +31,17 @@ from wlb.simulate import (
     sharded_steps,
 )
 from wlb.simulate.step import chunked
-from wlb.spec import system_overrides
+from wlb.spec import USUAL, system_overrides
 
 CONFIG = "7b_128k"
 SYSTEMS = {
-    "plain_4d": "Before: windows of equal tokens (Plain-4D)",
+    USUAL: "Before: windows of equal tokens (usual loader)",
     "wlb": "After: micro-batches of equal work (wlb)",
 }
 SHORT, LONG, WAITING, EDGE = "#56B4E9", "#D55E00", "#EDEDED", "#C4C4C4"
 FORWARD_SHARE = 0.55
 """Share of white in the shade of a forward pass."""
-SLOW = 1.1
+SLOW = 1.05
 """Micro-batches with more work than this, over the step's mean, stand out."""
 
 
@@ -122,7 +122,7 @@ class SimulatedRun:
 
 def typical(plain: SimulatedRun, ours: SimulatedRun) -> int:
     """Returns the step whose largest deviation is least: of both times from the runs' means, and,
-    counted twice, of their ratio from that of the means and of our work from Plain-4D's."""
+    counted twice, of their ratio from that of the means and of our work from the usual loader's."""
     num = min(len(plain.steps), len(ours.steps))
     # By then packers hold documents back; the last steps flush them.
     middle = slice(num // 4, num * 7 // 8)
@@ -228,7 +228,7 @@ def table_of(number: int, steps: Sequence[Step], runs: Sequence[SimulatedRun]) -
         columns=tuple(COLUMNS),
         rows=rows,
         formats=formats,
-        note="Work: predicted work of the step's documents over that of Plain-4D's step.",
+        note="Work: predicted work of the step's documents over that of the usual loader's step.",
     )
 
 
@@ -236,7 +236,7 @@ TEXT = """
 One step of a simulated run of 7B-128K (TP 8 x CP 2 x PP 4, interleaved 1F1B) over the same global
 batches under both systems. The step is the one whose largest deviation is least: of its times from
 the means over both runs, and, counted twice, of their ratio from that of the means and of its work
-under wlb from its work under Plain-4D.
+under wlb from its work with the usual loader.
 All steps together, the flush of held documents included, are in the last column. A stage waits
 where no pass is drawn. Inside a pass, CP ranks wait for the slowest of them.
 """
