@@ -1,9 +1,10 @@
 """Draws README's picture: one step of 7B-128K as a usual loader packs it and as wlb packs it.
 
 `python -m experiments.beyond.overview [--seed 0] [--steps 640]` simulates the preset's run over
-documents of the fitted length family with the usual loader (Megatron-LM, torchtitan) and under wlb, and draws the timeline of one
-step of each: what every pipeline stage does, and when it waits. The step is one whose times, and
-what is saved, are nearest to the runs' means and whose work is equal.
+documents of the fitted length family, with the usual loader (Megatron-LM's, torchtitan's) and under
+wlb, and draws the timeline of one step of each: what every pipeline stage does, and when it waits.
+The step is one whose times, and what is saved, are nearest to the runs' means and whose work is
+equal.
 """
 
 from collections.abc import Sequence
