@@ -21,6 +21,7 @@ from wlb.report.layout import (
     effort_line,
     fits_own_devices,
     layout_table,
+    layout_verdict,
     loser_lines,
     refusal_lines,
 )
@@ -262,9 +263,11 @@ def _show(
     if output.write_json(options, data):
         return
     screen = console(markup=False)
+    screen.print(layout_verdict(report, profile=profile, gpus=options.gpus))
+    if not options.out:
+        screen.print("--out my.toml writes it for `wlb train my.toml`.")
     for line in facts:
         screen.print(line)
-    screen.print(worth_line(profile))
     screen.print(layout_table(report, title=title))
     if report.own_note:
         screen.print(report.own_note)
@@ -272,6 +275,7 @@ def _show(
     for line in loser_lines(report):
         screen.print(f"  {line}")
     screen.print(trust_line(report.winner.spec, profile))
+    screen.print(worth_line(profile))
     screen.print(f"{effort_line(report)}; {seconds:.0f} s")
     for line in refusal_lines(report):
         screen.print(f"  {line}")

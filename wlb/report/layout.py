@@ -6,12 +6,14 @@ from typing import Any
 
 from rich.table import Table
 
+from wlb.cost import KernelProfile
 from wlb.memory.estimate import GIB
 from wlb.report.tables import new_table
 from wlb.simulate.layout_search.layouts import degrees_of, pipeline_of
 from wlb.simulate.layout_search.search import Search
 from wlb.simulate.layout_search.trial import Trial
 from wlb.simulate.layout_search.why import Loser, References
+from wlb.simulate.published import published_error
 from wlb.spec import Recompute
 
 COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "bubble", "bound")
@@ -88,6 +90,22 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
         f"{trial.mean_delay:.2f}/{trial.max_delay}",
         f"{trial.bubble:.1%}",
         f"{trial.of_bound:.3f}",
+    )
+
+
+def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -> str:
+    """The best layout, and how much longer the run's own takes, in a sentence."""
+    best, own = report.winner, report.own
+    beside = ""
+    if own is not None and fits_own_devices(own):
+        beside = f", {1 - best.time_s / own.time_s:.1%} less than as the run is set"
+        if own.layout == best.layout:
+            beside = f"{beside}, which has the same layout"
+    error = published_error(best.spec, profile)
+    trust = "" if error is None else f" ±{error.largest:.0%}"
+    return (
+        f"Best of {len(report.search.layouts.candidates):,} candidates on {gpus:,} GPUs: "
+        f"{best.layout}. A step takes {best.time_s:.3g} s{beside} (simulated{trust})."
     )
 
 
