@@ -232,7 +232,8 @@ def test_tuning_recommends_a_setting(
     # The answer and its command stand before everything else.
     before, _, _ = out.partition("Use it: ")
     assert re.fullmatch(
-        r"Best within a mean delay of 0\.5 steps: .+\. Its imbalance is [\d.]+ \(slowest "
+        r"Best within a mean delay of 0\.5 steps, with the least delay of those that balance "
+        r"alike: .+\. Its imbalance is [\d.]+ \(slowest "
         r"micro-batches over the mean ones\), and tokens wait [\d.]+ steps on average, \d+ at "
         r"most\.",
         " ".join(before.split()),
@@ -431,8 +432,9 @@ def test_the_first_lines_answer_and_six_columns_fit_a_terminal(
     out = run(capsys, *words)
     said = re.match(
         r"Balanced packing and sharding would save (\d+\.\d)% of GPU hours on these documents "
-        r"\(7b_128k on (\d+) GPUs at prices of h100_runs, simulated ±6%, standard error \d\.\d%: "
-        r"give more --steps\)\. It is the policy (.+?); --out my\.toml writes its settings",
+        r"\(7b_128k on (\d+) GPUs at prices of h100_runs, simulated; step times of published runs "
+        r"were predicted within 6%; the saving's standard error is \d\.\d%: give more --steps\)\. "
+        r"It is the policy (.+?); --out my\.toml writes its settings",
         " ".join(out.split()),
     )
     assert said is not None

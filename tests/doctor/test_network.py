@@ -55,8 +55,8 @@ def test_the_slowest_group_is_named_where_it_is_far_below_the_profile() -> None:
     well = [timing(*r, seconds=usual_s * 1.2) for r in [(0, 1), (0, 1), (2, 3), (2, 3)]]
     (row,) = link_findings(well, GPUS, H100)
     assert (row.check, row.verdict) == ("communicator tp", Verdict.PASS)
-    assert row.found.startswith("2 of 2 ranks, all_gather: ")
-    assert f"profile h100 {expected / 1e9:.2f} GB/s" in row.found
+    assert row.found.startswith("2 groups of 2 ranks, all_gather: ")
+    assert f"profile h100 assumes {expected / 1e9:.2f} GB/s" in row.found
     slow = timing(2, 3, seconds=usual_s * 3)
     (row,) = link_findings([*well, slow], GPUS, H100)
     assert row.verdict == Verdict.WARN
@@ -87,7 +87,7 @@ def test_rows_between_nodes_are_held_against_a_rank_s_own_link() -> None:
     assert expected_bytes_per_s(near, H100) == expected_bytes_per_s(timing(0, 1), H100)
     (row,) = link_findings([near], GPUS, H100)
     assert row.check == "communicator cp rows"
-    assert row.found.startswith("1 of 2 ranks, all_to_all: ")
+    assert row.found.startswith("1 group of 2 ranks, all_to_all: ")
 
 
 def measured_on_a_rank(world: World) -> dict[str, tuple[bool, float]]:

@@ -190,7 +190,7 @@ def test_the_end_of_data_flushes_every_token(
     again, _ = train(spec, resume=True)
     assert len(again.steps) == last
     assert again.evaluations[-1] == again.evaluations[-2]
-    assert " 0 still wait" in capsys.readouterr().out
+    assert " 0 wait for a later step" in capsys.readouterr().out
     # With another epoch there is.
     more, _ = train(replace(spec, data=replace(spec.data, epochs=2)), resume=True)
     added = [line["measured"] for line in more.steps[last:]]

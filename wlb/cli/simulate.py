@@ -210,7 +210,7 @@ def _show(
         screen.print(_answer(runs))
     screen.print(f"By packing alone: {gain}.")
     screen.print(layout_text(own.simulator.spec))
-    title = f"{own.step_time_s.size} steps of {source}"
+    title = f"{own.step_time_s.size} steps of {source}, with those that train what waits at the end"
     screen.print(simulation_table(runs, title=title, own="run", has_all=options.all))
     screen.print(trust_line(own.simulator.spec, cost.profile))
     if not options.all:
@@ -236,11 +236,13 @@ def _answer(runs: list[RunSimulation]) -> str:
     share = 1 - first.tokens_per_s / own.tokens_per_s
     said = f"take {share:.1%} less" if share >= 0 else f"take {-share:.1%} more"
     error = published_error(spec, own.simulator.cost.profile)
-    trust = "" if error is None else f" ±{error.largest:.0%}"
+    trust = ""
+    if error is not None:
+        trust = f"; step times of published runs were predicted within {error.largest:.0%}"
     noise = share_saved(own, first).error
     if noise is None or noise > ENOUGH:
-        known = "unknown, for so few steps" if noise is None else f"{noise:.1%}"
-        trust += f", standard error {known}: give more --steps"
+        known = "is unknown, for so few steps" if noise is None else f"is {noise:.1%}"
+        trust += f"; the standard error {known}: give more --steps"
     names = {USUAL: "the usual loader", "plain_4d": "the paper's Plain-4D"}
     return (
         f"The run would {said} GPU time than {names.get(first.label, first.label)} on these "

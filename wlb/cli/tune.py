@@ -104,6 +104,11 @@ def run(options: argparse.Namespace) -> int:
     notes = [
         f"predicted for {model}",
         *weight_remark(best.summary, spec.training.loss_normalizer, masks_labels=masks_labels),
+        *(
+            ["The command above has training.loss_normalizer=constant for that reason."]
+            if is_constant
+            else []
+        ),
     ]
     chosen = load(options.name, keys)
     toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")

@@ -204,7 +204,8 @@ def _of_axis(
         return failed(check, f"WRONG numbers in {where}", remedy)
     slow, fast = (pick(found, key=lambda t: t.bytes_per_s) for pick in (min, max))
     text = (
-        f"{len(groups)} of {len(slow.ranks)} ranks, {_call_of(slow)}: "
+        f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(slow.ranks)} ranks, "
+        f"{_call_of(slow)}: "
         f"{slow.bytes_per_s / 1e9:.2f} to "
         f"{fast.bytes_per_s / 1e9:.2f} GB/s, 8 bytes in {_most(found, 'latency_s') * 1e6:.0f} us, "
         f"made in {_most(found, 'first_s'):.2f} s"
@@ -212,7 +213,7 @@ def _of_axis(
     if profile is None:
         return passed(check, text)
     expected = expected_bytes_per_s(slow, profile)
-    text += f"; profile {profile.name} {expected / 1e9:.2f} GB/s"
+    text += f"; profile {profile.name} assumes {expected / 1e9:.2f} GB/s"
     if everyone[slow.ranks[0]].gpu is not None and slow.bytes_per_s < LEAST_OF_PROFILE * expected:
         where = f"slowest: ranks {ranges(slow.ranks)} on {_hosts(slow.ranks, everyone)}"
         return warned(check, f"{text}; {where}", REMEDY)

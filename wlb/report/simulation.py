@@ -15,7 +15,7 @@ Cell = Callable[[RunSimulation, RunSimulation], str]
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
     ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
-    ("gain", lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}"),
+    ("speed-up", lambda run, baseline: f"{run.tokens_per_s / baseline.tokens_per_s:.3f}"),
     ("bound", lambda run, _: f"{run.balanced_time_s() / run.time_s:.3f}"),
     ("imb.", lambda run, _: f"{run.imbalance:.3f}"),
     ("bubble", lambda run, _: f"{run.mean_bubble:.0%}"),
@@ -25,7 +25,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
 )
 
 
-FEW = ("s/step", "gain", "imb.", "delay", "GiB")
+FEW = ("s/step", "speed-up", "imb.", "delay", "GiB")
 
 
 def simulation_table(
@@ -43,12 +43,12 @@ def simulation_table(
 
 
 FEW_CAPTION = (
-    "s/step: seconds of a step; gain: speed-up over the first row; imb.: imbalance, with the steps "
+    "s/step: seconds of a step; speed-up: over the first row; imb.: imbalance, with the steps "
     "that train what still waits when the documents end; delay: steps that a token waits; GiB: the "
     "most that a rank needs"
 )
 CAPTION = (
-    "simulated, nothing measured. gain: over the first row, same documents, flush counted; "
+    "simulated, nothing measured. speed-up: over the first row, same documents, flush counted; "
     "bound: time with every micro-batch and CP rank at its step's mean / this; imb.: slowest "
     "micro-batch over mean, forward and backward, time-weighted; bubble: time-weighted share that "
     "pipeline ranks wait; delay: steps a token waits; GiB: most that a rank needs; MFU: FLOPs of "

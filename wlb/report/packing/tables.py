@@ -119,7 +119,9 @@ def verdict(
             f"Balanced packing would shorten the computing of steps by {saving.gain.saved:.1%} on "
             f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
-    trust = "" if error is None else f" ±{error:.0%}"
+    trust = (
+        "" if error is None else f"; step times of published runs were predicted within {error:.0%}"
+    )
     saved, noise = simulated[0]
     if saved < 0.0005:
         longer = f": whole steps take {-saved:.1%} longer" if saved < -0.0005 else ""
@@ -128,9 +130,9 @@ def verdict(
             f"({setting}, simulated{trust})."
         )
     if noise is None:
-        trust += ", of too few steps to know a standard error: give more --steps"
+        trust += "; too few steps to know the saving's standard error: give more --steps"
     elif noise > 0.01:
-        trust += f", standard error {noise:.1%}: give more --steps"
+        trust += f"; the saving's standard error is {noise:.1%}: give more --steps"
     return (
         f"Balanced packing and sharding would save {saved:.1%} of GPU hours on these documents "
         f"({setting}, simulated{trust})."
@@ -247,7 +249,10 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
 def recommendation(tuning: Tuning, *, delay_budget: float) -> str:
     """The recommended setting, and what it does to steps, in two sentences."""
     best = tuning.recommended.summary
-    within = f"Best within a mean delay of {delay_budget:g} steps"
+    within = (
+        f"Best within a mean delay of {delay_budget:g} steps, with the least delay of those that "
+        f"balance alike"
+    )
     if not tuning.is_within_budget:
         within = (
             f"No setting keeps the mean delay within {delay_budget:g} steps; the one with the "

@@ -289,7 +289,7 @@ def summary(
     table.add_row(
         "speed",
         f"{tokens:,} tokens at {rate:,.0f} a second; padding {tally.padding_share:.2%} on top; "
-        f"{tally.held:,} still wait for a later step",
+        f"{tally.held:,} wait for a later step (the checkpoint keeps them)",
     )
     table.add_row("time", wall)
     _warnings(table, tally)
