@@ -95,7 +95,7 @@ def test_a_step_that_is_skipped_is_neither_trained_nor_the_end_of_an_evaluation(
     assert done[crossing] not in found
     assert done[crossing + 1] in found
     trained = sum(line["measured"]["num_tokens"] for line in run.steps) - tokens[crossing]
-    assert f"{trained:,} trained at" in capsys.readouterr().out
+    assert f"{trained:,} tokens at" in capsys.readouterr().out
 
 
 @pytest.mark.process
@@ -115,7 +115,12 @@ def test_rollback_of_a_passing_fault_changes_nothing(
 ) -> None:
     ended: list[Tally] = []
     run_it = Trainer.run
-    monkeypatch.setattr(Trainer, "run", lambda self: ended.append(run_it(self)))
+
+    def kept(trainer: Trainer) -> Tally:
+        ended.append(run_it(trainer))
+        return ended[-1]
+
+    monkeypatch.setattr(Trainer, "run", kept)
     straight, _ = train(spec_of(tmp_path / "straight", corpus, "stop"))
     computed = fail_at({3}, 1)
     run, _ = train(spec_of(tmp_path, corpus, "rollback"))
