@@ -68,7 +68,7 @@ class _Request(NamedTuple):
     console: Console
     started_s: float
     signals: Signals
-    verbose: bool
+    verbose: bool = False
 
 
 def train(
