@@ -1,9 +1,10 @@
 """Requests to stop: Ctrl-C, SIGTERM or SIGUSR1 to any rank, or files that rank 0 sees.
 
 While ranks train, a request (as a terminal, Slurm and torchrun make it) is only noted here; all
-ranks learn of it from the all-reduce of the step, finish the step, save and exit with status 0. A
-second Ctrl-C aborts. Before the first step there is nothing to save: where no other rank waits for
-this process, a signal raises `StoppedEarly` from whatever code it interrupts.
+ranks learn of it from the all-reduce of the step, finish the step, save and end (status 4; 0 under
+torchrun and Slurm). A second Ctrl-C aborts. Before the first step there is nothing to save: where
+no other rank waits for this process, a signal raises `StoppedEarly` from whatever code it
+interrupts.
 """
 
 import contextlib
