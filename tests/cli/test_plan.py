@@ -247,11 +247,26 @@ def test_tuning_recommends_a_setting(
     data = json.loads(run(capsys, "tune", "packing", *common, "--json"))
     assert len(data["points"]) == 2 * (4 + 1)
     assert data["recommended"] in data["front"]
+    # What it saves, and whether it fits, stand below the command.
+    assert re.search(r"Whole steps simulated, it saves -?\d+\.\d% of the usual loader's", out)
+    assert "It fits: the fullest rank needs" in out
+    assert set(data["hours"]) == {"recommended", "own"}
+
     assert data["recommended"]["mean_delay"] <= data["delay_budget"] == 0.5
     # The recommendation can be used as it is printed.
     again = ["--lengths", lengths, "--steps", "15", "--json", *SMALL, *data["recommended"]["set"]]
     own = json.loads(run(capsys, "plan", *again))["rows"][0]
     assert own["mean_delay"] == pytest.approx(data["recommended"]["mean_delay"], abs=0.02)
+
+
+def test_tuning_leaves_out_what_does_not_fit(
+    lengths: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tune", "packing", "--lengths", lengths, "--steps", "4", "--policies", "bounded"]
+    words += ["--s-max", "1.1", "60", "--step-tokens", "0", "--prices", "1"]
+    out = " ".join(run(capsys, *words).split())
+    assert "S_max of 60 windows was not tried, because such micro-batches need more than the" in out
+    assert "(of 1 tried)" in out
 
 
 def test_a_budget_that_nothing_keeps_is_said(

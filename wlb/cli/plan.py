@@ -23,7 +23,6 @@ from wlb.cost import (
     workload_of_model,
 )
 from wlb.data import LengthSource, ListedBatches
-from wlb.memory import planned_gib
 from wlb.packing import PackingRun, measure
 from wlb.packing.study.compare import compare, solver_packers, variants_of
 from wlb.packing.study.saving import MEAN_DELAY, Saving, gain_over, saving_of
@@ -51,7 +50,7 @@ from wlb.report.tables import console
 from wlb.sharding import NAMES, WITH_REMAINDER, shard
 from wlb.simulate.forecast import SavedShare, batches_to_compare, packed_by, simulated_shares
 from wlb.simulate.published import published_error
-from wlb.spec import USUAL, PackingSection, Policy, Remainder, RunSpec, load, system_overrides
+from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
 STEPS = "enough for about 2,048 micro-batches, at least 8"
@@ -115,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     if saving is not None:
         model = priced
         if isinstance(cost, ProfiledWorkload):
-            usual = _usual(options, spec)
+            usual = sources.usual_of(options, spec)
             shares = _simulated(spec, usual, cost, batches, sections[saving.best.label])
             model = settings.priced_model(options, spec, cost.profile.name)
         first.append(_verdict(options, spec, cost, saving, shares))
@@ -208,13 +207,6 @@ def _simulated(
         # The run's own section is not changed, so that the figure is `wlb simulate`'s.
         ours = [spec if best == spec.packing else packed_by(spec, best), spec]
         return simulated_shares(cost, some, usual=usual, ours=ours)
-
-
-def _usual(options: argparse.Namespace, spec: RunSpec) -> RunSpec:
-    """The same run as Megatron-LM and torchtitan would train it."""
-    (overrides,) = system_overrides(USUAL, planned_gib=planned_gib(spec))
-    made = sources.filled_in(load(options.name, [*options.overrides, *overrides]), options)
-    return replace(made, parallel=spec.parallel)
 
 
 def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:

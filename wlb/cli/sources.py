@@ -29,7 +29,7 @@ from wlb.report.packing.tables import SourceFacts, facts_of
 from wlb.report.plots import require_matplotlib
 from wlb.report.tables import console
 from wlb.simulate.forecast import batches_to_compare
-from wlb.spec import RunSpec, presets
+from wlb.spec import USUAL, RunSpec, load, presets, system_overrides
 
 DRAWN = next(iter(FAMILIES))
 """Lengths that are drawn where no documents are given, as `wlb train --dry-run` does."""
@@ -146,6 +146,13 @@ def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
         f"No documents were given: lengths are drawn like the paper's ({DRAWN}). For yours add "
         f"--lengths FILE or --corpus STORE."
     )
+
+
+def usual_of(options: argparse.Namespace, spec: RunSpec) -> RunSpec:
+    """The same run as Megatron-LM and torchtitan would train it (`wlb.spec.USUAL`)."""
+    (overrides,) = system_overrides(USUAL, planned_gib=planned_gib(spec))
+    made = filled_in(load(options.name, [*options.overrides, *overrides]), options)
+    return replace(made, parallel=spec.parallel)
 
 
 def masks_labels(source: LengthSource) -> bool:

@@ -6,6 +6,8 @@
 import argparse
 import math
 import shlex
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.progress import track
@@ -13,6 +15,8 @@ from rich.progress import track
 from wlb.cli import output, settings, sources, tune_layout
 from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import workload_for
+from wlb.memory import gpu_budget, memory_estimate
+from wlb.memory.estimate import GIB
 from wlb.packing.study.saving import gain_of
 from wlb.packing.study.tune import (
     PRICES,
@@ -25,11 +29,17 @@ from wlb.packing.study.tune import (
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
-from wlb.plan.tally import BalanceGain
 from wlb.report.packing.plots import tuning_figure
 from wlb.report.packing.tables import recommendation, tuning_table, uneven, weight_remark
 from wlb.report.tables import console
-from wlb.spec import Policy, load
+from wlb.simulate.forecast import (
+    ENOUGH,
+    SavedShare,
+    batches_to_compare,
+    packed_by,
+    simulated_shares,
+)
+from wlb.spec import Policy, RunSpec, load
 
 
 def add_parser(commands: Any) -> None:
@@ -71,11 +81,12 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     _check(options)
     spec = sources.filled_in(load(options.name, options.overrides), options)
+    s_max, left_out = _fitting(options, spec)
     grid = TuningGrid(
         policies=tuple(Policy(name) for name in options.policies),
         thresholds=tuple(options.thresholds),
         max_queues=options.max_queues,
-        s_max=tuple(options.s_max),
+        s_max=s_max,
         step_tokens=tuple(options.step_tokens),
         prices=tuple(options.prices),
     )
@@ -115,8 +126,16 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         output.write_text(options.out, toml)
     gain = gain_of(spec, batches, cost)
+    with console(stderr=True).status("simulating"):
+        hours = simulated_shares(
+            cost,
+            batches[: batches_to_compare(spec)],
+            usual=sources.usual_of(options, spec),
+            ours=[sources.filled_in(chosen, options), spec],
+        )
     data = {
         "balance": {**gain._asdict(), "saved": gain.saved},
+        "hours": {"recommended": hours[0].saved, "own": hours[1].saved},
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
         "is_within_budget": tuning.is_within_budget,
@@ -127,8 +146,52 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    _show(options, facts.lines, tuning, notes, command, gain)
+    worth = _worth(options, sources.filled_in(chosen, options), hours)
+    worth += [f"As {options.name} is set: {gain}.", *left_out]
+    _show(options, facts.lines, tuning, notes, command, worth)
     return 0
+
+
+def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
+    """The candidates for S_max whose micro-batches fit a GPU's memory, and a line on the others;
+    all of them on a CPU, and where none fits."""
+    given = tuple(options.s_max)
+    if options.device == "cpu":
+        return given, []
+    planned = gpu_budget(spec).planned_bytes
+    longest = replace(spec.packing, policy=Policy.BOUNDED, step_tokens=0.0)
+    fit = tuple(
+        s
+        for s in given
+        if memory_estimate(packed_by(spec, replace(longest, s_max=s))).total_bytes <= planned
+    )
+    if not fit or fit == given:
+        return given, []
+    others = ", ".join(f"{s:g}" for s in given if s not in fit)
+    return fit, [
+        f"S_max of {others} windows was not tried, because such micro-batches need more than the "
+        f"{planned / GIB:.1f} GiB that plans may use."
+    ]
+
+
+def _worth(options: argparse.Namespace, chosen: RunSpec, hours: Sequence[SavedShare]) -> list[str]:
+    """What the recommended setting saves beside the run as it is set, and whether it fits."""
+    best, own = (share.saved for share in hours)
+    said = (
+        f"Whole steps simulated, it saves {best:.1%} of the usual loader's GPU hours, and "
+        f"{options.name} as it is set {own:.1%}."
+    )
+    noise = hours[0].error
+    if noise is None or noise > ENOUGH:
+        known = "is unknown, for so few steps" if noise is None else f"is {noise:.1%}"
+        said += f" The standard error {known}: give more --steps."
+    if options.device == "cpu":
+        return [said]
+    need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)
+    room = f"{need / GIB:.1f} GiB of the {budget.planned_bytes / GIB:.1f} GiB that plans may use"
+    if need <= budget.planned_bytes:
+        return [said, f"It fits: the fullest rank needs {room}."]
+    return [said, f"It does not fit: the fullest rank needs {room}; try lower --s-max."]
 
 
 def _show(
@@ -137,13 +200,14 @@ def _show(
     tuning: Tuning,
     notes: list[str],
     command: str,
-    gain: BalanceGain,
+    worth: Sequence[str],
 ) -> None:
     """Prints the recommendation, how to use it, and what it was chosen from."""
     screen = console(markup=False)
     screen.print(recommendation(tuning, delay_budget=options.delay_budget))
     screen.print(f"Use it: {command}", soft_wrap=True)
-    screen.print(f"As {options.name} is set now: {gain}.")
+    for line in worth:
+        screen.print(line)
     for line in facts:
         screen.print(line)
     screen.print(tuning_table(tuning, rows=options.rows, has_all=options.all))
