@@ -116,10 +116,14 @@ def test_local_ranks_are_examined_together(tmp_path: Path) -> None:
     found = rows(tmp_path / "found")
     assert {row["verdict"] for row in found.values()} <= {"pass", "skip", "warn"}
     assert found["shared folder"]["found"].endswith("every rank sees it")
-    for axis, groups in (("world", "1 of 4"), ("tp", "2 of 2"), ("pp_even", "2 of 2")):
+    for axis, groups in (
+        ("world", "1 group of 4"),
+        ("tp", "2 groups of 2"),
+        ("pp_even", "2 groups of 2"),
+    ):
         assert found[f"communicator {axis}"]["found"].startswith(f"{groups} ranks, ")
     assert "p2p" in found["communicator pp_even"]["found"]
-    assert "; profile cpu " in found["communicator tp"]["found"]
+    assert "; profile cpu assumes " in found["communicator tp"]["found"]
     assert found["clock skew"]["found"] == "one node has one clock"
 
 
