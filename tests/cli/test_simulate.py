@@ -33,7 +33,7 @@ def test_says_what_was_simulated_and_what_took_the_time(capsys, monkeypatch):
     said = re.match(
         r"The run would take (\d+\.\d)% (less|more) GPU time than the usual loader on these "
         r"documents \(64 GPUs, simulated; step times of published runs were predicted within 6%; "
-        r"the standard error is unknown, for so few steps: give more --steps\)",
+        r"the saving's standard error is unknown, for so few steps: give more --steps\)",
         " ".join(text.split()),
     )
     assert said is not None

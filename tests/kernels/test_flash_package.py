@@ -27,8 +27,9 @@ from wlb.kernels.flash import (
     Flash4Backend,
     wheel_index,
 )
-from wlb.kernels.flash_package import FlashFunction, KernelPackage
+from wlb.kernels.flash_package import FlashFunction
 from wlb.kernels.op import SavedTensors
+from wlb.kernels.package import KernelPackage
 from wlb.kernels.reference import REFERENCE
 from wlb.kernels.segments import Scores, Segments
 
@@ -263,7 +264,7 @@ def test_a_package_that_fails_to_import_says_why(monkeypatch, error, words):
     def broken(name):
         raise error
 
-    monkeypatch.setattr("wlb.kernels.flash_package.importlib.import_module", broken)
+    monkeypatch.setattr("wlb.kernels.package.importlib.import_module", broken)
     monkeypatch.setattr(metadata, "version", lambda name: "3.0.0")
     problem = FLASH3.package.problem()
     assert problem is not None

@@ -95,7 +95,7 @@ def test_a_version_without_initial_states_or_lengths_is_refused(
 def test_a_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("wlb.kernels.flash_package.util.find_spec", lambda name: None)
+    monkeypatch.setattr("wlb.kernels.package.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", None)
     with pytest.raises(UserError, match="package fla-core is not installed"):
         choose_linear(PACKAGE, **GPU)

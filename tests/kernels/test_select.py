@@ -5,8 +5,8 @@ import torch
 
 from tests.words import lacks
 from wlb.kernels.flash import FLASH2, FLASH3, FLASH4
-from wlb.kernels.flash_package import KernelPackage
 from wlb.kernels.op import BACKENDS
+from wlb.kernels.package import KernelPackage
 from wlb.kernels.segments import Scores
 from wlb.kernels.select import AUTO_ORDER, choose_backend, select_backend
 from wlb.plan import UserError

@@ -53,7 +53,6 @@ from wlb.simulate.published import published_error
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
-STEPS = "enough for about 2,048 micro-batches, at least 8"
 MOST_SOLVED = 32
 """Global batches for solver rows; each solve takes seconds."""
 
@@ -68,7 +67,7 @@ def add_parser(commands: Any) -> None:
         "labels) in the mean loss of its step, relative to an equal share; if it is off by 0.05, "
         "the remedy is training.loss_normalizer=constant.",
     )
-    sources.add_arguments(parser, steps=None, steps_default=STEPS)
+    sources.add_arguments(parser)
     add_flag(parser, "--all", "every column, how documents are sharded, and remarks on rows")
     text = f"solver rows too (Eq. 1, W = 1 and 2), on the first {MOST_SOLVED} global batches"
     add_flag(parser, "--ilp", text)
@@ -157,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
         "spec": spec.to_dict(),
         "own": own,
         "sharding": sharding,
-        "balance": gain and {**gain._asdict(), "saved": gain.saved},
+        "balance": gain and gain.to_json(),
         "saving": None if saving is None else {**saving.to_json(), **_shares_of(shares or [])},
         "rows": [r.summary.to_json() for r in runs],
     }
@@ -264,7 +263,7 @@ def _verdict(
         saving,
         setting=f"{model} on {gpus:,} GPU{'s' * (gpus > 1)} at prices of {cost.profile.name}",
         simulated=shares or [],
-        error=None if error is None else error.largest,
+        error=error,
     )
 
 

@@ -31,7 +31,7 @@ from wlb.simulate import (
     simulate_run,
     write_trace,
 )
-from wlb.simulate.forecast import ENOUGH, share_saved
+from wlb.simulate.forecast import share_saved
 from wlb.simulate.published import published_error, trust_line
 from wlb.spec import KNOWN_SYSTEMS, USUAL, RunSpec, load, system_overrides
 
@@ -51,9 +51,7 @@ def add_parser(commands: Any) -> None:
         epilog="example: wlb simulate 7b_128k --synthetic wlb_paper --systems usual plain_4d "
         "paper wlb --trace step.json --timeline step.png",
     )
-    source = sources.add_arguments(
-        parser, steps=None, steps_default="enough for about 2,048 micro-batches, at least 8"
-    )
+    source = sources.add_arguments(parser)
     text = (
         "simulate the steps of a finished run (run.output_dir/run.name) and compare them with its "
         "measured times; takes only --set cost.profile=... and --json; needs torch and the run's "
@@ -200,7 +198,7 @@ def _show(
         "notes": list(mismatches(cost)),
         "trust": trust_line(own.simulator.spec, cost.profile),
         "spec": own.simulator.spec.to_dict(),
-        "balance": {**gain._asdict(), "saved": gain.saved},
+        "balance": gain.to_json(),
         "runs": [r.to_json() for r in runs],
     }
     if output.write_json(options, data):
@@ -236,13 +234,8 @@ def _answer(runs: list[RunSimulation]) -> str:
     share = 1 - first.tokens_per_s / own.tokens_per_s
     said = f"take {share:.1%} less" if share >= 0 else f"take {-share:.1%} more"
     error = published_error(spec, own.simulator.cost.profile)
-    trust = ""
-    if error is not None:
-        trust = f"; step times of published runs were predicted within {error.largest:.0%}"
-    noise = share_saved(own, first).error
-    if noise is None or noise > ENOUGH:
-        known = "is unknown, for so few steps" if noise is None else f"is {noise:.1%}"
-        trust += f"; the standard error {known}: give more --steps"
+    remarks = [str(error) if error else "", share_saved(own, first).remark]
+    trust = "".join(f"; {remark}" for remark in remarks if remark)
     names = {USUAL: "the usual loader", "plain_4d": "the paper's Plain-4D"}
     return (
         f"The run would {said} GPU time than {names.get(first.label, first.label)} on these "

@@ -11,13 +11,14 @@ import numpy as np
 
 from wlb.cli.options import add_flag, add_overrides, add_text, number
 from wlb.data import (
+    DRAWN,
     FAMILIES,
     BlendedBatches,
     BlendedStore,
     GlobalBatches,
     LengthSource,
     StoreName,
-    lengths_of_family,
+    enough_of_family,
     lengths_of_file,
     open_store,
 )
@@ -31,8 +32,6 @@ from wlb.report.tables import console
 from wlb.simulate.forecast import batches_to_compare
 from wlb.spec import USUAL, RunSpec, load, presets, system_overrides
 
-DRAWN = next(iter(FAMILIES))
-"""Lengths that are drawn where no documents are given, as `wlb train --dry-run` does."""
 MOST_PASSES = 1000
 MOST_TOKENS = 1 << 40
 """Most tokens of all global batches together; more would take days to plan."""
@@ -53,7 +52,10 @@ class BlendedSource(StoredSource):
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, *, steps: int | None, steps_default: str = ""
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int | None = None,
+    steps_default: str = "enough for about 2,048 micro-batches, at least 8",
 ) -> Any:
     """Add the arguments of a run and of one source; return the sources' group, to add others.
 
@@ -115,13 +117,10 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
     if options.lengths:
         return lengths_of_file(options.lengths)
     if options.synthetic:
-        window = spec.data.context_window
-        some = lengths_of_family(options.synthetic, window=window, num_documents=4096, seed=0)
-        needed = spec.tokens_per_step * (options.steps + 1) * some.num_documents / some.num_tokens
-        return lengths_of_family(
+        return enough_of_family(
             options.synthetic,
-            window=window,
-            num_documents=int(needed * 1.1) + 1,
+            window=spec.data.context_window,
+            num_tokens=spec.tokens_per_step * (options.steps + 1),
             seed=spec.run.seed,
         )
     store = open_store(_store_of(options, spec))

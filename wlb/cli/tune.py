@@ -32,13 +32,7 @@ from wlb.plan import check_at_least, check_between
 from wlb.report.packing.plots import tuning_figure
 from wlb.report.packing.tables import recommendation, tuning_table, uneven, weight_remark
 from wlb.report.tables import console
-from wlb.simulate.forecast import (
-    ENOUGH,
-    SavedShare,
-    batches_to_compare,
-    packed_by,
-    simulated_shares,
-)
+from wlb.simulate.forecast import SavedShare, batches_to_compare, packed_by, simulated_shares
 from wlb.spec import Policy, RunSpec, load
 
 
@@ -115,26 +109,23 @@ def run(options: argparse.Namespace) -> int:
     notes = [
         f"predicted for {model}",
         *weight_remark(best.summary, spec.training.loss_normalizer, masks_labels=masks_labels),
-        *(
-            ["The command above has training.loss_normalizer=constant for that reason."]
-            if is_constant
-            else []
-        ),
     ]
+    if is_constant:
+        notes.append("The command above has training.loss_normalizer=constant for that reason.")
     chosen = load(options.name, keys)
     toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
     if options.out:
         output.write_text(options.out, toml)
-    gain = gain_of(spec, batches, cost)
+    gain, filled = gain_of(spec, batches, cost), sources.filled_in(chosen, options)
     with console(stderr=True).status("simulating"):
         hours = simulated_shares(
             cost,
             batches[: batches_to_compare(spec)],
             usual=sources.usual_of(options, spec),
-            ours=[sources.filled_in(chosen, options), spec],
+            ours=[filled, spec],
         )
     data = {
-        "balance": {**gain._asdict(), "saved": gain.saved},
+        "balance": gain.to_json(),
         "hours": {"recommended": hours[0].saved, "own": hours[1].saved},
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
@@ -146,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    worth = _worth(options, sources.filled_in(chosen, options), hours)
+    worth = _worth(options, filled, hours)
     worth += [f"As {options.name} is set: {gain}.", *left_out]
     _show(options, facts.lines, tuning, notes, command, worth)
     return 0
@@ -181,10 +172,8 @@ def _worth(options: argparse.Namespace, chosen: RunSpec, hours: Sequence[SavedSh
         f"Whole steps simulated, it saves {best:.1%} of the usual loader's GPU hours, and "
         f"{options.name} as it is set {own:.1%}."
     )
-    noise = hours[0].error
-    if noise is None or noise > ENOUGH:
-        known = "is unknown, for so few steps" if noise is None else f"is {noise:.1%}"
-        said += f" The standard error {known}: give more --steps."
+    if hours[0].remark:
+        said += f" But {hours[0].remark}."
     if options.device == "cpu":
         return [said]
     need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)

@@ -15,8 +15,10 @@ from wlb.data.blend import check_tokenizers as check_tokenizers
 from wlb.data.blend import open_batches as open_batches
 from wlb.data.blend import open_store as open_store
 from wlb.data.length_files import lengths_of_file as lengths_of_file
+from wlb.data.lengths import DRAWN as DRAWN
 from wlb.data.lengths import FAMILIES as FAMILIES
 from wlb.data.lengths import LengthFamily as LengthFamily
+from wlb.data.lengths import enough_of_family as enough_of_family
 from wlb.data.lengths import lengths_of_family as lengths_of_family
 from wlb.data.reader import StoreReader as StoreReader
 from wlb.data.store import TokenStore as TokenStore

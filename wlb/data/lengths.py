@@ -100,12 +100,21 @@ def _normal_cdf(z: float) -> float:
     return 0.5 * (1 + math.erf(z / math.sqrt(2)))
 
 
-FAMILIES: dict[str, LengthFamily] = {"wlb_paper": LengthFamily()}
+DRAWN = "wlb_paper"
+"""The family of lengths that are drawn where no documents are given: like the paper's."""
+FAMILIES: dict[str, LengthFamily] = {DRAWN: LengthFamily()}
 """Named sets of constants."""
 
 
+def enough_of_family(name: str = DRAWN, *, window: int, num_tokens: int, seed: int) -> LengthSource:
+    """Drawn lengths of a named family with at least about `num_tokens` tokens."""
+    some = lengths_of_family(name, window=window, num_documents=4096, seed=0)
+    needed = num_tokens * some.num_documents / some.num_tokens
+    return lengths_of_family(name, window=window, num_documents=int(1.1 * needed) + 1, seed=seed)
+
+
 def lengths_of_family(
-    name: str = "wlb_paper", *, window: int, num_documents: int, seed: int, source_id: int = 0
+    name: str = DRAWN, *, window: int, num_documents: int, seed: int, source_id: int = 0
 ) -> LengthSource:
     """`num_documents` drawn lengths of a named family for context window `window`."""
     if name not in FAMILIES:

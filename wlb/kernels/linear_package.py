@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wlb.kernels.flash_package import KernelPackage
+from wlb.kernels.package import KernelPackage
 from wlb.plan import UserError
 from wlb.spec import LinearBackend
 

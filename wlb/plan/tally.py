@@ -27,6 +27,10 @@ class BalanceGain(NamedTuple):
         """Share of the slowest micro-batches' time that is saved; below 0 if it is more."""
         return 1 - self.ours / self.usual
 
+    def to_json(self) -> dict[str, float]:
+        """Both figures and what is saved, for `json.dumps`."""
+        return {**self._asdict(), "saved": self.saved}
+
     def __str__(self) -> str:
         less = f"{self.saved:.1%} less" if self.saved >= 0 else f"{-self.saved:.1%} more"
         return (

@@ -78,10 +78,18 @@ class Forecast:
 
 
 class SavedShare(NamedTuple):
-    """A share of GPU hours that is saved; error: its standard error, None for too few steps."""
+    """How much less time a run takes than another one on the same documents."""
 
-    saved: float
-    error: float | None
+    saved: float  # share of the other's GPU hours
+    error: float | None  # its standard error, None for too few steps
+
+    @property
+    def remark(self) -> str:
+        """What to do about a standard error that is too large; empty if it is not."""
+        if self.error is not None and self.error <= ENOUGH:
+            return ""
+        known = "is unknown, for so few steps" if self.error is None else f"is {self.error:.1%}"
+        return f"the saving's standard error {known}: give more --steps"
 
 
 def simulated_shares(

@@ -16,6 +16,9 @@ class PublishedError(NamedTuple):
     runs: int  # published runs of this kind
     largest: float
 
+    def __str__(self) -> str:
+        return f"step times of published runs were predicted within {self.largest:.0%}"
+
 
 BEST = "h100_runs"
 """The profile whose products run as fast as in published runs. Its errors are those with constants

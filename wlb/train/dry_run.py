@@ -14,7 +14,7 @@ from rich.table import Table
 
 from wlb.cost import machine_name, mismatches, workload_for
 from wlb.cost.key_bytes import key_bytes
-from wlb.data import GlobalBatches, lengths_of_family, open_batches
+from wlb.data import DRAWN, GlobalBatches, enough_of_family, open_batches
 from wlb.memory import Budget, cpu_budget, gpu_budget
 from wlb.memory.estimate import GIB
 from wlb.packing import with_s_max
@@ -36,9 +36,6 @@ from wlb.train.memory_check import ROUNDING, caps_line, estimate_of, too_much, w
 from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing
-
-DRAWN = "wlb_paper"
-"""Family of lengths that stand for those of data.corpus."""
 
 
 class _Documents(NamedTuple):
@@ -160,11 +157,10 @@ def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
         stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
         note = f"{stores.note}; their lengths were read, nothing else"
     else:
-        window = spec.data.context_window
-        some = lengths_of_family(DRAWN, window=window, num_documents=4096, seed=0)
-        needed = spec.tokens_per_step * (count + 1) * some.num_documents / some.num_tokens
-        source = lengths_of_family(
-            DRAWN, window=window, num_documents=int(1.1 * needed) + 1, seed=spec.run.seed
+        source = enough_of_family(
+            window=spec.data.context_window,
+            num_tokens=spec.tokens_per_step * (count + 1),
+            seed=spec.run.seed,
         )
         stream = GlobalBatches(source, **batch)
         note = (

@@ -83,9 +83,8 @@ class HubModel:
     max_positions: int  # tokens of the longest text in training
     bos_id: int | None = None  # None if unknown
     eos_ids: tuple[int, ...] = ()  # empty if unknown
-    default_eos_ids: tuple[
-        int, ...
-    ] = ()  # of an absent key; generation_config.json may replace them
+    # Of an absent key, which a generation_config.json may replace.
+    default_eos_ids: tuple[int, ...] = ()
 
 
 def read_config(path: Path) -> HubModel:

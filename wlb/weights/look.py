@@ -39,8 +39,8 @@ class _KeptKeys:
     layer: int = 0
 
     @property
-    def _num(self) -> int:
-        """Layers with attention."""
+    def _num_attention_layers(self) -> int:
+        """Linear layers keep no keys."""
         return self.model.num_layers - self.model.num_linear_layers
 
     @property
@@ -54,7 +54,7 @@ class _KeptKeys:
             k, v = self.kept[self.layer]
             self.kept[self.layer] = (torch.cat([k, k_TGD]), torch.cat([v, v_TGD]))
         found = self.kept[self.layer]
-        self.layer = (self.layer + 1) % self._num
+        self.layer = (self.layer + 1) % self._num_attention_layers
         return found
 
     def attend(
@@ -63,7 +63,7 @@ class _KeptKeys:
         k_SGD, v_SGD = begun
         rows = [0, q_THD.shape[0]], [0, k_SGD.shape[0]]
         # `begin` has counted this layer.
-        slides = self.model.slides((self.layer - 1) % self._num)
+        slides = self.model.slides((self.layer - 1) % self._num_attention_layers)
         scores = Scores.of(self.model, slides=slides)
         segments = Segments.from_offsets(*rows, device=q_THD.device, scores=scores)
         return self.attention(q_THD, k_SGD, v_SGD, segments), None

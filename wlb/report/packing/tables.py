@@ -13,12 +13,13 @@ from wlb.plan import IntArray, late_remark, starved_remark
 from wlb.plan.plain import PlainRecord
 from wlb.report.tables import new_table
 from wlb.simulate.forecast import SavedShare
+from wlb.simulate.published import PublishedError
 from wlb.spec import LossNormalizer
 
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
-"""SavedShare of flushed tokens above which a row gets a remark."""
+"""Share of flushed tokens above which a row gets a remark."""
 UNEVEN_WEIGHT = 0.05
 """Difference of a label's weight from 1 above which a row gets a remark."""
 
@@ -101,7 +102,11 @@ FEW_CAPTION = (
 
 
 def verdict(
-    saving: Saving, *, setting: str, simulated: Sequence[SavedShare] | None, error: float | None
+    saving: Saving,
+    *,
+    setting: str,
+    simulated: Sequence[SavedShare] | None,
+    error: PublishedError | None,
 ) -> str:
     """What balance is worth on the documents, in a sentence.
 
@@ -119,20 +124,15 @@ def verdict(
             f"Balanced packing would shorten the computing of steps by {saving.gain.saved:.1%} on "
             f"these documents ({setting}; collectives and a pipeline's bubbles left out)."
         )
-    trust = (
-        "" if error is None else f"; step times of published runs were predicted within {error:.0%}"
-    )
-    saved, noise = simulated[0]
+    trust, saved = "" if error is None else f"; {error}", simulated[0].saved
     if saved < 0.0005:
         longer = f": whole steps take {-saved:.1%} longer" if saved < -0.0005 else ""
         return (
             f"Balanced packing and sharding would save no GPU hours on these documents{longer} "
             f"({setting}, simulated{trust})."
         )
-    if noise is None:
-        trust += "; too few steps to know the saving's standard error: give more --steps"
-    elif noise > 0.01:
-        trust += f"; the saving's standard error is {noise:.1%}: give more --steps"
+    if simulated[0].remark:
+        trust += f"; {simulated[0].remark}"
     return (
         f"Balanced packing and sharding would save {saved:.1%} of GPU hours on these documents "
         f"({setting}, simulated{trust})."
