@@ -104,7 +104,8 @@ REGISTRY = (
 
 class State:
     """Records finished runs by name (quick runs apart) in a JSON file that is written after each
-    run."""
+    run.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -72,7 +72,8 @@ def _is_named(config: pytest.Config) -> bool:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Shares folders of tests among workers, and runs files and named tests in this process,
-    where a debugger reaches them and no worker has to start first. Tests of GPUs share the GPUs."""
+    where a debugger reaches them and no worker has to start first. Tests of GPUs share the GPUs.
+    """
     is_gpu = config.option.markexpr == "gpu"
     if is_gpu or (config.args and all(_is_file(argument) for argument in config.args)):
         config.option.dist = "no"

@@ -69,7 +69,8 @@ def test_rooms_have_what_their_stubs_name() -> None:
 @pytest.mark.process
 def test_the_planner_loads_few_files() -> None:
     """A reader of the planner meets the files that it loads: today 36, 51 with a plan, and 63 with
-    its sharding."""
+    its sharding.
+    """
     program = """
 import sys
 def count():
@@ -93,7 +94,8 @@ print(count())
 
 def _documented(name: str) -> Iterator[tuple[str, Any]]:
     """Yields a public name and what it offers itself, beside the methods of a protocol it
-    documents."""
+    documents.
+    """
     value = getattr(wlb, name)
     yield name, value
     is_protocol = value in (wlb.Packer, wlb.WorkloadModel)
@@ -108,7 +110,8 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
 
 def _own_docstrings(value: type[Any]) -> str:
     """Returns the docstrings of a class and of the fields that have one, or a comment behind
-    them."""
+    them.
+    """
     source = textwrap.dedent(inspect.getsource(value))
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef)
@@ -131,7 +134,8 @@ def _own_docstrings(value: type[Any]) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_public_name_is_documented(name: str) -> None:
     """Docstrings must be our own (not what dataclass makes of the fields), and explain each
-    field."""
+    field.
+    """
     for path, value in _documented(name):
         text = inspect.getdoc(value) or ""
         assert len(text.split()) >= 3, f"{path} has no docstring"

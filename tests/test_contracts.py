@@ -38,7 +38,8 @@ def test_importing_the_planner_leaves_torch_out() -> None:
 def test_test_files_are_named_after_modules() -> None:
     """A test file of a room is test_<module>.py, or test_<module>_<subject>.py.
 
-    Folders that are no room hold tests of several rooms, of scripts or of a machine."""
+    Folders that are no room hold tests of several rooms, of scripts or of a machine.
+    """
     misnamed: list[str] = []
     for test in sorted((ROOT / "tests").rglob("test_*.py")):
         room = ROOT / "wlb" / test.parent.relative_to(ROOT / "tests")
@@ -79,7 +80,8 @@ DIFFER_BETWEEN_CPUS = {
 def _differing(tree: ast.AST) -> list[int]:
     """Lines whose result NumPy, libm or an unstable sort may make another one on other CPUs.
 
-    Powers of whole constants are let through: they are of whole numbers."""
+    Powers of whole constants are let through: they are of whole numbers.
+    """
     found: list[int] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):

@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 def traced(run: Callable[[], T]) -> tuple[T, set[str]]:
     """What `run` returns, and the files of wlb in which it called functions. It runs once before,
-    so that imports and what is made once do not count."""
+    so that imports and what is made once do not count.
+    """
     run()
     seen: set[str] = set()
 

@@ -50,7 +50,8 @@ def arguments() -> argparse.Namespace:
 
 def another_setting(setting: Setting) -> str:
     """Why the folder cannot be gone on with: it has results of another device or length. "" if it
-    can; the setting is then kept in it."""
+    can; the setting is then kept in it.
+    """
     path = setting.folder / "setting.json"
     asked = {"device": setting.device, "gpus": setting.gpus, "quick": setting.quick}
     found = read_whole(path)

@@ -96,7 +96,8 @@ def _of_defaults(figures: Mapping[str, Any]) -> Iterator[str]:
 
 def _fastest(figures: Mapping[str, Any], part: str, default: str) -> tuple[str, float]:
     """The fastest way that a part tried, and its speed over the default's; ("", 0) if it did not
-    run."""
+    run.
+    """
     speeds: dict[str, float] = figures.get(part, {}).get("tokens_per_s", {})
     if not speeds:
         return "", 0.0

@@ -144,7 +144,8 @@ def layer_ns(
 
 def with_measured(prices: StepPrices, layers_ns: np.ndarray) -> StepPrices:
     """Puts measured layers into the prices of steps: attention's times become the whole layer's,
-    and what was measured leaves the linear terms."""
+    and what was measured leaves the linear terms.
+    """
     linear = tuple(
         {
             kind: replace(

@@ -147,7 +147,8 @@ def trainings(setting: Setting) -> tuple[TrainingRun, ...]:
 
 def balanced(setting: Setting) -> TrainingRun:
     """The run that Plain-4D, the paper's system and ours train: on two CPU processes, or eight
-    GPUs."""
+    GPUs.
+    """
     if setting.device == "cpu":
         settings = {**TINY, "parallel.cp": 2}
         return TrainingRun(name="systems", window=512, windows=2, steps=6, settings=settings)

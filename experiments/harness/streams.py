@@ -46,7 +46,8 @@ def batches_of(
     name: str, *, num_micro_batches: int, num_batches: int, seed: int
 ) -> list[GlobalBatch]:
     """Returns the first `num_batches` global batches of N x 128K tokens, repeating a short
-    source."""
+    source.
+    """
     if name == "evaluation":
         spec = configuration("7b_128k", f"data.num_windows={num_micro_batches}")
         return evaluation.batches_of(spec, family=constants.FAMILY, steps=num_batches, seed=seed)

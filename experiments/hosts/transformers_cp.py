@@ -32,7 +32,8 @@ RANKS = 2
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """A way to train the documents. batches: padding-free batches of all of them, or with `mask`
-    one of each rank. positions that leak: share of other documents' positions that change."""
+    one of each rank. positions that leak: share of other documents' positions that change.
+    """
 
     name: str
     batches: list[dict[str, Any]]
@@ -121,7 +122,8 @@ def seconds(run: Callable[[], None], repeats: int) -> float:
 
 def changed(trained: LlamaForCausalLM, sharder: ContextSharder, batch: dict[str, Any]) -> float:
     """Returns which share of the other documents' positions changes, in any bit of their logits,
-    when the first document's tokens do."""
+    when the first document's tokens do.
+    """
     first = int((batch["position_ids"][0] == 0).nonzero()[1])
     other = batch | {"input_ids": batch["input_ids"].clone()}
     other["input_ids"][0, :first] = (other["input_ids"][0, :first] + 1) % VOCABULARY

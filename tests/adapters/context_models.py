@@ -72,7 +72,8 @@ def num_labels(rows: list[dict[str, Any]]) -> int:
 
 def unpacked(model: Any, rows: list[dict[str, Any]]) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Returns logits [S, vocabulary], the mean loss over all labels, and its gradients, of a model
-    that sees one document at a time."""
+    that sees one document at a time.
+    """
     total, logits = num_labels(rows), []
     loss = 0.0
     for row in rows:

@@ -59,7 +59,8 @@ def sharded(model: Any, context: ContextParallel, rows: Any) -> tuple[Tensor, fl
 
 def errors(found: Any, expected: Any) -> dict[str, float]:
     """Returns the largest error of logits and loss over their largest value, and of each gradient
-    over its own, or over a hundredth of the model's largest where it nearly vanishes."""
+    over its own, or over a hundredth of the model's largest where it nearly vanishes.
+    """
     (logits, loss, gradients), (logits0, loss0, gradients0) = found, expected
     return {
         "logits": float((logits - logits0).abs().max()) / float(logits0.abs().max()),
@@ -108,7 +109,8 @@ def parity(world: World, cases: list[Case], batches: tuple[tuple[int, ...], ...]
 
 def leaks(model: Any, context: ContextParallel, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
     """Returns, for every document of a packed batch, how many positions of others change when all
-    its tokens do, in any bit of their logits, and how many of its own."""
+    its tokens do, in any bit of their logits, and how many of its own.
+    """
     rows, out = documents(lengths), []
     document = torch.repeat_interleave(torch.tensor(lengths))
     before, *_ = sharded(model, context, rows)
@@ -145,7 +147,8 @@ STEP = [[(37, 1, 9), (2, 53)], [(5, 4, 3, 40), ()]]
 def own_loop(world: World, dtype: torch.dtype | None) -> tuple[int, float]:
     """Returns the labels that all ranks count, and the worst error of the gradients of FSDP2 over
     dp 2 x cp 2, with accumulation and recomputed layers, over their largest value. dtype: in which
-    layers compute."""
+    layers compute.
+    """
     model = tiny("llama").train()
     rows = [[documents(n, seed=i) for i, n in enumerate(ranks)] for ranks in STEP]
     _, _, expected = unpacked(model, [row for of in rows for micro in of for row in micro])

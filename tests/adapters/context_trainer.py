@@ -35,7 +35,8 @@ class Job:
 class Trained:
     """losses, norms: of each step, as the trainer has them. weights: after the last step, minus
     those before. evaluated: the loss of an evaluation. said: tokens that were generated. is_fsdp:
-    whether FSDP2 held the weights."""
+    whether FSDP2 held the weights.
+    """
 
     losses: list[float]
     norms: list[float]

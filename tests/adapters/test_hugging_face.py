@@ -107,7 +107,7 @@ def test_max_steps_within_an_epoch_end_in_it() -> None:
 
 
 def test_processes_of_a_cp_group_get_the_same_micro_batches() -> None:
-    """accelerate deals by the number of the process, and each loop of one's own by `of_rank`."""
+    """Accelerate deals by the number of the process, and each loop of one's own by `of_rank`."""
     sizes: dict[str, Any] = {"num_ranks": 2, "accumulation_steps": 2, "epochs": 2}
     alone = BalancedBatchSampler(lengths(), BALANCE, **sizes)
     shared = BalancedBatchSampler(lengths(), dataclasses.replace(BALANCE, cp=3), **sizes)
@@ -224,7 +224,8 @@ def test_the_loss_of_a_step_is_the_mean_of_its_labels(tmp_path: Path) -> None:
 
 def test_lengths_of_datasets_are_those_of_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """This also holds for a dataset that was shuffled and cut, whose rows are not in table
-    order."""
+    order.
+    """
     monkeypatch.setattr(trainers, "BLOCK", 7)
     rows = [{"input_ids": [1] * n} for n in lengths()]
     whole = Dataset.from_list(rows)

@@ -34,7 +34,8 @@ def launch(out: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.dist
 def test_two_processes_train_every_row_and_resume_exactly(tmp_path: Path) -> None:
     """They resume in a later epoch, where accelerate's skipping loader would begin with the first
-    one's rows."""
+    one's rows.
+    """
     whole = launch(tmp_path / "whole")
     assert Counter(whole[0]["seen"] + whole[1]["seen"]) == dict.fromkeys(range(120), EPOCHS)
     per_epoch = whole[0]["steps_per_epoch"]

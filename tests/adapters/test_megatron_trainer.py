@@ -39,7 +39,8 @@ def launch(out: Path, ranks: int, **run: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("pp", [1, 2], ids=["DP 2", "PP 2"])
 def test_it_trains_as_documents_one_by_one_and_resumes_exactly(tmp_path: Path, pp: int) -> None:
     """Megatron's data parallelism, optimizer, 1F1B with micro-batches of different lengths, and
-    distributed checkpoint."""
+    distributed checkpoint.
+    """
     store = write_store(tmp_path / "store", LENGTHS.tolist())
     run: dict[str, Any] = {"store": store, "steps": STEPS, "pp": pp, "save_at": SAVED}
     whole = launch(tmp_path, 2, **run)

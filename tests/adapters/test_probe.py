@@ -85,7 +85,7 @@ def test_models_that_read_no_boundaries_are_refused(family: str) -> None:
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrid_models_are_told_of_boundaries_or_refused(family: str) -> None:
-    """transformers keeps documents apart with kernels alone, and says so if none is installed."""
+    """Transformers keeps documents apart with kernels alone, and says so if none is installed."""
     model = model_of(family)
     says = r"takes cu_seq_lens_q, .*, seq_idx, which the collator leaves out: give PaddingFree"
     with pytest.raises(UserError, match=says):

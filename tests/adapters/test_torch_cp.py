@@ -68,7 +68,8 @@ def pairs_of(index: np.ndarray, lengths: list[int], cp: int) -> list[int]:
 
 def test_torchs_own_balancer_gives_ranks_other_chunks_than_it_means_to() -> None:
     """The test fails once a version fixes it. One long document comes first, short ones after
-    it."""
+    it.
+    """
     lengths, cp = [32, 8, 8, 8, 8], 2
     found = theirs._PerDocumentHeadTailLoadBalancer([lengths], cp, "cpu")._generate_indices()[0]
     plan = shard(np.array(lengths), cp=cp, strategy="per_document", cost=COST)
@@ -82,7 +83,8 @@ def test_torchs_own_balancer_gives_ranks_other_chunks_than_it_means_to() -> None
 
 def attention_of_ranks(world: Any, strategy: str) -> tuple[list[bool], float]:
     """Runs flex attention with torch's own sharding of tensors and masks, and compares with
-    dense."""
+    dense.
+    """
     lengths, total, cp = [100, 7, 130, 1, 19], 512, 2
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     plan = shard(np.array(lengths), cp=cp, strategy=strategy, cost=COST)

@@ -44,7 +44,8 @@ def test_it_trains_as_documents_one_by_one_and_resumes_exactly(
     tmp_path: Path, layout: dict[str, int], ranks: int
 ) -> None:
     """Loss and gradients of a step before and of one after the checkpoint, and all bits after
-    it."""
+    it.
+    """
     out = tmp_path / "out"
     out.mkdir()
     store = write_store(tmp_path / "store", LENGTHS.tolist())

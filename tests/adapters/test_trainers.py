@@ -104,7 +104,7 @@ def test_context_parallelism_that_mixes_documents_is_refused(make: Callable[...,
 
 
 def test_ranks_of_tensor_parallelism_train_whole_steps(make: Callable[..., Any]) -> None:
-    """accelerate deals to processes / tp, and each takes accumulation steps of every step."""
+    """Accelerate deals to processes / tp, and each takes accumulation steps of every step."""
     loader = make(world_size=4, tp=2).get_train_dataloader()
     alone = make(world_size=2).get_train_dataloader()
     assert list(loader.batch_sampler) == list(alone.batch_sampler)

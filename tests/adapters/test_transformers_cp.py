@@ -46,7 +46,7 @@ def ranks(world: int, body: Any, *args: Any) -> list[Any]:
 
 
 def assert_equal(found: Errors) -> None:
-    """transformers computes losses in float32, also of a model in float64."""
+    """Transformers computes losses in float32, also of a model in float64."""
     for case, worst in found:
         allowed = 1e-5 if case.dtype == torch.float32 else 1e-12
         assert worst["loss"] < 1e-6, (case, worst)

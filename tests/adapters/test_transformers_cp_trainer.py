@@ -39,7 +39,7 @@ def test_options_of_a_trainer_that_do_not_go_with_cp(
 
 
 def test_balance_s_cp_goes_with_no_other_sharing_of_a_sequence() -> None:
-    """accelerate itself would start its own only on GPUs."""
+    """Accelerate itself would start its own only on GPUs."""
 
     def trainer(**sizes: int) -> Any:
         given = {"tp_size": 1, "cp_size": 1, "sp_size": 1} | sizes
@@ -95,7 +95,8 @@ def test_trainers_train_what_processes_without_cp_do(
     job: Job, num_ranks: int, other: Job, num_others: int, tmp_path: Path
 ) -> None:
     """The other run has transformers' own attention, a whole micro-batch a process, and the same
-    plan; it must give the same losses, norms and weights over steps of two micro-batches."""
+    plan; it must give the same losses, norms and weights over steps of two micro-batches.
+    """
     found = run_local(train, num_ranks, job, str(tmp_path), **START)
     expected = without_cp(other, num_others)
     assert len(expected.losses) == 3

@@ -125,7 +125,7 @@ def step(
 
 
 def summed(parallelize: Any, model: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """torchtitan's parallelism, whose FSDP adds gradients up as Gloo can."""
+    """Torchtitan's parallelism, whose FSDP adds gradients up as Gloo can."""
     made = parallelize(model, **options)
     for module in made.modules():
         if isinstance(module, FSDPModule):
@@ -134,7 +134,7 @@ def summed(parallelize: Any, model: torch.nn.Module, **options: Any) -> torch.nn
 
 
 def config_of(run: Run) -> Any:
-    """torchtitan's debug model of LLaMA 3 in float32."""
+    """Torchtitan's debug model of LLaMA 3 in float32."""
     config = config_registry.llama3_debugmodel()
     spec = model_registry("debugmodel", attn_backend="flex")
     config.model_spec = dataclasses.replace(

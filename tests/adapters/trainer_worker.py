@@ -80,7 +80,8 @@ def arguments(out: str, **options: Any) -> TrainingArguments:
 
 def dispatched(out: str) -> None:
     """Runs accelerate's loop in which the first process reads for all, and writes what each rank
-    got."""
+    got.
+    """
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
     from torch.utils.data import DataLoader

@@ -242,7 +242,7 @@ def test_special_tokens_of_conversations(chats: Path, capsys: pytest.CaptureFixt
 def test_a_saved_tokenizer_without_a_limit_of_length(
     corpus: Path, chats: Path, tmp_path: Path
 ) -> None:
-    """transformers writes a limit of more than 64 bits then; the store keeps what was written."""
+    """Transformers writes a limit of more than 64 bits then; the store keeps what was written."""
     folder = tmp_path / "model"
     folder.mkdir()
     byte_tokenizer(["</s>", *CHATML_TOKENS]).save(str(folder / "tokenizer.json"))

@@ -144,7 +144,8 @@ def test_a_small_store_of_a_blend_is_not_repeated_without_end(
     stores: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """4 windows of 2 M tokens per step would come a thousand times from the store of 8,400
-    tokens."""
+    tokens.
+    """
     blend = f"data.blend={json.dumps(blend_of(stores, (999, 1)))}"
     words = ["--set", "data.context_window=2097152", "data.num_windows=4", blend]
     assert main(["plan", "demo", "--steps", "2", *words]) == 2

@@ -27,7 +27,7 @@ def _solved(k_dim: int, v_dim: int) -> int:
 
 
 def _mamba2(chunk: int = 64) -> float:
-    """transformers' code passes states between all pairs of chunks, by a product; kernels scan."""
+    """Transformers' code passes states between all pairs of chunks, by a product; kernels scan."""
     chunks = TOKENS // chunk + 1
     return -2 * chunks * chunks * 128 * 16 / TOKENS
 
@@ -60,7 +60,8 @@ reverse, by the number of layers of each kind."""
 
 def in_matrices(model: torch.nn.Module) -> int:
     """Parameters in matrices. Not counted: convolutions, positions, biases of experts, and what a
-    recurrence has for each of its states."""
+    recurrence has for each of its states.
+    """
     left_out = ("conv1d.weight", "conv.weight", "wpe.weight", "A_log", "_bias")
     named = model.named_parameters()
     return sum(p.numel() for name, p in named if p.ndim >= 2 and not name.endswith(left_out))
@@ -86,7 +87,7 @@ def test_parameters_and_flops_are_those_of_transformers_model(model_type: str) -
 
 @pytest.mark.parametrize("model_type", COUNTED)
 def test_files_that_leave_out_defaults_count_alike(model_type: str) -> None:
-    """transformers leaves out of a file what is its default."""
+    """Transformers leaves out of a file what is its default."""
     config = small_config(model_type)
     whole = counted_of(config.to_dict(), model_type)
     short = json.loads(json.dumps(config.to_diff_dict()))

@@ -27,7 +27,8 @@ TINY = ModelSpec(
 
 def brute_tile_pairs(q: int, kv: int, tile: int, sliding: int = 0) -> int:
     """Counts pairs by brute force: rows of a tile all run over the keys from the first that its
-    first row sees to the last that its last one does."""
+    first row sees to the last that its last one does.
+    """
     total = 0
     for first in range(0, q, tile):
         last_row = min(first + tile, q) - 1

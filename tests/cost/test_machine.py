@@ -102,7 +102,8 @@ def test_memory_and_form_make_no_other_gpu():
 @pytest.fixture
 def shipped(monkeypatch, tmp_path):
     """Adds a folder of profiles to the shipped ones: three of an H200, one of an old format,
-    CPUs'."""
+    CPUs'.
+    """
     measured = replace(
         load_profile("h100"),
         name="h200",

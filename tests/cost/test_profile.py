@@ -212,7 +212,8 @@ def test_groups_beyond_a_node_use_the_network(h100):
 
 def test_ranks_of_a_node_have_a_link_each(h100):
     """1 of 8 ranks per node has one link, 4 have four, and 8 more than NVLink moves, so
-    NVLink's."""
+    NVLink's.
+    """
 
     def bandwidth(op, ranks, span):
         return h100.collective(op, span_ranks=span, num_ranks=ranks).bytes_per_s

@@ -65,7 +65,8 @@ def workload(table: AttentionTable, *, cp: int = 1, **model: int) -> ProfiledWor
 
 def test_a_call_pays_for_its_longest_segments_tiles_in_every_segment() -> None:
     """Rows of 300 and keys of 1000 are 3 and 8 tiles, each in 3 segments and 4 heads; a segment
-    without rows launches nothing."""
+    without rows launches nothing.
+    """
     assert calls([300, 1, 100, 0], [300, 1000, 100, 9999]) == [
         [1000 + 4 * 3 * 3 * 1.0 + 1000 * 27.5],
         [2000 + 4 * 3 * 8 * 5.5 + 300 * 23.0],
@@ -109,7 +110,8 @@ def test_calls_never_get_cheaper_as_segments_grow_or_are_added(
 
 def test_ranks_wait_for_their_calls_grids_in_all_layers() -> None:
     """Documents of 1024 and 100 tokens in 4 chunks: rank 0 has the first and the last of each, rank
-    1 the two between, which are one segment of 512 rows over 768 keys and one of 50."""
+    1 the two between, which are one segment of 512 rows over 768 keys and one of 50.
+    """
     plan = per_document([1024, 100], cp=2)
     with_grid, without = (
         attention_latency(plan, workload(table, cp=2)) for table in (TABLE, PLAIN)

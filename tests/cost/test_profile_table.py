@@ -55,7 +55,8 @@ def test_lengths_are_rounded_up_to_those_the_kernel_computes():
 
 def test_segments_without_a_prefix_have_their_own_throughput():
     """16 rows over 16 keys are 136 pairs: 4 and 10 FLOPs per pair, 2 heads of 16, at 0.02
-    TFLOP/s..."""
+    TFLOP/s...
+    """
     forward, backward = times([16, 16], [16, 17])
     assert forward[0] == pytest.approx(136 * 4 * 32 / 0.02 * 1e-3)
     assert backward[0] == pytest.approx(136 * 10 * 32 / 0.04 * 1e-3)

@@ -78,7 +78,8 @@ def test_launches_are_paid_once_a_call_and_layer():
 
 def test_keys_are_gathered_forward_and_again_in_backward():
     """4,096 tokens of K and V, one KV head of 128 per tp rank, 2 bytes: 2 MiB per layer, 8
-    layers."""
+    layers.
+    """
     found = attention_latency(per_document([4096], cp=4), workload(4))
     profile = load_profile("h100")
     gather, scatter = (
@@ -159,7 +160,8 @@ def test_full_recompute_runs_attention_again_and_selective_does_not():
 
 def test_linear_work_counts_the_second_gather():
     """W_l's CP term is the same exchange, by its bandwidth part: a gather of K and V in bfloat16,
-    and the way back of their gradients in float32."""
+    and the way back of their gradients in float32.
+    """
     cost, tokens = workload(4), 100_000
     size = tokens * 2 * 128 * 2
     gather, scatter = (

@@ -71,7 +71,8 @@ def test_stages_are_priced_by_their_own_layers(
     model: ModelSpec, kinds: tuple[ModelSpec, ModelSpec]
 ) -> None:
     """Of 8 layers: stages of 4 with an MLP and of 4 with experts; stages of 5 and 3 layers of which
-    4 and 2 slide."""
+    4 and 2 slide.
+    """
     spec = RunSpec(model=model, parallel=ParallelSpec(tp=2, cp=2, pp=2))
     counts, slides = ((4, 0), (0, 4)), model is EARLY_WINDOWS
     if slides:

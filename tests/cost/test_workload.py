@@ -339,7 +339,8 @@ def test_costs_that_are_no_times_are_refused(quadratic):
 
 def test_work_of_other_layers_becomes_linear():
     """W_a of a model that slides everywhere grows by a token's window; where every other layer
-    slides, by the mean of both kinds; and pieces within the window cost the same."""
+    slides, by the mean of both kinds; and pieces within the window cost the same.
+    """
     parallel = ParallelSpec(tp=8, cp=1, pp=4)
     profile = load_profile("h100")
     models = [MODEL, *(replace(MODEL, sliding_window=4096, full_every=n) for n in (0, 2))]
@@ -375,7 +376,8 @@ def test_layers_exchange_the_rows_of_their_windows():
 @pytest.mark.parametrize("cp", [1, 2])
 def test_copies_of_kv_heads_cost_what_as_many_heads_do(cp: int) -> None:
     """A TP rank computes and exchanges the same with a copy of a KV head as with a head of its own;
-    the model's FLOPs are those of the heads that it has."""
+    the model's FLOPs are those of the heads that it has.
+    """
     own, copied = (
         ProfiledWorkload(
             model=replace(MODEL, num_kv_heads=num),

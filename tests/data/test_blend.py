@@ -60,7 +60,8 @@ def test_equal_weights_alternate_by_tokens():
 
 def reference(lengths, weights, *, seed, num_tokens, end=np.inf):
     """Returns the same order by a loop over documents: the source with the smallest tokens /
-    weight."""
+    weight.
+    """
     tokens, read, out = [0] * len(lengths), [0] * len(lengths), []
     rows = sum(len(x) for x in lengths)
     first = np.cumsum([0, *(len(x) for x in lengths)]).tolist()

@@ -21,7 +21,8 @@ PLANNER = "planner.0123456789abcdef.0"
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A folder for temporary files whose name is short enough for sockets in it; pytest's own, in
-    which `tmp_path` is, was made before."""
+    which `tmp_path` is, was made before.
+    """
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as name:
         monkeypatch.setenv("TMPDIR", name)
         monkeypatch.setattr(tempfile, "tempdir", None)

@@ -75,7 +75,8 @@ def test_small_n_reaches_every_order_equally():
 @pytest.mark.parametrize("n", [10, 100])
 def test_every_index_goes_everywhere(n):
     """Chi-square per degree of freedom is taken over 4,000 epochs, of images and of pairs of
-    images."""
+    images.
+    """
     epochs = 4000
     index = np.tile(np.arange(n), epochs)
     out = permute(index, n, 5, np.repeat(np.arange(epochs), n))

@@ -54,7 +54,8 @@ def fuzzed(share: float = 1.0, *, nightly: int = NIGHTLY) -> settings:
     """Settings of a fuzz test. share: of the quick and the full set's inputs, for readers that are
     slow or have many cases. nightly: inputs of the nightly set. Fewer than `NIGHTLY` have the cases
     of a test that has more than `NIGHTLY` in all, and checks from end to end (whole commands, loads
-    and epochs), beside which the parsers' own checks have `NIGHTLY`."""
+    and epochs), beside which the parsers' own checks have `NIGHTLY`.
+    """
     inputs = _INPUTS.get(settings.default.max_examples if settings.default else 25, 150)
     is_nightly = inputs == NIGHTLY
     return settings(

@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained_from(made: Planner, state: PlannerState) -> dict[Pair, list[Pair]]:
     """By corpus and document, the pieces [start, stop) that are trained from a state on, in order;
-    neighbours are one."""
+    neighbours are one.
+    """
     found: dict[Pair, list[Pair]] = {}
     for plan in made.steps(state):
         for piece in plan.packing.pieces:

@@ -111,7 +111,8 @@ TILES = {True: [(128, 128), (64, 128), (64, 96), (64, 48)], False: [(80, 128), (
 def flash4_kinds(lengths: Any, group: int, tile: tuple[int, int]) -> tuple[Any, Any]:
     """Returns what compile keys of flash-attn-4 4.0.0b36 hold of a call's lengths: in backward
     (`single_q_block`, `single_k_block`, `cu_total_m_blocks_k`) and in forward (`q_stage`,
-    `is_static_persistent`, `cu_total_m_blocks`), on Blackwell and with Hopper's tiles."""
+    `is_static_persistent`, `cu_total_m_blocks`), on Blackwell and with Hopper's tiles.
+    """
     (max_q, max_k), is_long = map(max, zip(*lengths, strict=True)), len(lengths) > 256
     stages = 2 if max_q * group > 128 else 1
     hopper = [max_q * group <= rows for rows in (128, 192)]

@@ -36,7 +36,8 @@ def segments_of(lengths: list[tuple[int, int]]) -> Segments:
 
 def inputs(segments: Segments) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Returns q, k and v, four query heads and two key heads of 8, and the gradient of the
-    output."""
+    output.
+    """
     random = torch.Generator().manual_seed(0)
     shapes = [(segments.num_queries, 4, 8), *[(segments.num_keys, 2, 8)] * 2]
     qkv = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
@@ -110,7 +111,8 @@ def test_a_compiled_graph_keeps_the_order_of_additions(monkeypatch, deterministi
 @pytest.mark.full
 def test_compiled_layers_work_out_the_hosts_part_once(monkeypatch):
     """Forward and backward of all layers: what compiled code saves for backward leads back to it
-    too."""
+    too.
+    """
     calls = []
     classify = sdpa._classify
     monkeypatch.setattr(sdpa, "_classify", lambda s, **k: calls.append(s) or classify(s, **k))

@@ -32,7 +32,8 @@ READS = '  File "wlb/data/store.py", line 210 in read\n  File "wlb/train/loop.py
 
 class Left:
     """Writes what ranks of the last start of a run in `directory` leave, on machines that are not
-    this one."""
+    this one.
+    """
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
         self.directory, self.patch = directory, patch

@@ -111,7 +111,8 @@ def test_workspace_literal():
 
 def test_rows_on_their_way_by_need_are_workspace_literal():
     """At most 100 rows leave in a buffer of their own: K and V beside the MLP's backward, and
-    float32 gradients when attention's is done, which take less here than half of the copies."""
+    float32 gradients when attention's is done, which take less here than half of the copies.
+    """
     spec = tiny(cp=2)
     spec = replace(spec, sharding=replace(spec.sharding, exchange=ExchangeChoice.NEEDED))
     in_kernel, summing = (100 + 2 * 125) * 4, (100 + 125 + 100) * 4 + max((125 + 100) * 2, 100 * 4)
@@ -122,7 +123,8 @@ def test_rows_on_their_way_by_need_are_workspace_literal():
 
 def test_keys_of_a_plan_to_the_byte():
     """Of 16 tokens in one document, 4 spans of 4 by 2 ranks, rank 0 reads 8 rows of the other and
-    is read 4; a row of K and V has 4 float32 values on a TP rank, and a rank 1 row of padding."""
+    is read 4; a row of K and V has 4 float32 values on a TP rank, and a rank 1 row of padding.
+    """
     spec, plan = tiny(cp=2), per_document([16], cp=2)
     both = [key_bytes(spec, plan, rank=r, local_tokens=9) for r in range(2)]
     assert both == [(18 * 16, 9 * 16)] * 2

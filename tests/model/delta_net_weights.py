@@ -21,7 +21,7 @@ FAMILIES = {"qwen3_next": "Qwen3NextGatedDeltaNet", "qwen3_5_text": "Qwen3_5Gate
 
 
 def theirs(family: str) -> torch.nn.Module:
-    """transformers' layer, with every weight away from its first value."""
+    """Transformers' layer, with every weight away from its first value."""
     config = CONFIG_MAPPING[family](
         hidden_size=SPEC.hidden_size,
         num_hidden_layers=1,

@@ -56,7 +56,8 @@ def close(found: Tensor, expected: Tensor, name: str = "", limit: float = 1e-5) 
 
 class Cut:
     """What the spans of documents in one process find before them. starts: whether a span is the
-    first of its document."""
+    first of its document.
+    """
 
     def __init__(self, starts: list[bool]) -> None:
         self.starts = starts

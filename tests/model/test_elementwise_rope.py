@@ -145,7 +145,8 @@ def test_linear_scaling_divides_all_frequencies() -> None:
 
 def test_yarn_keeps_the_first_pairs_and_divides_the_last() -> None:
     """Qwen's: heads of 128, theta 1e6, 32,768 tokens made 4 times longer. A pair i turns 32768 /
-    (2 pi 1e6^(i / 64)) times: 32 times for i = 23.6, once for i = 39.7."""
+    (2 pi 1e6^(i / 64)) times: 32 times for i = 23.6, once for i = 39.7.
+    """
     scaling = RopeScaling(kind=RopeKind.YARN, factor=4.0, original_context=32768)
     spec = replace(LLAMA31, rope_theta=1e6, rope_scaling=scaling)
     plain = inverse_frequencies(replace(spec, rope_scaling=RopeScaling()))

@@ -142,7 +142,8 @@ def test_llama2_7b_has_as_many_parameters_as_published() -> None:
 
 def textbook(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Returns log-probabilities of one document, row by row and head by head, by complex
-    rotations."""
+    rotations.
+    """
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean() + SPEC.norm_eps).sqrt() * weights[name]

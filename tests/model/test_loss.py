@@ -23,7 +23,8 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 def plain(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Takes all logits of the real vocabulary, in the inputs' dtype; softmax in at least
-    float32."""
+    float32.
+    """
     logits = x @ weight[:VOCAB].t()
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")

@@ -89,7 +89,8 @@ def highest(rows: list[list[int]], works: list[list[int]]) -> int:
 
 def test_placement_by_the_worst_price() -> None:
     """The third document goes to the first one, though that is the slower one at the first
-    price: at the second the other is slower still."""
+    price: at the second the other is slower still.
+    """
     one, two = [9, 5, 4], [1, 12, 4]
     assert place([1] * 3, one, num_micro_batches=2, s_max=9)[0] == [[0], [1, 2]]
     assert place([1] * 3, one, num_micro_batches=2, s_max=9, second=two)[0] == [[0, 2], [1]]

@@ -177,7 +177,8 @@ def fitted(num: int, n: int, seed: int = 0) -> list[GlobalBatch]:
 
 def test_it_balances_better_than_algorithm_1_at_less_delay() -> None:
     """The comparison is on the fitted stream, at the same S_max and T, with the paper's two
-    queues and prices that are right."""
+    queues and prices that are right.
+    """
     batches = fitted(150, 4)
     ours = measure(packer(delay_price=0.03), batches, cost=COST).summary
     options = PackerOptions(num_micro_batches=4, context_window=C, cost=COST)
@@ -451,7 +452,8 @@ def test_a_piece_that_no_step_can_take_is_refused_not_flushed_for_ever() -> None
 
 def rare(num: int) -> list[GlobalBatch]:
     """Returns a full-window document every twelve batches, and some of 1/4 to 1/2 window
-    between."""
+    between.
+    """
     draw = np.random.default_rng(2)
     out: list[GlobalBatch] = []
     for i in range(num):
@@ -481,7 +483,8 @@ def test_moves_and_swaps_are_worth_their_time(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_backlog_costs_more_the_longer_it_takes_to_catch_up() -> None:
     """Of two equally balanced choices the one that leaves less behind wins, the more so at a tight
-    T."""
+    T.
+    """
     batches = fitted(100, 4)
     pack = packer(step_tokens=1.1, s_max=1.5, max_delay=40)
     tight = measure(pack, batches, cost=COST).summary

@@ -98,7 +98,8 @@ def test_the_surplus_is_held_without_cutting_long_documents() -> None:
 @pytest.mark.parametrize("w", [1, 2, 4])
 def test_a_short_document_is_not_held_back_again_and_again(w: int) -> None:
     """Among short documents are some of half to a whole window, so nearly every window has a
-    surplus."""
+    surplus.
+    """
     draw = np.random.default_rng(0)
     lengths = [n for _ in range(200) for n in (1, *draw.integers(50, 101, 2).tolist())]
     source = LengthSource(name="test", lengths=np.array(lengths))

@@ -210,7 +210,8 @@ def test_memory_that_cannot_hold_a_step_is_refused(gib: float, message: str) -> 
 
 def test_more_memory_is_never_refused_where_less_will_do() -> None:
     """There are several pipelines: T is less an eighth, and without T shorter micro-batches may
-    do."""
+    do.
+    """
     keys = ["packing.policy=bounded", "packing.s_max=1.5", "model.vocab_size=32000"]
     spec = load("7b_64k", [*keys, "parallel.dp=4", "pp.virtual_stages=2"])
     n = 8 * spec.parallel.dp

@@ -196,7 +196,8 @@ def test_labels_of_joined_pieces_are_the_plans(method: str) -> None:
 
 def test_padding_and_joining_are_priced() -> None:
     """The expected prices are W of 3 x 30 tokens, and of one sequence of 60, with W(d) = d^2 + 10
-    d."""
+    d.
+    """
     found: dict[Layout, PackingPlan] = {}
     for layout in Layout:
         options = PackerOptions(num_micro_batches=1, context_window=64, cost=COST, layout=layout)

@@ -24,7 +24,8 @@ def num_workers() -> int:
 
 def race(seconds: float) -> int:
     """Runs collectives of long and of short names, many in flight, for `seconds`; returns how
-    many."""
+    many.
+    """
     group = dist.group.WORLD
     assert group is not None
     name, x, ops = group.group_name, torch.zeros(4), torch.ops._c10d_functional

@@ -34,7 +34,8 @@ def live_bytes() -> int:
 
 def built(world: World, case: Case, dtype: Dtype) -> dict[str, Any]:
     """Returns live bytes at each parameter's turn and at the end, and whether values are the
-    reference's."""
+    reference's.
+    """
     spec = spec_of(case)
     spec = replace(spec, training=replace(spec.training, dtype=dtype))
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))

@@ -68,7 +68,8 @@ class Case:
 
     def qkvg(self, dtype: torch.dtype) -> Tensors:
         """Returns q, k, v and the output's gradient of the packed sequence; bf16 holds the values
-        too."""
+        too.
+        """
         generator = torch.Generator().manual_seed(sum(self.lengths) + len(self.lengths))
         rows, (h, g) = sum(self.lengths), self.heads
         made = [torch.randn(rows, n, D, generator=generator) for n in (h, g, g, h)]
@@ -190,7 +191,8 @@ def of_rank(case: Case, world: World, whole: Tensors) -> Tensors:
 
 def worst_error(got: Tensor, expected: Tensor) -> float:
     """Returns max|diff| / max|expected|, but max|diff| of small numbers: a lone token's dq, dk are
-    0."""
+    0.
+    """
     if not got.numel():
         return 0.0
     return (got.double() - expected).abs().max().item() / max(1.0, expected.abs().max().item())
@@ -292,7 +294,8 @@ def test_rows_that_were_needed_give_the_bits_of_gathered_ones(cp: int) -> None:
 
 def compiled(world: World, how: How) -> tuple[list[bool], int]:
     """Returns whether each micro-batch has the eager bits, forward and backward, and graphs
-    compiled."""
+    compiled.
+    """
 
     def layer(x_TC: Tensor, attention: ContextAttention) -> Tensor:
         q, k, v = x_TC.unflatten(1, (-1, D)).split([4, 2, 2], 1)
@@ -335,7 +338,8 @@ ARGUMENTS: dict[str, Any] = {
 
 def front_door(world: World, exchange: KeyExchange) -> tuple[bool, list[str]]:
     """Returns whether rows go there and back with the right output, and what bad tensors are
-    told."""
+    told.
+    """
     case = Case(
         lengths=(20, 3, 18),
         strategy="per_document",

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.dist
 
 def kept(attention: ContextAttention, inputs: Tensors) -> tuple[int, list[int]]:
     """Returns bytes that a call keeps for backward beside its indices, and rows of what it
-    keeps."""
+    keeps.
+    """
     assert attention.exchange is not None
     indices = (*attention.indices, attention.exchange.numbers)
     shared = {x.untyped_storage().data_ptr() for x in indices}
@@ -68,7 +69,8 @@ def gathered_alive(attention: ContextAttention, inputs: Tensors, expected: int) 
 
 class Recorder:
     """Passes collectives on, refers weakly to what all-gathers and all-to-alls give, and counts
-    all."""
+    all.
+    """
 
     def __init__(self, gathered: list[StorageWeakRef]) -> None:
         self.gathered, self.calls = gathered, Counter[str]()

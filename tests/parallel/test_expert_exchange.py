@@ -39,7 +39,8 @@ from wlb.spec import ExpertsSpec, Recompute
 
 class Post:
     """Carries all-to-alls between threads, one a rank; a call's rows are there when all have called
-    it."""
+    it.
+    """
 
     def __init__(self, size: int) -> None:
         self.ranks = size
@@ -100,7 +101,8 @@ class Delivered(NamedTuple):
 @given(data=st.data())
 def test_every_row_arrives_once_in_one_order(data: st.DataObject) -> None:
     """By expert, source rank and token, whatever the stages; also from ranks with few rows or
-    none, and to experts that nobody chose."""
+    none, and to experts that nobody chose.
+    """
     size, stages = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     held, per_token = stages * data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     num = size * held
@@ -229,7 +231,8 @@ Logs = dict[tuple[str, int], tuple[list[str], list[str]]]
 def steps(world: World) -> tuple[Logs, float]:
     """Returns the logs of steps by recompute and number of stages, and by how much those that
     differ in their stages alone differ at most; ranks have few rows or none in some
-    micro-batches."""
+    micro-batches.
+    """
     logs: Logs = {}
     worst = 0.0
     for recompute in Recompute:
@@ -255,7 +258,8 @@ def each_stage(num: int, leaving: str) -> list[str]:
 @pytest.mark.full
 def test_rows_travel_while_others_are_computed() -> None:
     """In backward as well, where weights' gradients hide the last stage; a recomputed layer neither
-    exchanges outputs nor multiplies by down again."""
+    exchanges outputs nor multiplies by down again.
+    """
     for logs, worst in run_local(steps, 2, start_group=True, timeout_s=300):
         # Products of a CPU round the last rows of a group by where they are in memory.
         assert worst < 1e-6
@@ -278,7 +282,8 @@ def test_rows_travel_while_others_are_computed() -> None:
 
 def circles(world: World) -> tuple[list[str], int]:
     """Returns the log of a step whose branches end with a norm, by recompute, and how many ways of
-    rows are left where nothing but references frees them."""
+    rows are left where nothing but references frees them.
+    """
     ways: list[weakref.ref[StagedWay]] = []
     make = StagedWay.__init__
 

@@ -34,7 +34,8 @@ def _receiver(action: str) -> str:
 
 def _left_over(queues: dict[int, list[str]]) -> int:
     """Executes each rank's actions one after the other; a transfer ends only when its other side is
-    next on another rank. Returns the number of actions that can never be executed."""
+    next on another rank. Returns the number of actions that can never be executed.
+    """
     left = {rank: queue[::-1] for rank, queue in queues.items()}
     moved = True
     while moved:

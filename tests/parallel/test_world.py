@@ -134,7 +134,7 @@ HOOK = {"RANK": 17, "WORLD_SIZE": 20, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu007", 
 
 
 def test_a_step_whose_hook_sets_some_of_torchrun_s_variables_is_a_step(env):
-    """enroot's 50-slurm-pytorch.sh says nothing of nodes; Slurm's own variables do."""
+    """Enroot's 50-slurm-pytorch.sh says nothing of nodes; Slurm's own variables do."""
     env(**SLURM, **HOOK)
     world = worlds.discover()
     assert world.origin == worlds.Origin.SLURM

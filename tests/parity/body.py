@@ -35,7 +35,8 @@ OPTIMISERS = ("sgd", "adamw")
 
 def optimisers_of(case: Case) -> tuple[str, ...]:
     """Returns the optimisers that take steps. AdamW does on two ranks and in four dimensions: it
-    takes as long again, and its update of a shard knows nothing of the layout."""
+    takes as long again, and its update of a shard knows nothing of the layout.
+    """
     return OPTIMISERS if case.world in (2, 16) else OPTIMISERS[:1]
 
 
@@ -97,7 +98,8 @@ def new_optimiser(kind: str, parameters: Iterable[Tensor]) -> torch.optim.Optimi
 @dataclass(frozen=True)
 class Expected:
     """What one process computes. gradients: of the first step. losses, parameters: of three steps
-    with two updates, parameters after them, by optimiser."""
+    with two updates, parameters after them, by optimiser.
+    """
 
     norm: float
     gradients: dict[str, Any]
@@ -107,7 +109,8 @@ class Expected:
 
 def expected_of(case: Case) -> Expected:
     """Returns what one process computes of a case's model and micro-batches; kept, because many
-    layouts share it, and each of their ranks would compute the same."""
+    layouts share it, and each of their ranks would compute the same.
+    """
     spec = spec_of(case)
     data = replace(spec.data, row_multiple=1)
     spec = replace(RunSpec(), model=spec.model, data=data)
@@ -168,7 +171,8 @@ def own(parameter: Tensor) -> Tensor:
 
 def parity(world: World, case: Case, expected: Expected, device: str = "cpu") -> dict[str, object]:
     """Returns losses, gradient errors and the end of two updates by each optimiser, as seen from
-    this rank."""
+    this rank.
+    """
     spec = spec_of(case)
     where = rank_device(world, device)
     mesh: Mesh = build_mesh(spec.parallel, where, shard_size=case.shard_size, model=spec.model)
@@ -202,7 +206,8 @@ def parity(world: World, case: Case, expected: Expected, device: str = "cpu") ->
 
 def expect_equal_to_one_process(case: Case, device: str = "cpu") -> None:
     """Runs `parity` on all ranks of a case and expects what one process computes: losses,
-    gradients, updates."""
+    gradients, updates.
+    """
     expected = expected_of(case)
     results = run_local(parity, case.world, case, expected, device, start_group=True, timeout_s=600)
     for result in results:

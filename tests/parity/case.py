@@ -185,7 +185,8 @@ class Masked(Reader):
 
 def packing(num_micro_batches: int, *, shift: int = 0) -> PackingPlan:
     """Returns the first `num_micro_batches` literal micro-batches after `shift` (round and
-    round)."""
+    round).
+    """
     chosen = [MICRO_BATCHES[(i + shift) % len(MICRO_BATCHES)] for i in range(num_micro_batches)]
     return packing_of(chosen, step=shift)
 
@@ -249,7 +250,8 @@ def reference_loss(
     loss_scale: float | None = None,
 ) -> float:
     """Returns the step's mean loss in one process (no padding); adds gradients to `model`.
-    loss_scale: 1 / labels of the plan by default."""
+    loss_scale: 1 / labels of the plan by default.
+    """
     one = replace(spec, parallel=ParallelSpec(dp=1), data=replace(spec.data, row_multiple=1))
     pipeline = pipeline_plan(plan, one, 0, "per_sequence")
     total = 0.0

@@ -142,7 +142,8 @@ def set_shares(stages: Iterable[Llama]) -> None:
 
 def auxiliary(world: World, case: Case) -> tuple[float, tuple[float, str], float]:
     """Returns how far gradients are from one process's without an auxiliary loss and with one, and
-    how far the former are from the latter. Few tokens have labels."""
+    how far the former are from the latter. Few tokens have labels.
+    """
     spec, plan = spec_of(case), packing(case.num_micro_batches)
     mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor, reference = Executor(spec, mesh), fresh_reference(spec)

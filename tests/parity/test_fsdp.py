@@ -160,7 +160,7 @@ def counted(world: World, case: Case) -> Counted:
 
 @pytest.mark.full
 def test_stages_gather_once_a_step_on_streams_they_share() -> None:
-    """torch alone would gather one of a rank's four stages twice, on four streams a stage."""
+    """Torch alone would gather one of a rank's four stages twice, on four streams a stage."""
     case = Case(dp=2, pp=2, v=4, layers=8, num_micro_batches=8)
     for found in run_local(counted, case.world, case, start_group=True, timeout_s=600):
         assert found.gathers == found.groups > 4

@@ -200,7 +200,8 @@ def test_what_a_rank_runs_again(case: Case) -> None:
 
 def steps(world: World, case: Case) -> list[dict[str, object]]:
     """Returns each way's step against one process, and whether it has the bits of the layout's
-    own."""
+    own.
+    """
     out: list[dict[str, object]] = []
     mesh = build_mesh(spec_of(case).parallel, rank_device(world, "cpu"))
     reference = fresh_reference(spec_of(case))

@@ -97,7 +97,8 @@ def local_rows(plan: PackingPlan, spec: RunSpec, pipeline: int) -> tuple[int, ..
 
 def laid_out(plan: PackingPlan, layout: Layout) -> PackingPlan:
     """Returns `plan` with that layout; joined, a document that ends before another has one label
-    more."""
+    more.
+    """
     if layout != Layout.JOINED:
         return replace(plan, layout=layout)
     reader = Reader()

@@ -186,7 +186,8 @@ def test_a_block_keeps_sharded_inputs_and_gathers_them_again(tp: int) -> None:
 
 def norms(world: World, case: Case) -> tuple[float, float, float]:
     """Returns the squared gradient norm of the layout, of one process, and of the layout after
-    clipping."""
+    clipping.
+    """
     spec = spec_of(case)
     mesh = build_mesh(spec.parallel, torch.device("cpu"), model=spec.model)
     executor = Executor(spec, mesh)

@@ -77,7 +77,8 @@ def test_stages_cut_long_ranges_and_leave_short_ones_whole() -> None:
 
 def test_key_rows_of_micro_batches_by_either_exchange() -> None:
     """By need the busier rank of the plan above receives 3 rows, by an all-gather of 4 padded rows
-    a rank 4; one rank exchanges nothing, whatever its plan says."""
+    a rank 4; one rank exchanges nothing, whatever its plan says.
+    """
     gather = per_document([5, 3], cp=2)
     needed = replace(gather, exchange=KeyExchange.NEEDED)
     both = key_rows([gather, needed], [4, 4])
@@ -117,7 +118,8 @@ def plans(draw: st.DrawFn) -> ShardingPlan:
 
 def test_a_window_moves_what_its_queries_see() -> None:
     """Of 16 tokens rank 0 holds 0..3 and 12..15, rank 1 4..11. With windows of 3 keys query 4 sees
-    2 and 3, and query 12 sees 10 and 11."""
+    2 and 3, and query 12 sees 10 and 11.
+    """
     plan = per_sequence([16], cp=2)
     assert rows_moved(plan, sliding=3).tolist() == [[0, 2], [2, 0]]
     assert rows_moved(plan).tolist() == [[0, 8], [4, 0]]

@@ -22,8 +22,9 @@ def test_an_array_is_written_as_a_list_of_whole_numbers() -> None:
 
 
 def test_an_array_of_numpy_2_5_is_an_alias_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy 2.5 (Python 3.12 and later) defines NDArray by a type statement, whose uses have the
-    alias as their origin; importing wlb failed with it."""
+    """Numpy 2.5 (Python 3.12 and later) defines NDArray by a type statement, whose uses have the
+    alias as their origin; importing wlb failed with it.
+    """
     alias = object()
     monkeypatch.setattr(schema, "npt", SimpleNamespace(NDArray=alias))
     monkeypatch.setattr(schema, "get_origin", lambda hint: alias)

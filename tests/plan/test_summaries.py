@@ -42,7 +42,8 @@ def test_summaries_are_those_of_a_walk(lengths: list[int], cp: int, strategy: st
 
 def test_a_document_in_zigzag() -> None:
     """Chunks 0 1 | 1 0 of two ranks: rank 0 makes one summary, and rank 1 one of its two chunks,
-    which are one run. Each needs the other's."""
+    which are one run. Each needs the other's.
+    """
     plan = per_sequence([8], cp=2)
     piece, place, rank = runs_of_spans(plan)
     assert (piece.tolist(), place.tolist(), rank.tolist()) == ([0, 0, 0], [0, 1, 2], [0, 1, 0])

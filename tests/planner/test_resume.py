@@ -205,7 +205,8 @@ def test_a_state_that_contradicts_itself_is_refused(what: str) -> None:
 @given(data=st.data())
 def test_no_changed_number_of_a_state_is_planned_from(data: st.DataObject) -> None:
     """Each number that decides what is trained, changed by itself; the two that only metrics show
-    are refused where they are no counts."""
+    are refused where they are no counts.
+    """
     state, made = _middle()
     group = data.draw(st.sampled_from(["carry", "ready", "corpus", "num_tokens", "num_batches"]))
     delta = data.draw(st.sampled_from([-1000, -1, 1, 1000, 2**40]))

@@ -21,7 +21,8 @@ def byte_names() -> list[str]:
 
 def byte_tokenizer(special: list[str], *, ordinary: tuple[str, ...] = ()) -> Tokenizer:
     """Returns 256 bytes, then `special` tokens from id 256 on, then added tokens that are not
-    special."""
+    special.
+    """
     vocab = {name: b for b, name in enumerate(byte_names())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -436,7 +436,8 @@ def test_tokens_for_what_the_tokenizer_does_not_know_are_counted(tmp_path) -> No
 
 def test_the_standard_library_with_a_tokenizer_of_its_own(tmp_path) -> None:
     """Docstrings become a store, with a BPE that is trained on their contents and has ChatML's
-    tokens."""
+    tokens.
+    """
     records = list(islice(docstring_conversations(), 400))
     asked = {"tokenizer": "bpe", "vocab_size": 514, "limit": 512, "heldout_fraction": 0.05}
     made = prepared(tmp_path, *records, **asked)

@@ -14,7 +14,8 @@ ONE, TWO = "one<|im_end|>", "two<|im_end|>"
 
 def talk(first: dict, second: dict | None = None, **asked) -> dict:
     """Returns a record of two turns; the marks `first` and `second` are of the answers, `asked` of
-    the first question."""
+    the first question.
+    """
     return {
         "messages": [
             {"role": "user", "content": "a", **asked},

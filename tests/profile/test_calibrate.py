@@ -125,7 +125,8 @@ def test_a_scaled_profile_predicts_scaled_times(profile: str, collectives: bool)
 
 def test_head_and_loss_have_a_factor_of_their_own() -> None:
     """It is a weighted median too. It is 1 for records that did not predict it, and cannot
-    drift."""
+    drift.
+    """
     terms = tuple((name, Moments.of(1.0, 1.0)) for name in TERMS)
     seen = [record(terms=terms, head_s=head_s, predicted_head_s=0.2) for head_s in (0.1, 0.12, 0.9)]
     assert fit_scales([record(terms=terms)]).head == 1.0

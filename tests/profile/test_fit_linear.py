@@ -117,7 +117,8 @@ def test_operators_embedding_and_head_are_found_again():
 
 def test_operators_add_up_to_a_layer_literally():
     """A layer has seven matrices and seven calls; norms and residuals are of all tokens, the rest
-    of a TP rank's."""
+    of a TP rank's.
+    """
     work, calls = sums(512, 2)
     assert calls == pytest.approx([7e4, 14e4], rel=1e-2)
     flops = 2 * 512 * sum(a * b for a, b in rank_matrices(MODEL, 2))
@@ -163,7 +164,8 @@ def test_norms_of_heads_are_found_and_counted_where_they_were_measured():
 
 def layers(kind: str, tokens, disturbed=()) -> list[Record]:
     """Returns layer records of 1.2 times the work forward, 1.5 times backward, and 50 us per
-    layer."""
+    layer.
+    """
     made: list[Record] = []
     for count in tokens:
         for tp in (1, 2):

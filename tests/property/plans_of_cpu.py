@@ -35,7 +35,8 @@ def _shardings() -> Iterator[int]:
 
 def _corrections() -> Iterator[int]:
     """Shares of the work by which `by_need` corrects a plan. Another last bit of one changes a plan
-    only by rare chance, so plans alone would not show it."""
+    only by rare chance, so plans alone would not show it.
+    """
     cost = h100(1, 16)
     for pieces in _pieces():
         made = _Made(pieces, 16, cost)

@@ -21,7 +21,8 @@ NFD = BinMethod.NEXT_FIT_DECREASING
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int]:
     """Draws lengths and a capacity: many equal lengths, and long ones that take two sorting
-    passes."""
+    passes.
+    """
     capacity = draw(st.one_of(st.integers(1, 40), st.integers(60_000, 140_000)))
     few = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=6))
     length = st.one_of(st.sampled_from(few), st.integers(1, capacity), st.integers(1, 3))

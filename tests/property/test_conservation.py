@@ -35,7 +35,8 @@ MOST = 1000  # documents a source, and tokens a document, are fewer
 @st.composite
 def batches(draw: st.DrawFn, window: int) -> list[GlobalBatch]:
     """Draws batches of plain documents (0 or more) of two sources, from 1 token to several
-    windows."""
+    windows.
+    """
     length = st.one_of(
         st.integers(1, 3 * window + 1),
         st.integers(max(1, window - 1), window + 1),
@@ -210,7 +211,8 @@ def test_tokens_and_labels_are_placed_once_or_wait(data: st.DataObject) -> None:
 @given(st.data())
 def test_nothing_is_lost_when_the_packer_changes_on_the_way(data: st.DataObject) -> None:
     """N, thresholds, S_max and cost change: each push may be another packer's (a restart from its
-    carry)."""
+    carry).
+    """
     window, policy = data.draw(windows), data.draw(st.sampled_from(POLICIES))
     ledger = Ledger(data.draw(packers(window, policy)).start())
     for batch in [*data.draw(batches(window)), None]:
@@ -278,7 +280,8 @@ def test_original_fills_windows_exactly_and_keeps_the_order(data: st.DataObject)
 @given(st.data())
 def test_packing_to_windows_fills_each_of_them(data: st.DataObject) -> None:
     """fixed, and the loader that keeps long documents whole, give exactly C tokens before the
-    flush."""
+    flush.
+    """
     window = data.draw(windows)
     packer = data.draw(packers(window, data.draw(st.sampled_from(["fixed", "original"]))))
     ledger, num = Ledger(packer.start()), packer.num_micro_batches
@@ -340,7 +343,8 @@ def test_plans_survive_json(data: st.DataObject) -> None:
 @given(st.data())
 def test_labels_of_partly_labelled_documents_are_conserved(data: st.DataObject) -> None:
     """As in fine-tuning, only some tokens have labels, and no document is longer than the
-    window."""
+    window.
+    """
     window = data.draw(windows)
     rows = st.integers(1, window).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
     packer = data.draw(packers(window, "var_len"))

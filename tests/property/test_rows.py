@@ -62,7 +62,8 @@ def of_rank(case: Case, rank: int, *, sliding: int = 0) -> RankExchange:
 
 def local_ids(case: Case, rank: int) -> list[int]:
     """Returns what lies in each of a rank's rows: packed position, or -(global row) - 1 for
-    padding."""
+    padding.
+    """
     starts = offsets_of(case.sharding.lengths)
     ids = [
         int(starts[span.piece]) + token
@@ -133,7 +134,8 @@ def test_an_exchange_by_need_brings_the_same_keys_and_gradients(
     case: Case, seed: int, sliding: int
 ) -> None:
     """Numbers stand for the all-to-all: rank i's part of what each rank j sends, one j after the
-    other."""
+    other.
+    """
     needed = replace(case, sharding=replace(case.sharding, exchange=KeyExchange.NEEDED))
     made = [of_rank(needed, rank, sliding=sliding) for rank in case.ranks]
     sent: list[list[IntArray]] = []
@@ -206,7 +208,8 @@ def test_stages_bring_each_key_of_other_ranks_once(
     case: Case, exchange: KeyExchange, stages: int, tile: int
 ) -> None:
     """Calls over own keys and over those of each stage see what one call sees, and no row comes
-    by need in two stages."""
+    by need in two stages.
+    """
     plan = replace(case.sharding, exchange=exchange)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wlb.plan.exchange, "STAGE_ROWS", tile)

@@ -93,7 +93,8 @@ def test_per_document_deals_symmetric_chunks_one_token_apart(lengths: list[int],
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=10), cps)
 def test_per_document_balances_attention(lengths: list[int], cp: int) -> None:
     """A document's ranks differ by the leftover tokens alone: by at most 2 pairs per token of
-    it."""
+    it.
+    """
     pairs = rank_pairs(made(lengths, cp, "per_document"))
     total = sum(n * (n + 1) // 2 for n in lengths)
     assert int(pairs.sum()) == total

@@ -54,7 +54,8 @@ def test_every_stage_of_the_preset_takes_the_memory_that_was_planned(layers: int
 @pytest.mark.nightly
 def test_ranks_of_several_pipelines_exchange_the_rows_of_their_micro_batches() -> None:
     """The EP groups of a stage span two pipelines with micro-batches of other lengths; the first
-    stage has no experts."""
+    stage has no experts.
+    """
     keys = ["parallel.tp=1", "parallel.cp=2", "parallel.pp=2", "parallel.dp=2", "parallel.ep=4"]
     more = ["model.num_layers=4", "model.experts.dense_layers=[0,1]", "pp.virtual_stages=1"]
     more += ["data.num_windows=4", "data.row_multiple=8", "eval.interval=1"]

@@ -19,7 +19,8 @@ def transfer(kind: str, peer: int, what: str, where: Communicator = PIPELINE) ->
 
 def early_receive() -> dict[int, list[RankMessage]]:
     """Rank 1 posts the receive of a late gradient of rank 2, then sends rank 0 what rank 0 needs
-    before it can do its part for that gradient."""
+    before it can do its part for that gradient.
+    """
     return {
         0: [transfer("recv", 1, "early"), wait(0), transfer("send", 2, "part"), wait(2)],
         1: [transfer("recv", 2, "late"), transfer("send", 0, "early"), wait(1), wait(0)],

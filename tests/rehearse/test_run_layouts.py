@@ -36,7 +36,8 @@ ALTERNATIVES = (*SYSTEMS, *FORCED)
 
 def rehearsed_spec(case: Case) -> RunSpec:
     """The parity case with the dtype and heads that GPU kernels take, and longer windows. Compiled
-    layers are those of inductor, whose graphs a rehearsal knows."""
+    layers are those of inductor, whose graphs a rehearsal knows.
+    """
     spec = spec_of(replace(case, head_dim=16))
     training = TrainingSection(
         recompute=case.recompute, dtype=Dtype.BFLOAT16, compile=bool(case.compile_backend)
@@ -93,7 +94,8 @@ def test_all_ranks_of_a_layout_match_and_cannot_deadlock(cases: Sequence[Case]) 
 @pytest.mark.nightly
 def test_systems_differ_in_the_sizes_of_messages_not_in_their_order() -> None:
     """So the experiment's rehearsals of all ranks take one system. Recompute (wlb:2) gathers again;
-    it and the first are proven here over all ranks."""
+    it and the first are proven here over all ranks.
+    """
     specs = [
         load("550m_64k", with_system("550m_64k", [*SMALL, *ON_ALL_AXES], name))
         for name in ALTERNATIVES

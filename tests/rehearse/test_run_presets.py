@@ -59,7 +59,8 @@ def test_each_pipeline_position_runs_under_each_system(
     preset: str, systems: tuple[str, ...]
 ) -> None:
     """With one layer a stage, where a step's largest layer is more of the estimate than of the
-    peak; `python -m experiments.beyond.rehearsals` takes all layers."""
+    peak; `python -m experiments.beyond.rehearsals` takes all layers.
+    """
     for found in passed([spec_of(preset, name, layers=1) for name in systems], ranks=ONE_PER_STAGE):
         expect_planned_memory(found)
 
@@ -84,7 +85,8 @@ def test_the_largest_preset_runs_under_each_system() -> None:
 @pytest.mark.nightly
 def test_presets_of_other_families_run() -> None:
     """All ranks of a model whose ends exchange gradients, with biases, so that every part of them
-    is rehearsed with all layers."""
+    is rehearsed with all layers.
+    """
     for name, ranks in (("llama32_1b_64k", "all"), ("qwen3_8b_128k", ONE_PER_STAGE)):
         spec = spec_of(name, "wlb", layers=0)
         spec = replace(spec, model=replace(spec.model, qkv_bias=ranks == "all"))
@@ -106,7 +108,8 @@ def test_presets_with_windows_run(name: str) -> None:
 @pytest.mark.nightly
 def test_a_hybrid_with_experts_takes_the_memory_that_was_planned() -> None:
     """One layer with attention and three linear ones a stage, with a window of 32K, because linear
-    layers in plain PyTorch take a step for each 64 tokens of a document."""
+    layers in plain PyTorch take a step for each 64 tokens of a document.
+    """
     spec = load(
         "qwen3_next_80b_a3b_256k",
         [

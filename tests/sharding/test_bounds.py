@@ -23,7 +23,8 @@ COST = ProfiledWorkload(
 def test_rows_by_hand() -> None:
     """The last of 80 tokens is on a rank of 25, which receives 55. Of 100 tokens beside 100 single
     ones a rank with a quarter of the pairs cannot have the whole tail: three ranks read to 100,
-    86.2 and 69.6 at least, hold 100 of these 255.8 together, and receive a third of the rest."""
+    86.2 and 69.6 at least, hold 100 of these 255.8 together, and receive a third of the rest.
+    """
     assert least_rows([80, 20], cp=4) == 55
     assert least_rows([80], cp=1) == 0
     assert least_rows([], cp=4) == 0

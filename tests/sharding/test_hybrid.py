@@ -46,7 +46,8 @@ def slowest(plan: ShardingPlan, cost=TILES) -> int:
 
 def test_hybrid_cuts_the_long_document_and_keeps_short_ones_together() -> None:
     """One document of 64 tokens is cut in chunks of 16; eight of 8 make a sequence in chunks of
-    16."""
+    16.
+    """
     plan = hybrid([8] * 4 + [64] + [8] * 4, cp=2, cost=TILES)
     assert plan.strategy == "hybrid"
     assert show(plan) == [
@@ -57,7 +58,8 @@ def test_hybrid_cuts_the_long_document_and_keeps_short_ones_together() -> None:
 
 def test_balanced_shares_a_document_by_the_ranks_it_needs() -> None:
     """On four ranks, each of two equal documents is shared by two, and each rank has a short
-    one."""
+    one.
+    """
     plan = balanced([64, 64, 8, 8, 8, 8], cp=4, cost=TILES)
     assert show(plan) == [
         [(0, 0, 16), (0, 48, 64), (2, 0, 8)],

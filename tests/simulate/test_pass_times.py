@@ -41,8 +41,9 @@ def middle_ns(prices: StepPrices, kinds) -> np.ndarray:
 
 @pytest.mark.parametrize("v", [1, 2])
 def test_stages_add_up_to_what_the_planner_prices(v: int) -> None:
-    """v stages of a rank have W_l, attention of the slowest CP rank, and a micro-batch's fixed
-    cost."""
+    """V stages of a rank have W_l, attention of the slowest CP rank, and a micro-batch's fixed
+    cost.
+    """
     spec = spec_of(v=v)
     simulator, steps = made(spec, ALIGNED)
     prices = simulator.price(steps)
@@ -245,7 +246,8 @@ def test_a_message_is_the_rows_of_a_rank() -> None:
 )
 def test_messages_cross_nodes_where_stages_lie_in_two(tp: int, cp: int, inside: list[bool]) -> None:
     """Four stages on nodes of 8 are two per node at 4 ranks per stage, so every other message
-    leaves."""
+    leaves.
+    """
     parallel = ParallelSpec(tp=tp, cp=cp, pp=4)
     hops = [(0, 1), (1, 2), (3, 2), (3, 0)]
     scopes = [message_scope(parallel, a, b, node=8) == Scope.INTRA_NODE for a, b in hops]

@@ -13,7 +13,8 @@ KINDS = (PassKind.FORWARD, PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT)
 
 def prices(meets: int) -> StepPrices:
     """Returns a step of two micro-batches on two pipelines: 100 and 200 tokens at a time, then 100
-    each; a token takes 2 ns of its own and 1 ns of experts', in two layers."""
+    each; a token takes 2 ns of its own and 1 ns of experts', in two layers.
+    """
     tokens = np.array([[[100, 100], [200, 100]]])
     attention = np.array([[[[50, 30], [0, 0]], [[10, 20], [40, 0]]]])
     none = np.zeros_like(tokens)

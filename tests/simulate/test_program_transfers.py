@@ -49,7 +49,7 @@ Word = tuple[str, int, int]
 
 
 def lowered(schedule: Schedule, pp: int, v: int, n: int) -> dict[int, deque[Word]]:
-    """torch's passes, sends and receives of each rank."""
+    """Torch's passes, sends and receives of each rank."""
     actions = torch_schedule(schedule, pp, v, n).pipeline_order_with_comms
     out: dict[int, deque[Word]] = {}
     for rank in range(pp):

@@ -227,7 +227,8 @@ def _step_s(spec: RunSpec, execution: FsdpExecution) -> float:
 @pytest.mark.parametrize("ep", [0, 1, 2, 4])
 def test_copies_of_parameters_add_up_their_shards(ep: int) -> None:
     """Two copies, each of a pipeline's two CP ranks at tp 2. A rank holds 8 / ep experts of each of
-    its stage's 4 layers, and 4 / ep ranks of a copy hold the same."""
+    its stage's 4 layers, and 4 / ep ranks of a copy hold the same.
+    """
     spec = spec_of()  # pp 2, dp 2 x cp 2, tp 2: 16 ranks on two nodes
     assert costs(replace(spec, fsdp=FsdpSection(shard_size=4))) == costs(spec)
     held = 0

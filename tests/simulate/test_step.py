@@ -72,7 +72,8 @@ def test_a_step_by_hand() -> None:
 
 def test_pipelines_meet_where_parameters_are_gathered_and_at_the_norm() -> None:
     """The fast pipeline's rank 1 gathers its first layer once its input is there, with the slow
-    pipeline's: at 100 ns. Then 1F0 10, 1B0 20, 1F1 10, 1B1 20, 0B1 20."""
+    pipeline's: at 100 ns. Then 1F0 10, 1B0 20, 1F1 10, 1B1 20, 0B1 20.
+    """
     step = literal(dp=2)
     assert step.step_time_s.tolist() == pytest.approx([900e-9])
     assert step.bubble[0, 1].tolist() == pytest.approx([1 - 60 / 900] * 2)
@@ -110,7 +111,8 @@ def test_overhead_is_a_share_of_what_ranks_do_on_average() -> None:
 @pytest.mark.parametrize("v", [1, 2])
 def test_compute_is_all_kernels_without_collectives(v: int) -> None:
     """Layers are as on a machine whose collectives are free, less what a call costs; then the
-    ends."""
+    ends.
+    """
     spec = spec_of(v=v, dp=1)
     simulator, (step,) = made(spec, [4096] * 2)
     cost, prices = simulator.cost, simulator.price([step])

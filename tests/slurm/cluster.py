@@ -162,7 +162,8 @@ class Cluster:
 
     def ended(self, number: int, *, within_s: float) -> dict[str, str]:
         """Returns what Slurm knows of a job that has ended for good: neither requeued nor
-        running."""
+        running.
+        """
         until = time.monotonic() + within_s
         while (job := self.job(number))["JobState"] not in FINAL:
             if time.monotonic() > until:
@@ -173,7 +174,8 @@ class Cluster:
 
 def _main(folder: Path, num_nodes: int, user_signal: bool) -> None:
     """Configures and starts Slurm inside the namespaces, says that all nodes are idle, and
-    waits."""
+    waits.
+    """
     _configure(folder, num_nodes, user_signal)
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     daemons = [subprocess.Popen(["slurmctld", "-D"], stdin=subprocess.DEVNULL)]

@@ -45,7 +45,8 @@ class Lab:
 
     def trial(self, name: str, nodes: str) -> int:
         """Submits the README's trial as a run of that name, on these two nodes; returns its
-        number."""
+        number.
+        """
         variables, options, script = documented_trial()
         assert script == "slurm/7b_128k.sh"
         more = f" data.corpus={self.folder}/corpus"

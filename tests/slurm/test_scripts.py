@@ -79,7 +79,8 @@ def launched(
 ) -> subprocess.CompletedProcess[str]:
     """Runs launch.sh where srun writes its arguments and environment to files, does `also`, and
     ends with `code`; scontrol says whether it was pre-empted. words: arguments, instead of a
-    preset."""
+    preset.
+    """
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")
     for name, body in {
         "srun": f'echo "srun: $*"; printf "%s\\n" "$@" >{folder}/arguments\n'
@@ -173,7 +174,8 @@ def test_a_job_that_is_stopped_leaves_another_job_of_its_run_alone(
 
 def failed(folder: Path, *, code: int, saves: str, **variables: str) -> str:
     """Returns what launch.sh says of ranks that end with `code` after they saved a checkpoint, in a
-    run that has one of step 5."""
+    run that has one of step 5.
+    """
     checkpoints = folder / "runs" / "mine" / "checkpoints"
     (checkpoints / "step-00000005").mkdir(parents=True, exist_ok=True)
     done = launched(
@@ -343,7 +345,7 @@ def test_what_the_user_sets_for_cuda_and_the_network_stays(tmp_path: Path) -> No
 
 
 def test_ranks_get_all_variables_where_sbatch_exports_some(tmp_path: Path) -> None:
-    """sbatch --export=NAMES leaves this variable, which srun obeys."""
+    """Sbatch --export=NAMES leaves this variable, which srun obeys."""
     _, names = asked_of_srun(tmp_path, SLURM_EXPORT_ENV="STORE", INTERFACE="ib0")
     assert (names["SLURM_EXPORT_ENV"], names["GLOO_SOCKET_IFNAME"]) == ("ALL", "ib0")
 

@@ -117,7 +117,8 @@ def relaid(spec: RunSpec, layout: str) -> RunSpec:
 
 def job_of(spec: RunSpec) -> Job:
     """Returns what `start.train` gives the ranks of a new run, without held-out documents, and
-    makes its folder."""
+    makes its folder.
+    """
     stores = open_stores(spec, Console(quiet=True))
     job = Job(
         spec=ready(spec, stores, spec.parallel.world_size),

@@ -73,7 +73,8 @@ def run_with_one_slow_rank(spec: RunSpec, *, factor: float, rank: int, log: Path
 
 def calibrated(spec: RunSpec, *, name: str, factor: float = 1.0) -> Path:
     """Returns the profile that a run of `spec` wrote, its attention's forward slowed by
-    `factor`."""
+    `factor`.
+    """
     spec = replace(spec, run=replace(spec.run, name=name))
     made = profile_path(name, priced_by="", folder=Path(spec.run.output_dir))
     job = replace(job_of(spec), calibrate=made)

@@ -115,7 +115,8 @@ def test_losses_do_not_depend_on_the_layout(straight: dict[str, Run], layout: st
 
 def resume_from(run: Run, folder: Path, corpus: Path, layout: str) -> Run:
     """Resumes from a copy of the run's checkpoint after step 3, on `layout`, and returns the
-    run."""
+    run.
+    """
     spec = small_spec(folder, corpus, run={"name": "again"}, checkpoint={"interval": 3})
     target = folder / "runs" / "again" / "checkpoints" / "step-00000003"
     shutil.copytree(run.folder / "checkpoints" / "step-00000003", target)
@@ -220,7 +221,8 @@ def test_every_policy_trains_each_token_once(tmp_path: Path, policy: str, layout
 @pytest.mark.nightly
 def test_global_batches_can_be_packed_into_more_micro_batches(corpus: Path, tmp_path: Path) -> None:
     """4 windows become 6: losses are the same on every layout, and held-out windows stay 4 per
-    step."""
+    step.
+    """
     runs: list[Run] = []
     for layout in ("one", "cp2-pp2"):
         packing = {"policy": "bounded", "num_micro_batches": 6, "s_max": 2.0}
@@ -286,7 +288,8 @@ def test_a_constant_loss_divisor_scales_gradients_and_not_the_loss(
     corpus: Path, tmp_path: Path
 ) -> None:
     """It is N * C = 4 * 128 instead of the step's labels; the loss shown is a mean per label
-    anyway."""
+    anyway.
+    """
     first: list[dict[str, Any]] = []
     for name in ("valid_tokens", "constant"):
         training = {"steps": 1, "loss_normalizer": name}

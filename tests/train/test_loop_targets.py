@@ -16,7 +16,8 @@ ANSWER = 7
 
 def fine_tuning(folder: Path, name: str, lengths: list[int], **sections: Any) -> RunSpec:
     """Returns a run on random tokens that are not trained, with an ANSWER here and there, which
-    is."""
+    is.
+    """
     rng = np.random.default_rng(0)
     with TokenStoreWriter(folder / "store", vocab_size=320) as writer:
         for length in lengths:

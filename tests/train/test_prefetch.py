@@ -70,7 +70,8 @@ def test_a_failure_in_the_thread_is_raised_when_the_step_is_taken() -> None:
 
 def same_loss(world: World, case: Case) -> list[float]:
     """Returns the losses of a step with inputs loaded in the thread, and with those loaded by
-    itself."""
+    itself.
+    """
     spec = spec_of(case)
     mesh = build_mesh(spec.parallel, rank_device(world, "cpu"))
     executor = Executor(spec, mesh)

@@ -61,7 +61,8 @@ def sharded_otherwise(mine: PipelinePlan) -> PipelinePlan:
 
 def outcome(world: World, parallel: ParallelSpec, wrong_rank: int, wrong: str) -> str:
     """Returns what a rank gets from the reducer when `wrong_rank` has a `wrong` plan: "" or the
-    error."""
+    error.
+    """
     mesh = build_mesh(parallel, torch.device("cpu"))
     plan, mine = step_one(mesh.at.dp)
     ahead = [(plan, mine)]
@@ -141,7 +142,7 @@ def sums(world: World) -> tuple[float, float, dict[str, int], KeyRows | None]:
 @pytest.mark.full
 @pytest.mark.dist
 def test_sums_count_every_pipeline_once() -> None:
-    """tp ranks hold copies of the loss; gradient shares are disjoint: 1 + 2 + 3 + 4."""
+    """Tp ranks hold copies of the loss; gradient shares are disjoint: 1 + 2 + 3 + 4."""
     chosen = [s.strategy for d in range(2) for s in step_one(d)[1].shardings]
     expected = {name: chosen.count(name) for name in STRATEGIES}
     assert sum(expected.values()) == 4
@@ -167,7 +168,8 @@ def test_one_rank_of_a_pipeline_counts_what_its_cp_ranks_exchange() -> None:
 
 def simulated(digests: list[int], pipeline_digest: int = 5) -> bool:
     """Returns whether the check passes for ranks (tp only) with these plan digests, in one
-    process."""
+    process.
+    """
     num = len(digests)
     parallel = ParallelSpec(tp=num, dp=1)
     mesh: Any = SimpleNamespace(
@@ -200,7 +202,8 @@ def test_the_check_passes_exactly_for_equal_digests(numbers: list[int], bit: int
 
 def test_the_check_is_exact_for_eight_million_ranks() -> None:
     """With the largest chunks, one of 2^23 - 1 ranks that differs by one in one chunk is still
-    seen."""
+    seen.
+    """
     ranks = 2**23 - 1
     mesh: Any = SimpleNamespace(
         parallel=ParallelSpec(tp=ranks, dp=1), world_size=ranks, at=Coordinates(0, 0, 0, 0), rank=0

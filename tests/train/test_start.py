@@ -101,7 +101,8 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_a_collective(tmp_
 
 def as_given_ranks(world: World, spec: RunSpec) -> list[float]:
     """Returns how long this rank's collectives may take while it waits for rank 0's answer, and
-    when it begins to train."""
+    when it begins to train.
+    """
     limits_s: list[float] = []
     broadcast = dist.broadcast_object_list
 

@@ -111,7 +111,7 @@ def test_a_model_folder_is_template_and_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
 def test_built_in_templates_are_exported_in_jinja(tmp_path: Path, name: str) -> None:
-    """transformers writes with them what the store was written with."""
+    """Transformers writes with them what the store was written with."""
     transformers = pytest.importorskip("transformers")
     hub = model_folder(tmp_path / "hub", vocab_size=261)
     options = ["--tokenizer", "bpe", "--vocab-size", "261"]

@@ -103,7 +103,8 @@ def test_an_imported_llama_has_the_logits_of_transformers(name: str, tmp_path: P
 
 def model_of_family(family: str, keys: dict[str, Any], *, draws_vectors: bool = False) -> Any:
     """Returns a random model of transformers. draws_vectors: norms and biases are drawn too, as
-    they start as ones or zeros."""
+    they start as ones or zeros.
+    """
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **keys, attn_implementation="eager")
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -118,7 +119,8 @@ def there_and_back(
     theirs: Any, folder: Path, *, num_tokens: int, keeps_type: bool = True
 ) -> tuple[Any, Tensor, Tensor]:
     """Returns what was imported, tokens and their logits, which the import and its export have.
-    keeps_type: a Mistral without a window, for example, comes back as a Llama."""
+    keeps_type: a Mistral without a window, for example, comes back as a Llama.
+    """
     theirs.save_pretrained(folder / "hub", max_shard_size="60KB")
     made = import_folder(folder / "hub", folder / "imported")
     tokens = some_tokens(num_tokens, 301)

@@ -59,7 +59,8 @@ class Balance:
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
         """A planner over rows of these lengths; UserError for one above the window.
-        Every field but `exchange` is a keyword of `Planner.for_lengths`."""
+        Every field but `exchange` is a keyword of `Planner.for_lengths`.
+        """
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "exchange"}
         return Planner.for_lengths(
             lengths,

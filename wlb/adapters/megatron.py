@@ -91,7 +91,8 @@ def thd_batch(
 
 def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
     """Rows of a CP rank: chunks `rank` and 2 * cp - 1 - rank of each document, as in TE's
-    `thd_get_partitioned_indices`."""
+    `thd_get_partitioned_indices`.
+    """
     starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
     if cp == 1:
         return ranges(starts, starts + lengths)
@@ -150,7 +151,8 @@ class PackedSteps(PlannedRank):
 
     def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
         """THD batches in execution order, their number, tokens of the step on all ranks, and the
-        sum of squared document lengths (for Megatron's FLOPs). StopIteration at the end of data."""
+        sum of squared document lengths (for Megatron's FLOPs). StopIteration at the end of data.
+        """
         plan = self.planner.next(self._state)
         if plan is None:
             raise StopIteration("the planner's data has ended; give it more epochs")
@@ -164,7 +166,8 @@ class PackedSteps(PlannedRank):
 
     def shapes(self, *, hidden_size: int, sequence_parallel: bool = False) -> list[Shape]:
         """Shapes of the last step's activations between stages, [rows, 1, hidden], in execution
-        order, for `PlannedP2P.begin`."""
+        order, for `PlannedP2P.begin`.
+        """
         if self._plan is None:
             raise RuntimeError("there is no step to give shapes of; call next first")
         parts = self.cp * (self.tp if sequence_parallel else 1)

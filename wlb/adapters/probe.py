@@ -70,7 +70,8 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
 
 def _share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
     """What a change in the first document does to the second, over what it does where both are one
-    document; 0 if it is rounding."""
+    document; 0 if it is rounding.
+    """
     first, other, second = (_tokens(batch["input_ids"], 3 * try_ + i) for i in range(3))
     before = [_logits(model, batch, [x, second])[-LENGTH:] for x in (first, other)]
     behind = [_logits(model, batch, [second, x])[:LENGTH] for x in (first, other)]
@@ -88,13 +89,15 @@ def _share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
 
 def _change(one: Tensor, other: Tensor) -> float:
     """Root mean square over the vocabulary, at the position of the second document that changes
-    most: a convolution of a few tokens changes its first ones only."""
+    most: a convolution of a few tokens changes its first ones only.
+    """
     return float((one - other).square().mean(-1).sqrt().max())
 
 
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
     """A document of the batch's own tokens, which are in the vocabulary; another one for each
-    `which`, different at every place."""
+    `which`, different at every place.
+    """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
     if len(known) == 1:  # ids below one that occurs are in the vocabulary too
         known.append(known[0] - 1 if known[0] else 1)

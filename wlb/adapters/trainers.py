@@ -47,7 +47,8 @@ class BalancedCollator:
     @classmethod
     def of_model(cls, model: Any) -> "BalancedCollator":
         """One whose batches say in all ways that the model's forward takes where documents begin:
-        layers without attention read cu_seq_lens and seq_idx, and no position_ids."""
+        layers without attention read cu_seq_lens and seq_idx, and no position_ids.
+        """
         keys = boundary_keys(model)
         return cls(
             collator=PaddingFreeCollator(
@@ -90,7 +91,8 @@ class PlannedTrainer:
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's step. Before the first, a UserError for a model that lets documents of a
-        packed row see each other."""
+        packed row see each other.
+        """
         if self._is_to_be_checked:
             self._is_to_be_checked = False
             with self.compute_loss_context_manager():
@@ -99,7 +101,8 @@ class PlannedTrainer:
 
     def _rows(self: Any, collator: Any) -> Any:
         """The training rows, with the columns that the collator reads; UserError for rows or a
-        model that no causal language model trains."""
+        model that no causal language model trains.
+        """
         dataset = checked(self.train_dataset)
         _check_columns(dataset)
         _check_task(self.model)
@@ -113,7 +116,8 @@ class PlannedTrainer:
 
     def _num_ranks(self: Any, *, cp: int = 1) -> int:
         """Ranks that get micro-batches of their own, if cp processes share each; UserError for
-        settings that would undo what was planned for them."""
+        settings that would undo what was planned for them.
+        """
         _check_accelerator(self.accelerator)
         _check_sequences(self)
         num_ranks = self.args.world_size // (self.get_tp_size() * cp)
@@ -190,7 +194,8 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
 
 def _check_columns(dataset: Any) -> None:
     """UserError for a `datasets.Dataset` that is not tokenized to a row of tokens, as those of
-    TRL's other trainers (DPO, KTO, rewards, GRPO) are."""
+    TRL's other trainers (DPO, KTO, rewards, GRPO) are.
+    """
     names = getattr(dataset, "column_names", None)
     if names is not None and "input_ids" not in names and not _is_transformed(dataset):
         raise UserError(
@@ -280,7 +285,8 @@ def _check_sequences(trainer: Any) -> None:
 
 def _check_loss(trainer: Any, num_ranks: int) -> None:
     """UserError for a loss that is a mean over the tokens of less than a step, which weigh more
-    where they are fewer: planned micro-batches and ranks hold different numbers of them."""
+    where they are fewer: planned micro-batches and ranks hold different numbers of them.
+    """
     args = trainer.args
     if num_ranks > 1 and not args.average_tokens_across_devices:
         raise UserError(

@@ -122,7 +122,7 @@ def context_attention(
     wlb_context: RowsAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query [1, H, T, D], key and value [1, G, T, D] to output
+    """Transformers' attention function: query [1, H, T, D], key and value [1, G, T, D] to output
     [1, T, H, D]. Without `wlb_context` (evaluation, generation) what the model does on one process.
     """
     if wlb_context is None:
@@ -154,7 +154,8 @@ def context_attention(
 
 def context_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
     """The mask of a forward without a plan: sdpa's, or eager's for a model with a soft cap. Forward
-    with a plan never asks for one, as `ContextParallel` hands over a mask that is made already."""
+    with a plan never asks for one, as `ContextParallel` hands over a mask that is made already.
+    """
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return eager_mask(*args, config=config, **kwargs)
     return sdpa_mask(*args, config=config, **kwargs)
@@ -274,7 +275,8 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
 
 def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParallel:
     """Context parallelism of the model of a transformers Trainer, before it trains; UserError for
-    settings that do not go with it. options: of `ContextSharder`."""
+    settings that do not go with it. options: of `ContextSharder`.
+    """
     args = trainer.args
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     found = {

@@ -124,7 +124,8 @@ class BalancedSteps(PlannedTrainer):
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
         """TRL's DataLoader over balanced steps, prepared by its accelerator. UserError for settings
-        that would undo them, and for losses that are not a mean over a step's tokens."""
+        that would undo them, and for losses that are not a mean over a step's tokens.
+        """
         args = self.args
         num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
         collator = self._collator()

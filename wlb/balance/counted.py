@@ -13,7 +13,7 @@ from wlb.plan import IntArray
 
 
 def even_counts(units: Units, bin_of: IntArray, num: int, rules: Rules) -> IntArray | None:
-    """rank * num + slot of each unit, with counts as the rules have them, or None without success.
+    """Rank * num + slot of each unit, with counts as the rules have them, or None without success.
 
     bin_of: any bins that keep the cap, num_ranks * num of them, none empty.
     """

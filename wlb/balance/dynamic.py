@@ -21,7 +21,8 @@ ROUNDS = 24
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamicPlaced:
     """block_of: of each unit. degree: ranks of each block. grid: the block of each rank and slot,
-    shape [num_ranks, num]; ranks of a block follow one another. bound: of the time, in work."""
+    shape [num_ranks, num]; ranks of a block follow one another. bound: of the time, in work.
+    """
 
     block_of: IntArray
     degree: FloatArray
@@ -123,7 +124,8 @@ def _fill(
     units: Units, need: IntArray, degree: FloatArray, cap: int, level: float
 ) -> IntArray | int:
     """Each unit to the block with the lowest time that has its degree and room; where there is
-    none, the degree that needs one more block."""
+    none, the degree that needs one more block.
+    """
     room, time = degree * cap, np.zeros(degree.size)
     out = np.zeros(units.work.size, np.int64)
     for unit in np.lexsort((-units.work, -need)).tolist():

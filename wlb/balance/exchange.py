@@ -66,7 +66,8 @@ class SharedBins:
 @dataclass(slots=True, eq=False)
 class _Side:
     """One side of every pair: its bins, TAKEN of each one's units (shape [pairs, TAKEN]), and how
-    many others it keeps."""
+    many others it keeps.
+    """
 
     bins: IntArray
     members: IntArray

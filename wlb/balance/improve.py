@@ -104,7 +104,8 @@ def improve(
 
 def _spare(bins: SharedBins, rules: Rules, top: IntArray, low: IntArray) -> FloatArray:
     """Samples that each bin may gain and lose: what its rank may, divided over the rank's bins of
-    this round."""
+    this round.
+    """
     least, most = rules.counts or (0, 0)
     held = sums_by(bins.rank, bins.samples[bins.members].sum(1))
     busy = np.bincount(bins.rank[np.concatenate([top, low])], minlength=held.size).clip(1)

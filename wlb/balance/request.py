@@ -25,7 +25,8 @@ GROUPS_ON = ("mini_batch", "rank")
 class SampleLabels:
     """What samples belong to. atom, group: numbered from 0 in the order of their first samples,
     group None where there are none. rank: as given, or None. mini_batches: how many, or each
-    sample's."""
+    sample's.
+    """
 
     mini_batches: int | IntArray
     group: IntArray | None
@@ -54,7 +55,8 @@ class SampleLabels:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRules:
     """What a rank's samples have to be: equal in number give or take `slack`, and of whole groups
-    where groups are on a "rank"."""
+    where groups are on a "rank".
+    """
 
     equal_counts: bool
     slack: int

@@ -66,7 +66,8 @@ def solve(units: Units, rules: Rules) -> Placed:
 
 def _free(units: Units, rules: Rules, num: int, bound: float) -> IntArray | None:
     """Any unit on any rank. Starts from slots of different levels, mostly the best start; where
-    that does not come near the bound, also from equal slots and from one slot of heavy units."""
+    that does not come near the bound, also from equal slots and from one slot of heavy units.
+    """
     ranks = rules.num_ranks
     everywhere = np.zeros(ranks * num, np.int64)
     best, least = None, float("inf")
@@ -185,7 +186,8 @@ def _ranks(units: Units, rules: Rules, num: int) -> IntArray:
 
 def deal_blocks(work: FloatArray, samples: FloatArray, num: int, *, counts: bool) -> IntArray:
     """`num` parts of items, each block's heaviest to the part with least work (with counts: of
-    those with fewest samples)."""
+    those with fewest samples).
+    """
     total, out, held = np.zeros(num), np.empty(work.size, np.int64), np.zeros(num)
     for start in range(0, work.size, num):
         block = work[start : start + num]

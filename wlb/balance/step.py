@@ -91,7 +91,8 @@ def _balanced(
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A mini-batch's samples with the block of each, its grid [ranks, micro-batches] of blocks, the
-    degree of each block, and the bound in units of `work`."""
+    degree of each block, and the bound in units of `work`.
+    """
 
     samples: IntArray
     block_of: IntArray

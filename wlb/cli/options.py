@@ -15,7 +15,8 @@ MOST_PROCESSES = 4096
 
 def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str], Any]:
     """The type of an option for numbers of at most `most` in magnitude, beyond which a command
-    would not end; infinity means "no limit" where a command permits it."""
+    would not end; infinity means "no limit" where a command permits it.
+    """
     what = "a whole number" if kind is int else "a number"
 
     def parsed(text: str) -> Any:

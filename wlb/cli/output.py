@@ -21,7 +21,8 @@ def command_of(options: argparse.Namespace) -> str:
 
 def never_fail_to_encode(stream: Any) -> None:
     """Let a stream escape characters that it cannot encode (`escaped`), such as those of a file's
-    name on a terminal of ASCII: an error would come when the work is done."""
+    name on a terminal of ASCII: an error would come when the work is done.
+    """
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors=ESCAPED)
 

@@ -200,7 +200,8 @@ def _simulated(
     best: PackingSection,
 ) -> list[SavedShare]:
     """Shares of the usual trainer's GPU hours that whole simulated steps save: with the best
-    policy, and as the run is set."""
+    policy, and as the run is set.
+    """
     some = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
         # The run's own section is not changed, so that the figure is `wlb simulate`'s.
@@ -228,7 +229,8 @@ def _take_away(
     masks_labels: bool,
 ) -> list[str]:
     """Write the best policy's run to --out; else a sentence on how to, if it saves anything.
-    section: of that policy. shares: of GPU hours that whole simulated steps save."""
+    section: of that policy. shares: of GPU hours that whole simulated steps save.
+    """
     if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []
     if options.model:

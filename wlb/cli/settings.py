@@ -13,7 +13,8 @@ def packed_as(
     given: RunSpec, section: PackingSection, options: argparse.Namespace, *, is_constant: bool
 ) -> RunSpec:
     """The run with other packing, and the store that was planned. section: of a filled-in run.
-    is_constant: labels of unequal steps are to be weighed alike."""
+    is_constant: labels of unequal steps are to be weighed alike.
+    """
     data, training = given.data, given.training
     if options.corpus:
         data = replace(data, store=options.corpus, blend=())

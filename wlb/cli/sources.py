@@ -240,7 +240,8 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
 
 def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Fill in the values that training would fill in: dp (1 rank if unknown), vocabulary size,
-    S_max."""
+    S_max.
+    """
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     spec = with_vocabulary(spec, options)
     return with_s_max(spec, planned_gib=planned_gib(spec))

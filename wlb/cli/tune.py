@@ -145,7 +145,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
     """The candidates for S_max whose micro-batches fit a GPU's memory, and a line on the others;
-    all of them on a CPU, and where none fits."""
+    all of them on a CPU, and where none fits.
+    """
     given = tuple(options.s_max)
     if options.device == "cpu":
         return given, []

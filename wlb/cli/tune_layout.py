@@ -158,7 +158,8 @@ def _check(options: argparse.Namespace) -> None:
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
     """Set the number of micro-batches that all layouts share, and the vocabulary size that training
-    would fill in."""
+    would fill in.
+    """
     window = given.data.context_window
     dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
     own_tokens = replace(given, parallel=replace(given.parallel, dp=dp_of_own)).tokens_per_step

@@ -69,7 +69,8 @@ class CountedModel:
     @property
     def crossover(self) -> int | None:
         """Tokens of a document at which attention costs what everything else does; None if it never
-        does, as in models without full attention."""
+        does, as in models without full attention.
+        """
         if not any(not p.window for p in self.pairs):
             return None
         low, high = 1, 1 << 48

@@ -12,14 +12,16 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
     """Values that a token's copies read and write where rows that travel are put into another
-    order, there and back: forward, backward, and what backward runs again."""
+    order, there and back: forward, backward, and what backward runs again.
+    """
     one_way = bool(model.experts.num) * 2 * model.experts.per_token * model.hidden_size
     return 2 * one_way, 2 * one_way, one_way
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
     """Bandwidth term of one all-to-all (`wlb.cost.all_to_all`) of a token's copies to their
-    experts, in one layer. model: all of whose layers have experts."""
+    experts, in one layer. model: all of whose layers have experts.
+    """
     near = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
@@ -57,7 +59,8 @@ class RoutedWork:
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
         """What ranks wait for rows in forward and in backward, with so many stages. alpha: latency
-        of an all-to-all, as a token's part of it."""
+        of an all-to-all, as a token's part of it.
+        """
         part = self.wire / stages + alpha
         return self._forward(stages, part), self._backward(stages, part)
 
@@ -97,7 +100,8 @@ def smaller_products_ns(
 ) -> tuple[float, float]:
     """Extra time a micro-batch of a layer's products in stages, forward and backward: for each
     stage after the first, half a wave of tiles a product and the shortest time of its other
-    kernels. A profile that has SDPA alone is of a CPU, which has no waves."""
+    kernels. A profile that has SDPA alone is of a CPU, which has no waves.
+    """
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size

@@ -110,7 +110,8 @@ def attention_in_stages_ns(
     """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
     the launches of all calls but two, [2, cp]. A span's time with others' keys is divided among
     stages as those `keys` are (`ContextExchange.keys_by_stage`): keys after the span, which only a
-    later span of the rank reads, are few and counted too."""
+    later span of the rank reads, are few and counted too.
+    """
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
     others = np.array(cost.segment_times_ns(num_q, plan.stop), np.float64) - own

@@ -34,7 +34,8 @@ def attention_backward_flops(
 
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
     """A model whose layers have a TP rank's matrices, and norms of all tokens. Experts, whose rows
-    TP divides, become one MLP as large as those that compute a token."""
+    TP divides, become one MLP as large as those that compute a token.
+    """
     return replace(
         model,
         num_heads=model.num_heads // tp,
@@ -54,7 +55,8 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
     """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. A gate of
     attention's output counts with Q; in a linear layer the gates of output, decay and state count
     with V. Experts that compute a token count as one MLP, also for a model with experts in some
-    layers only (`ModelSpec.layer_kinds`)."""
+    layers only (`ModelSpec.layer_kinds`).
+    """
     hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     mlp = ((hidden, ffn), (hidden, ffn), (ffn, hidden))
     if model.is_all_linear:
@@ -86,7 +88,8 @@ def delta_rule_flops(k_dim: int, v_dim: int) -> int:
 
 def recurrence_flops(model: ModelSpec) -> int:
     """Forward FLOPs of one token in a linear layer besides its matrices: its convolution and its
-    gated delta rule; 0 where layers have attention."""
+    gated delta rule; 0 where layers have attention.
+    """
     linear = model.linear
     if not model.is_all_linear:
         return 0
@@ -206,7 +209,8 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
 
 def layer_linear_flops(model: ModelSpec) -> int:
     """Forward FLOPs of one token in one layer's matrices, a router's too, and in the recurrence of
-    a linear layer; backward is twice that."""
+    a linear layer; backward is twice that.
+    """
     router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
     matrices = sum(rows * columns for rows, columns in layer_matrices(model))
     return 2 * (router + matrices) + recurrence_flops(model)
@@ -229,7 +233,8 @@ def linear_flops_per_token(model: ModelSpec) -> int:
 
 def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
     """Model FLOPs of `num_tokens` in full windows of one document each, as Megatron-LM's training
-    log counts packed sequences (num_floating_point_operations with seq_length = window)."""
+    log counts packed sequences (num_floating_point_operations with seq_length = window).
+    """
     whole = float(document_flops(model, np.array([window]))[0])
     return whole * num_tokens / window
 

@@ -10,7 +10,8 @@ from wlb.spec import RunSpec
 class KeyBytes(NamedTuple):
     """Bytes of K and V of one layer on one rank: rows that its exchange brings together, and rows
     on their way to others. Own ones are among both, but with an all-gather those that are sent are
-    own ones only, and by need with cp.overlap_stages there are none."""
+    own ones only, and by need with cp.overlap_stages there are none.
+    """
 
     arrived: int
     sent: int
@@ -18,7 +19,8 @@ class KeyBytes(NamedTuple):
 
 def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
     """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte; of a layer
-    without a sliding window, if the model has one."""
+    without a sliding window, if the model has one.
+    """
     if sharding.cp == 1:
         return KeyBytes(0, 0)
     model, tp = spec.model, spec.parallel.tp

@@ -58,7 +58,8 @@ BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """The source of numbers. residuals: held-out errors of a fit, fractions by name. environment:
-    versions, sizes and conditions of a measurement as plain JSON values."""
+    versions, sizes and conditions of a measurement as plain JSON values.
+    """
 
     kind: ProvenanceKind
     source: str
@@ -245,7 +246,8 @@ class AttentionTable:
 
     def efficiency(self, num_heads: int) -> float:
         """Efficiency at `num_heads` query heads a rank, constant outside the table; plain
-        arithmetic gives equal bits on all CPUs."""
+        arithmetic gives equal bits on all CPUs.
+        """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:
             return float(self.heads_efficiency[max(0, left)])
@@ -396,7 +398,8 @@ whose `head_norm` is priced as `norm`."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
     """An operator bound by memory: bytes a second and ns a call. Bytes are those that
-    `wlb.cost.flops.elementwise_values` counts; additional traffic lowers bytes_per_s."""
+    `wlb.cost.flops.elementwise_values` counts; additional traffic lowers bytes_per_s.
+    """
 
     op: Elementwise
     forward_bytes_per_s: float
@@ -413,7 +416,8 @@ class ElementwiseCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCost:
     """Output head with cross-entropy: TFLOP/s of its three matrix products, which all run in the
-    forward pass (`wlb.model.loss`); backward scales their results and is priced in bytes."""
+    forward pass (`wlb.model.loss`); backward scales their results and is priced in bytes.
+    """
 
     tflops: float
     backward_bytes_per_s: float
@@ -426,7 +430,8 @@ class HeadCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
     """A decoder layer's time relative to its operators alone. *_factor: on their sum (fresh memory,
-    colder caches). *_call_ns: constant a pass (modules, autograd)."""
+    colder caches). *_call_ns: constant a pass (modules, autograd).
+    """
 
     forward_factor: float
     backward_factor: float
@@ -441,7 +446,8 @@ class LayerCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
     """alpha + bytes on the wire / bus bandwidth, with nccl-tests' conventions: sizes are of the
-    whole buffer (gathered, or before scattering)."""
+    whole buffer (gathered, or before scattering).
+    """
 
     op: Collective
     scope: Scope

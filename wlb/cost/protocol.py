@@ -54,7 +54,8 @@ class WorkloadModel(Protocol):
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
         """Forward and backward kernel time of segments (q rows over kv keys) on one rank; zero rows
-        are free."""
+        are free.
+        """
         ...
 
     def attention_call_ns(
@@ -77,7 +78,8 @@ class ExchangePrices(Protocol):
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
-        backward. moved: rows that rank i receives of rank j's (`rows_of_layer`), shape [cp, cp]."""
+        backward. moved: rows that rank i receives of rank j's (`rows_of_layer`), shape [cp, cp].
+        """
         ...
 
 
@@ -112,7 +114,8 @@ class HiddenExchange(Protocol):
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
     ) -> Transfers:
         """Collectives of a micro-batch of `num_tokens`; moved: see `needed_exchange_ns`, None for
-        an all-gather."""
+        an all-gather.
+        """
         ...
 
     def products_ns(self, num_tokens: int) -> Transfers:
@@ -138,18 +141,21 @@ class SlidingLayers(Protocol):
 @runtime_checkable
 class SummaryPrices(Protocol):
     """A workload of a model with linear or recurrent layers, whose summaries of cut spans travel
-    between CP ranks (`wlb.plan.summaries`)."""
+    between CP ranks (`wlb.plan.summaries`).
+    """
 
     @property
     def summary_ns(self) -> float:
         """Time to move one summary of all of a pipeline rank's linear layers, in one pass; 0 where
-        there are no such layers."""
+        there are no such layers.
+        """
         ...
 
 
 def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
     """Time for which a micro-batch waits for summaries in one pass: that of the rank which sends or
-    receives most of them. 0 where the model has no linear layers."""
+    receives most of them. 0 where the model has no linear layers.
+    """
     if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
         return 0
     moved = summaries_moved(plan)

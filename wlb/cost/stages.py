@@ -79,7 +79,8 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
 
 def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
     """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
-    with load."""
+    with load.
+    """
     model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
     once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
@@ -116,7 +117,8 @@ def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Attention forward and backward of `layers` layers of `cost`, [n, cp], and how much longer
-    their exchanges of keys take than all-gathers, [n, 2]."""
+    their exchanges of keys take than all-gathers, [n, 2].
+    """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)
     over = [over_gather_ns(sharding, cost) for sharding in plan.shardings]
@@ -130,7 +132,8 @@ def _of_layers(
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
     """Embedding (first stage) and head with loss (last stage), both passes of all micro-batches,
-    padding included."""
+    padding included.
+    """
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp
     head = rows * linear.head_ns_per_token + len(plan.micro_batches) * linear.head_backward_ns

@@ -224,7 +224,8 @@ class ProfiledWorkload:
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
         """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
         reduce-scatter of gradients and, unless gathered K and V are kept, the gather again.
-        Transfers that matrix products hide are included."""
+        Transfers that matrix products hide are included.
+        """
         there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
         return round(there), round(again + back)
 
@@ -270,7 +271,8 @@ class ProfiledWorkload:
 
     def products_ns(self, num_tokens: int) -> Transfers:
         """Matrix products of a micro-batch that run while its keys travel (`HiddenExchange`): Q's
-        projection in forward; the MLP's and the output projection's backward; Q's backward."""
+        projection in forward; the MLP's and the output projection's backward; Q's backward.
+        """
         tokens = num_tokens * self.num_attention_layers
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
 
@@ -279,7 +281,8 @@ class ProfiledWorkload:
     @property
     def summary_ns(self) -> float:
         """Time to move one summary of all linear layers of a pipeline rank (`SummaryPrices`), as if
-        all of them went over the slowest link of the CP group."""
+        all of them went over the slowest link of the CP group.
+        """
         cp, tp = self.parallel.cp, self.parallel.tp
         linear_layers = self.num_layers_per_rank - self.num_attention_layers
         if not linear_layers or cp == 1:
@@ -418,7 +421,8 @@ class LinearCost:
 
     def products_ns(self, matrices: range = range(7), *, with_attention: bool = False) -> Work:
         """Matrix products of one token in the mean layer, of some of `layer_matrices`, with equal
-        rows on all EP ranks. with_attention: in the mean of the layers that have it."""
+        rows on all EP ranks. with_attention: in the mean of the layers that have it.
+        """
         kinds = self.model.layer_kinds
         if with_attention:
             kinds = [kind for kind in kinds if not kind.is_linear] or kinds
@@ -529,7 +533,8 @@ class LinearCost:
 
     def _routed_work(self) -> RoutedWork:
         """What hides experts' rows while they travel, of one token in one layer with experts, on
-        the rank with most rows."""
+        the rank with most rows.
+        """
         model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
@@ -554,7 +559,8 @@ class LinearCost:
 
     def _reordered_ns(self) -> Work:
         """Time to reorder a token's rows before and after they travel (`reordered_values`), in one
-        layer with experts, on the rank with most rows."""
+        layer with experts, on the rank with most rows.
+        """
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         size *= self.expert_load
@@ -620,7 +626,8 @@ class LinearCost:
 
     def _stage_call_ns(self) -> Passes:
         """Constant cost a micro-batch of the exchange in a layer with experts: latency of
-        all-to-alls that nothing hides, and what smaller products take longer in stages."""
+        all-to-alls that nothing hides, and what smaller products take longer in stages.
+        """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
         late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
         rows, columns = layer_matrices(self.model.layer_kinds[0].model)[4]
@@ -681,14 +688,16 @@ class LinearCost:
     @property
     def routed_ns_per_token(self) -> Work:
         """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
-        on the one of its EP group that has most rows."""
+        on the one of its EP group that has most rows.
+        """
         factor = self.num_layers * self.expert_load
         forward, backward, recomputed = self._routed_ns()
         return forward * factor, backward * factor, recomputed * factor
 
     def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
         """What all-to-alls of experts' rows take in a rank's layers, and the part of it that the
-        rank waits for."""
+        rank waits for.
+        """
         work, each = self._routed_work(), num_tokens / num_micro_batches
         alpha = self._routed_alpha_ns / each
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)

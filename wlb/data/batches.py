@@ -115,7 +115,8 @@ class TargetSource(Source, Protocol):
 @runtime_checkable
 class IdentifiedSource(Protocol):
     """A source that knows which tokens it has, such as `TokenStore`: a state of one identity is
-    refused by a stream of another. identity: plain values by their names; None = not known."""
+    refused by a stream of another. identity: plain values by their names; None = not known.
+    """
 
     @property
     def identity(self) -> dict[str, Any]: ...
@@ -148,7 +149,8 @@ class BatchStream(ABC):
 @runtime_checkable
 class AccountedStream(Protocol):
     """A stream that knows from a state alone what it has given: what a planner state that is
-    loaded is held against. The three streams of wlb are such; one of your own may be."""
+    loaded is held against. The three streams of wlb are such; one of your own may be.
+    """
 
     def num_batches(self, state: State) -> int:
         """Global batches given before `state`."""
@@ -164,7 +166,8 @@ class AccountedStream(Protocol):
 
     def hold_pieces(self, state: State, pieces: Pieces) -> None:
         """UserError for a piece of a document that is not the stream's, is shorter than the piece,
-        has other labels, or was not given before `state`."""
+        has other labels, or was not given before `state`.
+        """
         ...
 
 
@@ -347,7 +350,8 @@ def stream_rows(
     first: int, size: int, num_documents: int, *, seed: int, shuffle: bool = True
 ) -> tuple[IntArray, IntArray]:
     """Epoch and row of the stream positions [first, first + size) of a source, shape [size] each:
-    the permutation of epoch 0, then that of epoch 1, and so on."""
+    the permutation of epoch 0, then that of epoch 1, and so on.
+    """
     epoch, position = np.divmod(np.arange(first, first + size), num_documents)
     if not shuffle:
         return epoch, position

@@ -222,7 +222,8 @@ class BlendedBatches(BatchStream):
 
     def _read(self, state: State) -> list[IntArray]:
         """Documents and tokens given of each source before `state`, shape [num_sources] each;
-        UserError for a state of another blend."""
+        UserError for a state of another blend.
+        """
         names = {*_COUNTS, *_COLUMNS}
         check_state(state, names, self._identity, what="a blend", keys="data.blend")
         if not all(isinstance(state[name], list) for name in _COLUMNS):

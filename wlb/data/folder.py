@@ -24,7 +24,8 @@ _IN_THE_WAY = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 
 def attempts(path: Path) -> Iterator[int]:
     """Numbers to try by, with pauses; UserError when there were `TRIES`. path: what another process
-    removed or replaced while this one made, opened or locked it."""
+    removed or replaced while this one made, opened or locked it.
+    """
     for number in range(TRIES):
         yield number
         time.sleep(PAUSE_S)
@@ -82,7 +83,8 @@ def refuse_nowhere(path: Path) -> None:
 
 def refuse_file(path: Path) -> None:
     """UserError, before any work, where no file can be written at `path`: it is a folder, or what
-    it or its folder leads to is not there."""
+    it or its folder leads to is not there.
+    """
     folder = path.absolute().parent
     if folder.is_dir() and path.is_symlink() and not path.exists():
         folder = folder.joinpath(os.readlink(path)).parent
@@ -116,7 +118,8 @@ def _components(path: Path) -> tuple[Path, ...]:
 
 def _obstacle(path: Path) -> str:
     """The first component of `path` that is there and leads to no folder, with the remedy; "" where
-    nothing is in the way."""
+    nothing is in the way.
+    """
     for part in _components(path):
         try:
             if stat.S_ISDIR(part.stat().st_mode):

@@ -60,7 +60,8 @@ def process_folder(pid: int) -> Path:
 
 def own_name(name: str) -> Path:
     """The path of a temporary folder that is found by `sweep` when its owner is gone, short enough
-    for sockets in it: their paths have at most 107 bytes, and a batch job's TMPDIR can be long."""
+    for sockets in it: their paths have at most 107 bytes, and a batch job's TMPDIR can be long.
+    """
     roots = (tempfile.gettempdir(), "/tmp")
     return min((Path(root, _PREFIX + name) for root in roots), key=lambda p: len(str(p)) > _LONGEST)
 
@@ -107,7 +108,8 @@ def _remove_if_left(folder: Path) -> None:
 
 def name_semaphores() -> None:
     """Give named semaphores that this process makes from now on its number, and remove those of
-    processes that were killed."""
+    processes that were killed.
+    """
     sweep()
     # multiprocessing has no public name for this; its own is "/mp", without an owner.
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]

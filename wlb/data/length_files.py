@@ -244,14 +244,16 @@ def _csv(name: str, data: bytes, separator: str) -> Iterator[tuple[int, Any]]:
 
 def _is_name(cell: str) -> bool:
     """Whether a cell of the first row may be a column's name. One like a number is a length, if a
-    wrong one such as 1_000, 10k or nan, which must not be passed over."""
+    wrong one such as 1_000, 10k or nan, which must not be passed over.
+    """
     bare = cell.lstrip("+-.").lower()
     return not bare[:1].isdigit() and bare not in ("nan", "inf", "infinity")
 
 
 def _is_head(cells: list[str]) -> bool:
     """Whether the first row names columns: no cell may be a length, or one has a name of `NAMES`,
-    beside which others may begin with digits."""
+    beside which others may begin with digits.
+    """
     named = any(cell in NAMES for cell in cells)
     return (named and not any(isinstance(number_of(cell), int) for cell in cells)) or all(
         map(_is_name, cells)

@@ -25,7 +25,8 @@ class NoLocks(OSError):
 
 def lock(descriptor: int, *, waits: bool = False) -> bool:
     """Take the lock; False if another process holds it. waits: wait until it is free instead.
-    NoLocks where the file system cannot lock."""
+    NoLocks where the file system cannot lock.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -40,7 +41,8 @@ def lock(descriptor: int, *, waits: bool = False) -> bool:
 def open_lock_file(path: Path, folder: int) -> int:
     """A descriptor of the lock file `path`, made if it is absent. folder: a descriptor of its
     folder. UserError for a link or anything else but a file of its own: to write there would change
-    something else."""
+    something else.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
@@ -64,7 +66,8 @@ def _refusal(path: Path) -> str:
 
 def is_named(descriptor: int, path: Path, folder: int | None = None) -> bool:
     """Whether `path` still leads to what is open. folder: a descriptor of the folder of a lock
-    file, whose name is then looked up there without following links."""
+    file, whose name is then looked up there without following links.
+    """
     try:
         if folder is None:
             there = os.stat(path)

@@ -56,7 +56,8 @@ def _walked(
     network: Callable[[_Words, _Words, int], _Words], words: _Words, keys: _Words, n: int
 ) -> IntArray:
     """`words` through a bijection of [0, 2**bits) until each is in [0, n); walking a cycle the
-    other way, by the inverse, leads back."""
+    other way, by the inverse, leads back.
+    """
     bits = max(2, (n - 1).bit_length())
     out = network(words, keys, bits)
     outside = np.flatnonzero(out >= _U64(n))

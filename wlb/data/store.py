@@ -328,7 +328,8 @@ class TokenStore:
     @property
     def identity(self) -> dict[str, Any]:
         """Which tokens these are, by the store's description: two stores with equal identities
-        train the same. Values are None where it has no description."""
+        train the same. Values are None where it has no description.
+        """
         info = self.info
         return {
             "tokens": info and info.checksum,

@@ -1,4 +1,4 @@
-"""Which tokens of a store are trained: `<prefix>.targets`, for fine-tuning data.
+r"""Which tokens of a store are trained: `<prefix>.targets`, for fine-tuning data.
 
 Trained tokens are labels, so the first token of a document never is one. They are half-open spans
 of positions in the whole `.bin`, none across a document's end; spans that touch are one.

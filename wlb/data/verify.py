@@ -23,7 +23,8 @@ _FILES = (".bin", ".idx", ".targets", ".json")
 @dataclass(frozen=True, slots=True)
 class StoreSums:
     """Sums of a store's files as they were read: blake2b of the tokens and of the trained spans
-    (None without), and each file's size and times, by which a later change is noticed."""
+    (None without), and each file's size and times, by which a later change is noticed.
+    """
 
     tokens: str
     targets: str | None

@@ -46,7 +46,8 @@ class Heads(NamedTuple):
 
 class Deviation(NamedTuple):
     """Error of one tensor. times: its error over the allowed one, at most 1 if right; eps: error in
-    units of the dtype's spacing at the tensor's root mean square."""
+    units of the dtype's spacing at the tensor's root mean square.
+    """
 
     what: str
     times: float
@@ -84,7 +85,7 @@ def _computes(name: AttentionBackend, patient: Patient) -> bool:
 def examine_kernel(
     name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_taken: bool
 ) -> Finding:
-    """fail if the run's own kernel is wrong or raises, warn for another one."""
+    """Fail if the run's own kernel is wrong or raises, warn for another one."""
     check = f"attention {name}"
     sdpa = AttentionBackend.SDPA
     other = AttentionBackend.TORCH_VARLEN if name == sdpa else sdpa

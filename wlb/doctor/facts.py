@@ -23,7 +23,8 @@ from wlb.spec import RunSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """A rank's GPU. bus: its PCI address as sysfs writes it. driver_cuda: the newest CUDA of the
-    driver as (major, minor); (0, 0) where NVML is missing. num_visible: GPUs this rank sees."""
+    driver as (major, minor); (0, 0) where NVML is missing. num_visible: GPUs this rank sees.
+    """
 
     name: str
     memory_bytes: int
@@ -40,7 +41,8 @@ class GpuFacts:
 class Facts:
     """A rank's place, software and GPU. problem: why it has not the device that the run asks for.
     nccl, cuda: versions of torch's build; "" where it has none. kernels: those that would
-    compute the run, or why none can."""
+    compute the run, or why none can.
+    """
 
     rank: int
     local_rank: int
@@ -61,7 +63,8 @@ class Facts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
     """Inputs of a rank's checks. spec: with dp and vocabulary size filled in, also where one
-    process examines the machine for a larger layout, and `mesh` is None."""
+    process examines the machine for a larger layout, and `mesh` is None.
+    """
 
     spec: RunSpec
     world: World

@@ -34,7 +34,8 @@ class Verdict(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One row. ranks: those that found it, if not all did. remedy: what to do; never empty for warn
-    and fail."""
+    and fail.
+    """
 
     check: str
     verdict: Verdict
@@ -71,7 +72,8 @@ def is_failed(findings: Sequence[Finding]) -> bool:
 
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """One finding a check, in the order of the first rank that made it: the gravest verdict, with
-    the ranks and hosts that found it. hosts: of each rank."""
+    the ranks and hosts that found it. hosts: of each rank.
+    """
     by_check: dict[str, dict[int, Finding]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in findings:

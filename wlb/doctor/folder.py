@@ -18,7 +18,8 @@ _TRIED_BYTES = 1 << 12
 
 def shared_folder(patient: Patient) -> Finding:
     """run.output_dir can be written, and every rank sees what rank 0 writes there; a collective
-    call. It makes the folder."""
+    call. It makes the folder.
+    """
     check, folder = "shared folder", Path(patient.spec.run.output_dir)
     try:
         if patient.world.world_size > 1:
@@ -36,7 +37,8 @@ def shared_folder(patient: Patient) -> Finding:
 
 def token_stores(patient: Patient) -> Finding:
     """The stores that the run names can be opened on this node; one that `data.corpus` makes need
-    not exist yet."""
+    not exist yet.
+    """
     check, data = "token stores", patient.spec.data
     prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]
     given = [prefix for prefix in prefixes if prefix]

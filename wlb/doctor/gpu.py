@@ -88,7 +88,8 @@ def nvlink(patient: Patient) -> Finding:
 
 def tp_peers(patient: Patient) -> list[tuple[str, str]]:
     """(who, UUID) of GPUs of this node that hold TP ranks beside this one; without a mesh all
-    visible GPUs, if the layout has TP."""
+    visible GPUs, if the layout has TP.
+    """
     gpu, mesh = patient.facts.gpu, patient.mesh
     if gpu is None or patient.spec.parallel.tp == 1:
         return []
@@ -183,7 +184,8 @@ def _of_clocks(
 
 def memory_errors(patient: Patient) -> Finding:
     """ECC errors since the driver was loaded, and rows of memory to be remapped. Has not run on a
-    GPU."""
+    GPU.
+    """
     name, gpu = "ECC", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
@@ -218,7 +220,8 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
     """Whether all ranks have the device that the run asks for, and GPUs of one kind, as many as a
-    node's ranks; on rank 0, of all ranks' facts. Has not run on a GPU."""
+    node's ranks; on rank 0, of all ranks' facts. Has not run on a GPU.
+    """
     name = "GPUs"
     lacking: dict[str, list[Facts]] = {}
     for facts in everyone:

@@ -1,5 +1,6 @@
 """Resources of a rank on its node: cores near its GPU, file descriptors, shared memory, disk,
-memory."""
+memory.
+"""
 
 import resource
 import shutil
@@ -29,7 +30,8 @@ SHM_A_RANK_BYTES = 64 << 20
 
 def descriptors(patient: Patient) -> Finding:
     """Open files that rank 0, which has most, may need; `wlb.parallel.world.init` raises the soft
-    limit as far as the hard one allows."""
+    limit as far as the hard one allows.
+    """
     name, world = "file descriptors", patient.spec.parallel.world_size
     need = open_files_needed(0, world, patient.device.type)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -47,7 +49,8 @@ def _limit(value: int) -> str:
 
 def numa(patient: Patient) -> Finding:
     """Whether this process may run only on cores of its GPU's NUMA node. Has not run on a GPU;
-    tested with folders like sysfs."""
+    tested with folders like sysfs.
+    """
     name, gpu = "NUMA binding", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
@@ -115,7 +118,8 @@ def disk(patient: Patient) -> Finding:
 
 def memory(patient: Patient) -> Finding:
     """Free memory of this rank's device beside the run's estimate; on the CPU a share of the
-    system's available memory. Has not run on a GPU."""
+    system's available memory. Has not run on a GPU.
+    """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
     try:

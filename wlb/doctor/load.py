@@ -20,7 +20,8 @@ LEAST_OF_MEDIAN = 0.9
 
 def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
     """TFLOP/s of square products (bfloat16 on CUDA, float32 on the CPU). meanwhile: called while
-    the device computes. Has not run on a GPU."""
+    the device computes. Has not run on a GPU.
+    """
     size, seconds = SIZE[device.type], SECONDS[device.type][not is_quick]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -38,7 +39,8 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
     """Slow GPUs among all ranks, on rank 0; cores of a CPU share caches and memory, so that their
-    speeds are shown and not judged. tflops: by rank, 0 where not measured."""
+    speeds are shown and not judged. tflops: by rank, 0 where not measured.
+    """
     check = "matrix products"
     measured = [speed for speed in tflops if speed]
     if not measured:

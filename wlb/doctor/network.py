@@ -44,7 +44,8 @@ class GroupTiming:
     """One communicator, as one rank measured it. first_s: of all first calls.
     latency_s: of 8 bytes. seconds: of size_bytes. is_right: sums and rows were as they must be.
     axis: with `ROWS` at its end, an all-to-all of equal parts, which puts an all-gather's bytes on
-    the wire; op is what prices it, P2P between nodes."""
+    the wire; op is what prices it, P2P between nodes.
+    """
 
     axis: str
     ranks: tuple[int, ...]
@@ -184,7 +185,8 @@ def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
     """A finding an axis, on rank 0. profile: source of the bandwidths to compare with; None = no
-    comparison."""
+    comparison.
+    """
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:
         by_axis.setdefault(timing.axis, []).append(timing)

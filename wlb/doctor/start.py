@@ -52,7 +52,8 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 
 class Options(NamedTuple):
     """is_quick: about ten seconds, fewer and smaller measurements. limit_s: time that a stage may
-    take. tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable."""
+    take. tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable.
+    """
 
     is_quick: bool
     limit_s: float
@@ -227,7 +228,8 @@ def _examined(
 
 def _kernels_of(spec: RunSpec, device: torch.device) -> str:
     """Names of the kernels that would compute the run on this rank, which must be the same on
-    all."""
+    all.
+    """
     try:
         fused = ", fused" if fused_of(spec, device).fused else ""
         return f"{kernel_of(spec, device).kernel}{fused}"
@@ -279,7 +281,8 @@ def _tried(
     one: Callable[[Patient], Finding | list[Finding]], patient: Patient, name: str = ""
 ) -> list[Finding]:
     """The findings of a check; an error that it raises is a finding too, because the other ranks
-    and checks go on."""
+    and checks go on.
+    """
     try:
         found = one(patient)
     except Exception as error:

@@ -29,7 +29,8 @@ class Exchange(NamedTuple):
 
 def apart(exchanges: Sequence[Exchange]) -> tuple[float, float]:
     """How far the other clock is ahead in seconds, and by how much that may be wrong: half of the
-    shortest round trip, whose middle is taken for the moment of the answer."""
+    shortest round trip, whose middle is taken for the moment of the answer.
+    """
     best = min(exchanges, key=lambda e: e.answered - e.asked)
     return best.theirs - (best.asked + best.answered) / 2, (best.answered - best.asked) / 2
 

@@ -112,7 +112,8 @@ class Flash4Backend(FlashBackend):
         """Kinds differ in whether there are more than 256 segments, and whether the longest has one
         tile of queries and one of keys: 48 to 128 rows in backward; in forward 128 to 256 rows of
         query heads that share a key. Heads of 256 on B200 have one more, with more segments of one
-        tile than half the multiprocessors."""
+        tile than half the multiprocessors.
+        """
         longest = [(1, 1), (1, 512), (max(1, 256 // queries_per_key), 512), (512, 512)]
         longest.append((96, 96) if is_causal else (512, 1))
         short = ((1, 1),) * 256

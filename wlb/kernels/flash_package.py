@@ -40,7 +40,8 @@ class FlashFunction(NamedTuple):
 
 class FlashBackend:
     """Base of the three backends. deterministic: backward adds in a fixed order, which takes
-    time and memory."""
+    time and memory.
+    """
 
     backend: AttentionBackend
     package: KernelPackage[FlashFunction]
@@ -86,7 +87,8 @@ class FlashBackend:
         self, queries_per_key: int, *, is_causal: bool
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For a package that compiles kinds of calls when they come: a small call of each kind, as
-        (queries, keys) of its segments. queries_per_key: query heads of a key head."""
+        (queries, keys) of its segments. queries_per_key: query heads of a key head.
+        """
         return ()
 
     @cached_property

@@ -19,7 +19,8 @@ _ONE_KERNEL = (9, 10)
 
 def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> list[Tensor]:
     """Gradients of stacks of weights, [E, F, C] each: zero for an expert without rows. grads: of
-    the products with x, [M, F] each. ends_E: index after each expert's last row, int32."""
+    the products with x, [M, F] each. ends_E: index after each expert's last row, int32.
+    """
     made = [grouped_mm(grad_MF.t(), x_MC, offs=ends_E) for grad_MF in grads]
     if may_leave_groups_unwritten(x_MC.device):
         has_none_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
@@ -43,7 +44,8 @@ def may_leave_groups_unwritten(device: torch.device) -> bool:
 
 def waits_for_host(device: torch.device, dtype: torch.dtype) -> str:
     """A line for the log if products of experts wait for the device, else "". Without a GPU here
-    only the dtype can tell."""
+    only the dtype can tell.
+    """
     if device.type != "cuda":
         return ""
     capability = compute_capability(device)

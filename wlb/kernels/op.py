@@ -242,7 +242,8 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
     """Refuse offsets with which kernels would read out of bounds. The check is skipped if it would
-    wait for the device."""
+    wait for the device.
+    """
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
     rows = (segments.num_queries, segments.num_keys)

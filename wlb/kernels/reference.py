@@ -32,7 +32,8 @@ class ReferenceBackend:
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
         """The chain rule through the definition, with the weights that the log-sum-exp gives: some
-        keys of a query may be those of another call."""
+        keys of a query may be those of another call.
+        """
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         delta_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
         scale, num_kv_heads = q_THD.shape[-1] ** -0.5, k_SGD.shape[1]
@@ -71,7 +72,8 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
 
 def _scores(q_qHD: Tensor, k_kGD: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
     """Scores [G, R, q, k], minus infinity for masked keys; and, if they are capped, the derivative
-    of the cap at each."""
+    of the cap at each.
+    """
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk, slope = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD), None
     if cap := segments.scores.softcap:

@@ -67,7 +67,8 @@ class _Rows:
 
 class _Class(NamedTuple):
     """Segments that one call computes. mask: None if they are square, split at their prefix, or
-    not causal and without padded keys; one for all where they are alike."""
+    not causal and without padded keys; one for all where they are alike.
+    """
 
     num_segments: int
     num_queries: int
@@ -218,8 +219,9 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """torch chooses the kernel and returns no log-sum-exp; we return zeros. Heads are repeated
-    because the only float32 kernel with memory linear in the length needs as many key heads."""
+    """Torch chooses the kernel and returns no log-sum-exp; we return zeros. Heads are repeated
+    because the only float32 kernel with memory linear in the length needs as many key heads.
+    """
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
         q_BHQD, k_BHKD, v_BHKD, attn_mask=c.mask_B1QK, is_causal=c.is_causal
@@ -297,7 +299,8 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Starts and lengths of queries and of keys, of each segment. One with more keys than the
     sliding window is cut into blocks of query rows with the keys that they see, so that its work is
-    linear in its length; one with capped scores is cut so that its scores fit into memory."""
+    linear in its length; one with capped scores is cut so that its scores fit into memory.
+    """
     q, k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     num_q, num_k = np.diff(q), np.diff(k)
     sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
@@ -340,7 +343,8 @@ def _mask(
     """0 if query i attends to key j, else -inf, [B or 1, 1, Q, K]. Query i sees the keys up to
     Lk - Lq + i, with `sliding` the last `sliding` of them. Padded queries see what the last query
     sees, so that each row has a key; with one query only padded keys are masked. The mask is added,
-    in the queries' dtype: torch would convert a bool mask in every call, and keep it."""
+    in the queries' dtype: torch would convert a bool mask in every call, and keep it.
+    """
     both = np.stack([keys_B, queries_B])
     if (both == both[:, :1]).all():
         # One mask serves all.
@@ -365,7 +369,8 @@ def _rows(
     is_shared: bool = False,
 ) -> _Rows:
     """classes: (padded length, starts, lengths) of each class's segments. row_of: source row of
-    each position; None if positions are source rows. is_shared: rows may have several uses."""
+    each position; None if positions are source rows. is_shared: rows may have several uses.
+    """
     takes: list[np.ndarray] = []
     reals: list[np.ndarray] = []
     for padded, starts, lengths in classes:

@@ -22,7 +22,8 @@ T = TypeVar("T")
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
     """The host's part of segments. offsets: None until a backend has to read the device. versions:
-    in-place version counters of both tensors at creation. derived: see `Segments.derive`."""
+    in-place version counters of both tensors at creation. derived: see `Segments.derive`.
+    """
 
     cu_seqlens_k: TensorWeakRef
     versions: tuple[int, int]
@@ -93,7 +94,8 @@ class Segments:
         scores: Scores = PLAIN,
     ) -> "Segments":
         """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments. key_rows:
-        for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer."""
+        for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer.
+        """
         q, k = np.asarray(cu_q), np.asarray(cu_k)
         _check("cu_q", q)
         _check("cu_k", k)

@@ -58,7 +58,8 @@ class FailedRank:
         cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
     ) -> "FailedRank":
         """Of an exception that the rank raised. Its cause is named where torch's stage of a
-        pipeline wraps it; any other exception says itself what failed."""
+        pipeline wraps it; any other exception says itself what failed.
+        """
         line, trace = in_words(error)
         while _TORCH_STAGE.search(str(error)) and error.__cause__ is not None:
             error = error.__cause__
@@ -117,7 +118,8 @@ def _is_number(text: str) -> bool:
 
 def in_words(error: BaseException) -> tuple[str, str]:
     """An exception in one line without its notes, and its traceback, "" where the line is enough
-    (RunError, UserError)."""
+    (RunError, UserError).
+    """
     if isinstance(error, RunError | UserError):
         return " ".join(str(error).split("\n")), ""
     line = traceback.format_exception_only(error)[0].strip()
@@ -126,7 +128,8 @@ def in_words(error: BaseException) -> tuple[str, str]:
 
 def write_failure(folder: Path, failure: FailedRank) -> None:
     """Write a rank's failure, unless it has one: what it raised first explains what followed. A
-    disk without room keeps nothing, and the failure goes on."""
+    disk without room keeps nothing, and the failure goes on.
+    """
     final = folder / f"failure-{failure.rank}.json"
     part = folder / f".{final.name}.{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):

@@ -212,7 +212,8 @@ def _ignoring_interrupts() -> Iterator[None]:
 @contextlib.contextmanager
 def _own_temporary_files() -> Iterator[None]:
     """Let multiprocessing make its folder, which the server's socket is in, in one that the next
-    start of wlb removes if this process is killed."""
+    start of wlb removes if this process is killed.
+    """
     before = tempfile.tempdir
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore
     if config.get("tempdir") is None:

@@ -176,7 +176,8 @@ def _read_file(path: Path) -> Iterator[SeenPosition]:
 
 def _read_slot(file: int, offset: int) -> bytes:
     """A slot, read again while it is being written. One that is torn all the same has fields of two
-    moments, which harms nothing but the line that shows them."""
+    moments, which harms nothing but the line that shows them.
+    """
     slot = b""
     for _ in range(_REREADS):
         slot = os.pread(file, _SLOT_BYTES, offset)

@@ -188,7 +188,8 @@ def compose_report(
 
 def keep_report(directory: Path, report: FailureReport) -> None:
     """Add a report to the run's `failure.txt`, unless it is there. A full disk may be the cause of
-    the failure, so that one that cannot be written is no error."""
+    the failure, so that one that cannot be written is no error.
+    """
     path = directory / FAILURE
     with contextlib.suppress(OSError):
         if path.exists() and report.text in path.read_text("utf-8", errors="replace"):

@@ -32,7 +32,8 @@ ROUNDING = 1.001
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """gib: memory of a rank's device. source: key or device that `gib` comes from. gaps: share of
-    the memory that the other terms leave."""
+    the memory that the other terms leave.
+    """
 
     gib: float
     source: str

@@ -22,7 +22,8 @@ from wlb.spec import RunSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCaps:
     """Tokens that fit a GPU: of a micro-batch, and of a step over all pipelines (None: no
-    limit)."""
+    limit).
+    """
 
     s_max: int
     step_tokens: int | None

@@ -100,7 +100,8 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
 def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
     """(forward passes before the first backward's partner, inputs' passes before the first weights'
-    pass) of a rank."""
+    pass) of a rank.
+    """
     pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.micro_batches_per_pipeline
     after = pp - 1 - pp_rank
     first_chunks = (v - 1) * (n // max(1, n // pp))
@@ -117,7 +118,8 @@ def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
 
 class HeldBytes(NamedTuple):
     """Bytes that passes hold on a rank: layers' activations (and what waits for the weights' pass),
-    stage outputs, and gradients of the stages that have them."""
+    stage outputs, and gradients of the stages that have them.
+    """
 
     activations: int
     outputs: int
@@ -129,7 +131,8 @@ def _held_at_once(
 ) -> set[tuple[int, int, int]]:
     """States of a rank around its backward passes: (bytes of activations that are kept or wait for
     the weights' pass, stages with kept outputs, bytes of gradients). Equal to the simulator's
-    count. kept_bytes, waiting_bytes: of a micro-batch, by stage."""
+    count. kept_bytes, waiting_bytes: of a micro-batch, by stage.
+    """
     stages = list(spec.stages_of(pp_rank))
     kept, waits = ([of[stage] for stage in stages] for of in (kept_bytes, waiting_bytes))
     v, n = len(stages), spec.micro_batches_per_pipeline
@@ -160,7 +163,8 @@ def held_bytes(
     spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int, most: tuple[int, int] | None = None
 ) -> HeldBytes:
     """What a rank's passes hold when that is most; micro-batches of one length. most: bounds of
-    activations and of outputs."""
+    activations and of outputs.
+    """
     limits = most or (math.inf, math.inf)
     states = (
         HeldBytes(int(min(s.activations, limits[0])), int(min(s.outputs, limits[1])), s.gradients)
@@ -249,7 +253,8 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     """Bytes that a layer's inputs' pass leaves for its weights' pass: linear layers' inputs and
-    output gradients, as many as forward keeps without recompute."""
+    output gradients, as many as forward keeps without recompute.
+    """
     plain = _with_recompute(spec, Recompute.NONE)
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
@@ -262,7 +267,8 @@ def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, int]:
     """Bytes of tensors that one layer needs in backward besides its activations (README.md), and
-    their increase by the memory that attention's kernel allocates."""
+    their increase by the memory that attention's kernel allocates.
+    """
     mlp, attention, summing, again = _workspaces(spec, micro_batch_tokens)
     tensors = max(mlp, max(attention, summing) + again)
     allocated = _allocated_by_kernel(spec, micro_batch_tokens)
@@ -271,7 +277,8 @@ def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, in
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
     """Bytes of the MLP's backward; of attention's while its kernel runs and while gradients of K
-    and V are added up; and of activations recomputed for attention's."""
+    and V are added up; and of activations recomputed for attention's.
+    """
     local = _local(spec, tokens)
     load = spec.cost.expert_load
     hidden = expert_sizes.hidden_values(spec.model, load=load)
@@ -345,7 +352,8 @@ def _copied_keys(spec: RunSpec, local: int) -> int:
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
     """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa), and
-    none of a layer without attention."""
+    none of a layer without attention.
+    """
     if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
     model, tp, local = _model_of_ranks(spec), spec.parallel.tp, _local(spec, tokens)
@@ -428,7 +436,8 @@ def _has_fsdp(spec: RunSpec) -> bool:
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
     """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 (two with a soft
     cap) and their gradient in compute dtype, the rows of all TP ranks and their gradient, the
-    head's gradient twice."""
+    head's gradient twice.
+    """
     if pp_rank < spec.parallel.pp - 1:
         return 0
     tp, size, width = spec.parallel.tp, _compute_bytes(spec), spec.model.hidden_size
@@ -480,7 +489,8 @@ def memory_estimate(
     spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
 ) -> MemoryEstimate:
     """Estimate of the pipeline rank that needs most memory: mostly rank 0, with most passes in
-    flight."""
+    flight.
+    """
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
     return max(ranks, key=lambda estimate: estimate.total_bytes)
@@ -512,7 +522,8 @@ def _compute_bytes(spec: RunSpec) -> int:
 def layer_parameters(spec: RunSpec) -> int:
     """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank. This
     is a layer with experts if the model has any, as for all sizes of one layer here
-    (`expert_sizes.sums_by_stage`)."""
+    (`expert_sizes.sums_by_stage`).
+    """
     model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
     divided = model.num_layer_parameters - whole - held * spec.parallel.ep
@@ -522,7 +533,8 @@ def layer_parameters(spec: RunSpec) -> int:
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:
     """Parameters of a stage on one TP rank: its layers / tp (norms whole), embedding on the first
     stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
-    stage has both."""
+    stage has both.
+    """
     model, tp = spec.model, spec.parallel.tp
     count = expert_sizes.sum_over(spec, [stage], layer_parameters)
     vocabulary = model.padded_vocab_size * model.hidden_size // tp

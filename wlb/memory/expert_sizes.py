@@ -17,7 +17,8 @@ def experts_of_layer(spec: RunSpec) -> int:
 
 def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
     """Of each kind of layer (`ModelSpec.layer_kinds`), `spec` with such layers alone, by which a
-    layer's sizes are computed, and how many of them each stage has."""
+    layer's sizes are computed, and how many of them each stage has.
+    """
     kinds = [replace(spec, model=kind.model) for kind in spec.model.layer_kinds]
     return list(zip(kinds, spec.stage_kind_layers, strict=True))
 
@@ -39,7 +40,8 @@ def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec],
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
     """The `layer_kinds` that some stages have. Stages without layers count as having the model's
-    last one."""
+    last one.
+    """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
     # Layers with experts come first.
@@ -49,7 +51,8 @@ def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
 
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
     """Parameters that a rank stores of `count` on a TP rank, with experts in `layers` layers:
-    FSDP's shard, of experts that of the ranks with equal experts."""
+    FSDP's shard, of experts that of the ranks with equal experts.
+    """
     experts = layers * experts_of_layer(spec)
     equal = sharing_ranks(spec)
     return -(-(count - experts) // spec.shard_size) + -(-experts // equal)
@@ -67,7 +70,8 @@ def divides_experts(spec: RunSpec) -> bool:
 
 def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token that MLPs keep for backward: gate, up and their product. Experts keep its
-    copies instead of the product, which they compute again."""
+    copies instead of the product, which they compute again.
+    """
     experts = model.experts
     if not experts.num:
         return 3 * model.ffn_hidden_size
@@ -77,7 +81,8 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 def z_loss_values(model: ModelSpec) -> int:
     """Float32 values of a token that the router's z-loss keeps for backward: its logits and their
-    logsumexp."""
+    logsumexp.
+    """
     has_loss = model.experts.num > 0 and model.experts.z_loss > 0
     return has_loss * (model.experts.num + 1)
 
@@ -85,7 +90,8 @@ def z_loss_values(model: ModelSpec) -> int:
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
     """Bytes a token of the indices that order rows, on both sides of an exchange, which autograd
     functions keep under any recompute. A recomputed layer also keeps the chosen experts, in 16
-    bits. Indices on the experts' side, one for each direction, grow with `load`."""
+    bits. Indices on the experts' side, one for each direction, grow with `load`.
+    """
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
 
@@ -100,6 +106,7 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
     """Values of a token's copies in backward: rows and gradients before and after an exchange, in
-    two orders; all are taken to be on the rank that has `load`."""
+    two orders; all are taken to be on the rank that has `load`.
+    """
     values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
     return round(load * values)

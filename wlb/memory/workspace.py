@@ -177,7 +177,8 @@ def _accumulators(
     semaphores_k: int,
 ) -> int:
     """Two float32 numbers a query row, dQ, with grouped heads dK and dV; all in padded rows, and
-    32-bit semaphores of a head and a segment."""
+    32-bit semaphores of a head and a segment.
+    """
     numbers = call.num_heads * (rows_q * (2 + head_size) + call.num_segments * semaphores_q)
     if call.num_heads != call.num_kv_heads:
         numbers += call.num_kv_heads * 2 * rows_k * head_size

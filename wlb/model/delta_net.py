@@ -24,7 +24,8 @@ class Before(Protocol):
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
         """The `count` latest rows of each span's document before it, shape [S, count, D]; zeros
-        where there are none."""
+        where there are none.
+        """
         ...
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:

@@ -32,7 +32,8 @@ def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
 
 def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool = False) -> Tensor:
     """`norm` of rows, [T, C] or heads [T, H, C], with this weight, which may be a local part of
-    the module's."""
+    the module's.
+    """
     if isinstance(norm, ZeroCentredNorm):
         assert norm.eps is not None
         if fused:
@@ -80,7 +81,8 @@ def inverse_frequencies(
 ) -> Tensor:
     """Angle per position for each pair of channels, float32, shape [D / 2]: rotary embedding in
     Hugging Face's layout (rotate-half). slides: of layers with a sliding window. D: the channels of
-    a head that are rotated."""
+    a head that are rotated.
+    """
     steps = torch.arange(0, spec.rotated_size, 2, dtype=torch.float64, device=device)
     if slides and spec.sliding_rope_theta:
         return (spec.sliding_rope_theta ** (-steps / spec.rotated_size)).float()
@@ -111,7 +113,8 @@ def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """YaRN (Peng et al., 2023): keep the first pairs, which turn often in the original context,
-    divide the last by `factor`, and blend linearly, pair by pair, in between."""
+    divide the last by `factor`, and blend linearly, pair by pair, in between.
+    """
     num_pairs = frequency.shape[0]
 
     def pair_of(turns: float) -> float:
@@ -130,14 +133,15 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
+    """Cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
     angles = positions_T.float()[:, None, None] * inverse
     return angles.cos(), angles.sin()
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
     """Rotate channel pairs (i, i + D/2) by the row's angles, in float32, where cos and sin have D/2
-    columns; further channels of a head stay. fused: in one kernel."""
+    columns; further channels of a head stay. fused: in one kernel.
+    """
     rotated = 2 * cos.shape[-1]
     if rotated < x_THD.shape[-1]:
         turned = rotate(x_THD[..., :rotated].contiguous(), cos, sin, fused=fused)

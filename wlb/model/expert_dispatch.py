@@ -17,7 +17,8 @@ from torch import Tensor
 
 class StageRows(NamedTuple):
     """The experts of a stage that this process holds, and their rows among its M. ends: index after
-    each one's last row, counted from the stage's first, int32."""
+    each one's last row, counted from the stage's first, int32.
+    """
 
     experts: slice
     rows: slice
@@ -41,7 +42,8 @@ class Trip(Protocol):
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
         """Rows and scores of all stages, [M, ...], of which those that arrived are parts; the trip
-        keeps them no longer."""
+        keeps them no longer.
+        """
         ...
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
@@ -90,7 +92,8 @@ class Way(Protocol):
 
     def again(self) -> "Way":
         """The same for a layer that backward computes again: nothing is counted again. Its `begin`
-        also starts this one's `back`, behind its own rows, which are needed first."""
+        also starts this one's `back`, behind its own rows, which are needed first.
+        """
         ...
 
 
@@ -194,7 +197,8 @@ def during_pass(
     tell: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
 ) -> Generator[None]:
     """Context of one of the passes of a checkpointed call. tell: is given `first` at its start and
-    None at its end."""
+    None at its end.
+    """
     first.is_over = is_second
     tell(first)
     try:

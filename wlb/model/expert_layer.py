@@ -35,7 +35,8 @@ class ExpertRows:
     """What experts are told of a micro-batch. num: rows of this process before padding, which goes
     to no expert. row_weight: of one row in the means of auxiliary and z-loss, which are over all
     rows of a step, labelled or not. counts: filled by layers with the number of rows of each
-    expert, [E]; a recomputed layer writes the same numbers again."""
+    expert, [E]; a recomputed layer writes the same numbers again.
+    """
 
     num: int
     row_weight: float = 1.0
@@ -52,7 +53,8 @@ class MatrixStack(nn.Module):
 
 class GroupedMlp(nn.Module):
     """SwiGLU MLPs of experts, each over its rows. defer: receives the weights' gradients, if they
-    are computed later. local: the process's part of a parameter."""
+    are computed later. local: the process's part of a parameter.
+    """
 
     defer: Defer | None = None
 
@@ -67,7 +69,8 @@ class GroupedMlp(nn.Module):
     def forward(self, under_way: Tensor, way: Way, *, needs_outputs: bool = True) -> Tensor:
         """Compute the rows that arrive by `way`, outputs times scores, and send them back, stage by
         stage; takes and returns an empty tensor. needs_outputs: False for what backward needs
-        alone."""
+        alone.
+        """
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
         # Parameters are read in forward, because FSDP exchanges a module's parameters.
         parameters = [stack.weight for stack in stacks]
@@ -156,7 +159,8 @@ class _GroupedSwiGlu(torch.autograd.Function):
 
 class _Spread(torch.autograd.Function):
     """Gives `way` a copy of each row for each of its experts, and its score. Returns an empty
-    tensor, as `GroupedMlp` does."""
+    tensor, as `GroupedMlp` does.
+    """
 
     @staticmethod
     def forward(ctx: Any, way: Way, x_TC: Tensor, scores_TK: Tensor) -> Tensor:
@@ -280,7 +284,8 @@ class MixtureMlp(nn.Module):
     @property
     def _needs_outputs(self) -> bool:
         """In a second pass only if a later operator of it saves them for backward: the norm of the
-        branch, which belongs to a whole layer."""
+        branch, which belongs to a whole layer.
+        """
         first = self._first
         if first is None or not first.is_over:
             return True
@@ -288,7 +293,8 @@ class MixtureMlp(nn.Module):
 
     def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
         """`context_fn` of torch's checkpoint, for a call that contains this module's; see
-        `FirstPass`."""
+        `FirstPass`.
+        """
         first = FirstPass(whole_layer=whole_layer)
         return (
             during_pass(self._tell, first, is_second=False),
@@ -302,7 +308,8 @@ class MixtureMlp(nn.Module):
         self, x_TC: Tensor, rows: ExpertRows | None = None, chosen_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Scores, float32, and numbers of each row's experts, [T, K] both; chosen_TK: those that
-        were chosen before."""
+        were chosen before.
+        """
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()
         is_softmax = self.spec.scoring == Scoring.SOFTMAX
         scores_TE = logits_TE.softmax(-1) if is_softmax else logits_TE.sigmoid()
@@ -346,6 +353,7 @@ Initial = Callable[[str, torch.Size, int], Tensor]
 
 def initial_experts(name: str, shape: torch.Size, first: int, seed: int, one: Initial) -> Tensor:
     """Initial values of a stack's experts `first`, ..., shape [n, out, in]; each is a function of
-    its name, number and seed alone, by `one(name, shape, seed)`."""
+    its name, number and seed alone, by `one(name, shape, seed)`.
+    """
     made = [one(name, shape[1:], digest("expert", first + i, seed)) for i in range(shape[0])]
     return torch.stack(made)

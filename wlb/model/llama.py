@@ -30,7 +30,8 @@ class Attend(Protocol):
     """Attention over a micro-batch's rows. A layer calls `begin` with k and v, computes q while
     those of other ranks are gathered, and passes the result to `attend`. The second result of
     `attend` goes to the layer's last addition, where backward begins, so that backward can exchange
-    k and v early."""
+    k and v early.
+    """
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any: ...
 
@@ -101,7 +102,8 @@ class Rows:
 class Ops:
     """How layers with weights are applied; tensor parallelism has its own (`wlb.parallel`).
 
-    fused: norms, RoPE and SwiGLU run as one Triton kernel each (`wlb.kernels.fused`)."""
+    fused: norms, RoPE and SwiGLU run as one Triton kernel each (`wlb.kernels.fused`).
+    """
 
     vocabulary: VocabularyShard = WHOLE
     fused: bool = False
@@ -164,7 +166,8 @@ class Attention(nn.Module):
         self, x_TC: Tensor, rows: LayerRows, gates: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
         """q, k, v and the gather of k and v, which runs while q is computed. The output's gate, if
-        there is one, is added to `gates`."""
+        there is one, is added to `gates`.
+        """
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
         v_TGD = self._heads(next(projected))
@@ -220,7 +223,8 @@ class Mlp(nn.Module):
 
 class DecoderLayer(nn.Module):
     """slides: its window of keys slides (`ModelSpec.slides`). has_experts: instead of an MLP.
-    is_linear: a gated delta net instead of attention."""
+    is_linear: a gated delta net instead of attention.
+    """
 
     def __init__(
         self,
@@ -255,8 +259,9 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """x and attention's branch, and the last argument of `Attend.add`. ends: add them by
-        `Attend.add`, so that backward exchanges k and v again from here on; then that is None."""
+        """X and attention's branch, and the last argument of `Attend.add`. ends: add them by
+        `Attend.add`, so that backward exchanges k and v again from here on; then that is None.
+        """
         mine, normed_TC = rows.of(slides=self.slides), self.ops.norm(self.input_layernorm, x_TC)
         if self.self_attn is not None:
             branch_TC, attended = self.self_attn(normed_TC, mine)

@@ -23,7 +23,8 @@ def local_rows(
     loss_scale: float = 1.0,
 ) -> Rows:
     """Rows of documents that begin at `offsets`, shape [documents + 1]: [0, 3, 5] are two, of 3
-    and 2 tokens. backend: of `wlb.kernels.BACKENDS`."""
+    and 2 tokens. backend: of `wlb.kernels.BACKENDS`.
+    """
     device = torch.device("cpu") if labels is None else labels.device
     lengths = np.diff(np.asarray(offsets)).tolist()
     positions = torch.cat([torch.arange(n, device=device) for n in [0, *lengths]])

@@ -81,7 +81,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """softcap * tanh(logits / softcap), or the logits where softcap is 0."""
+    """Softcap * tanh(logits / softcap), or the logits where softcap is 0."""
     return (logits / softcap).tanh() * softcap if softcap else logits
 
 

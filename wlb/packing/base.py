@@ -114,7 +114,7 @@ class PackerOptions:
         return (self.num_windows or self.num_micro_batches) * self.context_window
 
     def workloads(self, pieces: Pieces, *, factor: float = 1.0) -> IntArray:
-        """factor * W_a + W_l of each piece in ns, shape [num_pieces]; refuses a negative cost."""
+        """Factor * W_a + W_l of each piece in ns, shape [num_pieces]; refuses a negative cost."""
         work = _priced(pieces, self.cost.workload_ns(pieces.length))
         if factor != 1.0:
             attention = self.attention(pieces)
@@ -277,7 +277,8 @@ def _micro_batch_ns(
 
 def _num_joined(placed: Pieces, offsets: IntArray) -> int:
     """First tokens of documents that are labels because a document lies before them: one for each
-    piece that ends its document inside a micro-batch before one that begins another."""
+    piece that ends its document inside a micro-batch before one that begins another.
+    """
     is_followed = np.append(placed.start[1:] == 0, False)
     is_followed[offsets[1:][np.diff(offsets) > 0] - 1] = False
     return int((is_followed & (placed.num_targets < placed.length)).sum())
@@ -317,7 +318,8 @@ class PriceRange:
 
     def ends(self, options: PackerOptions, pieces: Pieces, work_ns: IntArray) -> IntArray:
         """Work of each piece at the ends in ns, shape [2, num_pieces]; [1, num_pieces], which is
-        `work_ns` (W_a + W_l at price 1, shape [num_pieces]), where there is one price."""
+        `work_ns` (W_a + W_l at price 1, shape [num_pieces]), where there is one price.
+        """
         if self.is_one_price:
             return work_ns[None]
         return np.stack([options.workloads(pieces, factor=k) for k in (self.low, self.high)])
@@ -328,7 +330,8 @@ ONE_PRICE = PriceRange()
 
 def comparable(ends: IntArray) -> list[list[int]]:
     """`ends` (shape [num_ends, n], in ns) in units in which each end's sum is about the same, so
-    that the larger of a micro-batch's two loads tells how slow it is at its worst price."""
+    that the larger of a micro-batch's two loads tells how slow it is at its worst price.
+    """
     if len(ends) == 1:
         return [ends[0].tolist()]
     return [

@@ -171,7 +171,8 @@ class BoundedPacker(PolicyPacker):
     @property
     def most_held_tokens(self) -> int:
         """Most tokens that are held back after a global batch: half of `max_delay` batches, at
-        least two. Beyond that a batch makes several steps."""
+        least two. Beyond that a batch makes several steps.
+        """
         return max(2, self.max_delay // 2) * self.options.tokens_per_step
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
@@ -643,7 +644,8 @@ def _packed(waiting: WaitingDocuments, candidate: Candidates) -> tuple[float, In
 
 def _lightest_with(waiting: WaitingDocuments, tokens: int, work: int) -> tuple[int, int]:
     """[first, stop) of at most `tokens` tokens: the lightest ordinary documents with at least
-    `work` of work."""
+    `work` of work.
+    """
     at, end = waiting.num_outliers, waiting.num_free
     before, sum_work = waiting.tokens_before, waiting.sums[1, at : end + 1]
     stop = np.searchsorted(before, before + tokens, "right") - 1
@@ -714,7 +716,8 @@ def water_filled(
 
 def fitting(length: IntArray, tokens: int) -> IntArray:
     """Positions, ascending, of the documents (lengths of shape [n]) that fit `tokens` together when
-    each in turn is taken if it still fits."""
+    each in turn is taken if it still fits.
+    """
     out: list[IntArray] = [np.zeros(0, np.int64)]
     rows = np.flatnonzero(length <= tokens)
     while rows.size:
@@ -731,7 +734,8 @@ def _placed(
     length: IntArray, ends: IntArray, limits: StepLimits, *, exchange: bool = False
 ) -> tuple[list[list[int]], list[int]]:
     """Place documents by Algorithm 1 in the given order: indices by micro-batch, and what S_max
-    leaves over. exchange: improve the result by `refine`."""
+    leaves over. exchange: improve the result by `refine`.
+    """
     lengths, works = length.tolist(), comparable(ends)
     num, s_max = limits.num_micro_batches, limits.s_max
     first, second = works[0], works[-1]

@@ -49,7 +49,8 @@ def place(
 
 class _Placement:
     """Micro-batches being filled with documents, whose columns are of [n]. rows: of each
-    micro-batch; rest: rows left over; room: tokens that the step may still take."""
+    micro-batch; rest: rows left over; room: tokens that the step may still take.
+    """
 
     def __init__(
         self, lengths: list[int], one: list[int], two: list[int], *, num: int, s_max: int
@@ -69,7 +70,8 @@ class _Placement:
 
     def each(self, first: int, stop: int) -> None:
         """Place rows [first, stop) one by one: where the least work is, if they fit there, else
-        where the fewest tokens are."""
+        where the fewest tokens are.
+        """
         rows, rest, (one, two), work = self.rows, self.rest, self._loads, self._work
         size, by_work, by_size, s_max = self._size, self._by_work, self._by_size, self.s_max
         room = self.room
@@ -99,7 +101,8 @@ class _Placement:
 
     def together(self, first: int, num: int) -> int:
         """Place equal documents from row `first` on, up to the first that does not go where the
-        least work is; how many were placed."""
+        least work is; how many were placed.
+        """
         length, a, b = self.lengths[first], self.one[first], self.two[first]
         num = min(num, self.room // length)
         one, two = self._loads
@@ -125,7 +128,8 @@ class _Placement:
 
 def runs_of(*columns: Sequence[int], num_bins: int) -> Iterator[tuple[int, int]]:
     """(first, stop) of runs of equal rows that are long enough to be placed together; columns: of
-    [n] each."""
+    [n] each.
+    """
     least = max(LEAST, 2 * num_bins)
     if len(columns[0]) < least:
         return
@@ -167,7 +171,8 @@ def _by_load(
     begin: list[IntArray], steps: list[int], counts: IntArray
 ) -> tuple[IntArray, IntArray]:
     """The bin of each document, of which bins take at most `counts`, and the load that the bin has
-    when it takes it, at the worse price; least loads first, both of shape [sum of counts]."""
+    when it takes it, at the worse price; least loads first, both of shape [sum of counts].
+    """
     bins = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
     load = np.max([x[bins] + nth * step for x, step in zip(begin, steps, strict=True)], axis=0)
@@ -178,7 +183,8 @@ def _by_load(
 def _entries(begin: list[IntArray], steps: list[int], free: IntArray, level: int) -> IntArray:
     """Upper bound on the documents that each bin takes, shape [num_bins]: those that it takes while
     its load is at most `level`. The least loaded bin never exceeds the final mean, which is below
-    `level`, as long as all bins have room."""
+    `level`, as long as all bins have room.
+    """
     counts = free
     for load, step in zip(begin, steps, strict=True):
         if step:

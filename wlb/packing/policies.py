@@ -153,7 +153,8 @@ def with_s_max(spec: RunSpec, *, planned_gib: float | None) -> RunSpec:
 
 def first_with_room(alternatives: Sequence[RunSpec]) -> int:
     """Index of the first configuration whose memory leaves steps room for 1.1 global batches, else
-    of the first one that fits at all; raises the first one's UserError if none fits."""
+    of the first one that fits at all; raises the first one's UserError if none fits.
+    """
     fitting: list[int] = []
     refused: list[UserError] = []
     for i, spec in enumerate(alternatives):

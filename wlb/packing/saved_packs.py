@@ -42,7 +42,8 @@ _FORMAT = 1
 class Packs:
     """An epoch's steps. rows: of the store, in training order, shape [num_documents]. offsets:
     micro-batch i is rows [offsets[i], offsets[i + 1]), shape [num_steps * N + 1]. made_by: policy.
-    lengths: digest of the store's lengths."""
+    lengths: digest of the store's lengths.
+    """
 
     rows: IntArray
     offsets: IntArray

@@ -41,7 +41,8 @@ def compute_dtype(spec: RunSpec) -> torch.dtype:
 
 def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
     """Choose the attention kernel of a run on `device`, with the reason; UserError if it cannot
-    compute."""
+    compute.
+    """
     dtype, head_size = compute_dtype(spec), spec.model.head_size
     return choose_backend(
         spec.kernels.attention,
@@ -55,7 +56,8 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
     """Choose what computes the recurrence of linear layers on `device`, and the line of a run's log
-    that says why; UserError if it cannot."""
+    that says why; UserError if it cannot.
+    """
     return choose_linear(
         spec.kernels.linear,
         device=device,
@@ -68,7 +70,8 @@ def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
 
 def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
     """Choose whether fused kernels compute a run on `device`, with the reason; UserError if they
-    cannot."""
+    cannot.
+    """
     return choose_fused(
         spec.kernels.fused,
         device=device,
@@ -167,7 +170,8 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
     """Initialise one parameter. This is a separate function so that the whole value is freed before
-    the next one is made."""
+    the next one is made.
+    """
     if is_expert(name):
         is_sharded = needs_fsdp(mesh, compute_dtype(spec))
         own = own_experts(spec.model.experts.num, mesh, is_sharded=is_sharded)

@@ -55,7 +55,8 @@ def start_all_to_all(
     x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
 ) -> Tensor:
     """Rows of x in `sent` parts to the ranks of `group`; theirs in `received` parts, rank-major;
-    `wait` before use."""
+    `wait` before use.
+    """
     return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name)
 
 

@@ -56,7 +56,8 @@ def _compile_whole(layer: Any, backend: str) -> None:
 def _compile_attention(layer: Any, backend: str) -> None:
     """Compile the first half of a layer with experts. Backward starts to exchange K and V again at
     the end of this half, not of the layer: torch may copy gradients that cross the end of a graph,
-    and the gathered K and V, which come as gradients, would still be travelling."""
+    and the gathered K and V, which come as gradients, would still be travelling.
+    """
     first_half = layer.first_half
 
     def ended(x_TC: Tensor, rows: Rows) -> Tensor:
@@ -117,7 +118,8 @@ def _compiled(
 
 def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
     """Mark lengths as independent symbolic sizes. tables: of RoPE. indices: tensors that only
-    custom ops read."""
+    custom ops read.
+    """
     for tensor in indices:
         for dim in range(tensor.dim()):
             mark_unbacked(tensor, dim)

@@ -79,7 +79,8 @@ def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Run each kind of collective at the sizes of `_ROWS`; yields its name, its result and the
-    expected result, float64 scalars on the device."""
+    expected result, float64 scalars on the device.
+    """
     size, rank = group.size(), dist.get_rank(group)
     due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
     for rows in _ROWS[device.type]:

@@ -117,7 +117,8 @@ def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
     """Keep layers gathered only while they compute: exclude them from torch's pipeline runtime,
-    which gathers whole stages before their passes and drops parameters after a step's last one."""
+    which gathers whole stages before their passes and drops parameters after a step's last one.
+    """
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
     # A handle like that of FSDP's unshard, with nothing to wait for.

@@ -34,7 +34,8 @@ from wlb.spec import Recompute, RunSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
     """A step's inputs on the device, by micro-batch. tokens: None except on the first stage.
-    tensors: all inside, for callers that load on a stream of their own and must record them."""
+    tensors: all inside, for callers that load on a stream of their own and must record them.
+    """
 
     tokens: list[Tensor] | None
     rows: list[Rows]

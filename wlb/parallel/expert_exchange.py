@@ -40,7 +40,8 @@ class RowsBetween(NamedTuple):
 
 def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
     """How many rows of a layer come from and go to each rank; numbers_2SR is on the host. rank: in
-    the group; only for `wlb.rehearse`, whose tensors have no values and which replaces this."""
+    the group; only for `wlb.rehearse`, whose tensors have no values and which replaces this.
+    """
     received, sent = numbers_2SR.numpy().tolist()
     return RowsBetween(received, sent)
 
@@ -256,7 +257,8 @@ def _within(places: Tensor, rows: slice) -> Tensor:
 
 class ExpertAllToAll:
     """The `ExpertExchange` of a group of ranks, each of which holds equally many experts, a
-    multiple of `stages`. side: a stream that copies to the host; None on the CPU."""
+    multiple of `stages`. side: a stream that copies to the host; None on the CPU.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, *, stages: int = 1, side: torch.cuda.Stream | None = None
@@ -288,7 +290,8 @@ class ExpertAllToAll:
         self, arriving_E: Tensor, counts_E: Tensor
     ) -> tuple[Tensor, torch.cuda.Event | None]:
         """Wait for `arriving_E`, and copy rows by stage and rank to the host, [2, S, R]; on a GPU
-        beside what the current stream is given from now on, until the event that is returned."""
+        beside what the current stream is given from now on, until the event that is returned.
+        """
         if self.side is None:
             return self._numbers(wait(arriving_E), counts_E), None
         self.side.wait_stream(torch.cuda.current_stream())

@@ -47,7 +47,8 @@ def divide_experts(
     stage: Llama, mesh: Mesh, queue: WeightQueue | None, *, num_stages: int = 1
 ) -> None:
     """Give each layer its exchange, in `num_stages` stages, and each stack this rank's experts,
-    without storage yet."""
+    without storage yet.
+    """
     side = torch.cuda.Stream() if mesh.device.type == "cuda" and mesh.parallel.ep > 1 else None
     for mixture in mixtures_of(stage):
         if queue is not None:
@@ -100,7 +101,8 @@ def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
     """Give each layer the rows of its experts in a step, of all ranks that share its experts, and
-    of the EP ranks that others waited for; once after a step's last backward pass, on all ranks."""
+    of the EP ranks that others waited for; once after a step's last backward pass, on all ranks.
+    """
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
     if not mixtures:
         return
@@ -138,7 +140,8 @@ def num_load_values(num_layers: int, ep: int) -> int:
 def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor | None:
     """Of the last step, float64: by layer of the whole model, the most loaded expert's rows over
     the mean one's; by layer, the rows that its EP ranks waited for over the mean rank's; the rows
-    of each EP rank, of all layers. 0 for layers of other stages; None without experts here."""
+    of each EP rank, of all layers. 0 for layers of other stages; None without experts here.
+    """
     held: dict[int, tuple[Tensor, Tensor]] = {}
     for stage in stages:
         for name, layer in stage.model.layers.items():

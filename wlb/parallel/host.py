@@ -28,7 +28,8 @@ NCCL's bootstrap and its sockets within a node."""
 
 def new_host_group(timeout_s: float) -> None:
     """Make the group that `host_group` finds, if the default group is not Gloo itself; all ranks
-    call it, after `init_process_group`."""
+    call it, after `init_process_group`.
+    """
     dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=HOSTS)
 
 
@@ -49,7 +50,8 @@ def host_group() -> dist.ProcessGroup | None:
 
 def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
     """Reduce a CPU tensor over all ranks, in place; op is "sum" or "max". Takes 2 * log2(ranks)
-    messages in a row, where Gloo's own all-reduce, a ring, takes 2 * (ranks - 1)."""
+    messages in a row, where Gloo's own all-reduce, a ring, takes 2 * (ranks - 1).
+    """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, theirs = 1, torch.empty_like(x)
     while step < size:
@@ -65,7 +67,8 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
 
 def gather_rows(own: Tensor) -> Tensor | None:
     """CPU rows [W] of all ranks as [ranks, W] on rank 0, None elsewhere, along the same tree: the
-    root of Gloo's own gather connects to every rank."""
+    root of Gloo's own gather connects to every rank.
+    """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, rows = 1, own[None].contiguous()
     while step < size:
@@ -136,7 +139,8 @@ def open_files_needed(rank: int, world_size: int, device: str) -> int:
 
 def allow_open_files(rank: int, world_size: int, device: str) -> None:
     """Raise this process's soft limit on open files to the hard one if the sockets to other ranks
-    may exceed it (1,024 is usual); UserError if the hard one is too low as well."""
+    may exceed it (1,024 is usual); UserError if the hard one is too low as well.
+    """
     needed = open_files_needed(rank, world_size, device)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

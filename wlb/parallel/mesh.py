@@ -95,7 +95,8 @@ class Mesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The groups of every axis, of `fsdp`, `sharding`, experts, copies of KV heads and
-        `links`."""
+        `links`.
+        """
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.kv_heads)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
         return [*groups, *self.links.values()]
@@ -141,7 +142,8 @@ class Mesh:
 def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
     """Name and group of each communicator of more than one rank that steps use, once each, in one
     order on all ranks. torch also makes one of `pp`, of `dp`, and of `fsdp` beside HSDP's two,
-    which nothing uses."""
+    which nothing uses.
+    """
     groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
     groups += [*mesh.links.items(), *((axis, mesh.group(axis)) for axis in ("tp", "cp"))]
     if mesh.kv_heads is not None:
@@ -243,6 +245,7 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
     """Set the timeout of collectives of all ranks, or of all groups of a mesh: torch gives a new
-    group half an hour, whatever the default group has."""
+    group half an hour, whatever the default group has.
+    """
     for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -26,7 +26,8 @@ class Part(StrEnum):
     """Parts of a chunk's time. attention: attention kernels. recompute: attention's forward
     kernels inside a backward pass; other recomputed work counts as layers. layers: the rest of the
     decoder layers, with the final norm. head: with the loss, whose gradients its forward pass
-    computes."""
+    computes.
+    """
 
     ATTENTION = "attention"
     LAYERS = "layers"
@@ -90,7 +91,8 @@ class Watchers:
 
 def watch_ends(stage: Llama, clock: Timer) -> None:
     """Time a stage's embedding and head separately from its layers, by hooks on the first layer's
-    input (or the embedding), on the decoder's output, and on the gradients of both."""
+    input (or the embedding), on the decoder's output, and on the gradients of both.
+    """
     decoder = stage.model
     if decoder.embed_tokens is not None:
 

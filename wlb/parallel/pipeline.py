@@ -146,7 +146,8 @@ class VarLenStage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Nothing: torch 2.11 would connect the group of the axis pp, which carries no transfers.
-        `wlb.parallel.connect` has connected the links."""
+        `wlb.parallel.connect` has connected the links.
+        """
         return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
@@ -191,7 +192,8 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
 def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
     """A rank's actions with a stage's parameters gathered before its first pass and dropped after
-    its last one. torch keeps those of three stages and gathers the rest of a rank's again."""
+    its last one. torch keeps those of three stages and gathers the rest of a rank's again.
+    """
     gathers: dict[int, int] = {}
     drops: dict[int, int] = {}
     for i, action in enumerate(actions):

@@ -110,7 +110,8 @@ class Products(NamedTuple):
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The last layer's part of the gradient of all rows, and the started gather of x_SC: work
-        that does not need the other layers' gradients."""
+        that does not need the other layers' gradients.
+        """
         gathering = start_all_gather(x_SC, self)
         return grad_TF @ weight_FC, gathering
 
@@ -190,7 +191,8 @@ class _GatherRows(torch.autograd.Function):
 
 class _FanProduct(torch.autograd.Function):
     """One of the linear layers; saves x_SC, of which `_GatherRows` and the others save nothing
-    more, and the weight."""
+    more, and the weight.
+    """
 
     @staticmethod
     def forward(
@@ -237,7 +239,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 class TensorParallelOps(Ops):
     """The layers with weights of `wlb.model`, over a tp group of at least 2 ranks. queue: receives
-    the weight gradients of linear layers; None computes them in backward."""
+    the weight gradients of linear layers; None computes them in backward.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, padded_vocab_size: int, queue: WeightQueue | None = None
@@ -296,7 +299,8 @@ class TensorParallelOps(Ops):
         """Gradients of x_SC and of the weights, the latter None if they are put into the queue.
 
         Their collectives have started: dx_SC, and `gathering`, all ranks' rows of x_SC, which is
-        not read if the weights' gradients are put into the queue."""
+        not read if the weights' gradients are put into the queue.
+        """
         if self.queue is None:
             assert gathering is not None
             x_TC = wait(gathering)

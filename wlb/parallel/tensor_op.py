@@ -23,7 +23,8 @@ def _rows_like(x_SC: Tensor, num_ranks: int, width: int) -> Tensor:
 
 def _begins_early(weights_FC: list[Tensor]) -> bool:
     """Whether the last layer's backward is to begin before the others' gradients are there: Q's,
-    while those of K and V travel between CP ranks. It costs one more tensor of all rows."""
+    while those of K and V travel between CP ranks. It costs one more tensor of all rows.
+    """
     return len(weights_FC) > 2
 
 

@@ -27,7 +27,8 @@ def without_copy(
 
 def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
     """Give the embedding and its copy the sum of both gradients; once a step, after all others are
-    complete. parameters: of this rank, by name; gradients are changed in place or made."""
+    complete. parameters: of this rank, by name; gradients are changed in place or made.
+    """
     last = mesh.parallel.pp - 1
     if mesh.at.pp not in (0, last):
         return

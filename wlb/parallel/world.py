@@ -43,7 +43,8 @@ class Origin(StrEnum):
 class World:
     """This process among all ranks, which meet at master_address:master_port or through
     rendezvous_file; a single rank needs neither. one_gpu_each: the launcher shows each rank only
-    its own GPU."""
+    its own GPU.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -239,7 +240,8 @@ def select_device(device: torch.device) -> None:
 
 def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """A pool of one thread that uses `device`. Every new thread begins with GPU 0, and a stream or
-    event that it used would cost each rank a context there: about 0.5 GiB, all on one GPU."""
+    event that it used would cost each rank a context there: about 0.5 GiB, all on one GPU.
+    """
     return ThreadPoolExecutor(
         1, thread_name_prefix=name, initializer=select_device, initargs=(device,)
     )
@@ -248,7 +250,8 @@ def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 @contextmanager
 def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterator[None]:
     """torch.distributed for the block (`init`), destroyed after it; after an exception only where
-    that waits for no other rank, because peers may never join what this rank's GPU has begun."""
+    that waits for no other rank, because peers may never join what this rank's GPU has begun.
+    """
     init(world, device, timeout_s=timeout_s)
     try:
         yield
@@ -321,13 +324,15 @@ _OLD_NAMES = {
 
 def set_cuda_defaults() -> None:
     """Set `CUDA_DEFAULTS` that are not set yet, before CUDA is initialised. Processes that this one
-    starts inherit them, and the allocator reads its own when it is first used."""
+    starts inherit them, and the allocator reads its own when it is first used.
+    """
     _set_unless_given(CUDA_DEFAULTS)
 
 
 def set_flight_records(prefix: str) -> None:
     """Have NCCL keep its last operations, and write those of rank N to `prefix`N when a collective
-    times out, unless the user set these variables. NCCL reads them when a group is made."""
+    times out, unless the user set these variables. NCCL reads them when a group is made.
+    """
     _set_unless_given(
         {
             "TORCH_FR_BUFFER_SIZE": "2000",
@@ -357,7 +362,8 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
 @contextmanager
 def _free_port(world: World) -> Iterator[None]:
     """Makes torch's error of a port that is taken a UserError; rank 0 listens, so that it alone
-    gets one."""
+    gets one.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -384,7 +390,8 @@ def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
 
 def _store_of_attempt(world: World, timeout: timedelta) -> Any:
     """The store of torchrun's agent, in which ranks that are started again (--max-restarts) have
-    keys of their own: a static rendezvous keeps the addresses of those that ended."""
+    keys of their own: a static rendezvous keeps the addresses of those that ended.
+    """
     attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     host, port = world.master_address, world.master_port
     # torch exports both without naming them in __all__.
@@ -403,7 +410,8 @@ def shutdown() -> None:
 
 def threads_per_rank(local_world_size: int) -> int:
     """CPU threads for each rank: the usable cores are divided among this machine's ranks, and
-    OMP_NUM_THREADS, if it is set, is the most."""
+    OMP_NUM_THREADS, if it is set, is the most.
+    """
     share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return min(share, int(most)) if most.isdecimal() and int(most) else share

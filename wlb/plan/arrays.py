@@ -123,7 +123,8 @@ def offsets_of(counts: IntLike) -> IntArray:
 
 def distinct(values: IntArray) -> IntArray:
     """The distinct values in ascending order, as `np.unique`, which hashes integers and takes
-    hundreds of times as long where `values` (shape [n]) is nearly sorted."""
+    hundreds of times as long where `values` (shape [n]) is nearly sorted.
+    """
     ordered = np.sort(values, kind="stable")
     return ordered[np.append(np.ones(min(1, ordered.size), bool), ordered[1:] != ordered[:-1])]
 

@@ -23,7 +23,8 @@ STAGE_ROWS = 128
 
 class RowRanges(NamedTuple):
     """Ranges of rows on their way from one rank to another, sorted by the first three columns and
-    then by row. All columns have shape [n]."""
+    then by row. All columns have shape [n].
+    """
 
     stage: IntArray  # stage of the exchange, from 0
     reader: IntArray  # rank that gets the rows
@@ -85,7 +86,8 @@ class ContextExchange:
     @property
     def keys_by_stage(self) -> IntArray:
         """Rows of each span's document that arrive in each stage and that the span's rank reads,
-        shape [num_stages, num_spans]."""
+        shape [num_stages, num_spans].
+        """
         reads, sharding = self.reads, self.sharding
         shape = (self.num_stages, sharding.cp, sharding.lengths.size)
         of_piece = reads.sums(reads.stage, reads.reader, reads.piece, shape=shape)
@@ -258,7 +260,8 @@ def key_rows(
     sliding_share: float = 0.0,
 ) -> KeyRows:
     """Key rows of micro-batches with these rows on every CP rank, padding included, in the mean
-    layer: `sliding_share` of all have a window of `sliding` keys."""
+    layer: `sliding_share` of all have a window of `sliding` keys.
+    """
     by_need = received = gathered = 0
     for sharding, rows in zip(shardings, local_tokens, strict=True):
         all_rows = rows_gathered(sharding, local_tokens=rows)

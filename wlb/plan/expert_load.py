@@ -33,7 +33,8 @@ class ExpertLoad:
     @property
     def mean_rank(self) -> float:
         """Mean over layers, which have equally many rows: rows that are waited for over those of
-        even ranks."""
+        even ranks.
+        """
         return sum(self.rank) / len(self.rank)
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +64,8 @@ LOAD: Schema = schema_of(ExpertLoad)
 class ExpertLoads:
     """Sums of `ExpertLoad` over steps. attention: of these steps' predicted attention times of the
     slowest over the mean CP rank. expert, rank: by layer. ranks: by EP rank, of the last
-    `rank_steps` steps, in which EP ranks were equally many: others held other experts."""
+    `rank_steps` steps, in which EP ranks were equally many: others held other experts.
+    """
 
     steps: int = 0
     rank_steps: int = 0

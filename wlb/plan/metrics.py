@@ -231,7 +231,8 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
 
 def late_remark(num_overdue: int, max_delay: int) -> str:
     """A sentence about pieces that were trained later than `packing.max_delay`, with the remedy.
-    max_delay: of a piece, in steps."""
+    max_delay: of a piece, in steps.
+    """
     return (
         f"{num_overdue} pieces of documents were trained later than packing.max_delay, up to "
         f"{max_delay} steps after they came, because steps were full; raise packing.step_tokens or "

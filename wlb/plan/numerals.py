@@ -64,7 +64,8 @@ def number_of(word: str) -> int | float | str:
 
 def size_of(text: str) -> int:
     """The bytes of a size such as 5GB, 1.5 MiB or 1000; ValueError for anything else, for less than
-    a byte and for more than `MOST_SIZE`."""
+    a byte and for more than `MOST_SIZE`.
+    """
     match = _SIZE.fullmatch(text) if len(text) <= _MOST_DIGITS else None
     unit = _UNITS.get((match[2] or "").upper()) if match else None
     if match is None or unit is None:

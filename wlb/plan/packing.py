@@ -73,7 +73,8 @@ class MicroBatch:
 
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Which tokens lie in rows [start, stop) of a segment: (piece, first and last + 1 token of
-        the piece), in order. Padding has none."""
+        the piece), in order. Padding has none.
+        """
         if self.layout != Layout.JOINED:
             piece = self.pieces[segment]
             stop = min(stop, piece.stop - piece.start)
@@ -152,7 +153,8 @@ class PackingPlan(PlainRecord):
     @property
     def attended(self) -> IntArray:
         """Tokens that attend to each other, causally: of each piece, or where pieces are joined of
-        each micro-batch; without padding. Shape [num_pieces] or [num_micro_batches]."""
+        each micro-batch; without padding. Shape [num_pieces] or [num_micro_batches].
+        """
         return self.tokens if self.layout == Layout.JOINED else self.pieces.length
 
     @property

@@ -1,5 +1,6 @@
 """Records as plain values and back; values that are no record are refused with the record's
-name."""
+name.
+"""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager

@@ -32,7 +32,8 @@ def process_state(pid: int) -> ProcessState:
 
 def process_start(pid: int) -> float:
     """Clock ticks from the machine's start to that of a process; 0 if there is none. A number that
-    was given to another process has another start."""
+    was given to another process has another start.
+    """
     try:
         return float(process_status(pid)[19])
     except (OSError, IndexError, ValueError):
@@ -41,5 +42,6 @@ def process_start(pid: int) -> float:
 
 def process_status(pid: int | str) -> list[str]:
     """Fields of /proc/PID/stat from the state (one letter) on: 11 and 12 are user and system time,
-    19 is when the process started."""
+    19 is when the process started.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

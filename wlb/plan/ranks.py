@@ -53,7 +53,8 @@ def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler(PlainRecord):
     """A rank that is slower than others for the same work. over: its ratio of measured to predicted
-    time, divided by the median rank's ratio."""
+    time, divided by the median rank's ratio.
+    """
 
     rank: int
     over: float
@@ -94,7 +95,8 @@ class RankTable(PlainRecord):
     @property
     def over_median(self) -> FloatArray:
         """Each rank's measured over predicted time, divided by the median rank's; 1 where nothing
-        was compared (a rank without a token)."""
+        was compared (a rank without a token).
+        """
         ratio = np.full(self.measured_us.size, np.nan)
         known = (self.predicted_us > 0) & (self.measured_us > 0)
         np.divide(self.measured_us, self.predicted_us, out=ratio, where=known)
@@ -123,7 +125,8 @@ PLACES: Schema = {"hosts": [str], "host": [COUNT], "node": [COUNT]}
 
 class TimedPass(NamedTuple):
     """A pass of a rank. micro_batch: its index in the pipeline's plan. begin_us: since the first
-    rank began the step."""
+    rank began the step.
+    """
 
     kind: str
     stage: int
@@ -138,7 +141,8 @@ PASSES = ("forward", "backward", "weight")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimeline(PlainRecord):
     """When a few ranks ran which pass of a step. wall_us: when each rank had done all its passes,
-    since the first rank began; passes: by rank."""
+    since the first rank began; passes: by rank.
+    """
 
     step: int
     steps_done: int

@@ -152,7 +152,8 @@ def read_object(
     path: Path, *, remedy: str = "repair or replace it", wide: bool = False
 ) -> dict[str, Any]:
     """The object of a JSON file; UserError for a file that holds anything else. wide: as in
-    `read_json`."""
+    `read_json`.
+    """
     return object_of(read_json(path, remedy=remedy, wide=wide), path, remedy=remedy)
 
 
@@ -208,7 +209,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> None:
     """UserError for lists and objects nested more than `MOST_DEPTH` deep, and, with `bits`, for an
-    integer that has more."""
+    integer that has more.
+    """
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 2):
         inner = [part for one in level for part in _parts(one)]
@@ -255,7 +257,8 @@ def load_arrays(
 
 def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
     """The bytes of an array. What another method of compression makes of them may be an OSError,
-    of bytes in memory, which says nothing of a disk."""
+    of bytes in memory, which says nothing of a disk.
+    """
     try:
         return file.read(item)
     except OSError as error:

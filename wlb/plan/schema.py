@@ -41,7 +41,8 @@ def hold_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> No
 
 def schema_of(record: type, **others: Schema) -> dict[str, Schema]:
     """The schema of a dataclass that is written by its fields' names; those that have defaults may
-    be absent. others: schemas of fields that are written otherwise, and of further keys."""
+    be absent. others: schemas of fields that are written otherwise, and of further keys.
+    """
     hints = get_type_hints(record)
     out: dict[str, Schema] = {}
     for field in fields(record):

@@ -55,7 +55,8 @@ _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "
 
 class RankTimes:
     """Predicted times of CP ranks' kernels and launches, without collectives; ranks meet in each
-    pass. forward_ns, backward_ns: shape [cp]."""
+    pass. forward_ns, backward_ns: shape [cp].
+    """
 
     __slots__ = ()
     forward_ns: IntArray
@@ -170,7 +171,8 @@ class ShardingPlan(RankTimes):
 
     def gathered_rows(self, local_tokens: int) -> IntArray:
         """The row of each token of the packed sequence among all ranks' rows, `local_tokens` of
-        each one after the other, as an all-gather of K and V brings them; shape [num_tokens]."""
+        each one after the other, as an all-gather of K and V brings them; shape [num_tokens].
+        """
         if (most := int(self.tokens.max())) > local_tokens:
             raise UserError(f"a rank holds {most} tokens, more than local_tokens = {local_tokens}")
         rows = np.empty(self.num_tokens, np.int64)
@@ -252,7 +254,8 @@ class RankSpans:
     @property
     def key_index(self) -> IntArray:
         """Row in the packed sequence of each span's keys, one span after the other; a piece's keys
-        come once for each of its spans. Shape [cu_seqlens_k[-1]]."""
+        come once for each of its spans. Shape [cu_seqlens_k[-1]].
+        """
         base = self.piece_offsets[self.piece]
         return ranges(base, base + self.stop)
 
@@ -280,7 +283,8 @@ class RankSpans:
 
     def first_keys(self, sliding: int = 0) -> IntArray:
         """The first key of its piece that each span reads, with a window of `sliding` keys (0 =
-        all), shape [num_spans]."""
+        all), shape [num_spans].
+        """
         return np.maximum(0, self.start - sliding + 1) if sliding else np.zeros_like(self.start)
 
     @property

@@ -87,7 +87,8 @@ _STATE: Schema = {
 
 def _refuse_learned(data: dict[str, Any]) -> None:
     """UserError for a state of an earlier version whose run had learned prices (`cost.online`):
-    its coming steps were to be planned with them, and would be planned otherwise now."""
+    its coming steps were to be planned with them, and would be planned otherwise now.
+    """
     prices = data.get("prices")
     if prices is None or not prices["changes"]:
         return

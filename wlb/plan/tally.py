@@ -117,7 +117,8 @@ class MeasuredShare:
 
 class NamedStraggler(NamedTuple):
     """worst: the rank as when it was slowest. num_tables: tables that named it; first, last: the
-    steps_done of the first and the last of them."""
+    steps_done of the first and the last of them.
+    """
 
     worst: Straggler
     num_tables: int
@@ -148,7 +149,8 @@ class Stragglers:
 @dataclass(slots=True)
 class Saves:
     """Checkpoints of a run, by executed steps. stall_s: how long training waited for each. failed:
-    those that could not be written."""
+    those that could not be written.
+    """
 
     stall_s: dict[int, float] = field(default_factory=dict[int, float])
     failed: set[int] = field(default_factory=set[int])
@@ -170,7 +172,8 @@ class Tally:
     layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
     warm-up. refused: steps that were not finite, by the action taken;
     skipped_tokens: tokens of skipped ones. rows: of hooks, by name. stopped: at which step and by
-    what the run was asked to end early, in words."""
+    what the run was asked to end early, in words.
+    """
 
     ours: Share = field(default_factory=Share)
     plain: Share = field(default_factory=Share)
@@ -225,7 +228,8 @@ class Tally:
     @property
     def balance(self) -> BalanceGain:
         """Not a ratio of times per token: the usual loader cuts documents at window ends, and so
-        computes less attention."""
+        computes less attention.
+        """
         return BalanceGain(self.plain.weighted_imbalance, self.ours.weighted_imbalance)
 
     @property
@@ -235,6 +239,7 @@ class Tally:
 
     def rolled_back(self, until: "Tally") -> "Tally":
         """Sums over steps as of `until`, an earlier tally; counters that are not tied to steps stay
-        as they are."""
+        as they are.
+        """
         kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

@@ -295,7 +295,8 @@ class Planner:
 
     def _split_again(self, state: PlannerState) -> PlannerState:
         """Return the state with plans of another number of micro-batches moved back to the carry,
-        in order."""
+        in order.
+        """
         if not state.ready or state.ready[0].num_micro_batches == self.packer.num_micro_batches:
             return state
         planned = Pieces.concat(*(plan.pieces for plan in state.ready))

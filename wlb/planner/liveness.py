@@ -106,7 +106,8 @@ class SignsOfLife:
 
     def await_file(self, descriptor: int, event: int) -> None:
         """Wait until a pipe is ready, or broken. event: select.POLLIN or POLLOUT. PlannerLost as
-        `look`."""
+        `look`.
+        """
         waiting = select.poll()
         waiting.register(descriptor, event)
         while not waiting.poll(self.look_s * 1e3):

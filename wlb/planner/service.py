@@ -101,7 +101,8 @@ class PlannerProcess:
 
     def _hand_over(self, job: bytes, signs: SignsOfLife) -> None:
         """Give the process its job and wait until it listens. A stopped one reads no more than the
-        pipe holds."""
+        pipe holds.
+        """
         given, said = self._process.stdin, self._process.stdout
         assert given is not None
         assert said is not None
@@ -191,7 +192,8 @@ class PlanClient:
 
     def peek(self, steps_ahead: int) -> tuple[StepPlan, PipelinePlan] | None:
         """The step `steps_ahead` after the last one `next` gave; None past the end, and where it
-        could not be planned: steps before that one still run."""
+        could not be planned: steps before that one still run.
+        """
         self._fill(steps_ahead)
         return self._received[steps_ahead - 1] if len(self._received) >= steps_ahead else None
 
@@ -330,7 +332,8 @@ def _main() -> None:
 
 def _live_with(parent: int, address: Address) -> None:
     """Give signs of life, and end this process when the rank that started it is gone, because no
-    other rank may connect then."""
+    other rank may connect then.
+    """
     while os.getppid() == parent:
         with contextlib.suppress(OSError):
             os.utime(address.alive)

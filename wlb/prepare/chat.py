@@ -158,7 +158,8 @@ class ChatEncoder:
 
     def _ending(self, text: str, reply: Reply) -> re.Match[str] | None:
         """The special token that ends a reply: the first one after its content, or the last one of
-        those that follow it directly, and the last one after calls."""
+        those that follow it directly, and the last one after calls.
+        """
         found = list(self._pattern.finditer(text, reply.said, reply.stop))
         if not found or reply.has_calls:
             return found[-1] if found else None

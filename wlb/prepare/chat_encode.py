@@ -78,7 +78,8 @@ class ChatChoice(EncoderChoice):
     @property
     def arguments(self) -> dict[str, Any]:
         """Template files count by checksum, so that an edited template is another argument, and
-        what is made of a conversation counts by its version."""
+        what is made of a conversation counts by its version.
+        """
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {"chat": given.pop("template"), "version": _VERSION, **given}
         if self.template not in BUILT_IN:

@@ -173,7 +173,8 @@ class ChatTemplate(TemplateSource):
     ) -> dict[int, int]:
         """Where what is trained of each message begins. prompts: where the text with a generation
         prompt ends, for the messages that are trained, where the whole text begins with it. ends:
-        where turns end."""
+        where turns end.
+        """
         begins: dict[int, int] = {}
         unsure: dict[int, int | None] = {}
         for number, prompt in prompts.items():
@@ -277,7 +278,8 @@ class ChatTemplate(TemplateSource):
         self, conversation: Conversation, prefixes: Sequence[dict[str, Any]]
     ) -> "_MarkedText":
         """The rendering with marks. UserError for contents, calls or tools that are not in it as
-        they are."""
+        they are.
+        """
         plain = [self.message_for(message) for message in conversation.messages]
         marks = FieldMarks()
         marked = [self.message_for(m, (marks, i)) for i, m in enumerate(conversation.messages)]
@@ -311,7 +313,8 @@ class ChatTemplate(TemplateSource):
         self, conversation: Conversation, found: "_MarkedText", special: re.Pattern[str]
     ) -> None:
         """InjectedToken for a template that writes another text beside contents where their
-        special tokens are replaced by other characters."""
+        special tokens are replaced by other characters.
+        """
         messages = conversation.messages
         if not any(special.search(m.reasoning) or special.search(m.content) for m in messages):
             return
@@ -366,7 +369,8 @@ class ChatTemplate(TemplateSource):
         self, conversation: Conversation, given: dict[str, Any]
     ) -> list[tuple[str, dict[str, Any]]]:
         """What a template leaves out that writes the same text of this: no tools, and other
-        arguments of each call."""
+        arguments of each call.
+        """
         made: list[tuple[str, dict[str, Any]]] = []
         if conversation.tools:
             made.append(("does not write tools", {**given, "tools": None}))

@@ -48,7 +48,8 @@ class DocumentPolicy(StrEnum):
 class Encoded:
     """One document. tokens: shape [n], n >= 1. trained: half-open spans of trained tokens, shape
     [m, 2]; None for all. num_unknown: tokens that stand for unknown characters. counts: statistics
-    by name, summed over documents; those of a whole record are in one of its documents."""
+    by name, summed over documents; those of a whole record are in one of its documents.
+    """
 
     tokens: TokenArray
     trained: IntArray | None = None
@@ -275,7 +276,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 def refuse_sentence_piece(path: Path) -> None:
     """UserError for a SentencePiece model, which older models have and the tokenizers library does
-    not read. Mistral's have a version behind the suffix."""
+    not read. Mistral's have a version behind the suffix.
+    """
     if ".model" in path.suffixes and path.is_file():
         raise UserError(
             f"{path} is a SentencePiece model, not a tokenizer.json; convert it with transformers: "
@@ -286,7 +288,8 @@ def refuse_sentence_piece(path: Path) -> None:
 
 def _check_ids(path: Path) -> None:
     """UserError for a vocabulary with an id so large that the tokenizers library, which counts up
-    to it, would not end."""
+    to it, would not end.
+    """
     data = path.read_bytes() if path.is_file() else b""
     if not any(int(found[1]) > _MOST_ID for found in _LARGE_ID.finditer(data)):
         return

@@ -99,7 +99,8 @@ def open_manifest(path: Path, manifest: Manifest, *, overwrite: bool = False) ->
 
 def remove_parts(folder: Path, *, with_manifest: bool = False) -> None:
     """Empties a folder of parts. The manifest stays, or goes last: while there are parts, it says
-    of which arguments they are, also where this is interrupted."""
+    of which arguments they are, also where this is interrupted.
+    """
     for entry in folder.iterdir():
         if entry.name != MANIFEST:
             entry.unlink()

@@ -47,7 +47,8 @@ _OF_LEARNING = ("ignore", "learn", "supervis")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMark:
     """A key of a record. harmless: values by which a trainer would do what wlb does anyway; None
-    for all but 0, as for a key that many data sets have for something else."""
+    for all but 0, as for a key that many data sets have for something else.
+    """
 
     harmless: tuple[int, ...] | None
     remedy: str

@@ -55,7 +55,8 @@ def _hold_footer(file: Any) -> None:
 
 def columns_of(file: Any, columns: Columns) -> tuple[str, ...]:
     """The names of the columns to read of an open file; UserError, without the path, where one is
-    absent or there twice."""
+    absent or there twice.
+    """
     names: list[str] = file.schema_arrow.names
     chosen = columns(names)
     if twice := next((name for name in chosen if names.count(name) > 1), None):

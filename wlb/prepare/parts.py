@@ -210,7 +210,8 @@ def find_part(job: PartJob, shard: int) -> PartSummary | None:
 
 def remove_unfinished(folder: Path, *, prefix: str = "") -> None:
     """Removes temporary files and folders of names that start with `prefix`, left by killed
-    processes."""
+    processes.
+    """
     for entry in os.scandir(folder):
         if entry.name.startswith(f".{prefix}") and entry.name.endswith(".tmp"):
             if entry.is_dir(follow_symlinks=False):

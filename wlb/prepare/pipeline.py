@@ -146,7 +146,8 @@ def _mark_of(prefix: str) -> str | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Preparation:
     """A call of `prepare_store`. listed: files that the listing left out, by reason. unreadable:
-    the first ones of those that cannot be read."""
+    the first ones of those that cannot be read.
+    """
 
     options: PrepareOptions
     choice: EncoderChoice

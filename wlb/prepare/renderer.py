@@ -26,7 +26,8 @@ class TemplateLimit(UserError):
 
 class TemplateRenderer:
     """A process that renders templates. It starts when it is asked first and again after a template
-    ended it, and ends with this process, as its input then does."""
+    ended it, and ends with this process, as its input then does.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -174,7 +174,8 @@ class TemplateSource:
     @cached_property
     def _takes_arguments_as_text(self) -> bool:
         """Whether arguments of calls must be JSON text: objects are refused, or written as Python
-        writes them."""
+        writes them.
+        """
         function = {"name": "f", "arguments": {"wlb": "probe"}}
         calls = [{"type": "function", "function": function}]
         asked = [

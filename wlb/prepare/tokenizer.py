@@ -46,7 +46,8 @@ _RUN = re.compile(rf"[\S\x1c-\x1f]{{1,{MOST_WORD - 1}}}|[^\S\x1c-\x1f]{{1,{MOST_
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTokenizer:
     """The tokenizer of a preparation. path: its file, "" for raw bytes. config: the object of the
-    tokenizer_config.json beside the file that was copied, empty if there was none."""
+    tokenizer_config.json beside the file that was copied, empty if there was none.
+    """
 
     path: str
     vocabulary: Vocabulary

@@ -78,7 +78,8 @@ class HeadLayout:
 class AttentionGrid:
     """Points of the attention sweep. lengths: of rows and of keys. held_pairs: off the grid.
     batches, held_batches: random varlen calls of batch_tokens rows. budget_s: for the repeats of a
-    point, forward and backward together."""
+    point, forward and backward together.
+    """
 
     lengths: tuple[int, ...]
     held_pairs: int
@@ -139,7 +140,8 @@ def time_call(
 
 def grid_pairs(layout: HeadLayout, grid: AttentionGrid) -> Iterator[tuple[int, int]]:
     """(rows, keys) of the grid's points. For kernels that pad, the diagonal has a second point with
-    one row less, because segments with and without a prefix differ there."""
+    one row less, because segments with and without a prefix differ there.
+    """
     for i, q in enumerate(grid.lengths):
         yield q, q
         if layout.padded_lengths and q > 1:
@@ -206,7 +208,8 @@ def _equal_task(
     has_other: bool | None = None,
 ) -> Task:
     """A call on `count` segments (None: that fill the device). has_other: the call has a one-token
-    segment too; None: if the kernel has groups."""
+    segment too; None: if the kernel has groups.
+    """
     count = count_of(layout, q, kv) if count is None else count
     has_other = bool(layout.padded_lengths) if has_other is None else has_other
     point = {**layout.name, "q": q, "kv": kv, "count": count, "has_other": has_other}
@@ -240,7 +243,8 @@ def batch_tasks(
     layout: HeadLayout, grid: AttentionGrid, timer: KernelTimer, *, held: bool, repeat: int = 0
 ) -> list[Task]:
     """Kinds "batch" and "held_batch", of disjoint micro-batches; repeat: number of the
-    repetition."""
+    repetition.
+    """
 
     def run(index: int) -> Numbers:
         return time_call(layout, *random_call(grid, index), timer, 4 * grid.budget_s)

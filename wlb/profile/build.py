@@ -55,7 +55,8 @@ class BuiltProfile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOrigin:
     """Name, environment (from `run_sweep`) and nodes of a profile, from which blocks get their
-    provenance. ranks_per_node: None means 8 GPUs, and all of a CPU's processes."""
+    provenance. ranks_per_node: None means 8 GPUs, and all of a CPU's processes.
+    """
 
     name: str
     environment: Mapping[str, Any]
@@ -89,7 +90,8 @@ def build(
     origin: SweepOrigin,
 ) -> BuiltProfile:
     """Fits all blocks; raises UserError, naming missing measurements, if too little was
-    measured."""
+    measured.
+    """
     try:
         return _built(records, model, layouts, grid, origin)
     except KeyError as error:
@@ -181,7 +183,8 @@ def collectives(
     records: Sequence[Record], origin: SweepOrigin
 ) -> tuple[tuple[CollectiveCost, ...], list[str]]:
     """Costs of all collectives, and notes. Without records, or where times do not grow with size
-    (noise, no reason to lose a sweep), costs are of another scope (CPU) or of a shipped profile."""
+    (noise, no reason to lose a sweep), costs are of another scope (CPU) or of a shipped profile.
+    """
     found: dict[tuple[str, str], CollectiveCost] = {}
     why: dict[tuple[str, str], str] = {}
     notes: list[str] = []

@@ -36,7 +36,8 @@ _ATTENTION = ("{}", "square_{}", "launch_{}_ns", "group_{}_ns")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Measured over predicted time by term. *_extra_ns: added once a micro-batch and stage. head:
-    head and loss, 1 where not predicted. num_records, num_steps: those used by the fit."""
+    head and loss, 1 where not predicted. num_records, num_steps: those used by the fit.
+    """
 
     attention_forward: float
     attention_backward: float

@@ -316,7 +316,7 @@ def _send(whole: Tensor, rank: int, group: dist.ProcessGroup) -> None:
 
 
 def _times(call: Callable[[], Any], place: _Place) -> np.ndarray:
-    """ns of the slowest rank in each repeat; ranks agree on the number of repeats."""
+    """Ns of the slowest rank in each repeat; ranks agree on the number of repeats."""
     sample = _cuda_samples if place.device.type == "cuda" else _cpu_samples
     start = time.perf_counter()
     sample(call, place, WARM_UPS)

@@ -38,7 +38,8 @@ THROTTLE_REASONS = {
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Device, versions and sizes as plain JSON values; sizes are 0 where the system does not tell
-    them, packages are the installed attention packages."""
+    them, packages are the installed attention packages.
+    """
     found: dict[str, Any] = {
         "device": device.type,
         "name": cpu_name(),
@@ -172,7 +173,8 @@ class Monitor:
     def record(self) -> dict[str, Any]:
         """Samples as plain JSON values, after the block or `stop`: [min, median, max] of each
         quantity, the share of samples for each reason of throttling, NVML's messages for
-        unavailable quantities, and why the record is empty ("" if it is not)."""
+        unavailable quantities, and why the record is empty ("" if it is not).
+        """
         assert self._thread is None, "stop first"
         throttled = self._samples.get("throttling", [])
         found: dict[str, Any] = {

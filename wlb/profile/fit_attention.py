@@ -373,7 +373,8 @@ def _robust(
     is_grouped: bool,
 ) -> FloatArray:
     """Non-negative x that minimises relative errors of features @ x against `took`; factors of
-    kinds that hardly occur in batches (weight 1) stay at `start`."""
+    kinds that hardly occur in batches (weight 1) stay at `start`.
+    """
     is_free = np.ones(start.size, bool)
     is_free[1] = is_grouped
     is_free[2:NUM_FACTORS_FROM] = start[2:NUM_FACTORS_FROM] > 0

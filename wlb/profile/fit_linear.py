@@ -160,7 +160,8 @@ def sum_of_operators(
     value_bytes: int,
 ) -> tuple[FloatArray, FloatArray]:
     """(work, calls) of a layer's operators: forward and backward ns, shape [2] each, without
-    attention and collectives; norms and residuals of all `tokens`, as in "layer" tasks."""
+    attention and collectives; norms and residuals of all `tokens`, as in "layer" tasks.
+    """
     at = np.array([float(tokens)])
     work, calls = np.zeros(2), np.zeros(2)
     for rows, columns in rank_matrices(model, tp):
@@ -182,7 +183,7 @@ Operators = Callable[[int, int], tuple[FloatArray, FloatArray]]
 
 
 def fit_layer(records: Sequence[Record], operators: Operators, provenance: Provenance) -> LayerCost:
-    """measured = call + operators' calls + factor * operators' work."""
+    """Measured = call + operators' calls + factor * operators' work."""
     mine = measured(records, "layer")
     if len(mine) < 2:
         raise UserError(f"{len(mine)} whole layers were measured; a fit needs two")
@@ -200,7 +201,8 @@ def layer_errors(
     records: Sequence[Record], operators: Operators, layer: LayerCost
 ) -> dict[str, float]:
     """Mean and maximum of |predicted / measured - 1| over held-out layers, by pass; "operators":
-    the errors of the plain sum of operators."""
+    the errors of the plain sum of operators.
+    """
     own = np.array([layer.forward_call_ns, layer.backward_call_ns])
     factor = np.array([layer.forward_factor, layer.backward_factor])
     found: dict[str, list[float]] = {}

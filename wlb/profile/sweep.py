@@ -49,7 +49,8 @@ DENSE = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSettings:
     """A sweep, decided before anything is measured. layouts: one attention table each. other_heads:
-    layouts of which only the efficiency relative to a table is measured."""
+    layouts of which only the efficiency relative to a table is measured.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -192,7 +193,8 @@ def _gpu_grid(longest: int, quick: bool) -> AttentionGrid:
 
 def tasks_of(settings: SweepSettings, timer: KernelTimer) -> list[Task]:
     """All tasks but collectives. Held-out batches run first and last, for the test-retest
-    error."""
+    error.
+    """
     grid = settings.grid
     first, middle, last = [], [], []
     for layout in settings.layouts:

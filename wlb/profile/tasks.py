@@ -28,7 +28,8 @@ _MOST = 1e30
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One point: `kind` and `point` (plain JSON values) name it, `run` measures it. may_fail: every
-    error is recorded and the sweep goes on; else only running out of memory is."""
+    error is recorded and the sweep goes on; else only running out of memory is.
+    """
 
     kind: str
     point: Mapping[str, Any]
@@ -57,7 +58,8 @@ def measured(records: Iterable[Record], kind: str) -> list[Record]:
 
 class RecordFile:
     """Results of a sweep on disk; a context manager. records: by key. starts: those that measured
-    something, oldest first."""
+    something, oldest first.
+    """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         """Opens or makes `path`; raises UserError if it belongs to another sweep."""

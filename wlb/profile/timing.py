@@ -46,7 +46,8 @@ LEAST_FLUSH_BYTES = 1 << 26
 class Timing:
     """Median, 10th and 90th percentile of `count` repeats, in ns. host_ns: the host's time to issue
     a call on CUDA, usually hidden behind running kernels; 0 on CPU, where it is part of the
-    time."""
+    time.
+    """
 
     median_ns: float
     low_ns: float
@@ -105,7 +106,8 @@ class KernelTimer(ABC):
         most: int = 1000,
     ) -> tuple[Timing, Timing]:
         """Times forward and backward in turns within one budget; `backward` gets the result of
-        `forward`, so that each graph is used once, as in training."""
+        `forward`, so that each graph is used once, as in training.
+        """
         repeats = Repeats(budget_s=budget_s, least=least, most=most)
         first, second = self._time([lambda _: forward(), backward], repeats)
         return first, second
@@ -196,7 +198,8 @@ class CudaTimer(KernelTimer):
 
     def _warm_up(self, steps: Sequence[Step], budget_s: float) -> tuple[float, list[float]]:
         """Seconds of a repeat, and the host's ns in each step on an idle device (later the host may
-        block because the device's queue is full)."""
+        block because the device's queue is full).
+        """
         round_s, hosts_ns = 0.0, [float("inf")] * len(steps)
         spins, start = [0] * len(steps), time.perf_counter()
         for _ in range(WARM_UP_CALLS):

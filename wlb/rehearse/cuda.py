@@ -160,7 +160,8 @@ def _tensors() -> None:
 
 def _shapes_of_whole_tensors() -> None:
     """DTensor finds out what an operator returns with fake tensors of the whole shape, which take
-    no memory in a run and must not be counted."""
+    no memory in a run and must not be counted.
+    """
     from torch.distributed.tensor import _sharding_prop
 
     propagator: Any = _sharding_prop.ShardingPropagator

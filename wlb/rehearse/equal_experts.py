@@ -40,7 +40,8 @@ class EqualLoads:
 
     def split(self, stages: int, size: int, rank: int) -> expert_exchange.RowsBetween:
         """Rows from and to each of `size` members in each stage; what is left of a member's equal
-        shares goes to those that follow it."""
+        shares goes to those that follow it.
+        """
         assert self.now is not None
         copies = [rows * self.per_token for rows in self.now.of_members]
         assert len(copies) == size
@@ -79,7 +80,8 @@ def pipelines_of_group(parallel: ParallelSpec, at: Coordinates) -> list[int]:
 
 def most_local_tokens(plan: StepPlan, parallel: ParallelSpec, at: Coordinates) -> list[int]:
     """Rows of each micro-batch on a CP rank, or of a longer one whose rows this rank's experts
-    compute in part: the most of the pipelines that its EP group spans."""
+    compute in part: the most of the pipelines that its EP group spans.
+    """
     pipelines = {at.dp, *pipelines_of_group(parallel, at)}
     each = [plan.local_tokens(pipeline) for pipeline in sorted(pipelines)]
     return [max(rows) for rows in zip(*each, strict=True)]

@@ -48,7 +48,8 @@ _DEEPEST = 40
 class _Storage:
     """number: of the allocator's request. writer, written: the stream of the last write, and how
     many kernels that stream had run then; done: its event behind a transfer that wrote. uses: by
-    stream, likewise of the last use. known_to: streams by record_stream."""
+    stream, likewise of the last use. known_to: streams by record_stream.
+    """
 
     number: int
     size: int
@@ -135,12 +136,14 @@ class Footprint:
 
     def landed(self, tensor: Any, stream: FakeStream) -> None:
         """Notes where on `stream` the transfer that fills the tensor ends, so that waiting for it
-        does not wait for later ones."""
+        does not wait for later ones.
+        """
         self.add(tensor).done = FakeEvent().record(stream)
 
     def wait_for(self, tensor: Any, stream: FakeStream) -> None:
         """`stream` waits for the transfer that filled a tensor, not for later ones on its
-        stream."""
+        stream.
+        """
         record = self.add(tensor)
         if record.done is not None:
             record.done.wait(stream)

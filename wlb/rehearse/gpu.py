@@ -27,7 +27,8 @@ class Communicator(NamedTuple):
 
 class Splits(NamedTuple):
     """Rows that a rank receives from each member of its group in an all-to-all, and sends to
-    each."""
+    each.
+    """
 
     received: tuple[int, ...]
     sent: tuple[int, ...]
@@ -37,7 +38,8 @@ class RankMessage(NamedTuple):
     """What a rank asked of a communicator. kind: collective, send, recv or wait. op: name of the
     collective, or rank of the peer. what: shapes, dtypes and options, equal on all members (for
     `wait`: the index of the send or recv). where: file and line of wlb. batch: number of the batch
-    whose transfers NCCL starts together, -1 if alone. splits: of an all-to-all."""
+    whose transfers NCCL starts together, -1 if alone. splits: of an all-to-all.
+    """
 
     communicator: Communicator | None
     kind: str
@@ -51,7 +53,8 @@ class RankMessage(NamedTuple):
 
 class HostWait(NamedTuple):
     """The host waited for the device. what: the call. where: file and line of wlb. left_ns: priced
-    work that the compute stream still had when the wait ended; without any it runs dry."""
+    work that the compute stream still had when the wait ended; without any it runs dry.
+    """
 
     step: int
     what: str
@@ -61,7 +64,8 @@ class HostWait(NamedTuple):
 
 class StreamFault(NamedTuple):
     """A stream was given memory that another one may still use. op: the operator that asked for it.
-    where: file and line of wlb."""
+    where: file and line of wlb.
+    """
 
     step: int
     op: str
@@ -75,7 +79,8 @@ FREED = -1
 
 class AllocatorRequest(NamedTuple):
     """What the caching allocator was asked for. size: bytes, or FREED. where: file and line of wlb
-    that made the storage."""
+    that made the storage.
+    """
 
     number: int
     size: int
@@ -97,7 +102,8 @@ class StreamSpan(NamedTuple):
 
 class RehearsalFault(RuntimeError):
     """What would go wrong on a GPU: a race between streams, memory freed while in use, a kernel
-    that mixes devices."""
+    that mixes devices.
+    """
 
 
 @dataclass(slots=True)
@@ -112,7 +118,8 @@ class PartTotals:
 
 class FakeStream:
     """Stands for torch.cuda.Stream. seen: for each stream, how many of its kernels have ended
-    before this stream's next one begins."""
+    before this stream's next one begins.
+    """
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **_: Any) -> None:
         self.device, self.device_index, self.priority = GPU.device, 0, priority
@@ -195,7 +202,8 @@ class FakeEvent:
 class FakeGpu:
     """State of the rehearsed device. step: -1 before the first. op: the latest operator.
     is_counting: False while operators only infer shapes. failing: the innermost operator that
-    raised, and where. faults: memory that was freed too early."""
+    raised, and where. faults: memory that was freed too early.
+    """
 
     device: Any = None
     streams: list[FakeStream] = field(default_factory=list)

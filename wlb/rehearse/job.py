@@ -46,7 +46,8 @@ class Rehearsal:
 
 def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
     """The job and plans of `steps` steps; folder: temporary, for the run's files. UserError for a
-    run that would be refused on the cluster."""
+    run that would be refused on the cluster.
+    """
     spec = resolve_dp(spec, spec.parallel.world_size)
     spec = _for_rehearsal(spec, folder, steps)
     stores = _stores(spec, folder, steps)

@@ -41,7 +41,8 @@ _COLLECTIVES = (
 
 class Prices:
     """cost: the workload model that prices the run's plans, with its kernel profile. kernels: of
-    the run, whose attention kernel is one that computes."""
+    the run, whose attention kernel is one that computes.
+    """
 
     def __init__(self, cost: ProfiledWorkload, kernels: KernelSection) -> None:
         self.table, self.profile, self.kernels = cost.table, cost.profile, kernels
@@ -119,7 +120,7 @@ class Prices:
         return ATTENTION, pairs * per_pair, num_bytes, time_ns, workspace
 
     def transfer(self, op: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        """ns of a collective of `ranks`, or of a message between two (op "send" or "recv")."""
+        """Ns of a collective of `ranks`, or of a message between two (op "send" or "recv")."""
         kind = next((k for name, k in _COLLECTIVES if name in op), Collective.P2P)
         if len(ranks) < 2:
             return 0.0
@@ -133,7 +134,8 @@ class Prices:
         self, splits: Splits, row_bytes: float, ranks: tuple[int, ...], *, own: int
     ) -> tuple[float, float]:
         """Bytes that the rank `own` of `ranks` sends or receives, and ns of its links one after the
-        other, as `ProfiledWorkload.needed_exchange_ns` prices it."""
+        other, as `ProfiledWorkload.needed_exchange_ns` prices it.
+        """
         profile = self.profile
         node = np.array(ranks) // profile.ranks_per_node
         span = int(ranks[-1] - ranks[0] + 1)

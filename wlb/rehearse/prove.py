@@ -165,7 +165,8 @@ def _progress(programs: Programs, proof: Proof) -> None:
 
 class _Hosts:
     """Ranks that issue their messages. at: of each rank, its next message. ready: ranks that may be
-    able to go on."""
+    able to go on.
+    """
 
     def __init__(self, programs: Programs) -> None:
         self.programs = programs

@@ -72,7 +72,8 @@ class _InlinePool:
 
 class UnwrittenSaver(saver.CheckpointSaver):
     """Copies the state to the host as a run does, checks that a thread may read the copies, and
-    writes nothing. copied: bytes of each checkpoint, by executed steps."""
+    writes nothing. copied: bytes of each checkpoint, by executed steps.
+    """
 
     copied: ClassVar[dict[int, int]] = {}
 
@@ -215,7 +216,8 @@ def _trainer(
 
 def _axes(mesh: Mesh) -> dict[str, Communicator]:
     """Communicators of the mesh by the name of their process group; the first axis names one that
-    several share."""
+    several share.
+    """
     named = [(axis, mesh.group(axis)) for axis in ("tp", "cp", "pp", "dp", "fsdp")]
     named += mesh.links.items()
     if mesh.sharding is not mesh.fsdp:

@@ -55,7 +55,8 @@ _SYNCHRONIZES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten
 
 class Recorder(TorchDispatchMode):
     """prices: of kernels and transfers. axes: names of process groups -> axis of the mesh; set once
-    the mesh is built."""
+    the mesh is built.
+    """
 
     def __init__(self, prices: Prices, fakes: FakeTensorMode) -> None:
         super().__init__()
@@ -234,7 +235,8 @@ class Recorder(TorchDispatchMode):
         splits: Splits | None = None,
     ) -> FakeStream:
         """Account for a collective on its communicator's stream or the current one. between: the
-        two ranks of a send or receive. splits: of an all-to-all."""
+        two ranks of a send or receive. splits: of an all-to-all.
+        """
         # Links of all kinds are one part of a step.
         part = "pp" if between else where.axis
         stream = current = GPU.current
@@ -269,7 +271,8 @@ def _nccl_stream(where: Communicator) -> FakeStream:
 
 def _leaves(tree: Any, kind: Any) -> list[Any]:
     """Objects of a kind in an operator's arguments or results, which nest in tuples, lists and
-    dicts only; torch's pytree takes several times as long."""
+    dicts only; torch's pytree takes several times as long.
+    """
     if isinstance(tree, kind):
         return [tree]
     if isinstance(tree, dict):

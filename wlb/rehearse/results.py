@@ -8,7 +8,8 @@ from wlb.rehearse.gpu import HostWait, RankMessage, StreamSpan
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """Why a rank could not go on. op: the operator at fault, "" if none. where: file and line of
-    wlb."""
+    wlb.
+    """
 
     rank: int
     step: int
@@ -30,7 +31,8 @@ class StepResult:
     each part calls, num_bytes, flops, time_ns. estimate_bytes: of
     `wlb.memory`, for the step's lengths. exposed_ns: what the compute stream waited for, by
     part. time_ns: of the compute stream. graphs: that torch.compile made in the step, 0 if layers
-    are not compiled. exchange: of the longest micro-batch's keys, in words; "" without CP."""
+    are not compiled. exchange: of the longest micro-batch's keys, in words; "" without CP.
+    """
 
     step: int
     num_tokens: int
@@ -49,7 +51,8 @@ class StepResult:
 class Reserved:
     """What torch's caching allocator takes from the device for a rank's requests, in bytes.
     retries: times it gave free memory back to go on. failed_bytes, failed_at: the request that did
-    not fit, its step, file and line; 0 and "" if all did."""
+    not fit, its step, file and line; 0 and "" if all did.
+    """
 
     peak_bytes: int
     allocated_bytes: int
@@ -64,7 +67,8 @@ class RankResult:
     allocated. reserved: with "expandable" segments, and with the default "segments".
     copied: bytes of each checkpoint, by executed steps. calibration: how the kernel profile was
     fitted to the priced times, "" if none was written. faults: all memory that was freed too early,
-    and the error that ended the rank."""
+    and the error that ended the rank.
+    """
 
     rank: int
     coordinates: tuple[int, ...]

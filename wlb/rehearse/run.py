@@ -88,7 +88,8 @@ def rehearse_each(
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Rehearsed | UserError]:
     """`rehearse` for several runs, one after the other, which saves the start of torch for each. A
-    run that would be refused has the error as its result. ranks: of all runs, or of each."""
+    run that would be refused has the error as its result. ranks: of all runs, or of each.
+    """
     wanted = [ranks] * len(specs) if isinstance(ranks, str) else ranks
     with temporary_folder("rehearse") as name:
         requests: list[Request] = []

@@ -139,7 +139,8 @@ def _parts(found: Rehearsed) -> Table:
 
 def _exchanges(ranks: Iterable[RankResult]) -> list[str]:
     """How keys of the longest micro-batch of each pipeline's last step travel; a line for each
-    way."""
+    way.
+    """
     said = [step.exchange for result in ranks for step in result.steps[-1:] if step.exchange]
     return [
         f"keys of the longest micro-batch of the last step: {way}" for way in dict.fromkeys(said)

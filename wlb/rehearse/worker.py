@@ -25,7 +25,8 @@ REFUSED = "refused.txt"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """spec: of the run. ranks: which are rehearsed. jobs: how many at a time. traces: keep spans of
-    every kernel. device: name of the GPU. folder: for results and the run's files."""
+    every kernel. device: name of the GPU. folder: for results and the run's files.
+    """
 
     spec: RunSpec
     ranks: tuple[int, ...]

@@ -22,7 +22,8 @@ COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
     """best: the best layouts, the winner first. own_note: a remark on the run's own settings, or
-    empty."""
+    empty.
+    """
 
     search: Search
     best: tuple[Trial, ...]
@@ -134,7 +135,8 @@ CAPTION = (
 
 def loser_lines(report: LayoutReport) -> list[str]:
     """A line for families with the same best layout, then packing policies and sharding on the
-    winner's layout."""
+    winner's layout.
+    """
     labels: dict[str, list[str]] = {}
     for loser in report.losers:
         labels.setdefault(_of_loser(loser), []).append(loser.label)

@@ -127,7 +127,8 @@ def draw_means(
     **style: Any,
 ) -> None:
     """Draw steps as faint points and their running mean as a line. Of more than `most` steps, every
-    k-th is drawn. style: of the line (`color`, `ls`, `label`)."""
+    k-th is drawn. style: of the line (`color`, `ls`, `label`).
+    """
     faint = alpha or (0.25 if values.size > 40 else 0.5)
     every = stride(values.size, most)
     colour = style["color"]
@@ -152,7 +153,7 @@ def heat_map_figure(
     inner: Sequence[str] = (),
     devices: str = "GPUs",
 ) -> Any:
-    """values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
+    """Values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
 
     tp: GPUs that each cell stands for. inner: name of the last axis if it is not CP ranks.
     """

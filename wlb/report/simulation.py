@@ -32,7 +32,8 @@ def simulation_table(
     runs: Sequence[RunSimulation], *, title: str, own: str = "", has_all: bool = True
 ) -> Table:
     """A row for each run; speed-up over the first one, which is the baseline. has_all: False for
-    the columns of `FEW`."""
+    the columns of `FEW`.
+    """
     columns = [(name, cell) for name, cell in COLUMNS if has_all or name in FEW]
     names, caption = [name for name, _ in columns], CAPTION if has_all else FEW_CAPTION
     table = new_table(title, labels=["system"], numbers=names, is_plain=True, caption=caption)

@@ -31,7 +31,8 @@ def console(*, stderr: bool = False, **options: Any) -> Console:
 
 class BlockTable(Table):
     """A rich table that becomes several blocks where it is too wide. num_labels: first columns,
-    which every block has."""
+    which every block has.
+    """
 
     num_labels = 1
 
@@ -76,7 +77,8 @@ def _placed(column: Column, at: int) -> Column:
 
 def _width(column: Column, *, unfolded: bool = False) -> int:
     """Columns of the terminal that a column needs, with padding and a line beside it. unfolded:
-    also if it may fold."""
+    also if it may fold.
+    """
     texts = [str(cell) for cell in (column.header, *column.cells)]
     lines = [line for text in texts for line in text.splitlines()]
     if not (column.no_wrap or unfolded):

@@ -32,7 +32,8 @@ def timeline_figure(
     simulation: Simulation, step: int = 0, pipeline: int = 0, *, title: str = ""
 ) -> Any:
     """A row for each pipeline rank. Passes are coloured by micro-batch, forward light and backward
-    dark; collectives that ranks wait for are yellow, bubbles blank; outlined: the critical path."""
+    dark; collectives that ranks wait for are yellow, bubbles blank; outlined: the critical path.
+    """
     pp = simulation.simulator.spec.parallel.pp
     figure, (axes,) = new_figure(height=1.5 + row_inches(pp) * pp)
     draw_timeline(axes, simulation, step, pipeline)
@@ -164,7 +165,8 @@ def draw_passes(
     axes: Any, micro_batch: int, kind: PassKind, boxes: list[Box], *, inches: float
 ) -> None:
     """Draw the bars of one micro-batch and kind as a collection with the gid
-    `mb<micro_batch><kind>`. inches: height of a row."""
+    `mb<micro_batch><kind>`. inches: height of a row.
+    """
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
     colour = mixed(colour, LIGHT) if kind == PassKind.FORWARD else colour
     add_boxes(
@@ -209,7 +211,8 @@ class _Bars(NamedTuple):
 
     def waits(self) -> None:
         """Draw nodes that run beside passes as a strip under the row, and nodes that ranks wait for
-        over the whole row."""
+        over the whole row.
+        """
         boxes: list[Box] = []
         graph = self.simulation.simulator.graph
         for i, node in enumerate(graph.nodes):

@@ -41,7 +41,8 @@ def balanced(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks.
-    exchange: how keys will be exchanged, of which the price takes account (`cheapest`)."""
+    exchange: how keys will be exchanged, of which the price takes account (`cheapest`).
+    """
     pieces = checked_lengths(lengths, cp)
     best = hybrid(pieces, cp=cp, cost=cost, exchange=exchange)
     if cp > 1 and pieces.size:
@@ -61,7 +62,8 @@ def _dealt(
     pieces: IntArray, order: IntArray, cp: int, cost: WorkloadModel, share: float
 ) -> ShardingPlan:
     """Deal documents in `order` (descending length), in parts of at most `share` of the mean
-    work."""
+    work.
+    """
     ordered = pieces[order]
     # A longer document may be predicted a percent faster than a shorter one at a cell boundary of
     # the kernel's table. Its work is raised to that of all shorter documents, because the documents

@@ -83,7 +83,8 @@ def least_time_ns(lengths: IntLike, *, cp: int, cost: WorkloadModel) -> tuple[fl
 
 def _most_hidden(pieces: IntArray, cp: int, cost: WorkloadModel) -> tuple[float, float]:
     """Attention over own keys of a rank, forward and backward, at most: of documents that are as
-    long as a rank can hold."""
+    long as a rank can hold.
+    """
     total = int(pieces.sum())
     longest = min(int(pieces.max()), -(-total // cp))
     num = -(-total // (cp * longest))

@@ -85,7 +85,8 @@ def few_cuts(pieces: IntArray, *, cp: int, cost: WorkloadModel) -> list[Sharding
 
 def _runs_behind(pieces: IntArray, cp: int, num_long: int) -> ShardingPlan:
     """The longest `num_long` documents over all ranks, symmetrically, and the others one after the
-    other: each rank has a run of them that fills it up, cut once."""
+    other: each rank has a run of them that fills it up, cut once.
+    """
     order = np.argsort(-pieces, kind="stable")
     start, stop = document_chunks(pieces[order[:num_long]], cp)
     ranks = head_tail_ranks(cp)
@@ -162,7 +163,8 @@ class _Made:
 
 def spans_of(pieces: IntArray, filled: Sequence[Sequence[FillPart]], near: int) -> RankedSpans:
     """Spans of the parts that each rank has: runs where they are, symmetric parts from a document's
-    ends inwards, a node's ranks next to each other and the largest part of them outermost."""
+    ends inwards, a node's ranks next to each other and the largest part of them outermost.
+    """
     parts: dict[int, list[tuple[int, FillPart]]] = {}
     for rank, mine in enumerate(filled):
         for part in mine:

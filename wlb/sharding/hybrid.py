@@ -35,7 +35,8 @@ def hybrid(
     lengths: IntLike, *, cp: int, cost: WorkloadModel, exchange: ExchangeChoice | str = GATHER
 ) -> ShardingPlan:
     """Shard a micro-batch of pieces of `lengths` (shape [num_pieces], tokens) over `cp` ranks.
-    exchange: how keys will be exchanged, of which the price takes account (`cheapest`)."""
+    exchange: how keys will be exchanged, of which the price takes account (`cheapest`).
+    """
     pieces = checked_lengths(lengths, cp)
     plans = [per_sequence(pieces, cp=cp)]
     if cp > 1 and pieces.size:

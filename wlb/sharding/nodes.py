@@ -34,7 +34,8 @@ def split(
 
 class _Nodes:
     """room: tokens that each node can still take, below 0 for one that has too many. lacks: of its
-    share of the work, if light documents filled it up."""
+    share of the work, if light documents filled it up.
+    """
 
     def __init__(
         self, parts: Sequence[FillPart], rooms: Sequence[int], scale: Sequence[float], share: float
@@ -50,7 +51,8 @@ class _Nodes:
 
     def place(self, part: FillPart) -> None:
         """Gives a document to the node that lacks most work, or to several if no node can have
-        it."""
+        it.
+        """
         if part.work > self.most or part.size > max(self.rooms):
             self._cut(part)
             return

@@ -239,7 +239,8 @@ def _with_waits(
     plan: ShardingPlan, cost: WorkloadModel, kernels: Sequence[IntArray]
 ) -> tuple[float, float]:
     """The slowest rank's time of both passes, with what is waited for the exchange, and the rows
-    that travel by need. kernels: forward and backward of each rank, [cp] each."""
+    that travel by need. kernels: forward and backward of each rank, [cp] each.
+    """
     both = zip(kernels, waits_ns(plan, cost), strict=True)
     slowest = sum(float((times + waits).max()) for times, waits in both)
     slowest += 2 * summaries_ns(plan, cost)

@@ -24,7 +24,8 @@ CP_IMBALANCE = "attention, slowest CP rank"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """A node's run on `pipeline`. terms_s: its duration by term. cp_rank: the slowest CP rank of a
-    pass with attention, else -1."""
+    pass with attention, else -1.
+    """
 
     node: Node
     pipeline: int

@@ -35,7 +35,8 @@ DAY_S = 86_400
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """spec: filled in. first: the run's first step. is_cpu: ranks are processes on a CPU, of which
-    no peak is known."""
+    no peak is known.
+    """
 
     spec: RunSpec
     cost: ProfiledWorkload
@@ -100,7 +101,8 @@ def simulated_shares(
     ours: Sequence[RunSpec],
 ) -> list[SavedShare]:
     """Share of the GPU hours of `usual` that each of `ours` saves on the same global batches, with
-    whole steps simulated: pipeline, CP sharding and communication are in it, and the flush."""
+    whole steps simulated: pipeline, CP sharding and communication are in it, and the flush.
+    """
     other, *runs = [simulate_run(spec, cost, batches) for spec in (usual, *ours)]
     return [share_saved(own, other) for own in runs]
 

@@ -42,7 +42,8 @@ JOINT = (
 
 class Node(NamedTuple):
     """An event. rank: pipeline rank, a message's receiver. stage, rank: -1 where all ranks take
-    part. action: the pass, or the pass whose output a message carries."""
+    part. action: the pass, or the pass whose output a message carries.
+    """
 
     kind: NodeKind
     rank: int
@@ -54,7 +55,8 @@ class Node(NamedTuple):
 class Graph:
     """Nodes in topological order; predecessors[i] are the nodes that node i waits for. meets:
     neighbouring pipelines that wait for each other in passes of `meeting_stages`, which start when
-    the last of them is ready; weights' passes have nothing to wait for."""
+    the last of them is ready; weights' passes have nothing to wait for.
+    """
 
     nodes: tuple[Node, ...]
     predecessors: tuple[tuple[int, ...], ...]

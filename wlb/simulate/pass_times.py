@@ -109,7 +109,8 @@ class StepPrices:
 
     def stage_key(self, stage: int) -> tuple[float, ...]:
         """Stages with equal keys have equal prices: layers of each kind, `more_others`, whether it
-        is the first and the last."""
+        is the first and the last.
+        """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
         return *(of_kind[stage] for of_kind in self.kind_layers), more, *ends
@@ -163,7 +164,8 @@ class StepPrices:
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
         """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
-        all-gathers of keys."""
+        all-gathers of keys.
+        """
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         kinds = list(self.linear[0]) if kind is None else [kind]
         keys = [(k, False) for k in kinds if is_first] + [(k, True) for k in kinds if is_last]
@@ -191,7 +193,8 @@ class StepPrices:
     def _met(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
         """Passes of pipelines that wait for each other in every layer with experts: the longest,
         with experts that compute the mean of their tokens. The weights' pass meets nobody, nor does
-        a stage without experts. A single pipeline stands for equal ones."""
+        a stage without experts. A single pipeline stands for equal ones.
+        """
         if stage not in self.meeting_stages or kind == PassKind.BACKWARD_WEIGHT:
             return alone_ns
         steps, dp, n = alone_ns.shape
@@ -235,7 +238,8 @@ class StepPrices:
 
     def balanced(self) -> "StepPrices":
         """Equal work with every micro-batch and CP rank at its step's mean: the bound of perfect
-        balance. Schedule, collectives and constant costs stay."""
+        balance. Schedule, collectives and constant costs stay.
+        """
         return self.evened((1, 2, 3))
 
     def evened(self, axes: tuple[int, ...]) -> "StepPrices":
@@ -336,7 +340,8 @@ def prices_of(
     times: Callable[[ProfiledWorkload], LayerTimes],
 ) -> StepPrices:
     """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
-    stages have unequal shares of layers that see all keys, of `cost.of_other_layers`."""
+    stages have unequal shares of layers that see all keys, of `cost.of_other_layers`.
+    """
     own = times(cost)
     linear = [replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds]
     stages = [StageLayers.of(spec, stage) for stage in range(spec.num_stages)]
@@ -358,7 +363,8 @@ def prices_of(
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:
     """What EP ranks compute together of a token in one layer; a split backward has one of the two
-    products in each pass."""
+    products in each pass.
+    """
     layers = linear.num_layers
     forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
     half = backward / LINEAR_BACKWARD_FACTOR
@@ -380,7 +386,8 @@ class SplitBackward:
     """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
     rank's layers. weight_*: of the weights' pass, which has one of the two products of each
     linear layer's backward. saved_*: time by which the inputs' pass is shorter than a whole
-    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch."""
+    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch.
+    """
 
     product_ns_per_token: float
     weight_ns_per_token: float

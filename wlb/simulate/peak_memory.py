@@ -29,7 +29,8 @@ from wlb.spec import RunSpec
 class PassBytes(NamedTuple):
     """Bytes by micro-batch, [..., n]. kept: activations of a layer, or of a stage's layers, that
     forward keeps. output: of a stage. waiting: what the inputs' pass of a layer, or of a stage's
-    layers, keeps for the weights' pass."""
+    layers, keeps for the weights' pass.
+    """
 
     kept: IntArray
     output: IntArray
@@ -38,7 +39,8 @@ class PassBytes(NamedTuple):
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
     """Bytes of one layer's passes, of one with experts if there are any. tokens: of micro-batches
-    on all CP ranks, shape [..., n]."""
+    on all CP ranks, shape [..., n].
+    """
     return PassBytes(
         kept=_by_length(layer_activation_bytes, spec, tokens),
         output=_by_length(stage_output_bytes, spec, tokens),
@@ -74,7 +76,8 @@ def peak_held_bytes(
 ) -> IntArray:
     """Peak bytes of a rank with this order of passes, shape [...]: of activations and outputs, and
     of gradients that a stage's first backward leaves. stages: their passes (`stage_bytes`).
-    gradients: bytes, by stage."""
+    gradients: bytes, by stage.
+    """
     held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held
     left = dict(enumerate(gradients or ()))
@@ -98,7 +101,8 @@ def peak_held_bytes(
 def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
     """Peak bytes of a pipeline rank in a step whose micro-batches have these lengths, with the
     memory that attention kernels allocate. tokens: of its pipeline's micro-batches, on all CP
-    ranks."""
+    ranks.
+    """
     lengths = np.array(tokens, np.int64)
     pp = spec.parallel.pp
     order = pipeline_order(spec.pp, pp=pp, num_micro_batches=len(tokens))[pp_rank]
@@ -109,7 +113,8 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
     """Bytes of a rank without activations, stage outputs and gradients; longest: tokens of a
-    micro-batch."""
+    micro-batch.
+    """
     estimate = memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
     held = estimate.activations_bytes + estimate.boundaries_bytes + estimate.gradients_bytes
     return estimate.total_bytes - held
@@ -117,7 +122,8 @@ def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
 
 def stage_gradients(spec: RunSpec, *, shards_only: bool = False) -> list[int]:
     """Bytes of each stage's gradients on one rank. shards_only: every pass reduces them layer by
-    layer, so that no stage's are whole."""
+    layer, so that no stage's are whole.
+    """
     made = [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]
     if not shards_only:
         return made

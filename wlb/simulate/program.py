@@ -150,7 +150,8 @@ def _receiver_of(action: Action, num_stages: int) -> int | None:
 
 def _posted_early(programs: Sequence[Program]) -> list[Program]:
     """Adds messages to `programs`. Ranks take turns in rank order; a rank whose next input is not
-    sent yet skips its turn. A pass's send and the peer's receive are added at the same time."""
+    sent yet skips its turn. A pass's send and the peer's receive are added at the same time.
+    """
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
     out: list[Program] = [[] for _ in programs]
@@ -277,7 +278,8 @@ class _Builder:
         self, post: Post, rank: int, ready: set[int], wire_of: Callable[[Action], int]
     ) -> None:
         """Let the transfers of `post` wait for `ready`, the nodes after which `rank` posts them,
-        and for the last ones that it posted on the same communicator."""
+        and for the last ones that it posted on the same communicator.
+        """
         started: dict[tuple[int, int], set[int]] = {}
         for message in (*post.sends, *post.receives):
             index = self.message(message)

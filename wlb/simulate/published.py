@@ -37,7 +37,8 @@ ERRORS = {
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
     """The error of predictions like this one; None for profiles and for kinds of models that no
     published run was predicted with. A profile for another power limit has that of the measured
-    board."""
+    board.
+    """
     if _unlike_published(spec):
         return None
     return ERRORS.get((profile.name.removesuffix("_500w"), has_model_parallelism(spec)))

@@ -28,7 +28,8 @@ from wlb.spec import RunSpec
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSimulation:
     """The simulated steps of one run. step_time_s, tokens: [steps]. bubble: mean over pipelines,
-    [steps, pp]. peak_memory_bytes: [steps, pp]. model_flops: of all documents, both passes."""
+    [steps, pp]. peak_memory_bytes: [steps, pp]. model_flops: of all documents, both passes.
+    """
 
     label: str
     simulator: Simulator
@@ -51,7 +52,8 @@ class RunSimulation:
     @property
     def standard_error(self) -> float:
         """Of the time per token, as a share of it, with steps as independent; infinite for one
-        step."""
+        step.
+        """
         num = self.step_time_s.size
         if num < 2:
             return float("inf")
@@ -180,7 +182,8 @@ def collected(
 
 def check_memory(run: RunSimulation) -> None:
     """Raises UserError, naming rank and bytes, where a rank exceeds what plans may use of
-    `cluster.memory_gib`."""
+    `cluster.memory_gib`.
+    """
     spec = run.simulator.spec
     budget = gpu_budget(spec)
     step, rank = np.unravel_index(int(run.peak_memory_bytes.argmax()), run.peak_memory_bytes.shape)

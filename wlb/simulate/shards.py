@@ -188,7 +188,8 @@ def shard_costs(
 
 def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
     """The sum over TP ranks of gradients of K's and V's projections, once a step, where several of
-    them hold one KV head (`wlb.parallel.data.finish_gradients`)."""
+    them hold one KV head (`wlb.parallel.data.finish_gradients`).
+    """
     model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
     layers = max(
         sum(spec.stage_layers[stage] for stage in spec.stages_of(pp_rank))

@@ -227,7 +227,8 @@ class Simulation:
     @property
     def peak_memory_bytes(self) -> IntArray:
         """Peak of resident bytes, [steps, pp]: activations and gradients from the step's own
-        passes, all else as `wlb.memory` estimates it for its longest micro-batch."""
+        passes, all else as `wlb.memory` estimates it for its longest micro-batch.
+        """
         spec = self.simulator.spec
         shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
         out = self._peaks(stage_gradients(spec, shards_only=shards_only))

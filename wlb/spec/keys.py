@@ -190,7 +190,8 @@ class RenamedKeyWarning(FutureWarning):
 
 class RemovedKeyWarning(FutureWarning):
     """A record of a run holds a key that was removed, with a value that no longer has an effect,
-    or a value that was removed; the command line prints it as one line."""
+    or a value that was removed; the command line prints it as one line.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,7 +419,8 @@ def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> N
 
 def _meet_removed_value(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
     """The value that a removed one that wlb wrote is read as, with a warning; a user's is
-    refused."""
+    refused.
+    """
     removed = REMOVED_VALUES[dotted, value]
     if not is_stored:
         raise UserError(

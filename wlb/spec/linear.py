@@ -9,7 +9,8 @@ from wlb.spec.keys import key
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
     """Linear layers, as Qwen3-Next and Qwen3.5 have them; none while num_value_heads is 0, which
-    leaves the other keys unused."""
+    leaves the other keys unused.
+    """
 
     num_value_heads: int = key(
         0,
@@ -55,7 +56,8 @@ class LinearSpec:
     @property
     def summary_values(self) -> int:
         """Values of a span's summary in a layer: of each value head, what becomes of a state, and
-        the state that the span ends with from zero."""
+        the state that the span ends with from zero.
+        """
         return self.num_value_heads * self.key_head_dim * (self.key_head_dim + self.value_head_dim)
 
     def check(self) -> None:

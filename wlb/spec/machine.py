@@ -45,7 +45,8 @@ class EpSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
     """The hardware that `wlb simulate`, `wlb tune` and dry runs assume. A run reads tp_overlap for
-    its prices, and memory_gib and peak_tflops where they are set."""
+    its prices, and memory_gib and peak_tflops where they are set.
+    """
 
     memory_gib: float = key(
         0.0,

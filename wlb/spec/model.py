@@ -193,7 +193,8 @@ class ModelSpec:
     def with_kv_copies(self, tp: int) -> "ModelSpec":
         """The model that `tp` TP ranks compute together. Where it has fewer KV heads than they are,
         each rank has a copy of one, so this model has `tp` of them; otherwise it is this model.
-        What a rank computes, keeps and exchanges is 1 / tp of it."""
+        What a rank computes, keeps and exchanges is 1 / tp of it.
+        """
         return self if tp <= self.num_kv_heads else replace(self, num_kv_heads=tp)
 
     def kv_copies(self, tp: int) -> int:
@@ -251,7 +252,8 @@ class ModelSpec:
 
     def query_factor(self, *, slides: bool = False) -> float:
         """What a layer's queries are multiplied with before attention, whose scores are over
-        sqrt(head size). slides: its window does."""
+        sqrt(head size). slides: its window does.
+        """
         is_scaled = not (slides and self.sliding_rope_theta)
         factor = self.rope_scaling.score_factor if is_scaled else 1.0
         return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
@@ -271,7 +273,8 @@ class ModelSpec:
     @property
     def layer_kinds(self) -> "tuple[LayerKind, ...]":
         """Layers with experts before those with an MLP, and of both those with attention before
-        linear ones; one entry if all layers are alike."""
+        linear ones; one entry if all layers are alike.
+        """
         return _layer_kinds(self)
 
     @property
@@ -282,7 +285,8 @@ class ModelSpec:
     @property
     def active_ffn_size(self) -> int:
         """Hidden size of the MLPs that compute a token in a layer: of its experts, if there are
-        any."""
+        any.
+        """
         return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
 
     @property

@@ -27,7 +27,8 @@ class Schedule(StrEnum):
 
     def takes(self, num_micro_batches: int, pp: int) -> bool:
         """Whether torch can schedule this many micro-batches per pipeline: 1F1B takes pp or more,
-        interleaved schedules take rounds of equal size."""
+        interleaved schedules take rounds of equal size.
+        """
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
         return num_micro_batches % max(1, num_micro_batches // pp) == 0
@@ -409,7 +410,8 @@ class RunSpec:
     @property
     def stage_other_layers(self) -> tuple[int, ...]:
         """Number of decoder layers of each stage whose queries do not see all keys: with a sliding
-        window, or linear."""
+        window, or linear.
+        """
         return self._counted(lambda layer: not self.model.sees_all(layer))
 
     @property

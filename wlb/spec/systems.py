@@ -75,7 +75,8 @@ KNOWN_SYSTEMS = (USUAL, *SYSTEMS)
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
     """Return a system's alternatives; UserError listing known systems. planned_gib: memory of a
-    device that plans may use (`wlb.cost.planned_gib`)."""
+    device that plans may use (`wlb.cost.planned_gib`).
+    """
     if name not in KNOWN_SYSTEMS:
         raise UserError(
             f"unknown system {name!r}; known: {', '.join(KNOWN_SYSTEMS)}"

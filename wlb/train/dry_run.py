@@ -88,7 +88,8 @@ def show(spec: RunSpec, console: Console) -> bool:
 
 def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
     """Whether the run fits, what it takes, and what to try first if it does not fit. budget: None
-    where the memory of the machines is not known."""
+    where the memory of the machines is not known.
+    """
     spec, estimate = made.spec, estimate_of(made.spec)
     need = _size(estimate.total_bytes)
     if budget is None:
@@ -112,7 +113,8 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
 
 def _device(spec: RunSpec) -> str:
     """The kind of device that the figures are for. run.device = auto means GPUs, unless
-    cost.profile is auto as well and this machine has none."""
+    cost.profile is auto as well and this machine has none.
+    """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
     return "cpu" if spec.run.device == Device.CPU else "cuda"

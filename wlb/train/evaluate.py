@@ -45,7 +45,8 @@ class Evaluator:
 
 class EvaluateHeldOut(Hook):
     """Evaluates before a new run's first step, at eval.interval (updates) or eval.interval_tokens
-    (document tokens), and at the end unless the run was stopped."""
+    (document tokens), and at the end unless the run was stopped.
+    """
 
     phase = Phase.EVALUATION
 

@@ -26,7 +26,8 @@ _TRIED_BYTES = 1 << 12
 
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
     """Lock the run's folder and try to write there; an older run of the name is moved aside.
-    UserError where nothing can be written, or another process trains that run."""
+    UserError where nothing can be written, or another process trains that run.
+    """
     with claiming(job.spec):
         lock.take()
         remove_left_tokens(job.directory)
@@ -39,7 +40,8 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
 
 def _forget_stop(run: RunSection, console: Console) -> None:
     """Remove the file that ended an earlier job of this name. Only the lock's holder does, because
-    a job that still waits for the lock would remove the request to the one that trains."""
+    a job that still waits for the lock would remove the request to the one that trains.
+    """
     file = by_hand(run)
     if file.exists():
         file.unlink(missing_ok=True)
@@ -73,7 +75,8 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 
 def _move_older_aside(job: Job, console: Console) -> bool:
     """Move an older run of the name aside; True if there was one. On resume the folder stays, and
-    only checkpoints later than the resumed one are renamed."""
+    only checkpoints later than the resumed one are renamed.
+    """
     directory = job.directory
     if job.resume is not None:
         console.print(f"going on from {job.resume}")

@@ -78,7 +78,8 @@ class RunContext:
 
     def is_due(self, interval: int) -> bool:
         """Whether the number of updates is a multiple of `interval` (0: never); False after the
-        last one, which `Hook.end` follows."""
+        last one, which `Hook.end` follows.
+        """
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
 
@@ -111,7 +112,8 @@ class RefusedStep(NamedTuple):
 class Hook:
     """Watches a run on one rank. All ranks call each event together, so a hook may communicate; it
     prints and writes on rank 0 only (`RunReport` is silent elsewhere). phase: what the time of its
-    events counts as, but for `record`, which is part of a step."""
+    events counts as, but for `record`, which is part of a step.
+    """
 
     phase: ClassVar[Phase | None] = None
 

@@ -14,7 +14,8 @@ class Job:
     calibrate: the kernel profile to write when training has ended. started_s, ready_s: Unix
     times at which the run began, and at which ranks could begin.
     falls_back: an earlier checkpoint may take the place of a damaged one. verbose: all columns and
-    rows are shown."""
+    rows are shown.
+    """
 
     spec: RunSpec
     train_store: StoreName

@@ -178,7 +178,8 @@ class Trainer:
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
         """None for a step that may update weights. One that is not finite updates nothing: it is
-        skipped, or the run rolls back to the newest checkpoint."""
+        skipped, or the run rolls back to the newest checkpoint.
+        """
         if sums.is_finite:
             self.nonfinite.finite()
             return None

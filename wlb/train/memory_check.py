@@ -74,7 +74,8 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
 
 def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
     """Lines for the log; none without a budget. UserError if the estimate
-    exceeds what plans may use of it."""
+    exceeds what plans may use of it.
+    """
     if budget is None:
         return []
     estimate = estimate_of(spec)

@@ -24,7 +24,8 @@ Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 class InputPrefetcher:
     """Loads up to `STEPS_LOADED` steps ahead; `take` gives them in any order and loads a step that
-    was not started."""
+    was not started.
+    """
 
     def __init__(self, executor: Executor, reader: TokenReader) -> None:
         self.executor, self.reader = executor, reader

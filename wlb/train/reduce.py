@@ -40,7 +40,8 @@ class StepSums:
     """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
     cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
     micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
-    without any. experts: None without them. stop: the strongest request to stop."""
+    without any. experts: None without them. stop: the strongest request to stop.
+    """
 
     loss: float
     gradient_norm: float
@@ -62,7 +63,8 @@ class StepReducer:
         self, mesh: Mesh, strategies: tuple[str, ...], model: ModelSpec | None = None
     ) -> None:
         """model: whose sliding layers exchange fewer key rows and whose experts have loads; None:
-        without both."""
+        without both.
+        """
         self.mesh, self.strategies = mesh, strategies
         self._sliding: dict[str, Any] = {}
         if model is not None and model.num_sliding_layers:
@@ -141,7 +143,8 @@ class StepReducer:
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:
         """Slowest and mean CP rank's predicted ns, key rows, and how often each strategy was
-        chosen."""
+        chosen.
+        """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:

@@ -79,7 +79,8 @@ def refuse_early(
 
 def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
     """UserError unless a checkpoint's planner state agrees with itself, the data and the updates
-    that its weights had: at most one a step, since steps without labels update nothing."""
+    that its weights had: at most one a step, since steps without labels update nothing.
+    """
     hold_state(state, planner.source, own=planner.packers)
     run = checkpoint.read_run(saved_in)
     if (updates := run["step"]) > state.next_step:
@@ -133,7 +134,8 @@ def agree_on_kernel(
 
 def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
     """Lines for the log: the attention kernel, whether kernels are fused, and why; and whether
-    products of experts wait. UserError for a kernel that cannot compute here."""
+    products of experts wait. UserError for a kernel that cannot compute here.
+    """
     where = torch.device(device)
     lines = [kernel_of(spec, where).line, probe(fused_of, spec, where).line]
     if spec.model.linear.num_value_heads:

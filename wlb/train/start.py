@@ -115,7 +115,8 @@ def train(
 
 def _own_ranks(spec: RunSpec, asked: _Request) -> bool:
     """Train in this process, or in as many local ones as the layout has ranks; whether the run was
-    asked to end early."""
+    asked to end early.
+    """
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
@@ -193,7 +194,8 @@ def _answer(
 
 def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> bool:
     """Life of a local rank; whether the run was asked to end early. told: the file its launcher
-    makes when it is asked to stop."""
+    makes when it is asked to stop.
+    """
     _keep_flight_records(job.directory, device_kind)
     with Signals() as signals:
         request = StopRequest(job.spec.run, rank=world.rank, signals=signals, told=told)
@@ -214,7 +216,8 @@ def _keep_flight_records(directory: Path, device_kind: str) -> None:
 
 def _in_own_process(fn: Callable[..., Any], *args: Any) -> Any:
     """The result of `fn` from a process that ends, and with it its context on a GPU (0.5 GiB): a
-    launcher that made one would hold it, beside those of its ranks, until the run ends."""
+    launcher that made one would hold it, beside those of its ranks, until the run ends.
+    """
     (result,) = run_local(_told, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
         raise result

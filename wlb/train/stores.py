@@ -113,7 +113,8 @@ def _docstring_options(spec: RunSpec) -> dict[str, Any]:
 
 def _store_prefix(spec: RunSpec, folder: Path) -> Path:
     """Prefix of data.corpus's store in the folder of stores: one for each corpus, vocabulary and
-    held-out share."""
+    held-out share.
+    """
     data = spec.data
     is_builtin = data.corpus == STDLIB
     corpus = data.corpus if is_builtin else os.path.realpath(data.corpus)

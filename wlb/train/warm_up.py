@@ -25,7 +25,8 @@ longer; each takes milliseconds of all ranks."""
 
 class ConnectRanks(Hook):
     """Uses every communicator once, before hooks that communicate begin, and reports their
-    number."""
+    number.
+    """
 
     def begin(self, run: RunContext) -> None:
         if dist.get_world_size() == 1:

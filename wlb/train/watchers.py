@@ -30,7 +30,8 @@ def hooks_of(
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
     """The same order on all ranks; rank 0 alone has hooks that do not communicate.
-    priced: the spec with the kernel that computes."""
+    priced: the spec with the kernel that computes.
+    """
     job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
     measure = MeasureSteps(priced, mesh, clock)
     calibration = None

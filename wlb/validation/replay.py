@@ -267,7 +267,8 @@ class _WaitingStage(nn.Module):
 
 class _WaitingPass(torch.autograd.Function):
     """The waits of a stage as an autograd function. The output is its input times a weight, so that
-    autograd runs every stage's backward; the last stage's sum is the loss."""
+    autograd runs every stage's backward; the last stage's sum is the loss.
+    """
 
     @staticmethod
     def forward(

@@ -177,7 +177,8 @@ def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubGeneration:
     """Contents of a generation_config.json. settings: all but what names the library's version and
-    the ids of BOS and EOS. eos_ids: the tokens that end generation."""
+    the ids of BOS and EOS. eos_ids: the tokens that end generation.
+    """
 
     settings: dict[str, Any]
     eos_ids: tuple[int, ...]
@@ -316,7 +317,8 @@ def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _architecture(keys: Fields, *, is_part: bool) -> str:
     """Return model_type; UserError if it or `architectures` is not supported. is_part: the keys are
-    of a part of a larger model, whose `architectures` is the larger one's."""
+    of a part of a larger model, whose `architectures` is the larger one's.
+    """
     why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
@@ -360,7 +362,8 @@ def _rope(
     keys: Fields, max_positions: int, default: float, model_type: str
 ) -> tuple[float, float, RopeScaling]:
     """Read base, rotated share of heads and scaling from `rope_parameters`, or from `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`. default: the base where no key has one."""
+    `partial_rotary_factor` and `rope_scaling`. default: the base where no key has one.
+    """
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
     for name in given:

@@ -12,7 +12,8 @@ from wlb.weights.hybrids import ARCHITECTURES as HYBRIDS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
     """head_dim: 0 = hidden_size / num_attention_heads. rope_theta: in layers that see all keys.
-    bos_id, eos_id: None where a family has none."""
+    bos_id, eos_id: None where a family has none.
+    """
 
     positions: int
     norm_eps: float = 1e-6

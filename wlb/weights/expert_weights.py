@@ -71,7 +71,8 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 def layers_with_experts(keys: Fields) -> dict[str, Any]:
     """Which layers of a Qwen3-MoE or Qwen3-Next have experts. Numbers that no layer has say nothing
-    there, and are left out."""
+    there, and are left out.
+    """
     listed: Any = keys.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(i) is not int for i in cast("list[Any]", listed)):
         raise keys.error("mlp_only_layers", "must be a list of whole numbers")

@@ -22,7 +22,8 @@ def refuse_existing(out: Path) -> None:
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
     """Give a temporary folder beside `out`, renamed to `out` at the end of the block; an exception
-    removes it."""
+    removes it.
+    """
     refuse_existing(out)
     make_folder(out.parent)
     partial = temporary_name(out)

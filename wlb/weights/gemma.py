@@ -52,7 +52,8 @@ def _cap(keys: Fields, name: str, default: float) -> float:
 
 def full_rope(keys: Fields) -> tuple[Fields, float]:
     """A Gemma 3's keys as if all its layers had the RoPE of those that see all keys, and the base
-    of those that slide."""
+    of those that slide.
+    """
     values: dict[str, Any] = dict(keys.values)
     both: Any = values.get("rope_parameters") or {}
     where = f"{keys.where}: rope_parameters"

@@ -114,7 +114,8 @@ def open_tensors(
 
 def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
     """The text model's tensors by their names in a folder of text alone, with stacks of experts
-    apart; and how many others there are, by what they are of."""
+    apart; and how many others there are, by what they are of.
+    """
     found: dict[str, StoredTensor] = {}
     left_out: dict[str, int] = {}
     for name, stored in tensors.items():
@@ -129,7 +130,8 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 
 def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
     """A stack of experts [E, out, in] one by one, with the matrices of gate and up apart, which are
-    one in it; another tensor as it is."""
+    one in it; another tensor as it is.
+    """
     block, _, last = name.rpartition(".")
     if not block.endswith(".mlp.experts") or len(stored.shape) != 3:
         return {name: stored}

@@ -35,7 +35,8 @@ _save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnk
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
     """An exported folder. tokenizer: source of its tokenizer, or why it has none. stops: ids of the
-    tokens that end generation. has_chat: whether it has a chat template."""
+    tokens that end generation. has_chat: whether it has a chat template.
+    """
 
     folder: Path
     checkpoint: Path

@@ -173,7 +173,8 @@ def is_hybrid(spec: ModelSpec) -> bool:
 
 def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
     """The model_type to write a model with: of those that compute the same, the one that it was
-    imported with."""
+    imported with.
+    """
     if not spec.experts.num:
         return preferred if preferred in (NEXT, DENSE) else DENSE
     everywhere = spec.num_expert_layers == spec.num_layers

@@ -100,7 +100,8 @@ def shards_of(
     parameters: Iterable[Parameter], num_bytes: Callable[[Parameter], int], most_bytes: int
 ) -> Iterator[list[Parameter]]:
     """Fill shards with parameters in order; a parameter larger than a shard gets its own. Those
-    that one tensor of a folder holds stay together."""
+    that one tensor of a folder holds stay together.
+    """
     shard: list[Parameter] = []
     held = 0
     for _, group in groupby(parameters, key=lambda p: p.in_files):

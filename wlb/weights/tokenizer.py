@@ -28,7 +28,8 @@ class FoundTokenizer:
     """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. config: of its
     tokenizer_config.json. chat: of a store of conversations. before: tokens before each text of the
     store (BOS). is_bytes: the tokens of a text are its UTF-8 bytes. why: source of the file, or why
-    there is none."""
+    there is none.
+    """
 
     why: str
     file: Path | None = None

@@ -54,7 +54,8 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
 
 def _hold_all_slide(keys: Fields) -> None:
     """UserError for a key by which the first layers of a Qwen3-MoE have no window: transformers 5
-    slides all layers, as some versions of 4 did not."""
+    slides all layers, as some versions of 4 did not.
+    """
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
             "max_window_layers",

@@ -123,7 +123,8 @@ class SimulatedRun:
 
 def typical(plain: SimulatedRun, ours: SimulatedRun) -> int:
     """Returns the step whose largest deviation is least: of both times from the runs' means, and,
-    counted twice, of their ratio from that of the means and of our work from the usual loader's."""
+    counted twice, of their ratio from that of the means and of our work from the usual loader's.
+    """
     num = min(len(plain.steps), len(ours.steps))
     # By then packers hold documents back; the last steps flush them.
     middle = slice(num // 4, num * 7 // 8)

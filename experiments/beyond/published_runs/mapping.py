@@ -271,7 +271,8 @@ def mapped(run: PublishedRun) -> Mapped:
 def as_wlb_runs(case: Mapped) -> Mapped:
     """The row under the assumptions that wlb made before it knew of other trainers: its own
     executor on an H100 of 700 W, with FlashAttention-2, fused operators and parameters that are
-    gathered once a step."""
+    gathered once a step.
+    """
     spec = case.spec
     return replace(
         case,

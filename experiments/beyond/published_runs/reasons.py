@@ -48,7 +48,8 @@ def reasons(
     case: Mapped, profile: KernelProfile, constants: Constants, ratio: float
 ) -> list[float | None]:
     """Predicted over measured throughput with each of `CHANGES` alone; None where the row has not
-    that part. ratio: that of the whole model."""
+    that part. ratio: that of the whole model.
+    """
     out: list[float | None] = []
     for change in CHANGES.values():
         changed, values = change(case, constants)

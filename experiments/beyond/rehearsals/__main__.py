@@ -108,7 +108,8 @@ def tables_of(positions: Sequence[Row], ranks: Sequence[Row]) -> list[Table]:
 
 class KeptRows:
     """Rows by what was rehearsed, in a file that survives an interruption; of one commit. missing:
-    what pages of kept rows lack."""
+    what pages of kept rows lack.
+    """
 
     def __init__(self, path: Path, *, commit: str) -> None:
         self.path, self.commit = path, commit
@@ -179,7 +180,8 @@ def line_of(preset: str, system: str, found: Rehearsed | UserError) -> list[obje
 
 def spec_of(preset: str, system: str, layers: int) -> RunSpec:
     """The preset under a system, or an alternative of one (`wlb:2`). layers: of each stage; with 0
-    the model's own."""
+    the model's own.
+    """
     num_stages = load(preset, []).num_stages
     overrides = with_system(preset, ["eval.steps=0"], system)
     if layers:

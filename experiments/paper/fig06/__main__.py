@@ -59,7 +59,8 @@ class Result(NamedTuple):
 
 def packers(options: PackerOptions) -> list[tuple[str, int | None, Packer]]:
     """Returns the packers that are compared. Fixed-length packing balances the squares, as Eq. 1
-    does."""
+    does.
+    """
     squares = PackerOptions(
         num_micro_batches=options.num_micro_batches,
         context_window=options.context_window,

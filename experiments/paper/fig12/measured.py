@@ -99,7 +99,8 @@ def measured(run: RunRecords) -> MeasuredSystem:
 
 def read_systems(folders: Sequence[Path]) -> dict[str, MeasuredSystem]:
     """Returns each run by the name of its folder, Plain-4D first; UserError where runs differ in
-    more than their system."""
+    more than their system.
+    """
     runs = {folder.name: read_run(folder) for folder in folders}
     if PLAIN not in runs:
         raise UserError(f"no RUN is named {PLAIN}, which the others are compared with")
@@ -130,7 +131,8 @@ def _compared(spec: RunSpec) -> dict[str, Any]:
 
 def simulated(config: str, kernel: str) -> dict[str, float]:
     """Returns the speed-ups over Plain-4D that Figure 12's page predicts for a configuration, by
-    label; empty for one that is not in the paper's Table 1."""
+    label; empty for one that is not in the paper's Table 1.
+    """
     with PREDICTIONS.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if (row["kernel"], row["configuration"]) == (KERNELS[kernel], title(config)):

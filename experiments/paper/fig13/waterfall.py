@@ -10,7 +10,8 @@ from wlb.report.plots import RUNS, new_figure
 
 class WaterfallRow(NamedTuple):
     """contribution: amount added to the total; in the first row, the start of the total. paper: the
-    paper's total after this row, if it gives one."""
+    paper's total after this row, if it gives one.
+    """
 
     label: str
     contribution: float

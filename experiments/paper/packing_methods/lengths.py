@@ -107,7 +107,8 @@ class Dataset:
         self, median: float, low: int | None, high: int | None, num: int | None = None
     ) -> np.ndarray:
         """Returns the middles of `num` equally likely parts of the lognormal from `low` to
-        `high`."""
+        `high`.
+        """
         num = num or self.num_examples
         start = 0.0 if low is None else float(ndtr(math.log(low / median) / self.sigma))
         stop = 1.0 if high is None else float(ndtr(math.log(high / median) / self.sigma))

@@ -30,7 +30,8 @@ def features(rows: list[list[int]] = PAPER) -> list[dict[str, Any]]:
 
 def test_the_papers_example() -> None:
     """The example is in Section 3.5 of "Enhancing Training Efficiency Using Packing with Flash
-    Attention"."""
+    Attention".
+    """
     batch = PaddingFreeCollator()(features())
     # fmt: off
     expected = {

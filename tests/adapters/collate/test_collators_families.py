@@ -100,7 +100,8 @@ STABLELM = {"stablelm": "stablelm's layers do not pass cu_seq_lens on"}
 
 def families(fail: dict[str, str], *, leave_out: Sequence[str] = ()) -> list[Any]:
     """Returns all families but those left out; those in `fail` are expected to fail, for that
-    reason."""
+    reason.
+    """
     return [
         pytest.param(
             name,

@@ -67,7 +67,8 @@ def test_records_survive_json_and_make_a_page() -> None:
 
 class Running:
     """Plays a run that writes a line of metrics each time it is asked whether it has ended, four
-    times."""
+    times.
+    """
 
     pid = 7
 
@@ -85,7 +86,8 @@ class Running:
 
 def test_a_runs_own_time_is_not_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In four readings 2 s apart the cores were busy for 2, 3 and 1 s more, the run for 2, 1 and
-    1."""
+    1.
+    """
     readings = iter(
         others._Reading(at_s=2.0 * i, busy_s=busy, own_s=own)
         for i, (busy, own) in enumerate([(50.0, 5.0), (52.0, 7.0), (55.0, 8.0), (56.0, 9.0)])

@@ -42,7 +42,8 @@ def as_it_was(line: dict[str, Any]) -> None:
 
 def faster(line: dict[str, Any]) -> None:
     """Each step takes half as long, has three quarters of the tokens and nine tenths of the FLOPs.
-    The first steps take an hour."""
+    The first steps take an hour.
+    """
     if line["kind"] != "step":
         return
     step = line["measured"]

@@ -48,7 +48,8 @@ SHUFFLED = (
 @pytest.fixture(scope="module")
 def steps() -> list[StepCounts]:
     """Counts Tables 4 to 6; ours, which take most of the time, stand beside Multipack at msl
-    8,192."""
+    8,192.
+    """
 
     def is_quick(row: StepsRow) -> bool:
         return row.method != Method.MULTIPACK or (row.msl == 8192 and row.gas == 32)

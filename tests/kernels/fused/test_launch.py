@@ -169,7 +169,8 @@ def test_no_spills_and_vectors_of_16_bytes(
 
 def test_numbers_of_rows_compile_nothing_new(capability: int) -> None:
     """Every micro-batch has its own numbers of rows, keys and uses, some multiples of 16, and its
-    table of uses begins anywhere in a buffer of index tensors (a pointer of meta tensors is 0)."""
+    table of uses begins anywhere in a buffer of index tensors (a pointer of meta tensors is 0).
+    """
     made: list[object] = []
     offsets: set[int] = set()
     for rows, uses in ((16, 1), (17, 2), (1, 3), (4096, 16)):

@@ -155,7 +155,8 @@ def test_norm_around_zero_is_as_exact_as_the_plain_code(
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_norm_of_heads_reads_tiles_of_rows(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tiles as on a GPU, the last of them in part, two for one program and one for another;
-    the weight's gradient has the same bits each time."""
+    the weight's gradient has the same bits each time.
+    """
     monkeypatch.setattr(launch, "_NARROW_TILE", 2048)
     monkeypatch.setattr(launch, "_SUMMING_PROGRAMS", 2)
     rows = 2048 // head_size * 2 + 3

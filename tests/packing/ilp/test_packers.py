@@ -59,7 +59,8 @@ def brute_force(
     lengths: list[int], costs: list[int], num: int, capacity: int, per_step: int
 ) -> int:
     """Returns the least sum over steps of the slowest micro-batch, over all placements of whole
-    pieces."""
+    pieces.
+    """
     best = sys.maxsize
     for bins in itertools.product(range(num), repeat=len(lengths)):
         tokens, loads = [0] * num, [0] * num

@@ -134,7 +134,8 @@ def test_nothing_left_to_try() -> None:
 
 def test_settings_without_room_for_a_global_batch_are_left_out() -> None:
     """Three micro-batches of 1.1 windows hold no global batch of four; of 1.4 windows they just
-    do."""
+    do.
+    """
     run = replace(SPEC, packing=PackingSection(num_micro_batches=3, s_max=1.5))
     grid = TuningGrid(thresholds=(0.2,), s_max=(1.1, 4 / 3, 1.4), step_tokens=(0.0,), prices=(1.0,))
     points = tune(run, batches(12), COST, grid=grid).points

@@ -1,5 +1,6 @@
 """Makes up a sweep's records from a profile's own predictions plus noise, as a device to test
-with."""
+with.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -27,7 +28,8 @@ ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 1024, 4096,
 
 def gpu_profile(*, heads: int = 4) -> KernelProfile:
     """Returns the published H100 as if its tables were of a rank's heads, with collectives
-    measured."""
+    measured.
+    """
     profile = load_profile("h100")
     measured = replace(profile.provenance, kind="measured", source="wlb profile")
     return replace(

@@ -31,7 +31,8 @@ def test_a_run_does_not_train_on_unsaved(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     """The second failure in a row ends it, after step 5; the one of step 1 was followed by a
-    success."""
+    success.
+    """
     write, tried = saver.state_dict_saver.save, list[int]()
 
     def fails(*arguments: Any, **named: Any) -> Any:

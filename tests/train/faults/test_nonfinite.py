@@ -30,7 +30,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """Makes the sums of `step` NaN the first `times` times; returns a list of the computed
-    steps."""
+    steps.
+    """
 
     def arrange(failing: set[int], times: int) -> list[int]:
         computed: list[int] = []

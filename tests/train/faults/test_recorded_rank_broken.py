@@ -230,7 +230,8 @@ def free_port() -> int:
 
 def given_ranks(folder: Path, spec: RunSpec, *, num_nodes: int) -> list[subprocess.Popen[str]]:
     """Starts processes as torchrun does, but without anybody who watches them. num_nodes: groups of
-    processes that take each other for other machines."""
+    processes that take each other for other machines.
+    """
     (folder / "run.toml").write_text(to_toml(spec))
     port, size = free_port(), spec.parallel.world_size
     each = size // num_nodes

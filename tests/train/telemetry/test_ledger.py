@@ -23,7 +23,8 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, RunSpec]:
     """Runs 4 of the steps of an epoch, so that some tokens wait; a document is longer than the
-    window."""
+    window.
+    """
     folder = tmp_path_factory.mktemp("ledger")
     corpus = write_corpus(folder / "texts")
     (corpus / "long.txt").write_text("rank " * 400)

@@ -93,7 +93,8 @@ def measured_of(world: World, times_of_batches: list[list[int]], repeat: int) ->
 @pytest.mark.parametrize("repeat", [1, *full(3)])
 def test_sums_and_maxima_of_four_ranks(repeat: int) -> None:
     """The slower ranks of micro-batches take 20, 40 (pipeline 0), 30, 10: the degree is 40 x 4 /
-    100."""
+    100.
+    """
     times = [[20, 10], [15, 40], [30, 10], [30, 5]]
     records = run_local(measured_of, 4, times, repeat, start_group=True, timeout_s=600)
     assert records == [records[0]] * 4
@@ -250,7 +251,8 @@ def test_a_run_with_a_profile_of_the_folder_it_would_move_is_refused(
 
 def heavy_spec(folder: Path, **sections: dict[str, Any]) -> RunSpec:
     """Returns a run of two pipeline ranks whose attention and linear layers take some ms per
-    cell."""
+    cell.
+    """
     draw = np.random.default_rng(1)
     lengths = np.minimum(2048, draw.lognormal(5.5, 1.2, 400).astype(int) + 2).tolist()
     store = str(folder / "store")

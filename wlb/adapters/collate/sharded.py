@@ -86,7 +86,8 @@ class ContextSharder:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """input_ids, position_ids and, if given, labels and shift_labels, int64 [1, T_local], and
-        `ROWS_KEY`. UserError for a batch that is not one row of documents with boundaries."""
+        `ROWS_KEY`. UserError for a batch that is not one row of documents with boundaries.
+        """
         import torch
 
         packed = _checked(batch)

@@ -49,7 +49,7 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> Schedule:
-    """slime's function of this name: (samples of each rank, its micro-batches as positions in
+    """Slime's function of this name: (samples of each rank, its micro-batches as positions in
     those, micro-batches of each step, rollouts of each step).
 
     Without args.use_dynamic_batch_size slime's own is called. UserError for fewer rollouts than a
@@ -101,7 +101,7 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
 
 
 def _flops(args: Any) -> Any:
-    """slime's own count for this model, mixtures of experts and latent attention among them."""
+    """Slime's own count for this model, mixtures of experts and latent attention among them."""
     count = importlib.import_module("slime.utils.flops_utils").calculate_fwd_flops
     return lambda lengths: np.array([count([n], args) for n in lengths.tolist()], np.float64)
 

@@ -118,7 +118,8 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """A slice without the columns that are padding in all of its rows: the first of prompts, the
-    last of completions."""
+    last of completions.
+    """
     out: dict[str, Any] = dict(inputs)
     prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
     first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))

@@ -67,7 +67,7 @@ def _balances(owner: type[Any]) -> bool:
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """verl's function of this name: k lists of indices with nearly equal sums of the values.
+    """Verl's function of this name: k lists of indices with nearly equal sums of the values.
 
     equal_size: as many in each. Within `_balance_batch` a list is in the order in which its rank
     cuts it into mini-batches; elsewhere ascending. UserError for fewer values than lists.
@@ -102,7 +102,7 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """verl's function of this name: (micro-batches, indices of each one's samples in `batch`).
+    """Verl's function of this name: (micro-batches, indices of each one's samples in `batch`).
 
     No micro-batch has more than max_token_len tokens, and with dp_group the m-th ones of all ranks
     are balanced. use_dynamic_bsz_balance: light ones first and last, for pipelines, rather than
@@ -135,7 +135,7 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def balance_batch(theirs: Any) -> Any:
-    """verl's V1 `_balance_batch`, made to balance the actor's mini-batches among themselves, too.
+    """Verl's V1 `_balance_batch`, made to balance the actor's mini-batches among themselves, too.
 
     Ranks cut what they are given into mini-batches in order, so ours gives it in that order. Leave
     `actor.shuffle` off, which would undo it. UserError, when called, for a loss that depends on how

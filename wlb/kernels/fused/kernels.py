@@ -27,7 +27,8 @@ def rotate_kernel(
     BLOCK: tl.constexpr,
 ):
     """Rotate channel pairs (i, i + half) of [T, H, 2 * half] rows; tables are read once for HEADS
-    heads. x has any row and head stride; out is contiguous."""
+    heads. x has any row and head stride; out is contiguous.
+    """
     groups: tl.constexpr = (num_heads + HEADS - 1) // HEADS
     program = tl.program_id(0)
     row = (program // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -126,7 +127,8 @@ def norm_backward_kernel(
     """The input's gradient, and sums of the weight's, row d_weight[i] of [programs, C]: program i
     has tiles i, i + programs, ... of ROWS rows, each read once for both. RELOAD: read the weight
     again for every tile (from the L1 cache), because it would not fit in registers beside a wide
-    row."""
+    row.
+    """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     here = column < width

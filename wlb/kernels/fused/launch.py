@@ -96,7 +96,8 @@ def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: fl
 
 def _norm_tile(width: int) -> dict[str, int]:
     """Rows and columns of a tile. Many narrow rows, such as heads', are read at once, since one
-    would keep too few bytes on their way from memory."""
+    would keep too few bytes on their way from memory.
+    """
     block = _power_of_2(width)
     rows = max(1, _NARROW_TILE // block) if block <= _NARROW else 1
     return {"ROWS": rows, "BLOCK": block, "num_warps": _norm_warps(rows * block)}

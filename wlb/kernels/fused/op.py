@@ -131,7 +131,8 @@ def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
 @custom_op("fused_sum_uses", fake=_rows_like)
 def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
     """Gradients of the gathered rows, [R, 2, G, D] float32 (float64 for float64): of K and V, each
-    row's uses added in order, bit-equal to the plain code. inverse: that of `RankStage`."""
+    row's uses added in order, bit-equal to the plain code. inverse: that of `RankStage`.
+    """
     from wlb.kernels.fused import launch
 
     flat = (dk_KGD.shape[2], 1)  # strides of a row whose [G, D] values are next to each other

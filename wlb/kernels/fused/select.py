@@ -37,7 +37,8 @@ def choose_fused(
     requested: FusedKernels, *, device: torch.device, dtype: torch.dtype, norm_width: int = 0
 ) -> FusedChoice:
     """UserError for kernels.fused = triton where they cannot compute. norm_width: columns of the
-    widest rows that the run normalises."""
+    widest rows that the run normalises.
+    """
     run = f"{dtype} on {device.type}"
     if requested == FusedKernels.OFF:
         return FusedChoice(fused=False, reason=f"kernels.fused = off; {run}")

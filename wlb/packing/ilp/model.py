@@ -111,7 +111,8 @@ class Problem:
 
     def step_maxima_ns(self, answer: Assignment) -> list[float]:
         """Cost of the slowest micro-batch in the step of each micro-batch, shape
-        [num_micro_batches]."""
+        [num_micro_batches].
+        """
         loads, n = self.loads_ns(answer), self.per_step
         return [max(loads[j // n * n : j // n * n + n]) for j in range(self.num_micro_batches)]
 
@@ -227,7 +228,8 @@ class _PulpProgram:
         """Micro-batches of a step are alike, and so are steps. One step: piece i may only go to
         micro-batches 0..i. Several: y_0 >= y_1 >= ..., and y_s >= `step_floors_ns`, because at most
         N pieces longer than half a micro-batch share a step. Ordering micro-batches inside a step
-        as well was slower than no rule."""
+        as well was slower than no rule.
+        """
         if self.problem.num_steps == 1:
             for i, row in enumerate(self.x):
                 for x in row[i + 1 :]:

@@ -143,7 +143,8 @@ def _greedy_var_len(
     num_leftovers: int = 0,
 ) -> tuple[Window, Pieces]:
     """Algorithm 1's placement (leftovers first, then longest first), and the pieces that do not
-    fit."""
+    fit.
+    """
     check_s_max(s_max, options)
     check_fits(pieces, s_max)
     is_new = np.arange(len(pieces)) >= num_leftovers
@@ -168,7 +169,8 @@ def _solve(
     may_cut: bool,
 ) -> tuple[Window, IlpReport]:
     """Return the better of `start`, which is a packing of `pieces`, and the solver's improvement of
-    it."""
+    it.
+    """
     began = time.perf_counter()
     num, per_step = len(start.rows), options.num_micro_batches
     if num < 1 or num % per_step:
@@ -201,7 +203,8 @@ def _solve(
 
 def _objective_ns(window: Window, cost: Callable[[Pieces], IntArray], per_step: int) -> int:
     """Sum over steps of the slowest micro-batch; steps group micro-batches by load, which is
-    optimal."""
+    optimal.
+    """
     return sum(sorted(window.loads(cost(window.pieces)), reverse=True)[::per_step])
 
 

@@ -126,7 +126,8 @@ def _run_highs(problem: Any, limits: SolverLimits) -> Outcome:
 @contextmanager
 def _without_banner() -> Generator[None]:
     """Sends file descriptor 1 to nowhere: HiGHS prints its version when an object of it is made,
-    before any option can silence it, and would mix that with the JSON of `wlb plan --json`."""
+    before any option can silence it, and would mix that with the JSON of `wlb plan --json`.
+    """
     sys.stdout.flush()
     with open(os.devnull, "wb") as nowhere:
         kept = os.dup(1)

@@ -139,7 +139,8 @@ def measure(
     packer: Packer, batches: Iterable[GlobalBatch], *, cost: WorkloadModel, label: str = ""
 ) -> PackingRun:
     """Run `packer` on `batches` and the flush after them; UserError if there is nothing to
-    train."""
+    train.
+    """
     stream: list[PackingPlan] = []
     times: list[float] = []
     carry = packer.start()
@@ -248,7 +249,8 @@ def _delay(plans: Sequence[PackingPlan], pieces: Pieces) -> tuple[IntArray, dict
 
 def _long_weight(stream: Sequence[PackingPlan], pieces: Pieces, of_document: IntArray) -> float:
     """`PackingSummary.long_weight`. pieces: of the stream and the flush; of_document: index of the
-    document of each."""
+    document of each.
+    """
     # The flush is left out: it may hold few labels, which would then have a large weight.
     of_step = [len(plan.pieces) for plan in stream]
     num = sum(of_step)

@@ -68,7 +68,8 @@ def gain_over(usual: PackingSummary, ours: PackingSummary) -> BalanceGain:
 
 def gain_of(spec: RunSpec, batches: Sequence[GlobalBatch], cost: WorkloadModel) -> BalanceGain:
     """What the run's own packing gains over the usual loader on these documents, without the flush
-    at their end."""
+    at their end.
+    """
     rows = [
         measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
     ]

@@ -61,7 +61,8 @@ class KvGather(NamedTuple):
 
 class GatherAgain(NamedTuple):
     """The rows that backward gathers again, and the slots that bring them to attention's
-    backward."""
+    backward.
+    """
 
     slots_R2GD: list[Tensor]
     k_TGD: Tensor
@@ -130,7 +131,7 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """x + y, where backward starts gathering K and V again; else attention's backward does."""
+        """X + y, where backward starts gathering K and V again; else attention's backward does."""
         if attended is None or self.exchange is None:
             return x_SC + y_SC
         slots, *local = attended
@@ -174,7 +175,8 @@ class ContextAttention:
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
         """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
-        `rows.arrays()` if they are there already. scores: their window is that of `rows`."""
+        `rows.arrays()` if they are there already. scores: their window is that of `rows`.
+        """
         if len(rows.stages) > 1:
             _check_gives_lse(backend, device)
         if on_device is None:

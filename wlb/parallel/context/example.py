@@ -18,7 +18,8 @@ ROWS = 6
 
 def example() -> ShardingPlan:
     """Documents a, b and c of 5, 3 and 3 tokens: rank 0 holds the ends of a, and b; rank 1 the
-    middle of a, and c."""
+    middle of a, and c.
+    """
     return ShardingPlan(
         strategy="by hand",
         lengths=np.array([5, 3, 3]),

@@ -43,7 +43,8 @@ def _start(
     both_T2GD: Tensor, tensors: list[Tensor], numbers: Tensor, layout: str, group_name: str
 ) -> list[Tensor]:
     """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage that has a transfer.
-    `numbers` is on the host, so that nothing waits for the device."""
+    `numbers` is on the host, so that nothing waits for the device.
+    """
     stages = _travelling(tensors, layout)
     started: list[Tensor] = []
     at = 0
@@ -63,7 +64,8 @@ def _start_return(
     dkv_R2GD: Tensor, stage: DeviceStage, numbers: list[int], group_name: str
 ) -> Tensor:
     """Start bringing a stage's gradients to the ranks of their rows: added up over ranks if all
-    have all rows, or by need those of each receiver after the other's."""
+    have all rows, or by need those of each receiver after the other's.
+    """
     # A bfloat16 sum would round once a rank, and its error grow with CP.
     dkv_R2GD = dkv_R2GD.to(sum_dtype(dkv_R2GD))
     if stage.sent_N is None:
@@ -138,7 +140,8 @@ def receive_kv_gradient(
 ) -> Tensor:
     """Wait for gradients that attention's backward sent, [T, 2, G, D] in `dtype`. By need, those of
     a row's receivers are added here, in the order of stages and ranks, in float32. own_T2GD:
-    gradients that did not travel, added last."""
+    gradients that did not travel, added last.
+    """
     stages = [_collectives.wait_tensor(x) for x in returning]
     arrived = torch.cat(stages) if len(stages) > 1 else stages[0]
     if returned_WT is not None:
@@ -185,7 +188,8 @@ def gather_kv_again(
     group_name: str,
 ) -> list[Tensor]:
     """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
-    or the compiler would run it in forward and keep its result."""
+    or the compiler would run it in forward and keep its result.
+    """
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
 
 
@@ -236,7 +240,8 @@ def gradients_by_row(
     dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
 ) -> Tensor:
     """Gradients of the gathered rows, [R, 2, G, D]: a gather per use, added in float32. fused: in
-    one kernel, without copies, bit-equal."""
+    one kernel, without copies, bit-equal.
+    """
     if fused:
         return fused_sum_uses(dk_KGD, dv_KGD, inverse_UR)
     shape = (inverse_UR.shape[1], 2, *dk_KGD.shape[1:])

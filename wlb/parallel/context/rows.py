@@ -206,7 +206,8 @@ def _inverse(
     spans: RankSpans, kv_index: IntArray, num_keys: IntArray, *, num_rows: int
 ) -> IntArray:
     """`RankStage.inverse`; U is the largest number of spans of a piece on this rank. num_keys: of
-    each span, shape [num_spans]; keys behind them are padding."""
+    each span, shape [num_spans]; keys behind them are padding.
+    """
     order = np.lexsort((spans.start, spans.piece))
     piece = spans.piece[order]
     first = np.searchsorted(piece, piece, side="left")

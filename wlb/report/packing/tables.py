@@ -71,7 +71,8 @@ CAPTION = (
 
 def remarks(runs: Sequence[PackingRun]) -> list[str]:
     """Sentences about rows that held back much until the data ended, trained documents late, or
-    have starved steps before the flush."""
+    have starved steps before the flush.
+    """
     out: list[str] = []
     for run in runs:
         s = run.summary
@@ -176,7 +177,8 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
 def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] | None) -> str:
     """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
     simulated: shares of the usual loader's hours that whole simulated steps save, the best policy's
-    first; None where nothing was simulated."""
+    first; None where nothing was simulated.
+    """
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
     if saving.best is saving.usual:
@@ -267,7 +269,8 @@ def recommendation(tuning: Tuning, *, delay_budget: float) -> str:
 
 def tuning_table(tuning: Tuning, *, rows: int, has_all: bool = True) -> Table:
     """The front by imbalance (at most `rows` of it), the recommended point marked and always in.
-    has_all: all columns, not only time and delay."""
+    has_all: all columns, not only time and delay.
+    """
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)

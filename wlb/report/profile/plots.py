@@ -45,7 +45,7 @@ def profile_figures(
     records: Sequence[Record],
     held: Sequence[HeldPoint],
 ) -> dict[str, Any]:
-    """matplotlib Figures by name; what was not measured has none.
+    """Matplotlib Figures by name; what was not measured has none.
 
     records: all that the sweep has, with `kind`, `point`, `numbers` and `failed` each. held: held-
     out calls with their predictions.

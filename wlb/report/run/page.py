@@ -21,7 +21,8 @@ from wlb.spec import to_toml
 
 def run_page(records: RunRecords, *, step: int | None = None, command: str = "") -> str:
     """The page as HTML. step: the one whose passes are drawn, counted from 1 as in the run's table
-    (default: the last one that was recorded). command: shown among the facts of the run."""
+    (default: the last one that was recorded). command: shown among the facts of the run.
+    """
     spec, totals = records.spec, tally_of(records)
     device = records.starts[-1].get("device") if records.starts else None
     figures = {

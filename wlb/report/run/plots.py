@@ -129,7 +129,8 @@ def balance_figure(records: RunRecords) -> Any:
 
 def expert_figure(records: RunRecords) -> Any:
     """Waits in a layer, by step: for the slowest CP rank's attention, and for the EP rank with most
-    rows. Below, the load of each layer, mean of steps."""
+    rows. Below, the load of each layer, mean of steps.
+    """
     figure, (above, below) = new_figure(height=5.4, nrows=2)
     series = [
         StepSeries("attention, predicted", records.column(lambda s: s.measured.cp_imbalance)),
@@ -177,7 +178,7 @@ def delay_figure(records: RunRecords) -> Any:
 
 
 def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> Any:
-    """values [ranks], shown relative to their mean: rows are DP, CP and TP ranks, columns PP."""
+    """Values [ranks], shown relative to their mean: rows are DP, CP and TP ranks, columns PP."""
     p = parallel
     grid = values.reshape(max(1, p.dp), p.pp, p.cp, p.tp)
     inner = [f"cp {c}, tp {t}" for c in range(p.cp) for t in range(p.tp)] if p.tp > 1 else ()

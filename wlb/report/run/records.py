@@ -77,7 +77,8 @@ class RunRecords:
     @property
     def learned_from(self) -> StepRecord | None:
         """The first step whose plan depends on prices that the run had learned. Neither it nor
-        later steps can be planned again."""
+        later steps can be planned again.
+        """
         return next((step for step in self.steps if step.has_learned_prices), None)
 
     @property
@@ -221,7 +222,8 @@ _BY_STEP = ("step", "evaluation", "ranks", "timeline")
 @dataclass
 class _Reading:
     """Lines of the file. by_step: of kinds where a later line of the same step replaces the earlier
-    one."""
+    one.
+    """
 
     starts: list[_Line] = field(default_factory=list[_Line])
     by_step: dict[str, dict[int, _Line]] = field(

@@ -25,7 +25,8 @@ EP = "ep"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
     """Values that a search may choose from; an empty tuple allows everything that divides. ep: for
-    models with experts."""
+    models with experts.
+    """
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
@@ -56,7 +57,8 @@ class LayoutChoices:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A layout that fits. need_bytes: of the fullest rank with micro-batches of one window. caps:
-    the longer ones that fit; None where only windows do."""
+    the longer ones that fit; None where only windows do.
+    """
 
     spec: RunSpec
     need_bytes: int
@@ -178,7 +180,8 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
     """`spec` with a degree of EP; as many of `asked`'s stages as divide a rank's experts, and its
-    load of experts as far as a rank of so few can have it."""
+    load of experts as far as a rank of so few can have it.
+    """
     stages = 1 if ep == 1 else math.gcd(asked.ep.stages, spec.model.experts.num // ep)
     return replace(
         spec,
@@ -225,7 +228,8 @@ def divisors(n: int) -> tuple[int, ...]:
 
 def _is_refused(spec: RunSpec, out: Layouts) -> bool:
     """Whether no pipeline of this layout can work. Axes are checked one by one, so that the reason
-    names the axis that is wrong by itself."""
+    names the axis that is wrong by itself.
+    """
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
     plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
     for reason, axis in (
@@ -298,7 +302,8 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 
 def need_of(spec: RunSpec) -> tuple[int, int]:
     """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of the mean
-    length where packing makes more of them."""
+    length where packing makes more of them.
+    """
     tokens = -(-spec.tokens_per_step // spec.num_micro_batches)
     needs: list[tuple[int, int]] = []
     for rank in range(spec.parallel.pp):

@@ -24,7 +24,8 @@ class PackingChoices:
     """Values to try. s_max in windows and step_tokens in global batches (0 = no cap), as in
     [packing], are lowered as far as memory requires. queues: thresholds of Algorithm 1,
     micro_batches: per window, weight_delays: of zero-bubble; each in addition to the run's own or
-    1."""
+    1.
+    """
 
     policies: tuple[Policy, ...] = CHOSEN
     s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
@@ -58,7 +59,8 @@ class PackingChoices:
 
     def first(self, candidate: Candidate) -> list[PackingSection]:
         """The packing of each policy that layouts are ranked with: most room, capped T; the first
-        that finds room counts."""
+        that finds room counts.
+        """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
             known = best.setdefault(made.policy, made)

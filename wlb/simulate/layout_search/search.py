@@ -43,7 +43,8 @@ class Tuned:
 @dataclass(slots=True, kw_only=True)
 class Search:
     """Results of a search by candidates' names. is_cut: candidates that might be among the best
-    were not tried."""
+    were not tried.
+    """
 
     layouts: Layouts
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
@@ -68,7 +69,8 @@ class Search:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuner:
     """Searches layouts. top: number of best layouts that must be right. max_delay_mean: steps that
-    a token may wait on average."""
+    a token may wait on average.
+    """
 
     sample: BatchSample
     choices: PackingChoices
@@ -147,7 +149,8 @@ class Tuner:
         most: int | None = None,
     ) -> bool:
         """Evaluates blocks of the candidates that have bounds until the rest is too slow; returns
-        whether `most` ended it."""
+        whether `most` ended it.
+        """
         found = [c for c in layouts.candidates if c.name in bounds]
         found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
         times: list[float] = []

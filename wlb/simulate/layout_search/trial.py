@@ -72,7 +72,8 @@ _FIGURES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A layout simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps:
-    S_max and T of packing. is_sharded: False where CP ranks were assumed even."""
+    S_max and T of packing. is_sharded: False where CP ranks were assumed even.
+    """
 
     spec: RunSpec
     is_sharded: bool
@@ -110,7 +111,8 @@ class Trial:
     @property
     def packing(self) -> str:
         """The policy with its caps, "bounded S 1.5 T 1.1", and M micro-batches where these are not
-        as many as windows."""
+        as many as windows.
+        """
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
             is_fixed = section.policy == Policy.FIXED

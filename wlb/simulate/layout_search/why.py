@@ -38,7 +38,8 @@ WORDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loser:
     """A family that lost. trial: its best, None where nothing fits. behind: its time over the
-    winner's at the same depth, minus 1."""
+    winner's at the same depth, minus 1.
+    """
 
     label: str
     why: str

@@ -55,7 +55,8 @@ class DamagedCheckpoint(UserError):
 
 class ToResume(NamedTuple):
     """The checkpoint that `--resume` names, None for a new run. passed_over: why newer ones were
-    not taken. falls_back: whether an older one may be loaded if this one is damaged."""
+    not taken. falls_back: whether an older one may be loaded if this one is damaged.
+    """
 
     checkpoint: Path | None
     passed_over: tuple[str, ...] = ()
@@ -191,7 +192,8 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
     "written_by" (versions of wlb and torch, and wlb's commit),
     for a model imported from Hugging Face "imported", and in "planner" what planner.json must say
-    as well. Older checkpoints lack some."""
+    as well. Older checkpoints lack some.
+    """
     path, remedy = checkpoint / RUN, "use another checkpoint"
     # "imported" holds a model's generation_config.json.
     run = read_object(path, remedy=remedy, wide=True)
@@ -206,7 +208,8 @@ def is_import(checkpoint: Path) -> bool:
 
 def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
     """What run.json says of a checkpoint's planner.json: the step that comes next and the policy of
-    what waits."""
+    what waits.
+    """
     carry, ready = planner["carry"], planner["ready"]
     next_step = ready[0]["step"] if ready else carry["next_step"]
     return {"next_step": next_step, "policy": carry["policy"]}
@@ -243,7 +246,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
     """{"bytes", "sha256"} by file name; UserError if the manifest is absent, unreadable or lists no
-    whole checkpoint."""
+    whole checkpoint.
+    """
     path = checkpoint / MANIFEST
     try:
         found = read_json(path)
@@ -274,7 +278,8 @@ def _is_entry(name: str, about: dict[str, Any]) -> bool:
 
 def check_files(checkpoint: Path) -> None:
     """UserError for the first file that is missing, damaged or not the checkpoint's; checksums of
-    JSON files only."""
+    JSON files only.
+    """
     files = read_manifest(checkpoint)
     _refuse_strays(checkpoint, files)
     for name, wanted in files.items():
@@ -286,8 +291,9 @@ def check_files(checkpoint: Path) -> None:
 
 
 def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
-    """torch reads every *.safetensors of the folder, so that one which a copy left behind would be
-    trained; JSON files of our names are read without being asked for."""
+    """Torch reads every *.safetensors of the folder, so that one which a copy left behind would be
+    trained; JSON files of our names are read without being asked for.
+    """
     for path in _unlisted(checkpoint, files):
         if _is_read(path):
             _refuse(path, f"is not in {MANIFEST}: it was not saved with the others")
@@ -295,7 +301,8 @@ def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
 
 def harmless_strays(checkpoint: Path) -> list[str]:
     """Names in a checkpoint's folder that were not saved with it and that nothing reads. Hidden
-    files, the file system's own, are left out."""
+    files, the file system's own, are left out.
+    """
     unlisted = _unlisted(checkpoint, read_manifest(checkpoint))
     return [p.name for p in unlisted if not _is_read(p) and not p.name.startswith(".")]
 
@@ -318,7 +325,8 @@ def _damage(path: Path, num_bytes: int) -> str:
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
     """Name the files of `files` that this process does not see completely after `within_s`, or
-    ""."""
+    "".
+    """
     end = time.monotonic() + within_s
     for name, about in files.items():
         while what := _damage(folder / name, about["bytes"]):

@@ -51,7 +51,8 @@ _HEADER: Schema = {
 
 class HeaderEntry(NamedTuple):
     """A tensor as a header has it. start: of its rows in the whole tensor, in each dimension; empty
-    in files of others, whose tensors are whole."""
+    in files of others, whose tensors are whole.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -125,7 +126,8 @@ def _starts(
 
 def held_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
     """The whole tensors of a checkpoint by name; UserError unless its files hold each element of
-    each tensor once, in one dtype."""
+    each tensor once, in one dtype.
+    """
     parts: dict[str, list[HeaderEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, entry in read_header(path, remedy=remedy, is_own=True).items():

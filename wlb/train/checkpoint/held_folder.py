@@ -16,7 +16,8 @@ _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 class HeldFolder:
     """A folder that stays open. path: leads to it in this process, also after it was renamed; in
-    one that was removed nothing can be made any more. RunError if it is not there."""
+    one that was removed nothing can be made any more. RunError if it is not there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.name = folder
@@ -30,7 +31,8 @@ class HeldFolder:
 
     def named(self, text: str) -> str:
         """`text` with the folder's name in place of `path`, which may be that of another rank's
-        process."""
+        process.
+        """
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 
     def close(self) -> None:

@@ -29,7 +29,8 @@ _MODEL = "model."
 def hold_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
     """UserError unless a checkpoint's tensors `names` are those of all stages of `model`: a tensor
     that is left unread, such as a norm's, would make another model without a word. The state of
-    experts' balance may differ, since it begins anew."""
+    experts' balance may differ, since it begins anew.
+    """
     with torch.device("meta"):
         wanted = {f"{_MODEL}{name}" for name in Llama(model).state_dict()}
     if model.tied_embeddings:
@@ -85,7 +86,8 @@ class CheckpointReader:
 
     def load(self, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         """Fill `tensors`, whole ones or DTensors, in place; a collective call. DamagedCheckpoint
-        for those of another dtype, unless they are of an import, which keeps that of its files."""
+        for those of another dtype, unless they are of an import, which keeps that of its files.
+        """
         with self._readable():
             known = self._reader.read_metadata().state_dict_metadata
             self._hold_dtypes({n: known[n] for n in tensors if n in known}, tensors)

@@ -18,7 +18,8 @@ from wlb.train.faults.disk_full import lack_of_room
 
 def most_at_once(spec: RunSpec) -> int:
     """Checkpoints that the run's folder holds at most: those that are kept, and the one that is
-    written."""
+    written.
+    """
     return spec.checkpoint.keep + 1
 
 
@@ -75,7 +76,8 @@ def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
 
 def is_full(failure: BaseException) -> bool:
     """Whether a save failed for lack of room. The same on all ranks if all know of the failure
-    (torch's CheckpointException lists it by rank)."""
+    (torch's CheckpointException lists it by rank).
+    """
     failures = getattr(failure, "failures", None)
     if failures:
         return any(says_full(cause) for cause, _ in failures.values())
@@ -91,7 +93,8 @@ def says_full(error: BaseException | None) -> bool:
 
 def to_drop(directory: Path) -> Path | None:
     """The oldest checkpoint, which may make room for a new one unless it is the only sound one;
-    None if none may."""
+    None if none may.
+    """
     found = checkpoint.list_complete(directory)
     newest = next((path for path in reversed(found) if _is_sound(path)), None)
     if newest is None:
@@ -114,7 +117,8 @@ def size_of(path: Path) -> int:
 
 def aside_remark(directory: Path) -> str:
     """A line for the log on checkpoints that were set aside, and take room until somebody removes
-    them; "" if there are none."""
+    them; "" if there are none.
+    """
     there = [
         f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)
     ]

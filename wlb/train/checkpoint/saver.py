@@ -69,7 +69,8 @@ class Saved:
     """A finished save. stall_s: time that training's host waited, for the previous save too; a GPU
     also spends the time of the copy. write_s: from the start of that wait to the end of the save.
     num_bytes: of all ranks, on rank 0. error: why it failed, "" for a complete checkpoint. dropped:
-    name of the checkpoint that was removed because the disk was full, "" if none was."""
+    name of the checkpoint that was removed because the disk was full, "" if none was.
+    """
 
     step: int
     stall_s: float
@@ -82,7 +83,8 @@ class Saved:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
     """Arguments of the writing thread. tensors: a copy, complete after the event `copied` (None: at
-    once). began_s: by time.perf_counter."""
+    once). began_s: by time.perf_counter.
+    """
 
     step: int
     tensors: dict[str, Any]
@@ -207,7 +209,8 @@ class CheckpointSaver:
 
     def _write_with_room(self, task: _Task, dropped: list[str]) -> int:
         """Write; if the disk is full, once again without the oldest checkpoint, whose name is then
-        added to `dropped`."""
+        added to `dropped`.
+        """
         try:
             return self._write_all(task)
         except (Exception, CheckpointException) as failure:
@@ -315,7 +318,8 @@ class CheckpointSaver:
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
     """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
-    returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum."""
+    returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum.
+    """
     _verify(saved_in, mesh)
     tensors = all_tensors(stages, optimizers)
     rng = rng_states(mesh.rank)
@@ -338,7 +342,8 @@ def load_sound(
     saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, falls_back: bool
 ) -> tuple[int, Path]:
     """`load`, and the checkpoint that was loaded: with falls_back the newest that is not damaged,
-    from `saved_in` back. Damaged ones are then renamed, and rank 0 says so."""
+    from `saved_in` back. Damaged ones are then renamed, and rank 0 says so.
+    """
     while True:
         try:
             return load(saved_in, mesh, stages=stages, optimizers=optimizers), saved_in
@@ -384,7 +389,8 @@ def _model(stages: Stages) -> ModelSpec:
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
     """Check a share of the checksums on each rank, and all headers on rank 0; if a rank has a
-    problem, all raise it."""
+    problem, all raise it.
+    """
     problem = None
     try:
         # Another node may not see the folder yet, because rank 0 may have just renamed it.
@@ -411,7 +417,8 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
     """An event after all work that was submitted to the current stream so far; None without a
-    stream."""
+    stream.
+    """
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -430,7 +437,8 @@ def _cause_of(failure: BaseException) -> str:
 
 def _remove(checkpoint_folder: Path) -> None:
     """Rename before removing, so that a crash leaves nothing like a checkpoint. A folder that
-    cannot be removed (on NFS while it is read) only costs space."""
+    cannot be removed (on NFS while it is read) only costs space.
+    """
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):
         checkpoint_folder.rename(partial)

@@ -1,5 +1,6 @@
 """The hook that saves checkpoints while training goes on, and finds the checkpoint of a
-rollback."""
+rollback.
+"""
 
 import time
 from copy import deepcopy
@@ -23,7 +24,8 @@ a longer disturbance of the disk, and lose more steps where it stays."""
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
     """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
-    it goes on from."""
+    it goes on from.
+    """
     if spec.checkpoint.interval:
         return ""
     begin = checkpoint.read_run(saved_in)["step"] if saved_in is not None else 0
@@ -37,7 +39,8 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 class SaveCheckpoints(Hook):
     """Saves every checkpoint.interval updates and at the end; all ranks save together. It ends the
-    run after MOST_FAILED saves in a row that failed."""
+    run after MOST_FAILED saves in a row that failed.
+    """
 
     phase = Phase.CHECKPOINTS
 

@@ -27,7 +27,8 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 def remove_left_tokens(directory: Path) -> None:
     """Remove tokens in `directory` of processes that were killed. Where files cannot be locked
-    their owners cannot be told, and they stay."""
+    their owners cannot be told, and they stay.
+    """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
             with contextlib.suppress(OSError):
@@ -58,7 +59,8 @@ def _made_and_held(path: Path) -> int:
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
     """UserError on all ranks if one does not see rank 0's files in the run's folder within
-    `within_s`: its shards of checkpoints would be lost. All ranks call it."""
+    `within_s`: its shards of checkpoints would be lost. All ranks call it.
+    """
     token: list[str] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, group=host_group())
     path = directory / f".token-{token[0]}"

@@ -64,7 +64,8 @@ def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
 
 def asked_of(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
     """The tensors to read from a checkpoint, by their names there. The state of experts' balance is
-    left out, and begins anew, if the checkpoint has another `model.experts.balance`."""
+    left out, and begins anew, if the checkpoint has another `model.experts.balance`.
+    """
     named = _by_file_names(stages, tensors)
     saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
     if all(stage.spec.experts.balance == saved for stage in stages.values()):

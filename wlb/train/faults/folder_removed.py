@@ -16,7 +16,8 @@ class FolderLost(RunError):
 
 class KeepFolder(Hook):
     """Looks after each step whether `directory` is the folder that it was at the begin; on rank 0,
-    without communication. FolderLost if not, before anything is saved there."""
+    without communication. FolderLost if not, before anything is saved there.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -55,7 +55,8 @@ class RunLock:
 
     def take(self) -> None:
         """Make the folder if it is absent and lock it. Waits for an owner that may be ending;
-        UserError names the process that trains the run."""
+        UserError names the process that trains the run.
+        """
         begin = time.monotonic()
         while self._held is None:
             if self._attempt():

@@ -112,7 +112,8 @@ class Signals:
     @contextmanager
     def early(self) -> Iterator[None]:
         """A signal in this block, or one that came before, raises StoppedEarly until steps begin:
-        in this process (`steps_begin`), or on a rank that requests are passed on to."""
+        in this process (`steps_begin`), or on a rank that requests are passed on to.
+        """
         self._is_early = True
         try:
             self.check()
@@ -148,7 +149,8 @@ def by_hand(run: RunSection) -> Path:
 
 class StopRequest:
     """Stop requests of one rank; files are looked for on rank 0: run.stop_file, the one made
-    `by_hand`, and `told`, which the launching process creates on a signal."""
+    `by_hand`, and `told`, which the launching process creates on a signal.
+    """
 
     def __init__(
         self,

@@ -79,7 +79,8 @@ class StoreCheck:
 
 class VerifyStores(Hook):
     """Runs a `StoreCheck` in a thread beside the first steps; a store
-    that is found wrong ends the run before its next checkpoint. On rank 0."""
+    that is found wrong ends the run before its next checkpoint. On rank 0.
+    """
 
     def __init__(self, train: StoreName, heldout: str) -> None:
         self._uses = uses_of(train, heldout)
@@ -150,7 +151,8 @@ class VerifyStores(Hook):
 
 def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
     """Prefixes of a run's stores by what it uses them for: `train`, or one for each of a blend, and
-    `held-out`."""
+    `held-out`.
+    """
     prefixes = [train] if isinstance(train, str) else [prefix for prefix, _ in parse_blend(train)]
     names = ["train"] if len(prefixes) == 1 else [f"train {i}" for i in range(len(prefixes))]
     uses = dict(zip(names, prefixes, strict=True))

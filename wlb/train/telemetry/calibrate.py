@@ -77,7 +77,8 @@ class Calibration:
         console: Console | None,
     ) -> None:
         """Fit and write the profile, and print the terms that drifted or are missing (rank 0
-        only)."""
+        only).
+        """
         if console is None:
             return
         try:

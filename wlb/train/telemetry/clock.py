@@ -45,7 +45,8 @@ class StepTimes:
 
 class StepSpans(NamedTuple):
     """Wall times of a rank's step, which began at the Unix time began_ns. spans: each chunk's cell,
-    its begin since the step's, and its duration, in ns."""
+    its begin since the step's, and its duration, in ns.
+    """
 
     began_ns: int
     wall_ns: int
@@ -54,7 +55,8 @@ class StepSpans(NamedTuple):
 
 class WallMarks:
     """Timestamps whose differences are read after the step, and the base of other kinds. These
-    are of wall time, for operators on several threads. Wall points time the whole step."""
+    are of wall time, for operators on several threads. Wall points time the whole step.
+    """
 
     def __init__(self) -> None:
         self.reset()

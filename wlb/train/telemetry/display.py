@@ -32,7 +32,8 @@ _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanc
 
 class Heading(NamedTuple):
     """Of a column of the table of steps. rank: columns of a high one are left out first where a
-    live table is wider than its terminal."""
+    live table is wider than its terminal.
+    """
 
     above: str
     name: str
@@ -69,7 +70,8 @@ rows of the EP rank that a layer waits for, both over the mean rank's."""
 
 class StepFigures(NamedTuple):
     """Of a step, besides its metrics. memory_bytes: peak of rank 0's device, or process on a
-    CPU."""
+    CPU.
+    """
 
     learning_rate: float
     memory_bytes: int
@@ -77,7 +79,8 @@ class StepFigures(NamedTuple):
 
 class Display:
     """Shows steps as they end. Use as a context manager. experts: whether the model has any.
-    verbose: all columns; False: those of `FEW`."""
+    verbose: all columns; False: those of `FEW`.
+    """
 
     def __init__(
         self,
@@ -125,7 +128,8 @@ class Display:
         figures: StepFigures,
     ) -> None:
         """A row of the table of steps, and a warning with the first documents that are later than
-        packing.max_delay; plain: of the usual loader."""
+        packing.max_delay; plain: of the usual loader.
+        """
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
         chosen = " ".join(f"{_SHORT.get(n, n)} {c}" for n, c in counts.items() if c)
@@ -206,7 +210,8 @@ def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
 
 class TimeLeft:
     """Time until the last step, at the mean pace since the first step of this start, with the
-    evaluations and saves in between."""
+    evaluations and saves in between.
+    """
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps

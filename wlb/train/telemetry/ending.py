@@ -9,7 +9,8 @@ from wlb.train.telemetry.wall import wall_line
 
 class TellStop(Hook):
     """Reports the source of a request to end early, and whether there is a checkpoint to continue
-    from."""
+    from.
+    """
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request
@@ -29,7 +30,8 @@ class TellStop(Hook):
 
 class ShowSummary(Hook):
     """Prints the summary on rank 0, unless the run was stopped before its first step, and records
-    where the time went."""
+    where the time went.
+    """
 
     def end(self, run: RunContext) -> None:
         seconds = {str(phase): s for phase, s in run.wall.seconds.items()}

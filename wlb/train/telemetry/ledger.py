@@ -187,7 +187,8 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
 
 def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     """Length of each document that the loader gave until `state`, by (source, id). Reads as many
-    documents again: a resumed run may have batches of another size."""
+    documents again: a resumed run may have batches of another size.
+    """
     found: dict[tuple[int, int], int] = {}
     end = _place(state.corpus)
     at = planner.source.start()

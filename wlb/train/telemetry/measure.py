@@ -57,7 +57,8 @@ class MeasureSteps(Hook):
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
     """Tokens of each micro-batch whose experts' products are in this rank's times, [n]; None
     without experts. This is the mean of the pipelines that an EP group spans, times the load of
-    this rank on a CPU, and on CUDA that of the most loaded rank, for which the others wait."""
+    this rank on a CPU, and on CUDA that of the most loaded rank, for which the others wait.
+    """
     load = step.sums.experts
     if load is None:
         return None

@@ -81,7 +81,8 @@ class TelemetryMeter:
     @property
     def own_ns(self) -> np.ndarray:
         """int64 [5] of the steps that no record has yet: own time of the terms that ranks are
-        compared by, measured and predicted, and compute, bubble and loading time."""
+        compared by, measured and predicted, and compute, bubble and loading time.
+        """
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
         return np.array([*own, *times], np.int64)
@@ -94,7 +95,8 @@ class TelemetryMeter:
         experts: FloatArray | None = None,
     ) -> None:
         """A step that this rank executed. experts: tokens of each micro-batch whose experts'
-        products are in its times (`wlb.train.telemetry.measure.expert_tokens`)."""
+        products are in its times (`wlb.train.telemetry.measure.expert_tokens`).
+        """
         predicted = {
             layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
         }

@@ -74,7 +74,8 @@ class StragglerWatch:
 class RankMeter:
     """Collects this rank's times; all ranks add the same steps and gather together.
 
-    places: of all ranks, on rank 0 (`gather_places`)."""
+    places: of all ranks, on rank 0 (`gather_places`).
+    """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
         self.spec, self.mesh = spec, mesh

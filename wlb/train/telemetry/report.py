@@ -16,7 +16,8 @@ from wlb.train.telemetry.sinks import Sink, open_sinks
 class RunReport:
     """metrics.jsonl, other sinks and the screen; a context manager, silent unless `is_shown`.
     priced: the run's spec with the kernel that computes. steps_done: executed steps of the
-    checkpoint that the run continues from."""
+    checkpoint that the run continues from.
+    """
 
     def __init__(
         self,

@@ -37,7 +37,8 @@ class Sink(Protocol):
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
     """The configured sinks, metrics.jsonl first. steps_done: executed steps of the checkpoint that
-    a resumed run continues from."""
+    a resumed run continues from.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
     if spec.telemetry.tensorboard:
@@ -125,7 +126,8 @@ class TensorBoard:
 
 class WeightsAndBiases:
     """A run of the project telemetry.wandb; its id is kept in the run's folder, to resume it. The
-    library itself reads WANDB_MODE (online or not) and the account."""
+    library itself reads WANDB_MODE (online or not) and the account.
+    """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")

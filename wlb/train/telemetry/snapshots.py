@@ -20,7 +20,8 @@ _ATTACH = "_cuda_attach_out_of_memory_observer"
 
 class SnapshotMemory(Hook):
     """Writes a snapshot of this rank after each step of `telemetry.snapshot_steps`, as the table of
-    steps counts them, and where an allocation fails."""
+    steps counts them, and where an allocation fails.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank

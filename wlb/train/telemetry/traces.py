@@ -20,7 +20,8 @@ TRACED_RANK = 0
 
 class TraceSteps(Hook):
     """Traces the steps of `telemetry.trace_steps`, as the table of steps counts them, on this
-    rank."""
+    rank.
+    """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank

@@ -12,7 +12,8 @@ from enum import StrEnum
 
 class Phase(StrEnum):
     """start-up: until the first plan is waited for. planning: waits for plans, and their
-    comparison. steps: with loading inputs and records. rest: between steps, and at the end."""
+    comparison. steps: with loading inputs and records. rest: between steps, and at the end.
+    """
 
     START = "start-up"
     PLANNING = "planning"
@@ -24,7 +25,8 @@ class Phase(StrEnum):
 
 class WallTimes:
     """Seconds by phase of one rank. started_s: Unix time at which the run began; ready_s: at which
-    its ranks could begin, 0 if not known."""
+    its ranks could begin, 0 if not known.
+    """
 
     def __init__(self, *, started_s: float, ready_s: float = 0.0) -> None:
         self._seconds = dict.fromkeys(Phase, 0.0)
