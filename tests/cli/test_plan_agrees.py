@@ -73,7 +73,7 @@ def test_five_commands_agree_to_the_digit(
     found = {
         "train": said(printed("train", str(run))),
         "plan": said(printed("plan", str(run), *steps)),
-        "tune": said(printed("tune", "packing", str(run), *steps)),
+        "tune": said(printed("tune", "packing", str(run), *steps, "--all")),
         "simulate": said(printed("simulate", str(run), *steps)),
     }
     page = tmp_path / "report.html"

@@ -17,7 +17,9 @@ from wlb.cli.options import add_flag, add_json, add_text, add_value, number
 from wlb.cost import workload_for
 from wlb.memory import gpu_budget, memory_estimate
 from wlb.memory.estimate import GIB
-from wlb.packing.study.saving import gain_of
+from wlb.packing.policies import baseline_for, packer_for
+from wlb.packing.study.measure import measure
+from wlb.packing.study.saving import gain_over
 from wlb.packing.study.tune import (
     PRICES,
     S_MAX,
@@ -30,9 +32,11 @@ from wlb.packing.study.tune import (
 )
 from wlb.plan import check_at_least, check_between
 from wlb.report.packing.plots import tuning_figure
-from wlb.report.packing.tables import recommendation, tuning_table, uneven, weight_remark
+from wlb.report.packing.choice import Choice, choice_table, how_chosen, in_words, switch_verdict
+from wlb.report.packing.tables import tuning_table, uneven, weight_remark
 from wlb.report.tables import console
-from wlb.simulate.forecast import SavedShare, batches_to_compare, packed_by, simulated_shares
+from wlb.simulate import simulate_run
+from wlb.simulate.forecast import batches_to_compare, packed_by, share_saved
 from wlb.spec import Policy, RunSpec, load
 
 
@@ -63,8 +67,8 @@ def add_parser(commands: Any) -> None:
         add_value(packing, name, default, text, type=number(float))
     add_value(packing, "--max-queues", 2, "most outlier queues", most=16)
     add_value(packing, "--delay-budget", 0.5, "mean delay allowed, in steps")
-    add_value(packing, "--rows", 8, "rows of the front that are printed")
-    add_flag(packing, "--all", "every column of the front")
+    add_value(packing, "--rows", 8, "rows that --all prints")
+    add_flag(packing, "--all", "also the best of the settings that were tried")
     add_json(packing, "points")
     add_text(packing, "--plot", "FILE", "the front as .png, .svg or .pdf")
     add_text(packing, "--out", "FILE", "write the recommended settings as TOML for wlb train")
@@ -106,27 +110,26 @@ def run(options: argparse.Namespace) -> int:
     keys = settings.all_keys(options, best.overrides, is_constant=is_constant)
     command = shlex.join(["wlb", "train", options.name, "--set", *keys])
     model = settings.priced_model(options, spec, cost.profile.name)
-    notes = [
-        f"predicted for {model}",
-        *weight_remark(best.summary, spec.training.loss_normalizer, masks_labels=masks_labels),
-    ]
-    if is_constant:
-        notes.append("The command above has training.loss_normalizer=constant for that reason.")
     chosen = load(options.name, keys)
-    toml = settings.as_toml(chosen, options, why=f"recommended: {best.summary.label}; {notes[0]}")
+    why = f"recommended: {best.summary.label}; predicted for {model}"
     if options.out:
-        output.write_text(options.out, toml)
-    gain, filled = gain_of(spec, batches, cost), sources.filled_in(chosen, options)
+        output.write_text(options.out, settings.as_toml(chosen, options, why=why))
+    usual_row, own_row = (
+        measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
+    )
+    filled = sources.filled_in(chosen, options)
+    sample = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
-        hours = simulated_shares(
-            cost,
-            batches[: batches_to_compare(spec)],
-            usual=sources.usual_of(options, spec),
-            ours=[filled, spec],
+        usual, own, ours = (
+            simulate_run(run, cost, sample)
+            for run in (sources.usual_of(options, spec), spec, filled)
         )
+    switch = share_saved(ours, own)
+    hours = {"recommended": share_saved(ours, usual).saved, "own": share_saved(own, usual).saved}
+    gain = gain_over(usual_row, own_row)
     data = {
         "balance": gain.to_json(),
-        "hours": {"recommended": hours[0].saved, "own": hours[1].saved},
+        "hours": {**hours, "switch": switch.saved, "switch_error": switch.error},
         "source": facts.to_json(),
         "delay_budget": options.delay_budget,
         "is_within_budget": tuning.is_within_budget,
@@ -137,9 +140,41 @@ def run(options: argparse.Namespace) -> int:
     }
     if output.write_json(options, data):
         return 0
-    worth = _worth(options, filled, hours)
-    worth += [f"As {options.name} is set: {gain}.", *left_out]
-    _show(options, facts.lines, tuning, notes, command, worth)
+    choices = (
+        Choice("usual loader", usual_row, 1.0),
+        Choice(f"{options.name} as it is set", own_row, 1 - hours["own"]),
+        Choice("recommended", best.summary, 1 - hours["recommended"]),
+    )
+    screen = console(markup=False)
+    screen.print(switch_verdict(options.name, switch, steps=len(sample)))
+    for line in _fits(options, filled):
+        screen.print(line)
+    screen.print(choice_table(choices))
+    screen.print(f"Recommended: {in_words(filled.packing)}.")
+    # A command that is copied must be one line.
+    screen.print(f"Use it: {command}", soft_wrap=True)
+    if not options.corpus:
+        screen.print(
+            "Lengths alone cannot be trained on: add data.store=PREFIX, the token store of your "
+            "documents, to the command."
+        )
+    if is_constant:
+        screen.print(
+            f"It sets training.loss_normalizer=constant, so that every label weighs the same in "
+            f"the loss although steps differ in tokens. With the mean over each step's labels, "
+            f"labels of the longest documents would count {best.summary.long_weight:.2f} times as "
+            f"much as the average label."
+        )
+    for line in (how_chosen(tuning), *left_out, *facts.lines):
+        screen.print(line)
+    screen.print(f"Times are predicted for {model}.")
+    if options.all:
+        screen.print(f"As {options.name} is set: {gain}.")
+        screen.print(tuning_table(tuning, rows=options.rows))
+        normalizer = spec.training.loss_normalizer
+        for line in weight_remark(best.summary, normalizer, masks_labels=masks_labels):
+            screen.print(line)
+    output.print_written(screen, options.plot, options.out, options.json)
     return 0
 
 
@@ -161,57 +196,23 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
         return given, []
     others = ", ".join(f"{s:g}" for s in given if s not in fit)
     return fit, [
-        f"S_max of {others} windows was not tried, because such micro-batches need more than the "
-        f"{planned / GIB:.1f} GiB that plans may use."
+        f"Micro-batches of {others} windows (--s-max) were not tried, because they need more than "
+        f"the {planned / GIB:.1f} GiB that training may use."
     ]
 
 
-def _worth(options: argparse.Namespace, chosen: RunSpec, hours: Sequence[SavedShare]) -> list[str]:
-    """What the recommended setting saves beside the run as it is set, and whether it fits."""
-    best, own = (share.saved for share in hours)
-    said = (
-        f"Whole steps simulated, it saves {best:.1%} of the usual loader's GPU hours, and "
-        f"{options.name} as it is set {own:.1%}."
-    )
-    if hours[0].remark:
-        said += f" But {hours[0].remark}."
+def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
+    """Whether the recommended setting fits a GPU's memory, in a sentence; nothing on a CPU."""
     if options.device == "cpu":
-        return [said]
-    need, budget = memory_estimate(chosen).total_bytes, gpu_budget(chosen)
-    room = f"{need / GIB:.1f} GiB of the {budget.planned_bytes / GIB:.1f} GiB that plans may use"
-    if need <= budget.planned_bytes:
-        return [said, f"It fits: the fullest rank needs {room}."]
-    return [said, f"It does not fit: the fullest rank needs {room}; try lower --s-max."]
-
-
-def _show(
-    options: argparse.Namespace,
-    facts: tuple[str, str],
-    tuning: Tuning,
-    notes: list[str],
-    command: str,
-    worth: Sequence[str],
-) -> None:
-    """Prints the recommendation, how to use it, and what it was chosen from."""
-    screen = console(markup=False)
-    screen.print(recommendation(tuning, delay_budget=options.delay_budget))
-    screen.print(f"Use it: {command}", soft_wrap=True)
-    for line in worth:
-        screen.print(line)
-    for line in facts:
-        screen.print(line)
-    screen.print(tuning_table(tuning, rows=options.rows, has_all=options.all))
-    if not options.all:
-        screen.print(
-            "imbalance: slowest micro-batches over the mean ones, forward and backward; delay: "
-            "steps that a token waits; most tokens: of a micro-batch; S: S_max in windows, T: "
-            "tokens of a step in global batches, L: thresholds of queues in windows, price: of a "
-            "delay; --all has every column"
-        )
-    for line in notes:
-        # A command that is copied must be one line.
-        screen.print(line, soft_wrap=True)
-    output.print_written(screen, options.plot, options.out, options.json)
+        return []
+    need, planned = memory_estimate(chosen).total_bytes, gpu_budget(chosen).planned_bytes
+    needs = (
+        f"the fullest of {chosen.parallel.world_size:,} GPUs needs {need / GIB:.1f} GiB, and "
+        f"training may use {planned / GIB:.1f} GiB"
+    )
+    if need <= planned:
+        return [f"It fits: {needs}."]
+    return [f"It does not fit: {needs}; try lower --s-max."]
 
 
 def _check(options: argparse.Namespace) -> None:

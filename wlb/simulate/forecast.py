@@ -13,7 +13,7 @@ import numpy as np
 
 from wlb.cost import ProfiledWorkload, cluster_peak_tflops, rank_peak_tflops
 from wlb.memory.budget import CHECKPOINT_BYTES
-from wlb.plan import GlobalBatch, UserError
+from wlb.plan import FloatArray, GlobalBatch, UserError
 from wlb.simulate.pass_times import ShardedStep
 from wlb.simulate.run import RunSimulation, planner_of, sharded_steps, simulate_run
 from wlb.spec import PackingSection, RunSpec
@@ -119,10 +119,19 @@ def share_saved(own: RunSimulation, other: RunSimulation) -> SavedShare:
     num = min(own.step_time_s.size, other.step_time_s.size)
     if num < 2 * BLOCKS:
         return SavedShare(saved, None)
-    # Documents that wait belong to other steps than in the other run, but mostly to the same part.
+    # A document that waits is trained in a later part of one run than of the other. Times are
+    # therefore divided by the work in them, or such a document would count as a saving in one part
+    # and as a loss in another.
     bounds = [num * i // BLOCKS for i in range(BLOCKS)]
-    parts = [np.add.reduceat(run.step_time_s[:num], bounds) for run in (own, other)]
-    return SavedShare(saved, float((1 - parts[0] / parts[1]).std(ddof=1)) / BLOCKS**0.5)
+    own_parts, other_parts = (_time_per_work(run, bounds, num) for run in (own, other))
+    return SavedShare(saved, float((1 - own_parts / other_parts).std(ddof=1)) / BLOCKS**0.5)
+
+
+def _time_per_work(run: RunSimulation, bounds: Sequence[int], num: int) -> FloatArray:
+    """Simulated time over predicted work, of the parts of the first `num` steps that `bounds` begin."""
+    work = np.array([step.mean_workload_ns for step in run.metrics[:num]])
+    time, work = (np.add.reduceat(of_steps, bounds) for of_steps in (run.step_time_s[:num], work))
+    return time / work
 
 
 def batches_to_compare(spec: RunSpec) -> int:

@@ -46,10 +46,10 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("late", lambda s: f"{s.num_overdue}"),
     ("tok. CV", _of_steps("tokens_cv", ".2f")),
     ("long wt", _of_steps("long_weight", ".2f")),
-    ("longest step", lambda s: _thousands(s.longest_step) if s.num_steps else "-"),
-    ("longest mb", lambda s: _thousands(s.longest_micro_batch)),
-    ("held", lambda s: _thousands(s.held_tokens) if s.num_steps else "-"),
-    ("flushed", lambda s: _thousands(s.flushed_tokens)),
+    ("longest step", lambda s: thousands(s.longest_step) if s.num_steps else "-"),
+    ("longest mb", lambda s: thousands(s.longest_micro_batch)),
+    ("held", lambda s: thousands(s.held_tokens) if s.num_steps else "-"),
+    ("flushed", lambda s: thousands(s.flushed_tokens)),
     ("cut docs", lambda s: f"{s.cut_documents}"),
     ("ms", lambda s: f"{s.packing_ms:.2f}"),
 )
@@ -159,7 +159,7 @@ def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list
             _of_steps("step_time_weighted", ".3f")(s),
             f"{s.mean_delay:.2f}",
             f"{s.max_delay}",
-            _thousands(s.longest_micro_batch),
+            thousands(s.longest_micro_batch),
         ]
         for s in summaries
     ]
@@ -248,48 +248,29 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
     return table
 
 
-def recommendation(tuning: Tuning, *, delay_budget: float) -> str:
-    """The recommended setting, and what it does to steps, in two sentences."""
-    best = tuning.recommended.summary
-    within = (
-        f"Best within a mean delay of {delay_budget:g} steps, with the least delay of those that "
-        f"balance alike"
-    )
-    if not tuning.is_within_budget:
-        within = (
-            f"No setting keeps the mean delay within {delay_budget:g} steps; the one with the "
-            f"least delay"
-        )
-    return (
-        f"{within}: {best.label}. Its imbalance is {best.step_time_weighted:.3f} (slowest "
-        f"micro-batches over the mean ones), and tokens wait {best.mean_delay:.2f} steps on "
-        f"average, {best.max_delay} at most."
-    )
+def tuning_table(tuning: Tuning, *, rows: int) -> Table:
+    """Settings that no other setting beats in imbalance, delay and evenness of steps at once.
 
-
-def tuning_table(tuning: Tuning, *, rows: int, has_all: bool = True) -> Table:
-    """The front by imbalance (at most `rows` of it), the recommended point marked and always in.
-    has_all: all columns, not only time and delay.
+    Args:
+        tuning: The settings that were tried.
+        rows: Most rows. The recommended setting is marked, and is always among them.
     """
     points = list(tuning.front[:rows])
     if tuning.recommended not in points:
         points.append(tuning.recommended)
-    if has_all:
-        names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt")
-        shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
-        shown += [(name, cell) for name, cell in COLUMNS if name in names]
-    else:
-        shown = [
-            ("imbalance", lambda s: f"{s.step_time_weighted:.4f}"),
-            ("mean\ndelay", lambda s: f"{s.mean_delay:.2f}"),
-            ("longest\ndelay", lambda s: f"{s.max_delay}"),
-            ("most\ntokens", lambda s: _thousands(s.longest_micro_batch)),
-        ]
+    names = ("imbalance", "delay", "p99", "max", "tok. CV", "long wt", "longest mb")
+    shown: list[tuple[str, Cell]] = [(STEP, lambda s: f"{s.step_time_weighted:.4f}")]
+    shown += [(name, cell) for name, cell in COLUMNS if name in names]
     title = (
-        f"The first {len(points)} of {len(tuning.front)} settings (of {len(tuning.points)} tried) "
-        f"that no other one betters in balance, delay and even steps at once"
+        f"{len(points)} of the {len(tuning.front)} settings that no other setting beats in "
+        f"{STEP}, delay and tok. CV at once; {len(tuning.points)} were tried"
     )
-    table = new_table(title, labels=[""], texts=["setting"], numbers=[name for name, _ in shown])
+    caption = (
+        f"{CAPTION}; S: S_max in context windows; T: most tokens of a step, in global batches; L: "
+        f"thresholds of Algorithm 1's queues, in context windows; price: of a delay of one step"
+    )
+    headings = [name for name, _ in shown]
+    table = new_table(title, labels=[""], texts=["setting"], numbers=headings, caption=caption)
     for point in points:
         mark, style = ("->", "bold") if point == tuning.recommended else ("", "")
         cells = [cell(point.summary) for _, cell in shown]
@@ -297,7 +278,8 @@ def tuning_table(tuning: Tuning, *, rows: int, has_all: bool = True) -> Table:
     return table
 
 
-def _thousands(tokens: float) -> str:
+def thousands(tokens: float) -> str:
+    """A number of tokens, in thousands from 1,000 on."""
     return f"{tokens / 1000:.0f}K" if tokens >= 1000 else f"{tokens:.0f}"
 
 
