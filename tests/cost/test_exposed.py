@@ -140,10 +140,10 @@ def test_products_hide_part_of_each_exchange(exchange: KeyExchange) -> None:
     whole = exchange_ns(plan, COST)
     assert whole == (round(there), round(again + back))
     hidden = COST.products_ns(plan.num_tokens)
-    assert hidden.again > hidden.back > hidden.there > 0
+    assert hidden.repeated > hidden.gradients > hidden.forward > 0
     waits = waits_ns(plan, COST)
-    assert np.all(waits[0] == pytest.approx(max(0.0, there - hidden.there)))
-    expected = max(0.0, again - hidden.again) + max(0.0, back - hidden.back)
+    assert np.all(waits[0] == pytest.approx(max(0.0, there - hidden.forward)))
+    expected = max(0.0, again - hidden.repeated) + max(0.0, back - hidden.gradients)
     assert np.all(waits[1] == pytest.approx(expected))
     for one, other in zip(waits_ns(plan, replace(COST, overlaps=True)), waits, strict=True):
         assert np.all(one < other)

@@ -69,7 +69,7 @@ def test_the_power_limit_chooses_among_profiles_of_a_device(monkeypatch):
     assert of_run.profile.name == "h100_runs_500w"
     assert "power limit" not in " ".join(mismatches(of_run))
     told = workload_for(load("7b_128k", ["cost.profile=h100_sxm"]), "cuda")
-    assert "a power limit of 700 W, this one has 500 W" in " ".join(mismatches(told))
+    assert "a power limit of 700 W, this GPU has 500 W" in " ".join(mismatches(told))
 
 
 def test_the_cpus_name_comes_from_the_kernel(monkeypatch, tmp_path):
@@ -149,7 +149,7 @@ def test_a_run_says_what_does_not_match(monkeypatch):
 
     assert notes("NVIDIA H200").startswith("h200; ")
     assert "this machine has" not in notes("NVIDIA H200")
-    expected = "h100_runs; it is of NVIDIA H100 80GB HBM3, this machine has NVIDIA L4"
+    expected = "h100_runs; it was measured on NVIDIA H100 80GB HBM3, this machine has NVIDIA L4"
     assert expected in notes("NVIDIA L4")
     told = notes("NVIDIA H200", attention=AttentionBackend.FLASH_ATTENTION_4)
     assert "attention by flash_attention_4 is priced as torch_varlen" in told

@@ -129,13 +129,13 @@ def test_what_is_outside_is_told_by_the_curve_for_whole_documents():
         ({"group_forward_ns": -1}, "group costs .* must be finite and not below 0"),
         ({"launch_backward_ns": -5}, "launch costs .* must be finite and not below 0"),
         ({"launch_forward_ns": float("nan")}, "launch costs .* must be finite and not below 0"),
-        ({"square_forward": None}, "must both be there, or neither"),
+        ({"square_forward": None}, "give both of square_forward and square_backward"),
         ({"head_dim": 0}, "head_dim = 0 must be a whole number of at least 1"),
         ({"num_kv_heads": 0}, "num_kv_heads = 0 must be a whole number"),
         ({"num_heads": 3}, "num_heads = 3 is not a multiple of num_kv_heads = 2"),
         ({"backends": "sdpa"}, "backends 'sdpa' must be a list of names"),
         ({"backends": ()}, "backends is empty"),
-        ({"reach": np.ones(5)}, "one a row of the surface"),
+        ({"reach": np.ones(5)}, "one number for each row"),
     ],
 )
 def test_wrong_tables_are_refused(change, message):
@@ -167,6 +167,6 @@ def test_the_table_of_the_models_ratio_of_heads_is_taken():
 def test_a_curve_may_not_grow_faster_than_its_axis():
     with pytest.raises(ValueError, match="grew faster than its axes"):
         Curve(axis=np.array([1.0, 2.0]), values=np.array([1.0, 3.0]))
-    with pytest.raises(ValueError, match="axes ask for"):
+    with pytest.raises(ValueError, match="but their axes have"):
         Curve(axis=np.array([1.0, 2.0]), values=np.ones(3))
     assert Curve(axis=AXIS, values=np.array([1.0, 5.0])).at(np.array([0.5, 1e6])).tolist() == [1, 5]

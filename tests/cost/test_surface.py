@@ -55,5 +55,5 @@ def test_axes_must_rise():
 
 
 def test_shape_must_match():
-    with pytest.raises(ValueError, match="axes ask for"):
+    with pytest.raises(ValueError, match="but their axes have"):
         Surface(axis0=[1, 2], axis1=[1, 2], values=[[1, 1, 1], [1, 1, 1]])

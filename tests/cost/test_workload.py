@@ -205,8 +205,8 @@ def test_times_of_another_dtype_are_told():
     spec = load("demo")
     assert spec.training.dtype == "float32"
     told = [mismatches(workload_of(spec, load_profile(name))) for name in ("h100", "cpu")]
-    assert "float32 is priced with times of bfloat16" in told[0]
-    assert not any("is priced with times of" in note for note in told[1])
+    assert "float32 is priced with times measured in bfloat16" in told[0]
+    assert not any("is priced with times measured in" in note for note in told[1])
 
 
 def test_what_is_outside_the_profile_is_told():

@@ -1,10 +1,10 @@
-"""What a token costs in a model, counted from its Hugging Face config.json.
+"""Count what a token costs in a model, from its Hugging Face config.json.
 
-`counted` reads the file and counts FLOPs layer by layer (`wlb.cost.families` has the layers of each
-family); `counted_workload` makes a workload of them, by which documents are packed and sharded. A
-config.json says nothing of a device, so the workload compares FLOPs with FLOPs: only the ratio of
-attention to everything else matters to a plan. Whoever has measured a device gives a kernel profile
-instead.
+`counted` reads the file and counts FLOPs layer by layer (`wlb.cost.families` knows the layers of
+each family). `counted_workload` turns them into a workload, by which documents are packed and
+sharded. A config.json says nothing about a device, so this workload compares FLOPs with FLOPs. Only
+the ratio of attention to everything else matters to a plan. If you have measured a device, use its
+kernel profile instead.
 """
 
 from dataclasses import dataclass
@@ -31,9 +31,13 @@ RATIO = (
     "state a ratio instead, such as cost=24576: the tokens of a document at which attention costs "
     "what everything else does"
 )
+"""What to do if a model cannot be counted; the end of error messages."""
 FLOPS_PER_BYTE = 900.0
-"""In training an H100 computes about 400 TFLOP/s, and NVLink moves 450 GB/s each way. Between
-nodes, over a link of 400 Gb/s, a byte takes as long as 8,000 FLOPs."""
+"""FLOPs that a GPU computes in the time in which one byte moves between CP ranks.
+
+In training an H100 computes about 400 TFLOP/s, and NVLink moves 450 GB/s in each direction. Between
+nodes, over a link of 400 Gb/s, the number is 8,000.
+"""
 KIND_NAMES = {
     "full": "full attention",
     "sliding": "sliding window",
@@ -43,33 +47,35 @@ KIND_NAMES = {
     "linear": "linear or recurrent",
     "none": "without attention",
 }
-"""Kinds of layers in the order in which `CountedModel` names them."""
+"""Kinds of layers, in the order in which `CountedModel` prints them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedModel:
-    """Layers and forward FLOPs of a model, as its config.json says them.
+    """Layers and forward FLOPs of a model according to its config.json.
 
-    Norms, biases, RoPE and element-wise operations are left out, and so are layers that only
-    predict further tokens (multi-token prediction) and encoders of images and sound.
+    Norms, biases, RoPE and element-wise operations are not counted, nor are encoders of images and
+    sound and layers that only predict further tokens (multi-token prediction).
     """
 
-    model_type: str  # the family, as config.json names it
-    kinds: dict[str, int]  # layers of each kind in `KIND_NAMES`
-    pairs: tuple[Pairs, ...]  # what query-key pairs cost, in all layers together
-    token_flops: int  # forward FLOPs of a token outside of pairs, in all layers and the output head
+    model_type: str  # name of the family in config.json
+    kinds: dict[str, int]  # number of layers of each kind in `KIND_NAMES`
+    pairs: tuple[Pairs, ...]  # costs of a query-key pair, summed over layers with equal windows
+    token_flops: int  # forward FLOPs of a token besides pairs, all layers and output head
     active: int  # parameters that compute a token, embeddings included
     total: int  # all parameters, embeddings included
-    summary_bytes: int  # float32 summaries of a cut span, in all linear layers together
+    summary_bytes: int  # float32 summaries of one span, all linear layers
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return sum(self.kinds.values())
 
     @property
     def crossover(self) -> int | None:
-        """Tokens of a document at which attention costs what everything else does; None if it never
-        does, as in models without full attention.
+        """Tokens of a document at which attention costs as much as everything else.
+
+        None if it never does, as in models without full attention.
         """
         if not any(not p.window for p in self.pairs):
             return None
@@ -99,20 +105,22 @@ class CountedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedWorkload(FlopsWorkload):
-    """FLOPs of a model's mean layer as ns, a FLOP a nanosecond; only ratios matter.
+    """FLOPs of a model's mean layer, where one ns stands for one FLOP; only ratios matter.
 
-    `quadratic_ns` is that of layers in which a query sees all keys before it. W_a of the others
+    `quadratic_ns` covers layers in which a query sees all keys before it. W_a of the other layers
     grows linearly once a document is longer than their window.
     """
 
     windows: tuple[Pairs, ...] = ()  # pairs of the mean layer within windows or chunks
-    summary_ns: float = 0.0  # moving a summary of the mean layer (`wlb.cost.SummaryPrices`)
+    summary_ns: float = 0.0  # time to send one summary of the mean layer (`wlb.cost.SummaryPrices`)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
+        """Return W_a of each piece, both kinds of layers together."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d + _attention(self.windows, d))
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        """Return forward and backward times of segments, both kinds of layers together."""
         rows, keys = segment_sizes(q, kv)
         both = 2 * self.quadratic_ns * tile_pairs(rows, keys, tile_rows=self.tile_rows)
         for pairs in self.windows:
@@ -123,14 +131,14 @@ class CountedWorkload(FlopsWorkload):
 
 
 def counted(path: str | Path) -> CountedModel:
-    """Counts the model of a config.json.
+    """Count the layers and FLOPs of the model in a config.json.
 
     Args:
-        path: The file, or the folder that holds it. The language model of a model for images or
-            sound is the one in its `text_config`.
+        path: The file, or its folder. For a model of images or sound, the language model in its
+            `text_config` is counted.
 
     Raises:
-        UserError: The file cannot be read, or the family, a kind of layer or a value is not known.
+        UserError: The file cannot be read, or its family, a kind of layer or a value is unknown.
     """
     file = Path(path)
     try:
@@ -145,7 +153,7 @@ def counted(path: str | Path) -> CountedModel:
 
 
 def counted_of(values: dict[str, Any], where: str) -> CountedModel:
-    """Counts the model of a config.json's content; `where` names it in errors."""
+    """Count the model of a config.json's content; `where` names it in errors."""
     keys = Fields(values, where, remedy=RATIO)
     model_type = keys.text("model_type")
     text = values.get("text_config")
@@ -163,22 +171,22 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
 
 
 def counted_workload(path: str | Path) -> CountedWorkload:
-    """The workload of a config.json (`counted`)."""
+    """Return the workload of a config.json (`counted`)."""
     return workload_of_model(counted(path))
 
 
 def workload_of_model(
     model: CountedModel, *, flops_per_byte: float = FLOPS_PER_BYTE
 ) -> CountedWorkload:
-    """The workload of a counted model, per mean layer.
+    """Return the workload of a counted model, for its mean layer.
 
     Args:
-        model: Its counts.
-        flops_per_byte: FLOPs of a GPU in the time in which a byte moves between CP ranks; summaries
-            of linear layers are priced by it. An exchange of keys has no price here.
+        model: The counts.
+        flops_per_byte: FLOPs that a GPU computes while a byte moves between CP ranks. It prices the
+            summaries of linear layers. The exchange of keys costs nothing here.
     """
     n = model.layers
-    # Attention's forward FLOPs stand for those of both passes here, and so do those of a byte.
+    # Here attention's forward FLOPs stand for both passes, so a byte is scaled to forward as well.
     share = FORWARD_FLOPS_PER_PAIR / (FORWARD_FLOPS_PER_PAIR + BACKWARD_FLOPS_PER_PAIR)
     full = sum(p.flops for p in model.pairs if not p.window)
     return CountedWorkload(
@@ -191,7 +199,7 @@ def workload_of_model(
 
 
 def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -> CountedModel:
-    """All layers of a model, its output head and its embeddings together."""
+    """Sum over all layers of a model, its output head and its embeddings."""
     kinds: dict[str, int] = {}
     pairs: dict[tuple[int, bool], float] = {}
     for layer in layers:
@@ -212,7 +220,7 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
 
 
 def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
-    """Forward FLOPs of pairs in whole documents of d tokens; shape as d."""
+    """Return forward FLOPs of the pairs in whole documents of d tokens, in the shape of d."""
     total = np.zeros_like(d)
     for one in pairs:
         total += _windowed(one, d, d, tile_rows=1) if one.window else one.flops * d * d / 2
@@ -220,10 +228,10 @@ def _attention(pairs: tuple[Pairs, ...], d: FloatArray) -> FloatArray:
 
 
 def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) -> FloatArray:
-    """FLOPs of segments of q rows that end at key kv, in layers with a window or chunks.
+    """Return FLOPs of segments of q rows that end at key kv, in layers with a window or chunks.
 
-    Counted as W_a is: a pair of d^2 / 2 in full attention is `flops`, so a whole document of d
-    tokens costs flops * d^2 / 2 while it fits into the window.
+    `flops` is the price of one pair, and a whole document of d tokens has d^2 / 2 pairs while it
+    fits into the window.
     """
     if not pairs.chunked:
         return pairs.flops * tile_pairs(q, kv, tile_rows=tile_rows, sliding=pairs.window)
@@ -231,7 +239,7 @@ def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) ->
 
 
 def _chunk_pairs(d: FloatArray, chunk: int) -> FloatArray:
-    """Pairs of the first d tokens of a document whose queries see keys of their own chunk only."""
+    """Count the pairs of the first d tokens if a query sees only keys of its chunk."""
     whole = np.floor(d / chunk)
     rest = d - whole * chunk
     return whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2

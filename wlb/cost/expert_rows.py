@@ -1,6 +1,6 @@
-"""What the exchange of experts' rows costs, and the part of it that ranks wait for.
+"""What the exchange of experts' rows costs, and for how long ranks wait for it.
 
-Waits replay the order of all-to-alls and products in `wlb.parallel.expert_exchange`.
+The waits replay the order of all-to-alls and products in `wlb.parallel.expert_exchange`.
 """
 
 from dataclasses import dataclass
@@ -11,60 +11,70 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec
 
 
 def reordered_values(model: ModelSpec) -> tuple[int, int, int]:
-    """Values that a token's copies read and write where rows that travel are put into another
-    order, there and back: forward, backward, and what backward runs again.
+    """Count the values that are read and written to reorder one token's rows for the exchange.
+
+    Rows are sorted by expert before they travel, and sorted back behind it.
+
+    Returns:
+        Values in forward, in backward, and in the part of forward that backward recomputes.
     """
     one_way = bool(model.experts.num) * 2 * model.experts.per_token * model.hidden_size
     return 2 * one_way, 2 * one_way, one_way
 
 
 def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProfile) -> float:
-    """Bandwidth term of one all-to-all (`wlb.cost.all_to_all`) of a token's copies to their
-    experts, in one layer. model: all of whose layers have experts.
+    """Return the transfer time of one token's rows to their experts, in one layer.
+
+    This is one all-to-all without latency (`wlb.cost.all_to_all`).
+
+    Args:
+        model: A model in which all layers have experts.
+        parallel: Degrees of parallelism.
+        profile: Prices.
     """
-    near = min(parallel.ep, profile.ranks_per_node)
+    in_node = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
     inside, between = link_bandwidths(profile)
-    seconds = (near - 1) / inside + (parallel.ep - near) / between
+    seconds = (in_node - 1) / inside + (parallel.ep - in_node) / between
     return rows * row_bytes * seconds * 1e9
 
 
-_TILE, _UNITS = 128, 132
-"""A product's output is computed in tiles of 128 x 128, one on each of an H100's 132 units."""
+_TILE, _SMS = 128, 132
+"""A matrix product computes its output in tiles of 128 x 128, one on each of an H100's 132 SMs."""
 _KERNELS, _SHORTEST_NS = (16, 20), 2_500.0
-"""Kernels that a stage has besides its products, forward and backward, and the shortest's time."""
+"""Kernels of a stage besides its products, (forward, backward), and the shortest kernel time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWork:
-    """Times of one token in one layer, ns. wire: of an all-to-all of its copies. forward: experts'
-    kernels between dispatch and combine; gradients: the same in backward, without weights'
-    gradients, which are apart; recomputed: the experts' kernels that backward runs again.
-    shared_*: shared experts, before experts in forward, behind them in backward. before: products
-    that backward runs again before the router (full recompute).
-    """
+    """What can hide the transfer of experts' rows: times of one token in one layer, in ns."""
 
-    wire: float
-    forward: float
-    gradients: float
-    weights: float
-    recomputed: float = 0.0
-    shared_forward: float = 0.0
-    shared_backward: float = 0.0
-    shared_recomputed: float = 0.0
-    before: float = 0.0
-    is_recomputed: bool = False
-    defers_weights: bool = False
+    wire: float  # one all-to-all of the token's rows
+    forward: float  # experts' kernels between dispatch and combine
+    gradients: float  # the same kernels in backward, without weight gradients
+    weights: float  # weight gradients of the experts
+    recomputed: float = 0.0  # experts' kernels that backward recomputes
+    shared_forward: float = 0.0  # shared experts, which run before the routed ones in forward
+    shared_backward: float = 0.0  # shared experts, which run behind the routed ones in backward
+    shared_recomputed: float = 0.0  # shared experts that backward recomputes
+    before: float = 0.0  # products before the router that backward recomputes (full recompute)
+    is_recomputed: bool = False  # whether backward sends rows once more to recompute the experts
+    defers_weights: bool = False  # whether weight gradients run in a separate pass
 
     def waits(self, stages: int, alpha: float = 0.0) -> tuple[float, float]:
-        """What ranks wait for rows in forward and in backward, with so many stages. alpha: latency
-        of an all-to-all, as a token's part of it.
+        """Return for how long ranks wait for rows, (forward, backward).
+
+        Args:
+            stages: Stages of the exchange (`ep.stages`).
+            alpha: Latency of an all-to-all, divided by the tokens that share it.
         """
         part = self.wire / stages + alpha
         return self._forward(stages, part), self._backward(stages, part)
 
     def _forward(self, stages: int, part: float) -> float:
+        """Replay forward: stage s computes once its rows have arrived, then sends them back."""
+        # `at`: when computation so far ends. `link`: when transfers so far end.
         at, link = self.shared_forward, stages * part
         for s in range(stages):
             at = max(at, (s + 1) * part) + self.forward / stages
@@ -72,7 +82,8 @@ class RoutedWork:
         return max(at, link) - self.shared_forward - self.forward
 
     def _backward(self, stages: int, part: float) -> float:
-        """Gradients travel first, or behind the rows that recomputed products need."""
+        """Replay backward: gradients travel first, or behind the rows that recomputation needs."""
+        # `at`: when computation so far ends. `link`: when transfers so far end.
         at, link, whole = 0.0, 0.0, stages * part
         gradients_first = not self.is_recomputed or self.before > 0
         arrival = [(s + 1) * part for s in range(stages)]
@@ -98,16 +109,24 @@ class RoutedWork:
 def smaller_products_ns(
     model: ModelSpec, stages: int, *, profile: KernelProfile, tflops: float, is_recomputed: bool
 ) -> tuple[float, float]:
-    """Extra time a micro-batch of a layer's products in stages, forward and backward: for each
-    stage after the first, half a wave of tiles a product and the shortest time of its other
-    kernels. A profile that has SDPA alone is of a CPU, which has no waves.
+    """Return the time that a layer's products lose in stages, (forward, backward) of a micro-batch.
+
+    Each stage after the first adds half a wave of tiles to a product, and the shortest kernel time
+    to each other kernel. The time is 0 if the profile only has SDPA, because it is then a CPU's.
+
+    Args:
+        model: A model with experts.
+        stages: Stages of the exchange (`ep.stages`).
+        profile: Prices.
+        tflops: Throughput of the products.
+        is_recomputed: Whether backward recomputes the experts' first products.
     """
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
-    wave_ns = [2 * _TILE * _TILE * n * _UNITS / tflops * 1e-3 for n in inner]
+    wave_ns = [2 * _TILE * _TILE * n * _SMS / tflops * 1e-3 for n in inner]
     forward, backward = (
         (stages - 1) * (wave / 2 + kernels * _SHORTEST_NS)
         for wave, kernels in zip(wave_ns, _KERNELS, strict=True)

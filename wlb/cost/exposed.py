@@ -1,10 +1,15 @@
-"""The part of an exchange of keys that CP ranks wait for: transfers less the work that hides them.
+"""The exposed time of an exchange of keys: how long CP ranks wait in spite of overlap.
 
-Forward, rows travel while the query projection runs. Backward, they travel again while the MLP's
-and the output projection's backward run, and gradients return during the query projection's
-(`wlb.parallel.context`). With `cp.overlap_stages`, attention over a rank's own keys hides rows in
-forward and gradients in backward as well, and each stage's attention those of the next.
-What hides is priced; nobody has measured it.
+Three transfers are hidden by computation (`wlb.parallel.context`):
+
+- Forward: keys and values travel while the query projection runs.
+- Backward: they travel a second time while the MLP's and the output projection's backward run.
+- Backward: their gradients return while the query projection's backward runs.
+
+With `cp.overlap_stages`, attention over a rank's local keys also hides keys in forward and
+gradients in backward, and attention over each stage's keys hides the transfer of the next stage.
+
+How much is hidden follows from prices; it was not measured.
 """
 
 from dataclasses import replace
@@ -25,10 +30,17 @@ from wlb.plan import FloatArray, IntArray, KeyExchange, ShardingPlan, exchange_o
 def waits_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None, overlaps: bool = True
 ) -> tuple[FloatArray, FloatArray]:
-    """What each CP rank waits for its exchange, forward and backward, shape [cp] each.
+    """Return for how long each CP rank waits for its exchange, in forward and in backward.
 
-    num_rows: of `exchange_ns`. overlaps: False leaves `cp.overlap_stages` out, as layers with
-    a sliding window do; in several stages those wait for the rows of the mean layer.
+    Args:
+        plan: The sharded micro-batch.
+        cost: Prices.
+        num_rows: Rows of all ranks with padding, which an all-gather also moves; None: no padding.
+        overlaps: False ignores `cp.overlap_stages`, which layers with a sliding window do not use.
+            With several stages those layers are assumed to wait for the rows of the mean layer.
+
+    Returns:
+        Two arrays of shape [cp], in ns.
     """
     if plan.cp == 1:
         return np.zeros(1), np.zeros(1)
@@ -51,27 +63,28 @@ def waits_ns(
     there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
     hidden = cost.products_ns(rows)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
-    # Sliding layers compute in one call, which begins when all keys are there.
+    # A layer with a sliding window computes attention in one call, when all keys have arrived.
     own = own * (1 - sliding_share)
-    forward = np.maximum(0.0, there - hidden.there - own[0])
-    backward = np.maximum(0.0, back - hidden.back - own[1]) + max(0.0, again - hidden.again)
+    forward = np.maximum(0.0, there - hidden.forward - own[0])
+    backward = np.maximum(0.0, back - hidden.gradients - own[1]) + max(0.0, again - hidden.repeated)
     return forward, backward
 
 
 def _waits_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, num_rows: int
 ) -> tuple[FloatArray, FloatArray]:
-    """`waits_ns` of an exchange in several stages, and what the calls cost that one stage would not
-    have: for all ranks what the slowest one waits.
+    """Return `waits_ns` of an exchange in several stages, plus the cost of the additional calls.
 
-    Stages travel one after the other, as on one communicator. A later stage's rows may come while
-    the attention of those before runs; in backward, its gradients leave when its attention ends.
+    All ranks get the slowest rank's wait. Stages travel one after the other, as on one
+    communicator. A later stage's rows may arrive while attention of earlier stages runs. In
+    backward a stage's gradients leave when its attention ends.
     """
     assert isinstance(cost, HiddenExchange)
     exchange = exchange_of(
         plan, local_tokens=-(-num_rows // plan.cp), own_first=True, stages=cost.stages
     )
-    # By need a transfer's price depends on which rows go where; an all-gather's on their number.
+    # An all-gather's price depends on the number of rows only; otherwise it matters which rows go
+    # where.
     is_gather = plan.exchange == KeyExchange.GATHER
     travels = np.array(
         [
@@ -82,14 +95,15 @@ def _waits_in_stages_ns(
     hidden = cost.products_ns(num_rows)
     own, parts, calls = attention_in_stages_ns(plan, cost, exchange.keys_by_stage)
     zero = np.zeros(plan.cp)
-    # `at`: when the kernels of each rank so far have ended, counted from the transfers' start.
-    at, arrived = hidden.there + own[0], zero
+    # Times count from the start of the transfers. `at`: when the kernels so far end on each rank.
+    # `arrived`: when the rows of the stages so far have arrived.
+    at, arrived = hidden.forward + own[0], zero
     for travel, part in zip(travels, parts, strict=True):
         arrived = arrived + travel[0]
         at = np.maximum(at, arrived) + part[0]
     computes = own + parts.sum(axis=0)
-    forward = float(at.max() - hidden.there - computes[0].max())
-    at, arrived = zero + hidden.again, zero
+    forward = float(at.max() - hidden.forward - computes[0].max())
+    at, arrived = zero + hidden.repeated, zero
     ends: list[FloatArray] = []
     for travel, part in zip(travels, parts, strict=True):
         arrived = arrived + travel[1]
@@ -99,18 +113,27 @@ def _waits_in_stages_ns(
     for travel, end in zip(travels, ends, strict=True):
         # A stage's gradients leave together, so ranks wait for the last of them.
         returned = np.maximum(returned, end.max()) + travel[2]
-    done = np.maximum(at + own[1] + hidden.back, returned)
-    backward = float(done.max() - hidden.again - hidden.back - computes[1].max())
+    done = np.maximum(at + own[1] + hidden.gradients, returned)
+    backward = float(done.max() - hidden.repeated - hidden.gradients - computes[1].max())
     return max(0.0, forward) + calls[0], max(0.0, backward) + calls[1]
 
 
 def attention_in_stages_ns(
     plan: ShardingPlan, cost: WorkloadModel, keys: IntArray
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Forward and backward kernels of own keys, [2, cp], and of each stage's, [stages, 2, cp]; and
-    the launches of all calls but two, [2, cp]. A span's time with others' keys is divided among
-    stages as those `keys` are (`ContextExchange.keys_by_stage`): keys after the span, which only a
-    later span of the rank reads, are few and counted too.
+    """Return attention kernel times of local keys and of each stage's keys.
+
+    A span's time with other ranks' keys is divided over the stages in proportion to `keys`. These
+    include keys behind the span, which only a later span of the rank reads; there are few of them.
+
+    Args:
+        plan: The sharded micro-batch.
+        cost: Prices.
+        keys: Keys by stage and span (`ContextExchange.keys_by_stage`).
+
+    Returns:
+        Forward and backward times of local keys, [2, cp]; of each stage's keys, [stages, 2, cp];
+        and the launches of all calls but two, [2, cp].
     """
     rank, num_q = rank_of_span(plan), plan.stop - plan.start
     own = np.array(cost.segment_times_ns(num_q, own_keys(plan)), np.float64)
@@ -129,10 +152,19 @@ def attention_in_stages_ns(
 def over_gather_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """How much longer than for a plain all-gather the slowest rank waits for the plan's exchange,
-    mostly negative: (forward, backward). Linear work (`ns_per_token`) has the price of an
-    all-gather that nothing hides. Summaries of linear layers, which nothing hides, are included.
-    num_rows: of `exchange_ns`.
+    """Return how much longer the slowest rank waits than for an all-gather that nothing hides.
+
+    W_l (`ns_per_token`) already includes such an all-gather, so this corrects it for the plan's
+    actual exchange. It is mostly negative. Summaries of linear layers are added, because nothing
+    hides them.
+
+    Args:
+        plan: The sharded micro-batch.
+        cost: Prices.
+        num_rows: Rows of all ranks with padding; None: no padding.
+
+    Returns:
+        (forward, backward)
     """
     overlaps = isinstance(cost, HiddenExchange) and cost.overlaps
     summaries = summaries_ns(plan, cost)
@@ -146,7 +178,10 @@ def over_gather_ns(
 
 
 def own_keys(plan: ShardingPlan) -> IntArray:
-    """Keys of each span that its rank holds itself, its queries' own included, [num_spans]."""
+    """Count the keys of each span that its rank stores locally, [num_spans].
+
+    The span's tokens are included.
+    """
     rank = rank_of_span(plan)
     order = np.lexsort((plan.start, plan.piece, rank))
     group = rank[order] * max(1, plan.lengths.size) + plan.piece[order]
@@ -159,7 +194,7 @@ def own_keys(plan: ShardingPlan) -> IntArray:
 
 
 def _own_attention_ns(plan: ShardingPlan, cost: WorkloadModel) -> FloatArray:
-    """Forward and backward kernels of each rank's own keys, shape [2, cp]."""
+    """Return forward and backward kernel times over each rank's local keys, shape [2, cp]."""
     times = cost.segment_times_ns(plan.stop - plan.start, own_keys(plan))
     rank = rank_of_span(plan)
     sums = [np.bincount(rank, weights=t, minlength=plan.cp) for t in times]

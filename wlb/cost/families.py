@@ -1,11 +1,12 @@
-"""The layers of the families of transformers that are counted, by the fields of their config.json.
+"""The layers of each counted family of transformers models, from the fields of a config.json.
 
-`FAMILIES` has a row a family: which kind each layer has, what its attention (or what takes its
-place) costs, and what its MLP or its experts cost. Facts are those of transformers' own models:
-tests count the parameters and FLOPs of a small model of each family and compare.
+`FAMILIES` has one row per family with three functions: the kind of each layer, the cost of
+attention (or of what replaces it), and the cost of the MLP or experts. All facts are taken from
+transformers' models: tests count the parameters and FLOPs of a small model of each family and
+compare.
 
-families.json has the defaults of fields that a config.json leaves out, and other names of fields;
-`python -m tests.cost.transformers_defaults` writes it from transformers' classes.
+families.json has the defaults of fields that a config.json leaves out, and alternative names of
+fields. `python -m tests.cost.transformers_defaults` writes it from transformers' classes.
 """
 
 import json
@@ -19,7 +20,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import Fields
 
 MOST = 1 << 32
-"""Largest size that a field may have; one above it is a typing error."""
+"""Largest size that a field may have; a larger one is a typing error."""
 LAYER_TYPES = {
     "full_attention": "full",
     "attention": "full",
@@ -34,30 +35,30 @@ LAYER_TYPES = {
     "mlp": "none",
     "moe": "none",
 }
-"""Kinds of layers by the names that a config.json has for them."""
+"""Kind of layer for each name that a config.json uses."""
 
 
 class Pairs(NamedTuple):
-    """What a query-key pair costs."""
+    """The cost of a query-key pair."""
 
-    flops: float  # forward FLOPs
+    flops: float  # forward FLOPs of a pair
     window: int = 0  # keys that a query sees, or tokens of a chunk; 0: all keys before it
-    chunked: bool = False  # whether keys are those of the query's chunk, not the latest ones
+    chunked: bool = False  # whether a query sees the keys of its chunk instead of the latest ones
 
 
 class Layer(NamedTuple):
-    """What a layer costs."""
+    """The costs of one layer."""
 
     kind: str  # a key of `wlb.cost.config_json.KIND_NAMES`
     active: int  # parameters that multiply a token
-    total: int  # all parameters; more with experts
-    pairs: tuple[Pairs, ...] = ()  # empty without attention over keys
-    token_flops: int = 0  # forward FLOPs of a token outside of parameters and pairs
-    summary: int = 0  # numbers of the summary of a cut span (`wlb.plan.summaries`)
+    total: int  # all parameters; more than `active` with experts
+    pairs: tuple[Pairs, ...] = ()  # query-key pairs; empty without attention over keys
+    token_flops: int = 0  # forward FLOPs of a token besides parameters and pairs
+    summary: int = 0  # numbers in the summary of a cut span (`wlb.plan.summaries`)
 
 
 class Mixer(NamedTuple):
-    """What lets tokens of a layer see each other: attention, or a recurrence."""
+    """The part of a layer through which tokens see each other: attention or a recurrence."""
 
     weights: int  # parameters of its projections
     pairs: tuple[Pairs, ...] = ()  # as in `Layer`
@@ -68,12 +69,12 @@ class Mixer(NamedTuple):
 class MlpWeights(NamedTuple):
     """Parameters of a layer's MLP or experts."""
 
-    active: int  # those that multiply a token
-    total: int  # all
+    active: int  # parameters that multiply a token
+    total: int  # all parameters
 
 
 class ConfigFields:
-    """Fields of a config.json, with transformers' defaults and other names for them."""
+    """The fields of a config.json, with transformers' defaults and alternative names."""
 
     def __init__(self, keys: Fields, defaults: Mapping[str, Any]) -> None:
         self._defaults: dict[str, Any] = defaults["defaults"]
@@ -82,12 +83,12 @@ class ConfigFields:
         self._keys = Fields(values, keys.where, remedy=keys.remedy)
 
     def get(self, name: str) -> Any:
-        """The value of a field, or transformers' default where it is absent; None if it is null."""
+        """Return the value of a field, or transformers' default if absent; None if it is null."""
         values, name = self._keys.values, self._names.get(name, name)
         return values[name] if name in values else self._defaults.get(name)
 
     def whole(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """An integer; `default` where it is null."""
+        """Return an integer field; `default` if it is null."""
         if self.get(name) is None and default is not None:
             return default
         name = self._names.get(name, name)
@@ -96,14 +97,14 @@ class ConfigFields:
         return checked.whole(name, at_least=at_least, at_most=MOST)
 
     def flag(self, name: str) -> bool:
-        """A truth value; null is false."""
+        """Return a true or false field; null is false."""
         value = self.get(name)
         if value not in (None, True, False):
             raise self.error(name, "must be true or false")
         return bool(value)
 
     def indices(self, name: str) -> list[int]:
-        """A list of layers, counted from 0; empty where it is null."""
+        """Return a list of layer indices, counted from 0; empty if the field is null."""
         value = self.get(name)
         if value is None:
             return []
@@ -112,7 +113,7 @@ class ConfigFields:
         return cast("list[int]", value)
 
     def names(self, name: str, length: int | None = None) -> list[str] | None:
-        """A list of text, one a layer; None where it is null."""
+        """Return a list of strings, one per layer; None if the field is null."""
         value = self.get(name)
         if value is None:
             return None
@@ -124,7 +125,7 @@ class ConfigFields:
         return items
 
     def nested(self, name: str) -> Fields:
-        """The fields of an object; none where it is absent."""
+        """Return the fields of a nested object; no fields if it is absent."""
         value = self.get(name)
         if value is None:
             value = {}
@@ -134,28 +135,33 @@ class ConfigFields:
         return Fields(cast("dict[str, Any]", value), where, remedy=self._keys.remedy)
 
     def error(self, name: str, why: str) -> UserError:
-        """The UserError that says `why` a field's value cannot be used."""
+        """Return a UserError that says why a field's value cannot be used."""
         values, name = {**self._defaults, **self._keys.values}, self._names.get(name, name)
         return Fields(values, self._keys.where, remedy=self._keys.remedy).error(name, why)
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return self.whole("num_hidden_layers")
 
     @property
     def hidden(self) -> int:
+        """Size of a token's vector between layers."""
         return self.whole("hidden_size")
 
     @property
     def heads(self) -> int:
+        """Number of query heads."""
         return self.whole("num_attention_heads")
 
     @property
     def kv_heads(self) -> int:
+        """Number of KV heads; as many as query heads by default."""
         return self.whole("num_key_value_heads", self.heads)
 
     @property
     def head_dim(self) -> int:
+        """Size of a head; hidden / heads by default."""
         return self.whole("head_dim", max(self.hidden // self.heads, 1))
 
 
@@ -165,17 +171,20 @@ def _all_defaults() -> dict[str, Any]:
 
 
 def defaults_of(model_type: str) -> Mapping[str, Any]:
-    """Defaults ("defaults") and other names ("names") of a family's fields."""
+    """Return the defaults ("defaults") and alternative names ("names") of a family's fields."""
     return _all_defaults()[model_type]
 
 
 Kinds = Callable[[ConfigFields], list[str]]
+"""Function from a config to the kind of each layer."""
 MixerOf = Callable[[ConfigFields, str], Mixer]
+"""Function from a config and a kind of layer to the mixer's costs."""
 MlpOf = Callable[[ConfigFields, int], MlpWeights]
+"""Function from a config and a layer's index to its MLP or experts."""
 
 
 def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields], list[Layer]]:
-    """The layers of a family; each part stands in a function below."""
+    """Combine the three parts of a family into a function from a config to its layers."""
 
     def layers(config: ConfigFields) -> list[Layer]:
         made: dict[str, Mixer] = {}
@@ -185,8 +194,8 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
                 made[kind] = mixer(config, kind)
             weights, pairs, flops, summary = made[kind]
             rest = mlp(config, i)
-            # A layer whose window is null sees all keys. "reused" is sparse attention over the keys
-            # that an earlier layer's indexer chose.
+            # A sliding layer whose window is null sees all keys. The kind "reused" is sparse
+            # attention over the keys that an earlier layer's indexer chose.
             is_full = kind == "sliding" and not pairs[0].window
             seen = "full" if is_full else "sparse" if kind == "reused" else kind
             sizes = weights + rest.active, weights + rest.total
@@ -200,11 +209,12 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
 
 
 def _all(kind: str) -> Kinds:
+    """Give every layer the same kind."""
     return lambda config: [kind] * config.layers
 
 
 def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
-    """Kinds as the field `layer_types` has them, and by a rule of the family where it is null."""
+    """Take kinds from the field `layer_types`, or from the family's rule if it is null."""
 
     def kinds(config: ConfigFields) -> list[str]:
         names = config.names(name, config.layers)
@@ -212,14 +222,14 @@ def _listed(otherwise: Kinds, name: str = "layer_types") -> Kinds:
             return otherwise(config)
         for given in names:
             if given not in LAYER_TYPES:
-                raise config.error(name, f"has {given!r}, which is not counted")
+                raise config.error(name, f"has {given!r}, a kind that cannot be counted")
         return [LAYER_TYPES[given] for given in names]
 
     return kinds
 
 
 def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = "full") -> Kinds:
-    """The last of every n layers has one kind, the others another one; a field may say n."""
+    """Give the last of every n layers one kind and the others another; a field may contain n."""
 
     def kinds(config: ConfigFields) -> list[str]:
         n = config.whole(field, default) if field else default
@@ -229,17 +239,17 @@ def _every(field: str, default: int = 0, *, other: str = "sliding", kind: str = 
 
 
 def _first_of(n: int) -> Kinds:
-    """The first of every n layers sees all keys, the others have a window."""
+    """Let the first of every n layers see all keys; the others have a window."""
     return lambda config: ["sliding" if i % n else "full" for i in range(config.layers)]
 
 
 def _if_window(kinds: Kinds) -> Kinds:
-    """Without a window all layers see all keys."""
+    """Let all layers see all keys if the config has no window."""
     return lambda c: kinds(c) if c.get("sliding_window") else ["full"] * c.layers
 
 
 def _from_layer(field: str) -> Kinds:
-    """Layers have a window from the one that a field says."""
+    """Give layers a window from the index in a field on."""
 
     def kinds(config: ConfigFields) -> list[str]:
         first = config.whole(field, config.layers, at_least=0)
@@ -249,11 +259,12 @@ def _from_layer(field: str) -> Kinds:
 
 
 def _where(kinds: Kinds, flag: str = "use_sliding_window") -> Kinds:
-    """Layers have a window only where a flag says so."""
+    """Give layers a window only if a flag is set."""
     return lambda c: kinds(c) if c.flag(flag) else ["full"] * c.layers
 
 
 def _unsaid(config: ConfigFields) -> list[str]:
+    """Reject a config that does not list the kinds of its layers."""
     raise config.error("layer_types", "must say the kind of each layer")
 
 
@@ -263,7 +274,11 @@ def _qwen2_moe_windows(config: ConfigFields) -> list[str]:
 
 
 def _without_rope(kind: str) -> Kinds:
-    """Llama 4 and SmolLM3: every n-th layer has no RoPE."""
+    """Kinds of Llama 4 and SmolLM3, in which every n-th layer has no RoPE.
+
+    In Llama 4 the layers with RoPE have chunks; in SmolLM3 the layers without RoPE may have a
+    window.
+    """
 
     def kinds(config: ConfigFields) -> list[str]:
         step = config.whole("no_rope_layer_interval", 4)
@@ -278,13 +293,16 @@ def _without_rope(kind: str) -> Kinds:
 
 
 def _olmo_hybrid_kinds(config: ConfigFields) -> list[str]:
-    """Every fourth layer has full attention, or the last one where there are less than four."""
+    """Give every fourth layer full attention, or the last one if there are fewer than four."""
     kinds = _every("", 4, other="linear")(config)
     return kinds if "full" in kinds else [*kinds[:-1], "full"]
 
 
 def _kimi_kinds(config: ConfigFields) -> list[str]:
-    """Kimi Linear's own files list layers from 1; transformers' rule is every fourth one."""
+    """Read the full-attention layers of Kimi Linear, which its files count from 1.
+
+    Without such a list, transformers' rule is every fourth layer.
+    """
     full = config.nested("linear_attn_config").values.get("full_attn_layers")
     if isinstance(full, list):
         return ["full" if i + 1 in full else "linear" for i in range(config.layers)]
@@ -292,7 +310,7 @@ def _kimi_kinds(config: ConfigFields) -> list[str]:
 
 
 def _glm_indexers(config: ConfigFields) -> list[str]:
-    """GLM-5: only some layers have an indexer, by a list, a pattern or a rule."""
+    """Find the layers of GLM-5 that have an indexer: by a list, a pattern or a rule."""
     names, pattern = config.names("indexer_types", config.layers), config.get("index_topk_pattern")
     if names is None and isinstance(pattern, str) and len(pattern) == config.layers:
         names = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
@@ -307,6 +325,7 @@ def _glm_indexers(config: ConfigFields) -> list[str]:
 
 
 def _jamba_kinds(config: ConfigFields) -> list[str]:
+    """Give one layer of each period full attention."""
     period, offset = (
         config.whole("attn_layer_period"),
         config.whole("attn_layer_offset", at_least=0),
@@ -315,7 +334,7 @@ def _jamba_kinds(config: ConfigFields) -> list[str]:
 
 
 def _at(field: str) -> Kinds:
-    """The layers that a field lists have full attention."""
+    """Give the layers that a field lists full attention."""
 
     def kinds(config: ConfigFields) -> list[str]:
         full = config.indices(field)
@@ -331,7 +350,7 @@ def _lfm2_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
-    """One of M, E, * and - a layer in older files, a list of names in newer ones."""
+    """Read the kinds of Nemotron-H layers: one letter each in older files, names in newer ones."""
     pattern = config.get("hybrid_override_pattern")
     names = config.names("layers_block_type")
     if names is not None or pattern is None:
@@ -343,6 +362,7 @@ def _nemotron_h_kinds(config: ConfigFields) -> list[str]:
 
 
 def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
+    """Return the names of Nemotron-H layers, translated from letters in older files."""
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     pattern, names = config.get("hybrid_override_pattern"), config.names("layers_block_type")
     if names is None and isinstance(pattern, str):
@@ -350,7 +370,7 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
     names = names or ["linear_attention", "moe", "full_attention", "mlp"]
     for name in names:
         if name not in LAYER_TYPES:
-            raise config.error("layers_block_type", f"has {name!r}, which is not counted")
+            raise config.error("layers_block_type", f"has {name!r}, a kind that cannot be counted")
     return names
 
 
@@ -358,7 +378,7 @@ def _nemotron_h_blocks(config: ConfigFields) -> list[str]:
 
 
 def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
-    """Pairs of softmax attention, whose keys are all, the latest, or those of a chunk."""
+    """Return the pairs of softmax attention over all keys, the latest keys, or a chunk's keys."""
     match kind:
         case "sliding":
             # Null means that all keys are seen.
@@ -370,10 +390,10 @@ def _softmax(config: ConfigFields, kind: str, flops: int) -> tuple[Pairs, ...]:
 
 
 def _heads(config: ConfigFields, kind: str) -> Mixer:
-    """Attention over heads, with grouped keys and values."""
+    """Multi-head attention with grouped KV heads."""
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
     weights = config.hidden * dim * 2 * (heads + kv)
-    # QK^T and PV are a multiply-add each for a head's dimension.
+    # QK^T and PV take one multiply-add each per head dimension.
     return Mixer(weights, _softmax(config, kind, 4 * heads * dim))
 
 
@@ -385,14 +405,15 @@ def _gated_heads(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _fused_heads(config: ConfigFields, kind: str) -> Mixer:
-    """GPT-2 and GPT-NeoX: every query head has keys of its own."""
+    """Attention of GPT-2 and GPT-NeoX, in which each query head has a KV head."""
     return Mixer(4 * config.hidden * config.hidden, _softmax(config, kind, 4 * config.hidden))
 
 
 def _latent(config: ConfigFields, kind: str) -> Mixer:
     """Multi-head latent attention (DeepSeek-V2, Section 2.1): low-rank queries, keys and values.
 
-    Trained as published: keys and values are expanded for each head before attention.
+    It is counted as published for training: keys and values are expanded for each head before
+    attention.
     """
     hidden, heads = config.hidden, config.heads
     nope, rope = config.whole("qk_nope_head_dim"), config.whole("qk_rope_head_dim", at_least=0)
@@ -405,18 +426,19 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
     pair = 2 * heads * (nope + rope + value)
     if kind not in ("sparse", "reused"):
         return Mixer(weights, _softmax(config, kind, pair))
-    # An indexer scores all keys with small heads of its own; attention sees the best of them.
+    # Sparse attention: an indexer scores all keys with its small heads, and attention sees the best
+    # keys.
     index_heads, index_dim = config.whole("index_n_heads"), config.whole("index_head_dim")
     indexer = (rank or hidden) * index_heads * index_dim + hidden * (index_dim + index_heads)
     chosen = Pairs(pair, config.whole("index_topk"))
     if kind == "reused":
         return Mixer(weights, (chosen,))
-    # Its heads' scores are added up by weights: one more product a head.
+    # The indexer adds up its heads' scores by weights: one more multiply-add per head.
     return Mixer(weights + indexer, (Pairs(2 * index_heads * (index_dim + 1)), chosen))
 
 
 def _delta_net(config: ConfigFields) -> Mixer:
-    """Gated delta net (Qwen3-Next): q, k, v, a gate of the output, and two gates a value head."""
+    """Gated delta net (Qwen3-Next): Q, K, V, an output gate, and two gates for each value head."""
     k_heads, v_heads = (
         config.whole(f"linear_num_{x}_heads", config.heads) for x in ("key", "value")
     )
@@ -431,7 +453,7 @@ def _delta_net(config: ConfigFields) -> Mixer:
 
 
 def _kimi_delta(config: ConfigFields) -> Mixer:
-    """Kimi delta attention: a gate for each dimension of a key, by projections of low rank."""
+    """Kimi delta attention: low-rank projections give a gate for each key dimension."""
     given = config.nested("linear_attn_config")
     heads = given.whole("num_heads", config.whole("linear_num_heads"))
     dim = given.whole("head_dim", config.whole("linear_head_dim"))
@@ -444,7 +466,7 @@ def _kimi_delta(config: ConfigFields) -> Mixer:
 
 
 def _lightning(config: ConfigFields) -> Mixer:
-    """MiniMax's lightning attention: blocks with a state of head_dim x head_dim between them."""
+    """MiniMax's lightning attention: blocks of tokens, with a state matrix between blocks."""
     heads, dim, block = config.heads, config.head_dim, config.whole("block_size")
     width = heads * dim
     flops = heads * (4 * dim * block + 4 * dim * dim)
@@ -452,7 +474,7 @@ def _lightning(config: ConfigFields) -> Mixer:
 
 
 def _mamba1(hidden: int, *, inner: int, state: int, rank: int, kernel: int) -> Mixer:
-    """Selective scan: 9 FLOPs for each element of the state (as Mamba's authors count)."""
+    """Selective scan: 9 FLOPs for each element of the state, as Mamba's authors count."""
     weights = hidden * 2 * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
     flops = 9 * inner * state + 2 * inner * kernel
     return Mixer(weights, (), flops, 2 * inner * state + inner * (kernel - 1))
@@ -470,7 +492,7 @@ def _mamba2(
 
 
 def _mamba_layer(config: ConfigFields) -> Mixer:
-    """Mamba 2 in Bamba, Granite 4 and Falcon H1."""
+    """Mamba 2 as in Bamba, Granite 4 and Falcon H1."""
     heads, inner = config.whole("mamba_n_heads"), config.whole("mamba_expand") * config.hidden
     inner = config.whole("mamba_d_ssm", inner)
     dim = inner // heads if config.get("mamba_d_head") == "auto" else config.whole("mamba_d_head")
@@ -486,7 +508,7 @@ def _mamba_layer(config: ConfigFields) -> Mixer:
 
 
 def _rank_of(config: ConfigFields, name: str) -> int:
-    """A rank that "auto" makes a sixteenth of the hidden size, rounded up."""
+    """Return a rank from a field; "auto" is a sixteenth of the hidden size, rounded up."""
     return -(-config.hidden // 16) if config.get(name) == "auto" else config.whole(name)
 
 
@@ -535,14 +557,14 @@ def _nemotron_h_mixer(config: ConfigFields) -> Mixer:
 
 
 def _short_conv(config: ConfigFields) -> Mixer:
-    """LFM2: a gated convolution over the latest tokens."""
+    """LFM2's gated convolution over the latest tokens."""
     kernel = config.whole("conv_L_cache")
     flops, summary = 2 * config.hidden * kernel, config.hidden * (kernel - 1)
     return Mixer(4 * config.hidden * config.hidden, (), flops, summary)
 
 
 def _or_linear(softmax: MixerOf, linear: Callable[[ConfigFields], Mixer]) -> MixerOf:
-    """One mixer in layers with attention over keys, another one in the others."""
+    """Use one mixer in layers with attention over keys, and another in linear layers."""
 
     def mixer(config: ConfigFields, kind: str) -> Mixer:
         if kind == "none":
@@ -562,7 +584,7 @@ def _both(config: ConfigFields, kind: str) -> Mixer:
 
 
 def _gated(width: str = "intermediate_size") -> MlpOf:
-    """Three matrices: gate, up and down."""
+    """An MLP with three matrices: gate, up and down."""
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 3 * config.hidden * config.whole(width)
@@ -572,7 +594,7 @@ def _gated(width: str = "intermediate_size") -> MlpOf:
 
 
 def _plain(width: str = "intermediate_size") -> MlpOf:
-    """Two matrices: up and down. A width of null is four times the hidden size."""
+    """An MLP with two matrices, up and down; its width is 4 * hidden if the field is null."""
 
     def mlp(config: ConfigFields, _: int) -> MlpWeights:
         weights = 2 * config.hidden * config.whole(width, 4 * config.hidden)
@@ -597,11 +619,11 @@ def _experts(
     """A router, experts with three matrices each, and what all tokens pass beside them.
 
     Args:
-        count: The field with the number of experts.
-        width: The field with an expert's width.
-        per_token: The field with the experts of a token.
-        shared: Parameters that all tokens pass.
-        is_dense: Whether a layer has `dense` instead.
+        count: Field with the number of experts.
+        width: Field with the width of an expert.
+        per_token: Field with the number of experts per token.
+        shared: Function that returns the parameters of shared experts.
+        is_dense: Function that says whether a layer has `dense` instead of experts.
         dense: The MLP of layers without experts.
     """
 
@@ -621,31 +643,33 @@ def _experts(
 
 
 def _shared(count: str, width: str) -> Callable[[ConfigFields], int]:
-    """Shared experts: their number is a field, and each has the width of another field."""
+    """Shared experts: one field has their number and another the width of each."""
     return lambda c: 3 * c.hidden * c.whole(count, 0, at_least=0) * c.whole(width)
 
 
 def _shared_of_width(width: str, *, gate: bool = False) -> Callable[[ConfigFields], int]:
-    """One shared MLP of a width of its own, with a gate for its output in Qwen's models."""
+    """One shared MLP whose width is a field; in Qwen's models it has an output gate."""
     return lambda c: 3 * c.hidden * c.whole(width, 0, at_least=0) + (c.hidden if gate else 0)
 
 
 def _first(field: str, default: int = 0) -> Callable[[ConfigFields, int], bool]:
-    """The first layers, as many as a field says, are dense."""
+    """Make the first layers dense, as many as a field says."""
     return lambda c, i: i < c.whole(field, default, at_least=0)
 
 
 def _mlp_types(
     otherwise: Callable[[ConfigFields, int], bool],
 ) -> Callable[[ConfigFields, int], bool]:
-    """The field `mlp_layer_types` says "dense" or "sparse" for each layer."""
+    """Read from `mlp_layer_types` whether each layer is "dense" or "sparse"."""
 
     def is_dense(config: ConfigFields, layer: int) -> bool:
         names = config.names("mlp_layer_types", config.layers)
         if names is None:
             return otherwise(config, layer)
         if names[layer] not in ("dense", "sparse"):
-            raise config.error("mlp_layer_types", f"has {names[layer]!r}, which is not counted")
+            raise config.error(
+                "mlp_layer_types", f"has {names[layer]!r}, a kind that cannot be counted"
+            )
         return names[layer] == "dense"
 
     return is_dense
@@ -678,7 +702,7 @@ def _jamba_dense(config: ConfigFields, layer: int) -> bool:
 
 
 def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """Granite 4: a shared MLP in every layer, and experts beside it if there are any."""
+    """Granite 4: a shared MLP in every layer, and experts beside it if the model has any."""
     shared = _shared_of_width("shared_intermediate_size")
     if not config.whole("num_local_experts", 0, at_least=0):
         weights = shared(config)
@@ -687,19 +711,19 @@ def _granite_mlp(config: ConfigFields, layer: int) -> MlpWeights:
 
 
 def _lfm2_mlp(config: ConfigFields, _: int) -> MlpWeights:
-    """LFM2 rounds two thirds of its width up to a multiple."""
+    """LFM2's MLP: two thirds of the width field, rounded up to a multiple."""
     width = config.whole("intermediate_size")
     if config.flag("block_auto_adjust_ff_dim"):
         width = int(2 * width / 3)
         multiplier = config.get("block_ffn_dim_multiplier")
         width = int(float(multiplier) * width) if isinstance(multiplier, int | float) else width
-        unit = config.whole("block_multiple_of")
-        width = unit * -(-width // unit)
+        multiple = config.whole("block_multiple_of")
+        width = multiple * -(-width // multiple)
     return MlpWeights(3 * config.hidden * width, 3 * config.hidden * width)
 
 
 def _nemotron_h_mlp(config: ConfigFields, layer: int) -> MlpWeights:
-    """A layer is a mixer, an MLP or experts; MLPs and experts have two matrices."""
+    """The MLP or experts of a Nemotron-H layer, with two matrices each; mixer layers have none."""
     name, hidden = _nemotron_h_blocks(config)[layer], config.hidden
     if name == "mlp":
         return _plain()(config, layer)
@@ -900,7 +924,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], list[Layer]]] = {
         _listed(_unsaid),
     ),
 }
+"""Function from a config to its layers, by the config's `model_type`."""
 FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
-"""Families whose older files have the fields of their `text_config` beside it."""
+"""Families whose older files have the fields of `text_config` at the top level."""
 COUNTED = tuple(sorted(FAMILIES))
-"""Each `model_type` that is counted."""
+"""All values of `model_type` that can be counted."""

@@ -1,8 +1,11 @@
-"""Counts that prices are made of: FLOPs, values and calls of attention, of a layer and of models.
+"""Count the FLOPs, memory traffic and kernel calls of attention, of a layer and of a model.
 
-A multiply-add is two FLOPs; attention counts QK^T and PV only. Backward has two conventions:
-kernel FLOPs (`attention_backward_flops`, kernel profiles) are 2.5 x forward, because a flash kernel
-recomputes QK^T; model FLOPs (`document_flops`, MFU) are 2 x forward, without recomputation.
+A multiply-add counts as two FLOPs. Attention counts the products QK^T and PV only, not the softmax.
+
+Two conventions exist for the backward pass:
+- Kernel FLOPs (`attention_backward_flops`, used with kernel profiles) are 2.5 x forward, because a
+  flash kernel recomputes QK^T.
+- Model FLOPs (`document_flops`, used for MFU) are 2 x forward, without recomputation.
 """
 
 from collections.abc import Sequence
@@ -15,26 +18,45 @@ from wlb.plan import FloatArray, IntArray
 from wlb.spec import ExpertsSpec, ModelSpec, Recompute
 
 LINEAR_BACKWARD_FACTOR = 2
-"""Products in backward of a matrix product: the input's gradient and the weight's."""
+"""Backward FLOPs of a matrix product over its forward FLOPs.
+
+Backward has two products: one for the input's gradient, one for the weight's gradient.
+"""
 
 
 def attention_forward_flops(
     q: IntArray, kv: IntArray, *, num_heads: int, head_dim: int
 ) -> IntArray:
-    """Forward FLOPs of attention segments (one layer, `num_heads` query heads), shape [n]."""
+    """Count the forward FLOPs of attention segments in one layer.
+
+    Args:
+        q: Query rows of each segment, shape [n].
+        kv: Keys of each segment, shape [n].
+        num_heads: Number of query heads.
+        head_dim: Size of a head.
+
+    Returns:
+        FLOPs of each segment, shape [n].
+    """
     return FORWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
 
 
 def attention_backward_flops(
     q: IntArray, kv: IntArray, *, num_heads: int, head_dim: int
 ) -> IntArray:
-    """Backward FLOPs of a flash kernel: 2.5 x forward, recomputation included."""
+    """Count the backward FLOPs of a flash kernel: 2.5 x forward, because it recomputes QK^T.
+
+    The arguments are those of `attention_forward_flops`.
+    """
     return BACKWARD_FLOPS_PER_PAIR * head_dim * num_heads * causal_pairs(q, kv)
 
 
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
-    """A model whose layers have a TP rank's matrices, and norms of all tokens. Experts, whose rows
-    TP divides, become one MLP as large as those that compute a token.
+    """Return the model that one TP rank computes, as if it were a whole model.
+
+    Its layers have the rank's part of each matrix, and norms of all tokens. Experts are replaced by
+    one dense MLP with the size of a token's active experts, because TP divides the experts' rows,
+    not their matrices.
     """
     return replace(
         model,
@@ -52,10 +74,11 @@ def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
 
 
 def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """(in, out) of each matrix of a decoder layer: Q, K, V, O, gate, up, down. A gate of
-    attention's output counts with Q; in a linear layer the gates of output, decay and state count
-    with V. Experts that compute a token count as one MLP, also for a model with experts in some
-    layers only (`ModelSpec.layer_kinds`).
+    """Return (inputs, outputs) of each matrix of a decoder layer: Q, K, V, O, gate, up, down.
+
+    A gate of the attention output is counted with Q. In a linear-attention layer the gates of
+    output, decay and state are counted with V. A token's active experts count as one MLP. If only
+    some layers have experts, pass the model of one kind of layer (`ModelSpec.layer_kinds`).
     """
     hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     mlp = ((hidden, ffn), (hidden, ffn), (ffn, hidden))
@@ -74,21 +97,23 @@ def layer_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
 
 
 CHUNK = 64
-"""Tokens that the gated delta rule computes together."""
+"""Tokens in one chunk of the chunked gated delta rule."""
 
 
 def delta_rule_flops(k_dim: int, v_dim: int) -> int:
-    """Forward FLOPs of a token and head in a chunked gated delta rule.
+    """Count the forward FLOPs of one token and head in a chunked gated delta rule.
 
-    Three products with the state of a chunk, and five within a chunk (Yang et al. 2024, Gated Delta
-    Networks, Section 3.3): K K^T, the inverse with values and with keys, Q K^T, and its values.
+    A token takes part in three products with the chunk's state, and in five products within the
+    chunk (Yang et al. 2024, Gated Delta Networks, Section 3.3): K K^T, the inverse times values,
+    the inverse times keys, Q K^T, and Q K^T times values.
     """
     return 6 * k_dim * v_dim + 2 * CHUNK * (3 * k_dim + 2 * v_dim)
 
 
 def recurrence_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one token in a linear layer besides its matrices: its convolution and its
-    gated delta rule; 0 where layers have attention.
+    """Count the forward FLOPs of a linear-attention layer outside its matrices, for one token.
+
+    They are those of the convolution and of the gated delta rule; 0 in a layer with attention.
     """
     linear = model.linear
     if not model.is_all_linear:
@@ -99,17 +124,31 @@ def recurrence_flops(model: ModelSpec) -> int:
 
 
 def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
-    """Values that one token reads and writes in element-wise operators: (forward, backward) by
-    name (`wlb.cost.Elementwise`), all norms and all additions of a layer together.
+    """Count the values that one token reads and writes in the element-wise operators of one layer.
 
-    Reads + writes forward: norms 1 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 2 + 1, embedding
-    1 + 1. Backward: norms 2 + 1, residual 2 + 1, rotation 1 + 1, SwiGLU 3 + 2, embedding 2 + 1.
-    Experts: a token is read once and written K times on its way, and the reverse on its way back,
-    in both passes: residuals. A `query_factor` is one more rotation of Q. Norms of Q's and K's
-    heads are head_norm, whose narrow rows take another time a byte; of their rows, norm. Adding
-    biases (`qkv_bias`) reads and writes Q, K and V, and reads their gradients: residuals. So are
-    gates of an output (3 and 5 values) and a linear layer's convolution with its SiLU (2 and 3);
-    its norms of queries, keys and outputs are head_norm.
+    Reads and writes of each operator, in vectors of its width (reads + writes):
+
+    | operator           | forward | backward | counted as        |
+    |--------------------|---------|----------|-------------------|
+    | norm               | 1 + 1   | 2 + 1    | norm              |
+    | residual addition  | 2 + 1   | 2 + 1    | residual          |
+    | rotation of Q, K   | 1 + 1   | 1 + 1    | rotary            |
+    | SwiGLU             | 2 + 1   | 3 + 2    | swiglu            |
+    | embedding          | 1 + 1   | 2 + 1    | embedding         |
+    | biases of Q, K, V  | 1 + 1   | 1 + 0    | residual          |
+    | gate of the output | 3       | 5        | residual          |
+    | convolution, SiLU  | 2       | 3        | residual          |
+
+    - Norms of each head of Q and K (`qk_norm`) are `head_norm`, because their narrow rows take
+      another time for a byte. Norms over all of Q and K (`qk_norm_rows`) are `norm`.
+    - With experts, a token is read once and written K times before the experts, and the reverse
+      behind them, in both passes. This counts as residual.
+    - Multiplying queries by a `query_factor` counts as one more rotation of Q.
+    - In a linear-attention layer, norms of queries, keys and outputs are `head_norm`.
+
+    Returns:
+        (forward, backward) values by the name of an `Elementwise` operator, all norms and all
+        additions of a layer together.
     """
     hidden, ffn, linear = model.hidden_size, model.active_ffn_size, model.linear
     routed = 2 * (1 + model.experts.per_token) * hidden * bool(model.experts.num)
@@ -140,7 +179,7 @@ def elementwise_values(model: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def elementwise_calls(model: ModelSpec) -> dict[str, int]:
-    """Calls of each operator of `elementwise_values` a layer and pass."""
+    """Count the calls of each operator of `elementwise_values` in one layer and pass."""
     norms, residuals = model.norms_per_layer + 2 * model.qk_norm_rows, 2 + 3 * model.qkv_bias
     rotary = 2 + (model.query_factor() != 1.0)
     residuals += model.attention_gate
@@ -156,25 +195,34 @@ PLAIN_TORCH: dict[str, tuple[float, float]] = {
     "rotary": (10 / 2, 10 / 2),
     "swiglu": (5 / 3, 9 / 5),
 }
-"""Traffic of element-wise operators that torch runs one kernel at a time, over that of fused ones
-(`elementwise_values`). Norms are cast to float32, squared, averaged, multiplied, cast back and
-multiplied by their weight: 18 two-byte values of each one, and 34 in backward; rotations run in
-float32 complex numbers: 10; SiLU and the gate's product are two kernels: 5 and 9. Additions are one
-kernel in any case."""
+"""Memory traffic of operators in plain PyTorch over the traffic of fused ones, (forward, backward).
+
+The denominators are the counts of `elementwise_values`. Plain PyTorch runs one kernel for each
+operation, so intermediate values go through memory:
+- A norm casts to float32, squares, averages, multiplies, casts back and multiplies by its weight:
+  18 two-byte values for each element in forward, and 34 in backward.
+- A rotation runs in float32 complex numbers: 10 values in each pass.
+- SiLU and the product with the gate are two kernels: 5 values in forward and 9 in backward.
+
+Additions are missing, because they are one kernel in any case.
+"""
 
 TP_FORWARD, TP_BACKWARD = (2, 2), (4, 2)
-"""All-gathers and reduce-scatters of [tokens, hidden] a layer. Backward gathers both saved inputs
-again and the gradients of both outputs."""
+"""(all-gathers, reduce-scatters) of [tokens, hidden] in one layer with sequence parallelism.
+
+Backward has two more all-gathers, because it gathers both saved inputs a second time besides the
+gradients of both outputs.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedWork:
-    """The part of a layer that backward computes again."""
+    """The part of a layer's forward pass that backward recomputes."""
 
-    matrices: Sequence[int]  # of `layer_matrices`
-    calls: dict[str, int]  # of element-wise operators
-    tp: tuple[int, int]  # TP's all-gathers and reduce-scatters
-    attention: bool  # whether attention runs again, with CP's gather
+    matrices: Sequence[int]  # positions in `layer_matrices` of the products that are recomputed
+    calls: dict[str, int]  # number of recomputed calls, by element-wise operator
+    tp: tuple[int, int]  # recomputed TP collectives: (all-gathers, reduce-scatters)
+    attention: bool  # whether attention is recomputed, with the all-gather of its keys
 
 
 RECOMPUTED_WORK = {
@@ -184,17 +232,21 @@ RECOMPUTED_WORK = {
     ),
     Recompute.FULL: RecomputedWork(
         matrices=range(6),
-        calls={},  # all but the last addition of a model's: `recomputed_work`
+        calls={},  # `recomputed_work` fills this in from the model
         tp=(2, 1),
         attention=True,
     ),
 }
-"""The executor stops before a layer's last product: down projection, its reduce-scatter and the
-residual addition do not run again (`tests/parity/test_recompute.py` counts)."""
+"""What each setting of `training.recompute` recomputes.
+
+The executor stops recomputing before a layer's last product: the down projection, its
+reduce-scatter and the residual addition are not recomputed (`tests/parity/test_recompute.py` counts
+them).
+"""
 
 
 def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
-    """What backward computes again of a layer of `model` with wlb's `training.recompute`."""
+    """Return what backward recomputes in a layer of `model` with wlb's `training.recompute`."""
     work = RECOMPUTED_WORK[recompute]
     if recompute != Recompute.FULL:
         return work
@@ -202,14 +254,16 @@ def recomputed_work(model: ModelSpec, recompute: Recompute) -> RecomputedWork:
     calls |= {"residual": calls["residual"] - 1}
     if not model.branch_norms:
         return replace(work, calls=calls)
-    # The last norm needs the last product, which is therefore made again.
+    # A norm follows the last product and needs its output, so that product is recomputed too.
     calls |= {"norm": calls["norm"] - 1}
     return replace(work, calls=calls, matrices=range(7), tp=TP_FORWARD)
 
 
 def layer_linear_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one token in one layer's matrices, a router's too, and in the recurrence of
-    a linear layer; backward is twice that.
+    """Count the forward FLOPs of one token in one layer outside attention.
+
+    They are those of the matrices, of a router, and of the recurrence of a linear-attention layer.
+    Backward is twice as much.
     """
     router = model.hidden_size * (model.experts.num + model.experts.shared_gate)
     matrices = sum(rows * columns for rows, columns in layer_matrices(model))
@@ -217,32 +271,44 @@ def layer_linear_flops(model: ModelSpec) -> int:
 
 
 def head_flops(model: ModelSpec) -> int:
-    """Forward FLOPs of one token in the output head. The embedding is a look-up: no FLOPs.
+    """Count the forward FLOPs of one token in the output head.
 
-    Counts `vocab_size`, as MFU is usually reported, not the padded vocabulary.
+    The embedding has no FLOPs, because it is a look-up. Uses `vocab_size`, as MFU is usually
+    reported, not the padded vocabulary.
     """
     return 2 * model.hidden_size * model.vocab_size
 
 
 def linear_flops_per_token(model: ModelSpec) -> int:
-    """Model FLOPs (forward and backward) of one token outside attention, all layers and head."""
+    """Count the model FLOPs of one token outside attention, for all layers and the head.
+
+    Includes forward and backward.
+    """
     of_layers = sum(kind.layers * layer_linear_flops(kind.model) for kind in model.layer_kinds)
     forward = head_flops(model) + of_layers
     return (1 + LINEAR_BACKWARD_FACTOR) * forward
 
 
 def window_flops(model: ModelSpec, num_tokens: int, *, window: int) -> float:
-    """Model FLOPs of `num_tokens` in full windows of one document each, as Megatron-LM's training
-    log counts packed sequences (num_floating_point_operations with seq_length = window).
+    """Count model FLOPs as Megatron-LM's training log does: as if each window were one document.
+
+    Megatron-LM's num_floating_point_operations does so with seq_length = window, however many
+    documents are packed into a sequence.
+
+    Args:
+        model: The model.
+        num_tokens: Tokens of the step.
+        window: Tokens of a full window.
     """
     whole = float(document_flops(model, np.array([window]))[0])
     return whole * num_tokens / window
 
 
 def document_flops(model: ModelSpec, lengths: IntArray) -> FloatArray:
-    """Model FLOPs (forward and backward) of whole documents, for MFU; shape [n].
+    """Count the model FLOPs (forward and backward) of whole documents, for MFU; shape [n].
 
-    Floats, because a million-token document of a large model passes 2^63; exact below 2^53.
+    They are floats, because a million-token document of a large model passes 2^63; exact below
+    2^53.
     """
     lengths = np.asarray(lengths, np.int64)
     sliding, num_sliding = model.sliding_window, model.num_sliding_layers

@@ -1,7 +1,8 @@
-"""The forms in which users say a cost: workloads, kernel profiles, names and ratios.
+"""The forms in which users can give a cost: workloads, kernel profiles, names and ratios.
 
-By name, two frameworks' own formulas: "verl" is 24,576 tokens + tokens^2 (its `calculate_workload`,
-a 7B model's ratio); "slime" prices whole samples only (`wlb.balance.sample_costs`).
+Two names are formulas of other frameworks. "verl" prices a sample as 24,576 tokens + tokens^2 (its
+`calculate_workload`, with the ratio of a 7B model). "slime" can price whole samples only
+(`wlb.balance.sample_costs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +20,26 @@ from wlb.plan import FloatArray, IntArray, UserError
 from wlb.spec import load
 
 Prices = Callable[[IntArray], Sequence[float] | FloatArray | IntArray]
+"""Function from lengths of samples to their prices, both of shape [n]."""
 Cost = (
     WorkloadModel | KernelProfile | Prices | Sequence[float] | FloatArray | IntArray | str | float
 )
-"""See `wlb.balance.balance_step`; planners take those that are a workload (`workload_model`)."""
+"""Everything that `wlb.balance.balance_step` accepts as a cost.
+
+Planners accept only what can become a workload model (`workload_model`).
+"""
 COST_NAMES = ("llama2_7b", "verl", "slime")
+"""Costs with a name."""
 
 
 def model_of(cost: Cost) -> WorkloadModel | None:
-    """The workload model of `cost`, or None for what only prices samples.
+    """Return the workload model of a cost, or None if it can only price whole samples.
 
     Text that ends in .json, or is an existing path, names a Hugging Face config.json or its folder
-    (`wlb.cost.counted`). UserError for an unknown name, a model that is not counted, and a ratio
-    that is not positive.
+    (`wlb.cost.counted`).
+
+    Raises:
+        UserError: The name or the model is unknown, or the ratio is not positive.
     """
     if isinstance(cost, KernelProfile):
         return workload_of(load("7b_128k"), cost)
@@ -42,7 +50,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
             is_profile = cost in profile_names()
             remedy = f"; a kernel profile is load_profile({cost!r})" if is_profile else ""
             raise UserError(
-                f"unknown cost {cost!r}; known: {', '.join(COST_NAMES)}, and the path of "
+                f"unknown cost {cost!r}; use {', '.join(COST_NAMES)} or the path of "
                 f"a config.json{remedy}"
             )
         if cost == "slime":
@@ -65,7 +73,11 @@ def _is_path(text: str) -> bool:
 
 
 def workload_model(cost: Cost) -> WorkloadModel:
-    """`cost` as a workload model; UserError for what prices no segments, such as a list."""
+    """Return a cost as a workload model.
+
+    Raises:
+        UserError: The cost cannot price segments, such as a list of prices.
+    """
     model = model_of(cost)
     if model is None:
         said = repr(cost) if isinstance(cost, str) else f"a {type(cost).__name__}"
@@ -73,6 +85,6 @@ def workload_model(cost: Cost) -> WorkloadModel:
             f"cost is {said}, which prices whole samples only, and a planner prices pieces and "
             f"segments; give a WorkloadModel, load_profile(NAME), the path of a config.json, "
             f"'llama2_7b', 'verl', or the "
-            f"tokens at which attention costs what linear layers do"
+            f"tokens of a document at which attention costs as much as linear layers"
         )
     return model

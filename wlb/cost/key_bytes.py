@@ -1,4 +1,13 @@
-"""Bytes of the keys and values that CP ranks exchange, to the byte, from a sharding."""
+"""Exact sizes of the buffers in which CP ranks exchange keys and values, from a sharding.
+
+Whether a buffer includes the rank's local rows depends on the exchange:
+
+| exchange                          | received buffer | sent buffer          |
+|-----------------------------------|-----------------|----------------------|
+| all-gather                        | rows of all     | local rows only      |
+| needed                            | local rows too  | local rows too       |
+| needed, with `cp.overlap_stages`  | no local rows   | no local rows        |
+"""
 
 from typing import NamedTuple
 
@@ -8,18 +17,20 @@ from wlb.spec import RunSpec
 
 
 class KeyBytes(NamedTuple):
-    """Bytes of K and V of one layer on one rank: rows that its exchange brings together, and rows
-    on their way to others. Own ones are among both, but with an all-gather those that are sent are
-    own ones only, and by need with cp.overlap_stages there are none.
-    """
+    """Bytes of K and V of one layer on one rank."""
 
-    arrived: int
-    sent: int
+    arrived: int  # rows that the exchange brings together on this rank
+    sent: int  # rows that this rank sends to others
 
 
 def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens: int) -> KeyBytes:
-    """Buffers of the exchange of a micro-batch's keys on CP rank `rank`, to the byte; of a layer
-    without a sliding window, if the model has one.
+    """Return the sizes of the buffers of one micro-batch's exchange of keys on one CP rank.
+
+    Args:
+        spec: The run. If the model has layers without a sliding window, one of those is counted.
+        sharding: The sharded micro-batch.
+        rank: The CP rank.
+        local_tokens: Rows of the rank, padding included.
     """
     if sharding.cp == 1:
         return KeyBytes(0, 0)

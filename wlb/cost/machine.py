@@ -1,6 +1,7 @@
-"""Names of this machine and this program, as kernel profiles record them; imports no torch.
+"""Names of this machine and of this program, as kernel profiles record them. It imports no torch.
 
-NVML (package nvidia-ml-py) names the GPU, so that planning rooms can match a profile too.
+NVML (package nvidia-ml-py) gives the name of the GPU, so that planning rooms can choose a profile
+without torch.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def machine_name(device: str) -> str:
-    """Name of this machine's "cpu" or first GPU ("cuda"); "" where it is unknown."""
+    """Return the name of this machine's CPU ("cpu") or first GPU ("cuda"); "" if unknown."""
     return cpu_name() if device == "cpu" else gpu_name()
 
 
 def cpu_name() -> str:
-    """Model name of the first core; the architecture where the system does not say."""
+    """Return the model name of the first core, or the architecture if the system gives no name."""
     with contextlib.suppress(OSError):
         for line in CPU_INFO.read_text("utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -33,18 +34,18 @@ def cpu_name() -> str:
 
 
 def gpu_name() -> str:
-    """Name of the first GPU; "" where NVML does not tell."""
+    """Return the name of the first GPU; "" if NVML does not know it."""
     name = _of_first_gpu("nvmlDeviceGetName")
     return name.decode() if isinstance(name, bytes) else str(name or "")
 
 
 def gpu_power_limit_w() -> float:
-    """Power limit of the first GPU in W; 0 where NVML does not tell."""
+    """Return the power limit of the first GPU in W; 0 if NVML does not know it."""
     return float(_of_first_gpu("nvmlDeviceGetEnforcedPowerLimit") or 0) / 1000
 
 
 def _of_first_gpu(function: str) -> Any:
-    """What a function of NVML says of the first GPU; None where it does not."""
+    """Return the result of an NVML function for the first GPU; None if it fails."""
     nvml, _ = start_nvml()
     if nvml is None:
         return None
@@ -57,7 +58,7 @@ def _of_first_gpu(function: str) -> Any:
 
 
 def start_nvml() -> tuple[Any, str]:
-    """Started NVML, which the caller shuts down, or None and the reason."""
+    """Start NVML and return (module, ""); or (None, reason). The caller shuts it down."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -70,19 +71,22 @@ def start_nvml() -> tuple[Any, str]:
 
 
 def short_name(device: str) -> str:
-    """ "h200" for "NVIDIA H200", "a100" for "NVIDIA A100-SXM4-80GB"; other names as words."""
+    """Shorten a device name: "NVIDIA H200" becomes "h200", "NVIDIA A100-SXM4-80GB" "a100".
+
+    Other names become lower-case words joined by underscores.
+    """
     model = re.search(r"\b([A-Z]{1,3}\d{2,4}[A-Z]*)\b", device) if "NVIDIA" in device else None
     words = model[1] if model else device
     return re.sub(r"[^a-z0-9]+", "_", words.lower()).strip("_")
 
 
 def is_same(device: str, other: str) -> bool:
-    """Whether two names mean one device model; memory and form factor may differ."""
+    """Return whether two names are of one device model; memory and form factor may differ."""
     return short_name(device) == short_name(other)
 
 
 def program_version() -> str:
-    """The checkout's commit ("-dirty" where files differ), or the release."""
+    """Return the checkout's commit ("-dirty" if files were changed), or the release."""
     folder = Path(__file__).resolve().parents[2]
     if (folder / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]
@@ -111,12 +115,14 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "L4": 121.0,
 }
-"""Words in a name -> TFLOP/s without sparsity (NVIDIA's data sheets mostly give twice that, with
-sparsity). The first match counts."""
+"""Dense bfloat16 TFLOP/s by words in the device's name; the first match counts.
+
+NVIDIA's data sheets mostly give twice that, with sparsity.
+"""
 
 
 def known_peak_tflops(device: str) -> float | None:
-    """bfloat16 TFLOP/s of a GPU of this name; None for unknown ones and for slices (MIG)."""
+    """Return the dense bfloat16 TFLOP/s of a GPU; None if unknown or if it is a slice (MIG)."""
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
     if "MIG" in words:
         return None
@@ -125,12 +131,15 @@ def known_peak_tflops(device: str) -> float | None:
 
 
 def rank_peak_tflops(spec: RunSpec, device: str) -> float:
-    """Peak TFLOP/s of a rank for MFU: cluster.peak_tflops, else the bfloat16 table's, else 0."""
+    """Return the peak TFLOP/s of a rank for MFU.
+
+    It is cluster.peak_tflops if set, else the table's value for bfloat16 runs, else 0.
+    """
     if spec.cluster.peak_tflops or spec.training.dtype != Dtype.BFLOAT16:
         return spec.cluster.peak_tflops
     return known_peak_tflops(device) or 0.0
 
 
 def cluster_peak_tflops(spec: RunSpec) -> float:
-    """Peak TFLOP/s of a device that estimates assume: cluster.peak_tflops, else an H100's."""
+    """Return the peak TFLOP/s that estimates assume: cluster.peak_tflops, or an H100's."""
     return spec.cluster.peak_tflops or PEAK_TFLOPS["H100"]

@@ -1,4 +1,4 @@
-"""What a run's prices were not measured for: sentences for a log."""
+"""Compare a run with the profile that prices it, and say what the profile was not measured for."""
 
 from wlb.cost.flops import layer_matrices
 from wlb.cost.machine import is_same
@@ -9,20 +9,21 @@ from wlb.plan import BoolArray, IntLike
 
 
 def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
-    """Mismatches between the profile of `cost` and its run, as sentences for a log."""
+    """Return sentences for a log about what the profile of `cost` was not measured for."""
     table, model, profile = cost.table, cost.model, cost.profile
     notes: list[str] = []
     if cost.machine and not is_same(cost.machine, profile.device):
         notes.append(
-            f"it is of {profile.device}, this machine has {cost.machine}: `wlb profile` measures it"
+            f"it was measured on {profile.device}, this machine has {cost.machine}: "
+            f"`wlb profile` measures this one"
         )
     if not has_power(profile, cost.power_limit_w):
         notes.append(
-            f"it is of a GPU with a power limit of {profile.power_limit_w:g} W, this one has "
-            f"{cost.power_limit_w:g} W: matrix products run at another clock"
+            f"it was measured at a power limit of {profile.power_limit_w:g} W, this GPU has "
+            f"{cost.power_limit_w:g} W: matrix products run at a different clock"
         )
     if cost.dtype and cost.dtype != profile.dtype:
-        notes.append(f"{cost.dtype} is priced with times of {profile.dtype}")
+        notes.append(f"{cost.dtype} is priced with times measured in {profile.dtype}")
     if cost.backend is not None and cost.backend not in table.backends:
         notes.append(f"attention by {cost.backend} is priced as {table.backends[0]}")
     if cost.longest and extrapolated(cost, [cost.longest])[0]:
@@ -51,13 +52,13 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
 
 
 def extrapolated(cost: ProfiledWorkload, lengths: IntLike) -> BoolArray:
-    """Mask of pieces that are priced with throughput at the edge of the profile's surface."""
+    """Return a mask of pieces that are priced with throughput at the edge of the measured grid."""
     d = token_counts("lengths", lengths)
     return cost.table.extrapolated(*cost.mean_chunk(d)) | cost.table.extrapolated(d, d)
 
 
 def _products_outside(linear: LinearCost) -> tuple[str, ...]:
-    """Matrix products outside the profile's measured range."""
+    """Return a sentence for each size of matrix products outside the measured range."""
     surface = linear.profile.gemm.forward
     tokens = max(1.0, linear.micro_batch_tokens / linear.parallel.cp)
     models = [kind.model for kind in linear.model.layer_kinds]

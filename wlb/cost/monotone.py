@@ -1,8 +1,10 @@
 """Tables of prices by length that never fall, so that a longer piece never costs less.
 
-Tile-quantised work over measured throughput dips by a few percent inside a tile; the table holds
-the greatest price of any length up to each. Exact below DENSE; beyond it linear between 512 knots
-an octave up to the longest expected piece, 4 an octave after that (error at most 1 %).
+Measured throughput over whole tiles makes prices dip by a few percent within a tile. So the table
+stores the highest price of any length up to each one.
+
+It is exact below DENSE tokens. Beyond, it interpolates between knots: 512 in each octave up to the
+longest expected piece, then 4 in each octave (error at most 1%).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,24 +15,31 @@ import numpy as np
 from wlb.plan import FloatArray, IntArray, UserError
 
 DENSE = 4096
+"""Most lengths that are stored one by one."""
 _LONGEST = 1 << 26
+"""Longest piece that can be priced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MonotoneTable:
-    """Prices of lengths 0, 1, ... (dense), then of `knots`, which start at the last one."""
+    """Prices of lengths, dense for short ones and interpolated for long ones."""
 
-    dense: IntArray
-    knots: FloatArray
-    knot_prices: FloatArray
+    dense: IntArray  # prices of lengths 0, 1, 2, ...
+    knots: FloatArray  # longer lengths, starting with the last dense one
+    knot_prices: FloatArray  # price of each knot
 
     @classmethod
     def of(
         cls, price: Callable[[FloatArray], Sequence[FloatArray]], *, longest: int
     ) -> "list[MonotoneTable]":
-        """Tables each of the prices that `price` gives for lengths (shape [n] each).
+        """Tabulate each of the prices that `price` returns.
 
-        longest: tokens of the longest expected piece; the table is coarse above it.
+        Args:
+            price: Returns one or more arrays of prices, shape [n] each, for lengths of shape [n].
+            longest: Tokens of the longest expected piece. The table is coarse above it.
+
+        Returns:
+            One table for each array that `price` returns.
         """
         dense = np.arange(min(DENSE, longest + 1), dtype=np.float64)
         knots = _knots(dense.size - 1, longest)
@@ -46,6 +55,7 @@ class MonotoneTable:
         return cls(tabled, knots, rising[num_dense - 1 :])
 
     def at(self, lengths: FloatArray) -> IntArray:
+        """Return the prices of lengths, in whole ns."""
         if not lengths.size or lengths.max() < self.dense.size:
             return self.dense[lengths.astype(np.int64)]
         if lengths.max() > _LONGEST:
@@ -70,7 +80,7 @@ def _check_range(price: float, length: float) -> None:
 
 
 def _knots(last_dense: int, longest: int) -> FloatArray:
-    """Whole lengths that rise from `last_dense` to beyond the longest that can be priced."""
+    """Return whole lengths that rise from `last_dense` to beyond the longest that can be priced."""
     octaves = np.ldexp(1.0, np.arange(27))[:, None]
     fine = (last_dense * octaves * (1 + np.arange(512) / 512)).ravel()
     end = max(last_dense, longest)

@@ -1,9 +1,10 @@
 """KernelProfile: how fast one device runs the parts of a training step.
 
-Every block carries its provenance: measured on the named device, published by a named source, or
-assumed. Forward and backward are apart. Attention is a table by kernel backend and head layout:
-achieved TFLOP/s of tile-quantised FLOPs over (query rows, keys), Section 5.3. Files:
-`profile_file.py`; schema: kernels_profile/README.md.
+Each block of numbers carries its provenance: measured on the named device, published by a named
+source, or assumed. Forward and backward have separate numbers. Attention is a table for each kernel
+and head layout: the TFLOP/s achieved over (query rows, keys), where FLOPs are counted in whole
+tiles (Section 5.3). `profile_file.py` reads and writes profiles; kernels_profile/README.md
+describes the JSON format.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,19 +21,23 @@ from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 
 class ProvenanceKind(StrEnum):
+    """How numbers were obtained."""
+
     MEASURED = "measured"
     PUBLISHED = "published"
     ASSUMED = "assumed"
 
 
 class Collective(StrEnum):
+    """A collective operation, or a point-to-point transfer between pipeline ranks."""
+
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     P2P = "p2p"
 
     def wire_share(self, num_ranks: int) -> float:
-        """Bytes that a rank moves over the bytes of the whole buffer."""
+        """Return the bytes that one rank sends over the bytes of the whole buffer."""
         match self:
             case Collective.P2P:
                 return 1.0
@@ -43,33 +48,34 @@ class Collective(StrEnum):
 
 
 class Scope(StrEnum):
+    """Whether the ranks of a group share a node."""
+
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of one value."""
 GRADIENT_BYTES = 4
-"""The head's gradient is float32, and so are dK and dV on their way between CP ranks."""
+"""Bytes of one gradient value: the head's gradient, dK and dV are float32 while they travel."""
 BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
-"""Sides of backward's tiles in an `AttentionTable`, which may be left out where both are forward's
-`tile_rows`."""
+"""Fields of an `AttentionTable` that a profile may leave out if both equal `tile_rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """The source of numbers. residuals: held-out errors of a fit, fractions by name. environment:
-    versions, sizes and conditions of a measurement as plain JSON values.
-    """
+    """Where numbers come from."""
 
-    kind: ProvenanceKind
-    source: str
+    kind: ProvenanceKind  # how the numbers were obtained
+    source: str  # who measured or published them
     device: str = ""
     backend: str = ""
     dtype: str = ""
     date: str = ""
     commit: str = ""
     command: str = ""
-    residuals: tuple[tuple[str, float], ...] = ()
+    residuals: tuple[tuple[str, float], ...] = ()  # held-out errors of a fit: (name, fraction)
+    # versions, sizes and conditions of the measurement, as plain JSON values
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
     def __post_init__(self) -> None:
@@ -81,17 +87,20 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What a varlen call takes beyond the sum of its segments: its grid of blocks and its tail.
+    """The time of a varlen attention call beyond the sum of its segments.
 
-    A call launches as many blocks for each segment and head as its longest segment has tiles, of
-    rows forward and of keys backward; those beyond a shorter segment's end do nothing, but take
-    time. The last block of the longest segment runs while others have none left.
+    A call launches a grid of thread blocks. For each segment and head the grid has as many blocks
+    as the longest segment has tiles (tiles of rows in forward, of keys in backward). Blocks beyond
+    the end of a shorter segment do nothing, but take time. At the end the last block of the longest
+    segment runs while the others are idle: the tail.
     """
 
-    forward_ns: float  # of a block in forward; the grid has heads x segments x most tiles of rows
-    backward_ns: float  # of a block in backward; the grid has heads x segments x most tiles of keys
-    tail_forward_ns: float  # of a key that the longest block of forward reads
-    tail_backward_ns: float  # of a query row that the longest block of backward reads
+    # One block in forward; the grid has segments * heads * (most tiles of rows) blocks.
+    forward_ns: float
+    # One block in backward; the grid has segments * heads * (most tiles of keys) blocks.
+    backward_ns: float
+    tail_forward_ns: float  # tail, for each key that the longest block of forward reads
+    tail_backward_ns: float  # tail, for each query row that the longest block of backward reads
 
     def __post_init__(self) -> None:
         costs = [getattr(self, f.name) for f in fields(self)]
@@ -108,18 +117,19 @@ class BlockCost:
         backward_tile_keys: int,
         sliding: int = 0,
     ) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward ns of calls in one layer, shape [num_calls].
+        """Return forward and backward ns of calls in one layer, shape [num_calls] each.
 
         Args:
-            num_segments: Segments times heads.
-            most_q: Rows of the segment of a call that has most rows.
-            most_kv: Keys of the segment of a call that has most keys.
-            tile_rows: Query rows of a block of forward.
-            backward_tile_keys: Keys of a block of backward.
-            sliding: Keys that a query sees, 0 = all.
+            num_segments: Segments times heads of each call.
+            most_q: Query rows of the call's segment with most rows.
+            most_kv: Keys of the call's segment with most keys.
+            tile_rows: Query rows of a forward block.
+            backward_tile_keys: Keys of a backward block.
+            sliding: Latest keys that a query sees; 0 means all.
         """
         tiles_q, tiles_kv = np.ceil(most_q / tile_rows), np.ceil(most_kv / backward_tile_keys)
-        # A tile of rows reads the keys of all its rows' windows; a tile of keys, all their rows.
+        # With a window, a tile of rows reads the keys in its rows' windows; a tile of keys reads
+        # the rows whose windows contain them.
         keys = sliding + tile_rows if sliding else np.inf
         rows = sliding + backward_tile_keys if sliding else np.inf
         return (
@@ -130,7 +140,7 @@ class BlockCost:
         )
 
     def times(self, forward: float, backward: float) -> "BlockCost":
-        """The costs if passes take these factors times as long."""
+        """Return these costs with each pass multiplied by a factor."""
         return BlockCost(
             forward_ns=self.forward_ns * forward,
             backward_ns=self.backward_ns * backward,
@@ -141,52 +151,56 @@ class BlockCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionTable:
-    """One attention kernel at one head layout. Throughput is in TFLOP/s of tile-quantised FLOPs."""
+    """One attention kernel at one head layout.
+
+    Throughput is in TFLOP/s, where FLOPs are counted in whole tiles.
+    """
 
     backends: tuple[str, ...]
-    """The kernel's names (values of `kernels.attention`)."""
+    """Names of the kernel, as in `kernels.attention`."""
     num_heads: int
     """Query heads of the measured calls."""
     num_kv_heads: int
-    """Heads of keys and values of the measured calls."""
+    """KV heads of the measured calls."""
     head_dim: int
     """Size of a head."""
     tile_rows: int
-    """Query rows of a tile of forward; 1 for kernels without tiles."""
+    """Query rows of a forward tile; 1 for kernels without tiles."""
     launch_forward_ns: int
-    """Forward's time of a varlen call beyond its segments."""
+    """Forward time of a varlen call besides its segments."""
     launch_backward_ns: int
-    """Backward's time of a varlen call beyond its segments."""
+    """Backward time of a varlen call besides its segments."""
     forward: Surface
-    """Forward's throughput over (query rows, keys)."""
+    """Forward throughput over (query rows, keys)."""
     backward: Surface
-    """Backward's throughput over (query rows, keys)."""
+    """Backward throughput over (query rows, keys)."""
     heads: FloatArray
-    """Numbers of heads on a rank."""
+    """Measured numbers of heads on a rank, rising."""
     heads_efficiency: FloatArray
-    """Throughput at these numbers of heads, relative to the surfaces."""
+    """Throughput at each number in `heads`, relative to the surfaces."""
     provenance: Provenance
     """Where the numbers come from."""
     backward_tile_rows: int = 0
-    """Query rows of a tile of backward; 0 becomes `tile_rows`."""
+    """Query rows of a backward tile; 0 becomes `tile_rows`."""
     backward_tile_keys: int = 0
-    """Keys of a block of backward, by which `blocks` counts them; 0 becomes `tile_rows`."""
+    """Keys of a backward block, which `blocks` needs; 0 becomes `tile_rows`."""
     padded_lengths: tuple[int, ...] = ()
-    """Rising lengths that rows and keys are rounded up to by kernels that group similar segments
-    (SDPA)."""
+    """Lengths to which a kernel that groups similar segments (SDPA) pads rows and keys; rising."""
     group_forward_ns: int = 0
-    """Forward's time of each group of segments (`groups`)."""
+    """Forward time of each group of segments (see `groups`)."""
     group_backward_ns: int = 0
-    """Backward's time of each group of segments."""
+    """Backward time of each group of segments."""
     square_forward: Curve | None = None
-    """Forward's throughput of segments without a prefix (rows = keys), if measured apart; used
-    where it exceeds the surface."""
+    """Forward throughput of segments whose rows equal their keys, i.e. whole documents.
+
+    None if they were not measured separately. It is used where it exceeds the surface.
+    """
     square_backward: Curve | None = None
-    """Backward's throughput of segments without a prefix, likewise."""
+    """Backward throughput of segments whose rows equal their keys; see `square_forward`."""
     reach: FloatArray | None = None
-    """Most keys that were measured with each row of the surface, [rows]; None: all keys were."""
+    """Most keys that were measured for each row of the surface, shape [rows]; None: all keys."""
     blocks: BlockCost | None = None
-    """What a call's grid takes; None if not measured."""
+    """Time of a call's grid of thread blocks; None if not measured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_lengths", tuple(self.padded_lengths))
@@ -212,11 +226,14 @@ class AttentionTable:
 
     def _check_surfaces(self) -> None:
         if (self.square_forward is None) != (self.square_backward is None):
-            raise UserError("square_forward and square_backward must both be there, or neither")
+            raise UserError("give both of square_forward and square_backward, or neither")
         if self.reach is not None:
             object.__setattr__(self, "reach", np.array(self.reach, np.float64))
             if self.reach.shape != self.forward.axis0.shape:
-                raise UserError(f"reach has shape {self.reach.shape}, one a row of the surface")
+                raise UserError(
+                    f"reach has shape {self.reach.shape}; it must have one number for each row "
+                    f"of the surface"
+                )
         for axis in ("axis0", "axis1"):
             if not np.array_equal(getattr(self.forward, axis), getattr(self.backward, axis)):
                 raise UserError(f"forward and backward surfaces differ in {axis}")
@@ -245,8 +262,9 @@ class AttentionTable:
                 raise UserError(f"{name} costs {costs} ns must be finite and not below 0")
 
     def efficiency(self, num_heads: int) -> float:
-        """Efficiency at `num_heads` query heads a rank, constant outside the table; plain
-        arithmetic gives equal bits on all CPUs.
+        """Return the relative throughput with `num_heads` query heads on a rank.
+
+        It is constant outside the table. Plain arithmetic gives equal bits on all CPUs.
         """
         left = int(np.searchsorted(self.heads, num_heads, side="right")) - 1
         if left < 0 or left == self.heads.size - 1:
@@ -258,24 +276,31 @@ class AttentionTable:
     def times_ns(
         self, q: FloatArray, kv: FloatArray, *, num_heads: int, head_dim: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward ns of each segment in one layer, shape [n], without launches and
-        groups. Padded rows choose the throughput, so that all lengths of a tile cost the same; a
-        segment below the grid costs as much as the smallest in it; zero rows are free.
+        """Return forward and backward ns of each segment in one layer, without launches and groups.
 
-        sliding: keys that a query sees, 0 = all. Windows are not measured: a tile's keys are
-        counted, at the throughput of a segment that is no longer than the window.
+        All lengths within one tile cost the same. A segment smaller than the measured grid costs as
+        much as the smallest one in it. A segment without rows costs nothing.
+
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+            num_heads: Query heads on the rank.
+            head_dim: Size of a head.
+            sliding: Latest keys that a query sees; 0 means all. Windows are not measured: the keys
+                of a tile are counted, at the throughput of a segment that is no longer than the
+                window.
         """
         rows, keys = self.forward.floor(self.padded(q), self.padded(kv))
         scale = head_dim * num_heads / self.efficiency(num_heads)
-        # Segments without a prefix need no explicit mask, so they are at least as fast as the
-        # surface; a measurement that says otherwise is noise.
+        # A whole document (rows = keys) is at least as fast as the surface says. A lower
+        # measurement is noise.
         is_square = (q == kv) & ((kv <= sliding) if sliding else True)
         capped = np.minimum(keys, sliding) if sliding else keys
         passes = (
             (self.tile_rows, FORWARD_FLOPS_PER_PAIR, self.forward, self.square_forward),
             (self.backward_tile_rows, BACKWARD_FLOPS_PER_PAIR, self.backward, self.square_backward),
         )
-        # Passes of equal tiles share what depends on tiles alone.
+        # Passes with equal tiles share the numbers that only depend on tiles.
         of_tiles: dict[int, tuple[FloatArray, FloatArray, Cells]] = {}
         found: list[FloatArray] = []
         for tile, flops_per_pair, surface, square in passes:
@@ -295,9 +320,16 @@ class AttentionTable:
     def calls_ns(
         self, q: FloatArray, kv: FloatArray, offsets: IntArray, *, num_heads: int, sliding: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward ns of each call in one layer without its segments, [num_calls].
+        """Return forward and backward ns of each call in one layer besides its segments.
 
-        They never fall as a segment grows or is added. offsets, sliding: see `groups`, `times_ns`.
+        The times never fall as a segment grows or is added.
+
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+            offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
+            num_heads: Query heads on the rank.
+            sliding: Latest keys that a query sees; 0 means all.
         """
         groups = self.groups(q, kv, offsets)
         forward = self.launch_forward_ns + self.group_forward_ns * groups.astype(np.float64)
@@ -320,10 +352,18 @@ class AttentionTable:
         return forward + grid[0], backward + grid[1]
 
     def groups(self, q: FloatArray, kv: FloatArray, offsets: IntArray) -> IntArray:
-        """Groups of segments that each call computes one after the other, shape [num_calls].
+        """Count the groups of segments that each call computes one after the other.
 
-        offsets: call i holds segments [offsets[i], offsets[i + 1]). Segments form a group if padded
-        rows, padded keys and squareness are equal. 0 where groups cost nothing.
+        A kernel for segments of equal size (SDPA) computes segments together if their padded rows
+        and padded keys are equal, and if they agree in whether rows = keys.
+
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+            offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
+
+        Returns:
+            Groups of each call, shape [num_calls]; 0 if groups cost nothing.
         """
         num_calls = offsets.size - 1
         if not self.group_forward_ns and not self.group_backward_ns:
@@ -335,7 +375,7 @@ class AttentionTable:
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)
 
     def extrapolated(self, q: FloatArray, kv: FloatArray) -> BoolArray:
-        """Mask of segments outside the surface, whose throughput is clamped."""
+        """Return a mask of segments outside the measured surface; its edge prices them."""
         rows, keys = _tiled(self.padded(q), self.tile_rows), self.padded(kv)
         is_outside = self.forward.outside(rows, keys)
         if self.reach is not None:
@@ -347,7 +387,7 @@ class AttentionTable:
         return is_outside & (q > 0)
 
     def padded(self, lengths: FloatArray) -> FloatArray:
-        """Lengths rounded up to the next of padded_lengths."""
+        """Return lengths rounded up to the next of `padded_lengths`."""
         if not self.padded_lengths:
             return lengths
         steps = np.array(self.padded_lengths, np.float64)
@@ -356,24 +396,21 @@ class AttentionTable:
 
 
 def _tiled(q: FloatArray, tile_rows: int) -> FloatArray:
-    """Rows rounded up to whole tiles."""
+    """Return rows rounded up to whole tiles."""
     return np.ceil(q / tile_rows) * tile_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GemmCost:
-    """Achieved TFLOP/s of matrix products over (tokens, weights); weights = in * out.
-
-    backward: of both products, for the input's gradient and for the weight's.
-    """
+    """TFLOP/s of matrix products over (tokens, weights), where weights = inputs * outputs."""
 
     forward: Surface
-    backward: Surface
+    backward: Surface  # both products: input gradient and weight gradient
     provenance: Provenance
 
 
 def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") -> None:
-    """UserError for a number that is infinite or not above 0; a time (*_ns) may be 0."""
+    """Check that all numbers are finite and above 0; a time (`*_ns`) may be 0."""
     for name in (f.name for f in fields(cost) if f.name not in ("op", "provenance")):
         value, is_time = getattr(cost, name), name.endswith("_ns")
         if not (0 < value < np.inf or (is_time and value == 0)):
@@ -382,6 +419,8 @@ def _check_numbers(what: str, cost: "ElementwiseCost | HeadCost | LayerCost") ->
 
 
 class Elementwise(StrEnum):
+    """Element-wise operators of a model. HEAD_NORM is the norm of each head of Q and K."""
+
     NORM = "norm"
     ROTARY = "rotary"
     SWIGLU = "swiglu"
@@ -391,14 +430,19 @@ class Elementwise(StrEnum):
 
 
 OPTIONAL = frozenset({Elementwise.HEAD_NORM})
-"""Operators that a profile may leave out: older ones, and those of models without norms of heads,
-whose `head_norm` is priced as `norm`."""
+"""Operators that a profile may leave out.
+
+`head_norm` is then priced as `norm`. Older profiles lack it, and so do profiles of models that do
+not norm heads.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementwiseCost:
-    """An operator bound by memory: bytes a second and ns a call. Bytes are those that
-    `wlb.cost.flops.elementwise_values` counts; additional traffic lowers bytes_per_s.
+    """Cost of a memory-bound operator: bytes per second, and ns for each call.
+
+    `wlb.cost.flops.elementwise_values` counts the bytes. If an operator moves more than that, its
+    bytes_per_s is lower.
     """
 
     op: Elementwise
@@ -415,12 +459,14 @@ class ElementwiseCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCost:
-    """Output head with cross-entropy: TFLOP/s of its three matrix products, which all run in the
-    forward pass (`wlb.model.loss`); backward scales their results and is priced in bytes.
+    """Cost of the output head with cross-entropy.
+
+    All three matrix products run in the forward pass (`wlb.model.loss`). Backward only scales their
+    results.
     """
 
-    tflops: float
-    backward_bytes_per_s: float
+    tflops: float  # throughput of the three matrix products
+    backward_bytes_per_s: float  # throughput of scaling the results in backward
     provenance: Provenance
 
     def __post_init__(self) -> None:
@@ -429,14 +475,13 @@ class HeadCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """A decoder layer's time relative to its operators alone. *_factor: on their sum (fresh memory,
-    colder caches). *_call_ns: constant a pass (modules, autograd).
-    """
+    """A decoder layer's time compared with the sum of its operators measured alone."""
 
+    # layer over sum of operators; above 1 due to fresh memory and colder caches
     forward_factor: float
-    backward_factor: float
-    forward_call_ns: int
-    backward_call_ns: int
+    backward_factor: float  # the same in backward
+    forward_call_ns: int  # constant of a forward pass (modules, autograd)
+    backward_call_ns: int  # the same in backward
     provenance: Provenance
 
     def __post_init__(self) -> None:
@@ -445,50 +490,57 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCost:
-    """alpha + bytes on the wire / bus bandwidth, with nccl-tests' conventions: sizes are of the
-    whole buffer (gathered, or before scattering).
+    """Cost of a collective: alpha + bytes on the wire / bandwidth.
+
+    Conventions are those of nccl-tests: bytes are those of the whole buffer (after gathering, or
+    before scattering).
     """
 
     op: Collective
     scope: Scope
-    alpha_ns: int
-    bytes_per_s: float
+    alpha_ns: int  # latency
+    bytes_per_s: float  # bus bandwidth
     provenance: Provenance
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "op", Collective(self.op))
         object.__setattr__(self, "scope", Scope(self.scope))
         if not (self.bytes_per_s > 0 and 0 <= self.alpha_ns < np.inf):
-            raise UserError(f"alpha_ns = {self.alpha_ns}, bytes_per_s = {self.bytes_per_s}")
+            raise UserError(
+                f"{self.op}: alpha_ns = {self.alpha_ns} must be finite and at least 0, and "
+                f"bytes_per_s = {self.bytes_per_s} above 0"
+            )
 
     def wire_ns(self, size_bytes: float, *, num_ranks: int) -> float:
-        """Bandwidth term only; 0 in a group of one."""
+        """Return the time without latency; 0 in a group of one rank."""
         return size_bytes * self.op.wire_share(num_ranks) / self.bytes_per_s * 1e9
 
     def time_ns(self, size_bytes: float, *, num_ranks: int) -> float:
+        """Return latency plus transfer time; 0 in a group of one rank."""
         return self.alpha_ns + self.wire_ns(size_bytes, num_ranks=num_ranks) if num_ranks > 1 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelProfile:
-    """All tables of one device and dtype; runs log its `name`."""
+    """All measured prices of one device and dtype."""
 
-    name: str  # by which users choose it
-    device: str  # that was measured
-    dtype: str  # that was measured
-    ranks_per_node: int  # larger groups use collectives between nodes
-    provenance: Provenance  # source of the numbers
-    attention: tuple[AttentionTable, ...]  # by kernel and head layout; the first is the default
+    name: str  # name by which users choose the profile; runs log it
+    device: str  # the measured device
+    dtype: str  # the measured data type
+    ranks_per_node: int  # ranks of a node; larger groups use collectives between nodes
+    provenance: Provenance  # where the numbers come from
+    # one table per kernel and head layout; the first is the default
+    attention: tuple[AttentionTable, ...]
     gemm: GemmCost  # matrix products
     elementwise: tuple[ElementwiseCost, ...]  # each operator once
-    layer: LayerCost  # what a decoder layer takes besides
-    head: HeadCost  # output head
+    layer: LayerCost  # time of a decoder layer compared with its operators
+    head: HeadCost  # output head and loss
     collectives: tuple[CollectiveCost, ...]  # one for each operation and scope
-    power_limit_w: float = 0.0  # of the GPU, in W; 0 where it is unknown
+    power_limit_w: float = 0.0  # power limit of the GPU in W; 0 if unknown
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
-            raise UserError(f"dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+            raise UserError(f"unknown dtype {self.dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"ranks_per_node = {self.ranks_per_node!r} must be at least 1")
         if not self.attention:
@@ -519,10 +571,19 @@ class KernelProfile:
         num_heads: int,
         num_kv_heads: int | None = None,
     ) -> AttentionTable:
-        """The table of `backend` (None = the profile's first kernel) nearest in head layout.
+        """Return the attention table with the most similar head layout.
 
-        num_kv_heads: None = num_heads. Nearest: by head_dim, then query heads a key head, then
-        number of heads. Raises UserError where no table has that name.
+        Similarity is compared by head_dim first, then by query heads per KV head, then by number of
+        heads.
+
+        Args:
+            backend: Name of the kernel; None means the profile's first kernel.
+            head_dim: Size of a head.
+            num_heads: Query heads on the rank.
+            num_kv_heads: KV heads on the rank; None means as many as query heads.
+
+        Raises:
+            UserError: The profile has no such kernel.
         """
         group = num_heads / (num_kv_heads or num_heads)
         name = backend or self.attention[0].backends[0]
@@ -542,17 +603,22 @@ class KernelProfile:
         )
 
     def elementwise_of(self, op: Elementwise) -> ElementwiseCost:
-        """The cost of one element-wise operation; for head_norm that of norm if it is left out."""
+        """Return the cost of an element-wise operator; `norm` replaces a missing `head_norm`."""
         return elementwise_of(self.elementwise, op)
 
     def collective(
         self, op: Collective, *, span_ranks: int, num_ranks: int | None = None
     ) -> CollectiveCost:
-        """Cost of `op` in a group of `num_ranks` evenly spread over `span_ranks` consecutive ranks
-        (default: all of them).
+        """Return the cost of `op` in a group of ranks.
 
-        Between nodes every rank has its own link and rings use those of all members, as NCCL does:
-        k members a node have k times the bandwidth of one, at most that inside a node.
+        Between nodes every rank has its own link, and NCCL's rings use the links of all members. So
+        with k members on a node the bandwidth is k times the bandwidth of one link, but at most the
+        bandwidth inside a node.
+
+        Args:
+            op: The collective.
+            span_ranks: Consecutive ranks over which the group is spread.
+            num_ranks: Members of the group, evenly spread; None means all of `span_ranks`.
         """
         by_scope = {c.scope: c for c in self.collectives if c.op == op}
         inside, between = by_scope[Scope.INTRA_NODE], by_scope[Scope.INTER_NODE]
@@ -566,7 +632,7 @@ class KernelProfile:
 
 
 def elementwise_of(costs: Sequence[ElementwiseCost], op: Elementwise) -> ElementwiseCost:
-    """`KernelProfile.elementwise_of`, before there is a profile."""
+    """Do the same as `KernelProfile.elementwise_of`, where there is no profile yet."""
     found = {cost.op: cost for cost in costs}
     return found[op] if op in found or op not in OPTIONAL else found[Elementwise.NORM]
 

@@ -1,7 +1,7 @@
-"""Reads and writes kernel profiles as versioned JSON, and finds the shipped ones.
+"""Read and write kernel profiles as versioned JSON, and find the profiles that come with wlb.
 
-`profile_to_json` and `profile_from_json` are inverse up to four digits of throughput. Shipped
-profiles are in kernels_profile/ of a checkout, which a wheel carries as wlb/_kernels_profile.
+`profile_to_json` and `profile_from_json` are inverse up to four digits of throughput. The profiles
+are in kernels_profile/ of a checkout; a wheel has them in wlb/_kernels_profile.
 """
 
 import json
@@ -32,18 +32,26 @@ from wlb.plan.read_file import malformed, read_json, read_object
 
 SCHEMA_VERSION = 2
 POWER_TOLERANCE = 0.05
-"""Power limits that differ by at most this share count as the same: a product's throughput goes
-with their cube root."""
+"""Power limits that differ by at most this fraction count as the same.
+
+The throughput of matrix products goes with the cube root of the limit.
+"""
 
 
 def matching_profile(
     device: str, machine: str, backend: str | None = None, *, power_limit_w: float = 0.0
 ) -> KernelProfile:
-    """The shipped profile for "cpu" or "cuda" on a machine of this name (`machine_name`).
+    """Return the profile to use for "cpu" or "cuda" on a machine.
 
-    Prefers, in this order: the same device, no other power limit, measured, with a known power
-    limit, with the attention kernel `backend`, not the device type's default. Without a profile of
-    the device the default is returned.
+    Prefers, in this order: the same device, the same power limit, measured numbers, a known power
+    limit, the attention kernel `backend`, and a profile that is not the device type's default.
+    Returns the default if there is no profile of the device.
+
+    Args:
+        device: "cpu" or "cuda".
+        machine: Name of the device (`machine_name`).
+        backend: Attention kernel.
+        power_limit_w: Power limit of the GPU in W; 0 if unknown.
     """
     default = default_profile_name(device)
     names = [name for name in profile_names() if machine and is_same(_device_of(name), machine)]
@@ -60,13 +68,13 @@ def matching_profile(
 
 
 def has_power(profile: KernelProfile, power_limit_w: float) -> bool:
-    """Whether a profile is of a GPU with this power limit, or either is unknown (0)."""
+    """Return whether the profile's GPU has this power limit, or either limit is unknown (0)."""
     known = profile.power_limit_w and power_limit_w
     return not known or abs(power_limit_w / profile.power_limit_w - 1) <= POWER_TOLERANCE
 
 
 def _device_of(name: str) -> str:
-    """The device of a shipped profile of any schema version."""
+    """Return the device of a profile that comes with wlb, whatever its schema version."""
     try:
         return str(read_object(_path_of(name))["device"])
     except (UserError, KeyError):
@@ -74,7 +82,7 @@ def _device_of(name: str) -> str:
 
 
 def default_profile_name(device: str) -> str:
-    """The shipped profile of a device type, "cpu" or "cuda", for machines without their own."""
+    """Return the profile for machines without a profile of their device."""
     names = {"cpu": "cpu", "cuda": "h100_runs"}
     if device not in names:
         raise UserError(f"no kernel profile for device {device!r}; known: {', '.join(names)}")
@@ -82,13 +90,13 @@ def default_profile_name(device: str) -> str:
 
 
 def profile_names() -> tuple[str, ...]:
-    """Names of shipped profiles."""
+    """Return the names of the profiles that come with wlb."""
     found = {path.stem for folder in _folders() for path in folder.glob("*.json")}
     return tuple(sorted(found))
 
 
 def load_profile(name_or_path: str) -> KernelProfile:
-    """A shipped profile by name, or any profile by the path of its JSON file."""
+    """Load a profile that comes with wlb by name, or any profile by the path of its JSON file."""
     path = Path(name_or_path)
     path = path if path.suffix == ".json" else _path_of(name_or_path)
     if not path.is_file():
@@ -102,22 +110,24 @@ def load_profile(name_or_path: str) -> KernelProfile:
 
 
 def _path_of(name: str) -> Path:
-    """The file of a shipped profile; no file if there is none."""
+    """Return the file of a named profile; an empty path if there is none."""
     return next((p for f in _folders() if (p := f / f"{name}.json").is_file()), Path())
 
 
 def _folders() -> list[Path]:
-    """`wlb/_kernels_profile` of an installed wheel, `kernels_profile/` of a checkout."""
+    """Return the folders of profiles: in an installed wheel and in a checkout."""
     installed = Path(str(resources.files("wlb") / "_kernels_profile"))
     checkout = Path(__file__).resolve().parents[2] / "kernels_profile"
     return [folder for folder in (installed, checkout) if folder.is_dir()]
 
 
 def save_profile(path: Path, profile: KernelProfile) -> None:
-    """Writes `profile` as JSON with each list of numbers on one line.
+    """Write a profile as JSON, with each list of numbers on one line.
 
-    UserError, and no file, for a price that `load_profile` would refuse: a fit to points that other
-    work on the device disturbed may give one, such as a layer whose time does not grow with tokens.
+    Raises:
+        UserError: A price is one that `load_profile` would refuse; no file is written. This may
+            happen if other work on the device disturbed the measurement, so that e.g. a layer's
+            time does not grow with its tokens.
     """
     data = profile_to_json(profile)
     try:
@@ -130,10 +140,10 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
 
 
 def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
-    """The profile in `data`.
+    """Build the profile that `data` describes.
 
     Raises:
-        UserError: For another schema version, and for a key that no profile has.
+        UserError: The schema version differs, a value is invalid, or a key is unknown.
     """
     if not isinstance(data, dict):
         raise UserError(f"a profile is a JSON object, this is a {type(data).__name__}")
@@ -175,7 +185,10 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
 
 
 def _unread_key(data: Any, written: Any, at: str = "") -> str:
-    """The first key of `data` that `written`, which was made of it, does not have; else ""."""
+    """Return the first key of `data` that the profile made of it does not have; else "".
+
+    `written` is that profile's JSON, and `at` is the position of `data` in it.
+    """
     if isinstance(data, dict) and isinstance(written, dict):
         for key, inner in cast("dict[str, Any]", data).items():
             name = f"{at}.{key}" if at else key
@@ -191,6 +204,7 @@ def _unread_key(data: Any, written: Any, at: str = "") -> str:
 
 
 def profile_to_json(profile: KernelProfile) -> dict[str, Any]:
+    """Return a profile as JSON values."""
     gemm = profile.gemm
     return {
         "schema_version": SCHEMA_VERSION,
@@ -219,14 +233,14 @@ _MAGNITUDES = {
     "_efficiency": (1e-6, 1e6),
     "": (1e-18, 1e18),
 }
-"""Smallest and largest value above 0 by the end of a key: no device is further off."""
+"""Smallest and largest plausible value above 0, by the end of a key."""
 
 
 def _check_magnitudes(value: Any, name: str) -> None:
-    """UserError for a number with which predicted times would leave 64 bits, such as 1e300."""
+    """Raise UserError for a number with which predicted times would overflow 64 bits."""
     if isinstance(value, dict):
         for key, inner in cast("dict[str, Any]", value).items():
-            # Provenance describes, and no price follows from it.
+            # No price follows from the provenance.
             if key != "provenance":
                 _check_magnitudes(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list):
@@ -242,6 +256,7 @@ def _check_magnitudes(value: Any, name: str) -> None:
 
 
 _PROFILE_FIELDS = ("name", "device", "dtype", "ranks_per_node")
+"""Fields of a profile that JSON stores unchanged."""
 _TABLE_FIELDS = (
     "backends",
     "num_heads",
@@ -253,6 +268,7 @@ _TABLE_FIELDS = (
     "group_forward_ns",
     "group_backward_ns",
 )
+"""Fields of an attention table that JSON stores unchanged."""
 _PASSES = ("forward", "backward")
 
 

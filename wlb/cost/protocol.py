@@ -1,14 +1,19 @@
-"""What packing and sharding know of prices, from one segment to a sharded micro-batch.
+"""The protocols by which packing and sharding see prices, and the price of a sharded micro-batch.
 
-`WorkloadModel` is what prices pieces and segments, and `FlopsWorkload` the simplest one, a FLOPs
-ratio; `wlb.cost.workload` has the one that a measured device prices (Eq. 2). A workload may also
-price an exchange of keys by need (`ExchangePrices`), know what hides it (`HiddenExchange`), and
-have layers with a sliding window (`SlidingLayers`).
+`WorkloadModel` prices documents and attention segments. `FlopsWorkload` is its simplest
+implementation, from a ratio of FLOPs; `wlb.cost.workload` has the one that uses a measured profile
+(Eq. 2). A workload may implement further protocols:
 
-`kernels_ns` and `attention_latency` price sharded micro-batches, for strategies and the simulator
-(Section 5.3). Launches and CP's collectives are added: K and V are exchanged forward and, by
-default, again in backward, and their gradients return. CP ranks meet in every layer, so a
-micro-batch waits for the slowest rank of each pass, not of the sum.
+- `ExchangePrices`: it can price the exchange "needed".
+- `HiddenExchange`: it knows which computation hides an exchange of keys.
+- `SlidingLayers`: some of its layers have a sliding window.
+- `SummaryPrices`: its model has linear or recurrent layers.
+
+`kernels_ns` and `attention_latency` price sharded micro-batches, for the sharding strategies and
+the simulator (Section 5.3). They add kernel launches and the collectives of context parallelism: K
+and V are exchanged in forward and, by default, a second time in backward, and their gradients
+return. CP ranks wait for each other in every layer. So a micro-batch takes the slowest rank's
+forward plus the slowest rank's backward, not the largest sum of both.
 """
 
 from collections.abc import Sequence
@@ -34,127 +39,165 @@ from wlb.plan.sharding import RankTimes
 
 
 class WorkloadModel(Protocol):
-    """Costs as packing and sharding see them: int64 ns of a pipeline rank's layers, shape [n]."""
+    """Prices that packing and sharding need: int64 ns in one pipeline rank's layers, shape [n]."""
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
-        """W_a + W_l of each piece."""
+        """Return W_a + W_l of pieces with these lengths (Eq. 2)."""
         ...
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
-        """W_a of each piece."""
+        """Return W_a of each piece: attention, which is quadratic in the length."""
         ...
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
-        """W_l of each piece."""
+        """Return W_l of each piece: everything else, which is linear in the length."""
         ...
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
-        """The forward part of each piece's workload, of which Section 7.4 takes the imbalance."""
+        """Return the forward part of each piece's work; Section 7.4 reports the imbalance of it."""
         ...
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
-        """Forward and backward kernel time of segments (q rows over kv keys) on one rank; zero rows
-        are free.
+        """Return the forward and backward kernel time of attention segments on one rank.
+
+        Args:
+            q: Query rows of each segment, shape [n]. A segment without rows costs nothing.
+            kv: Keys of each segment, shape [n].
         """
         ...
 
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
-        """Costs of calls without their segments, forward and backward, shape [num_calls].
+        """Return what attention calls cost besides their segments, forward and backward.
 
-        Call i holds segments [offsets[i], offsets[i + 1]); offsets: shape [num_calls + 1].
+        Args:
+            q: Query rows of each segment, shape [n].
+            kv: Keys of each segment, shape [n].
+            offsets: Call i computes segments [offsets[i], offsets[i + 1]); shape [num_calls + 1].
+
+        Returns:
+            Two arrays of shape [num_calls].
         """
         ...
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """Collectives of a micro-batch's keys and values over `cp` ranks, forward and backward."""
+        """Return the time to all-gather a micro-batch's keys and values over `cp` ranks.
+
+        Returns:
+            Forward and backward. Backward includes the reduce-scatter of gradients.
+        """
         ...
 
 
 @runtime_checkable
 class ExchangePrices(Protocol):
-    """A workload that also prices the exchange by need; others are refused for needed and auto."""
+    """A workload that can also price the exchange "needed", which sends only rows that are read.
+
+    A run with `sharding.exchange` "needed" or "auto" requires such a workload.
+    """
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """All-to-alls of a micro-batch's keys and values and of their gradients, forward and
-        backward. moved: rows that rank i receives of rank j's (`rows_of_layer`), shape [cp, cp].
+        """Return the time of a micro-batch's all-to-alls of K and V, and of their gradients.
+
+        Args:
+            moved: Rows that rank i receives from rank j (`rows_of_layer`), shape [cp, cp].
+
+        Returns:
+            Forward and backward.
         """
         ...
 
 
 class Transfers(NamedTuple):
-    """Times of an exchange in a pipeline rank's layers, or of what hides it, in ns."""
+    """The three transfers of an exchange of keys and values, or what hides each of them.
 
-    there: float  # K and V in forward
-    again: float  # K and V in backward, 0 if they are kept
-    back: float  # their gradients
+    Times are in ns, of all layers of a pipeline rank together.
+    """
+
+    forward: float  # K and V in forward
+    repeated: float  # K and V that are sent a second time in backward; 0 if they are saved
+    gradients: float  # gradients of K and V in backward
 
 
 @runtime_checkable
 class HiddenExchange(Protocol):
-    """A workload that knows what hides an exchange. Of others all of it counts as waited for."""
+    """A workload that knows which computation hides an exchange of keys.
+
+    With any other workload, ranks are assumed to wait for the whole exchange.
+    """
 
     @property
     def overlaps(self) -> bool:
-        """Whether attention over own keys hides it too."""
+        """Whether attention over a rank's local keys hides the exchange too."""
         ...
 
     @property
     def stages(self) -> int:
-        """Stages of an exchange with `overlaps`."""
+        """Number of stages of an exchange if `overlaps` is set."""
         ...
 
     @property
     def cp_ranks_per_node(self) -> int:
-        """CP ranks that follow each other in a node."""
+        """Consecutive CP ranks that share a node."""
         ...
 
     def transfers_ns(
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
     ) -> Transfers:
-        """Collectives of a micro-batch of `num_tokens`; moved: see `needed_exchange_ns`, None for
-        an all-gather.
+        """Return the time of a micro-batch's collectives of keys, values and their gradients.
+
+        Args:
+            moved: Rows that rank i receives from rank j, shape [cp, cp]; None for an all-gather.
+            num_tokens: Tokens of the micro-batch, which an all-gather moves.
+            cp: Number of CP ranks.
         """
         ...
 
     def products_ns(self, num_tokens: int) -> Transfers:
-        """Matrix products that run meanwhile."""
+        """Return the time of the matrix products that run during each transfer."""
         ...
 
 
 @runtime_checkable
 class SlidingLayers(Protocol):
-    """A workload some of whose layers have a sliding window of keys; others have none."""
+    """A workload in which some layers have a sliding window of keys.
+
+    A workload that does not implement this protocol has no such layers.
+    """
 
     @property
     def sliding_window(self) -> int:
-        """Keys that a query sees in a sliding layer."""
+        """Keys that a query sees in a layer with a sliding window."""
         ...
 
     @property
     def sliding_share(self) -> float:
-        """Sliding layers over all."""
+        """Fraction of the layers that have a sliding window."""
         ...
 
 
 @runtime_checkable
 class SummaryPrices(Protocol):
-    """A workload of a model with linear or recurrent layers, whose summaries of cut spans travel
-    between CP ranks (`wlb.plan.summaries`).
+    """A workload of a model with linear or recurrent layers.
+
+    If a document is cut, these layers pass a summary of each span from one CP rank to the next
+    (`wlb.plan.summaries`).
     """
 
     @property
     def summary_ns(self) -> float:
-        """Time to move one summary of all of a pipeline rank's linear layers, in one pass; 0 where
-        there are no such layers.
+        """Time to send one span's summaries of all linear layers of a pipeline rank, in one pass.
+
+        It is 0 if the model has no linear layers.
         """
         ...
 
 
 def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
-    """Time for which a micro-batch waits for summaries in one pass: that of the rank which sends or
-    receives most of them. 0 where the model has no linear layers.
+    """Return how long a micro-batch waits for summaries in one pass; 0 without linear layers.
+
+    It is the time of the rank that sends or receives most of them.
     """
     if not isinstance(cost, SummaryPrices) or not cost.summary_ns or plan.cp == 1:
         return 0
@@ -163,7 +206,10 @@ def summaries_ns(plan: ShardingPlan, cost: WorkloadModel) -> int:
 
 
 def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatArray:
-    """Rows that rank i reads of rank j's in the mean layer, shape [cp, cp] (`rows_moved`)."""
+    """Return the rows that rank i reads from rank j in the mean layer, shape [cp, cp].
+
+    The mean weights layers with and without a sliding window by their share (`rows_moved`).
+    """
     if not isinstance(cost, SlidingLayers) or not cost.sliding_share:
         return rows_moved(plan)
     share = cost.sliding_share
@@ -172,7 +218,11 @@ def rows_of_layer(plan: ShardingPlan, cost: WorkloadModel) -> IntArray | FloatAr
 
 
 def whole_ns(values: FloatArray) -> IntArray:
-    """Whole ns; raises UserError for NaN, infinity and over 292 years."""
+    """Round times to whole ns.
+
+    Raises:
+        UserError: A time is NaN, infinite, or longer than 292 years (2^63 ns).
+    """
     bad = values[~(values < 2.0**63)]
     if bad.size:
         raise UserError(f"the cost model gives {bad[0]} ns; check the kernel profile's numbers")
@@ -180,7 +230,15 @@ def whole_ns(values: FloatArray) -> IntArray:
 
 
 def token_counts(name: str, values: IntLike) -> FloatArray:
-    """Token counts as floats; UserError for others than whole ones of at least 0."""
+    """Return token counts as floats.
+
+    Args:
+        name: Name of the values in the error message.
+        values: Token counts.
+
+    Raises:
+        UserError: A count is negative, or not a whole number.
+    """
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0):
         raise UserError(
@@ -191,7 +249,11 @@ def token_counts(name: str, values: IntLike) -> FloatArray:
 
 
 def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
-    """Query rows and keys of segments as floats; UserError for more rows than keys."""
+    """Return the query rows and the keys of segments as floats.
+
+    Raises:
+        UserError: A segment has more rows than keys, or an invalid count.
+    """
     rows, keys = token_counts("q", q), token_counts("kv", kv)
     if (i := first_true(rows > keys)) is not None:
         raise UserError(
@@ -202,16 +264,30 @@ def segment_sizes(q: IntLike, kv: IntLike) -> tuple[FloatArray, FloatArray]:
 
 
 FORWARD_FLOPS_PER_PAIR = 4
-"""Forward FLOPs per query-key pair, head and head_dim: a multiply-add each for QK^T and PV."""
+"""Forward FLOPs per query-key pair, head and head dimension.
+
+One multiply-add each for QK^T and PV.
+"""
 BACKWARD_FLOPS_PER_PAIR = 10
-"""The same in backward: a multiply-add each for QK^T again, dV, dP, dQ and dK."""
+"""Backward FLOPs per query-key pair, head and head dimension.
+
+One multiply-add each for the recomputed QK^T and for dV, dP, dQ and dK.
+"""
 
 
 def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
-    """Query-key pairs of segments of `q` rows that end at key `kv` (bottom-right causal).
+    """Count the query-key pairs of causal segments, aligned at the bottom right.
 
-    Row i of q sees keys [0, kv - q + i]: q * kv - q * (q - 1) / 2 pairs, for q <= kv. With a
-    sliding window it sees the latest `sliding` of them (0 = all). Shape [n].
+    Row i of a segment sees keys [0, kv - q + i], so without a window there are q * kv - q * (q - 1)
+    / 2 pairs.
+
+    Args:
+        q: Query rows of each segment, shape [n].
+        kv: Keys of each segment, shape [n]; at least q.
+        sliding: Latest keys that a row sees; 0 means all.
+
+    Returns:
+        Pairs of each segment, shape [n].
     """
     q, kv = np.asarray(q, np.int64), np.asarray(kv, np.int64)
     if (i := first_true((q < 0) | (q > kv))) is not None:
@@ -222,24 +298,32 @@ def causal_pairs(q: IntArray, kv: IntArray, *, sliding: int = 0) -> IntArray:
     pairs = q * kv - q * (q - 1) // 2
     if not sliding:
         return pairs
-    # Row i leaves out kv - q + i + 1 - sliding keys, from the row on where that is above 0.
+    # Row i does not see its first kv - q + i + 1 - sliding keys, where that number is above 0.
+    # `first` is the first such row.
     hidden = kv - q + 1 - sliding
     first = np.clip(-hidden, 0, q)
     return pairs - ((q - first) * (2 * hidden + first + q - 1)) // 2
 
 
 def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 0) -> FloatArray:
-    """Pairs that a kernel on whole tiles of `tile_rows` query rows computes (Section 5.3).
+    """Count the query-key pairs that a kernel computes on whole tiles of query rows (Section 5.3).
 
-    Tile t of ceil(q / tile_rows) computes all its rows over the keys of its last row, kv - q +
-    (t + 1) * tile_rows, at most kv: 16 rows cost as much as 128. Tiles of one row give
-    `causal_pairs`. Floats, because mean lengths are allowed. With a sliding window a tile computes
-    no keys before those of its first row's window.
+    A kernel computes all rows of a tile, so 16 rows cost as much as 128. Tile t reads the keys up
+    to its last row: kv - q + (t + 1) * tile_rows, at most kv. Tiles of one row give `causal_pairs`.
+
+    Args:
+        q: Query rows of each segment, shape [n]. Floats, because mean lengths are priced too.
+        kv: Keys of each segment, shape [n].
+        tile_rows: Query rows of a tile.
+        sliding: Latest keys that a row sees; 0 means all. A tile then skips the keys before the
+            window
+            of its first row.
     """
     num_tiles = np.ceil(q / tile_rows)
     full = (num_tiles - 1) * (kv - q) + tile_rows * (num_tiles * (num_tiles - 1) / 2)
     if sliding:
-        # Tile t leaves out kv - q + t * tile_rows + 1 - sliding keys, where that is above 0.
+        # Tile t skips its first kv - q + t * tile_rows + 1 - sliding keys, where that number is
+        # above 0.
         left_out = kv - q + 1 - sliding
         first = np.clip(np.ceil(-left_out / tile_rows), 0, num_tiles)
         last = np.maximum(first, num_tiles) - 1
@@ -248,22 +332,23 @@ def tile_pairs(q: FloatArray, kv: FloatArray, *, tile_rows: int, sliding: int = 
 
 
 TILE_ROWS = 128
-"""Query rows of a tile of FlashAttention's kernels on GPUs."""
+"""Query rows of a tile in FlashAttention's kernels on GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlopsWorkload:
-    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d, for a stated ratio.
+    """W(d) = quadratic_ns * d * d + linear_ns_per_token * d, where only the ratio matters.
 
-    A segment of q rows over kv keys costs quadratic_ns * q * (2 * kv - q), so segments of a piece
-    add up to W_a(d) however it is cut; two sevenths are forward (two products of a flash kernel
-    against five). `forward_latency_ns` is the whole W. Launches and CP's collectives are free.
-    tile_rows: query rows that a kernel computes at least (128 on GPUs), by which strategies of
-    sharding see that many short segments are slow; above 1 segments add up to more than W_a.
+    A segment of q rows and kv keys costs quadratic_ns * q * (2 * kv - q). So the segments of a
+    piece add up to W_a, however it is cut. Two sevenths of the time are forward, because a flash
+    kernel has two products in forward and five in backward. `forward_latency_ns` returns the whole
+    W. Kernel launches and collectives of context parallelism cost nothing.
     """
 
-    quadratic_ns: float = 1.0
-    linear_ns_per_token: float = 0.0
+    quadratic_ns: float = 1.0  # ns of both passes per squared token
+    linear_ns_per_token: float = 0.0  # ns of both passes per token
+    # Query rows that a kernel computes at least (128 on GPUs). Above 1, the short segments of a cut
+    # document cost more than W_a, so sharding strategies avoid them.
     tile_rows: int = 1
 
     def __post_init__(self) -> None:
@@ -275,19 +360,24 @@ class FlopsWorkload:
         check_at_least("tile_rows", self.tile_rows, 1)
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
+        """Return W of each piece."""
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
+        """Return the quadratic part of W."""
         d = token_counts("lengths", lengths)
         return whole_ns(self.quadratic_ns * d * d)
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
+        """Return the linear part of W."""
         return whole_ns(self.linear_ns_per_token * token_counts("lengths", lengths))
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
+        """Return W: the ratio of forward to backward is assumed equal for all pieces."""
         return self.workload_ns(lengths)
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        """Return the forward and backward time of segments, in whole tiles if `tile_rows` > 1."""
         rows, keys = segment_sizes(q, kv)
         both = self.quadratic_ns * rows * (2 * keys - rows)
         if self.tile_rows > 1:
@@ -299,46 +389,51 @@ class FlopsWorkload:
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
+        """Return zeros: calls cost nothing here besides their segments."""
         free = np.zeros(offsets.size - 1, np.int64)
         return free, free
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
+        """Return zeros: collectives cost nothing here."""
         return 0, 0
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """Free, as all collectives (`ExchangePrices`)."""
+        """Return zeros: collectives cost nothing here (`ExchangePrices`)."""
         return 0, 0
 
 
 LLAMA2_7B = FlopsWorkload(quadratic_ns=8192.0, linear_ns_per_token=4.0e8, tile_rows=TILE_ROWS)
-"""FLOPs of a layer, forward, a nanosecond each: 2 * hidden * d^2 for causal attention and 2 * 202e6
-(its parameters) * d for linear layers; only the ratio matters. Segments fill tiles, so that
-strategies of sharding do not cut short documents finely."""
+"""Workload of Llama 2 7B: one nanosecond stands for one forward FLOP of a layer.
+
+Causal attention takes 2 * hidden * d^2 FLOPs and the layer's 202e6 parameters 2 * 202e6 * d. Only
+the ratio matters. Segments are counted in whole tiles, so that sharding strategies do not cut short
+documents into small parts.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionLatency(RankTimes):
-    """Attention times of a pipeline rank's layers."""
+    """Attention times of one micro-batch in a pipeline rank's layers, in ns."""
 
     forward_ns: IntArray  # kernels and launches of each CP rank, shape [cp]
-    backward_ns: IntArray  # the same in backward
-    gather_forward_ns: int  # collectives in forward, of the slowest rank
-    exchange_backward_ns: int  # collectives in backward, of the slowest rank
+    backward_ns: IntArray  # the same in backward, shape [cp]
+    gather_forward_ns: int  # collectives in forward, on the slowest rank
+    exchange_backward_ns: int  # collectives in backward, on the slowest rank
 
     @property
     def slowest_ns(self) -> int:
-        """Time of the micro-batch's attention: `slowest_kernels_ns` and the collectives."""
+        """Attention time of the micro-batch: `slowest_kernels_ns` plus the collectives."""
         return self.slowest_kernels_ns + self.gather_forward_ns + self.exchange_backward_ns
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank over the mean rank, kernels and launches of both passes."""
+        """Time of the slowest CP rank over the mean rank: kernels and launches of both passes."""
         mean = float(self.forward_ns.mean() + self.backward_ns.mean())
         return self.slowest_kernels_ns / mean if mean else 1.0
 
 
 def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLatency:
-    """Predicted attention time of each rank of `plan`; pure, integer nanoseconds."""
+    """Predict the attention time of each CP rank of `plan`, in whole nanoseconds."""
     forward, backward = kernels_ns([plan], cost, cp=plan.cp)
     gather, exchange = exchange_ns(plan, cost)
     return AttentionLatency(
@@ -352,11 +447,17 @@ def attention_latency(plan: ShardingPlan, cost: WorkloadModel) -> AttentionLaten
 def exchange_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """(forward, backward) collectives of a micro-batch's keys and values by the plan's exchange,
-    and of its summaries.
+    """Return (forward, backward) times of a micro-batch's collectives under context parallelism.
 
-    num_rows: rows of all ranks, padding included, which an all-gather moves as well; None: without
-    padding. UserError if the workload does not price the plan's exchange.
+    They are the plan's exchange of keys and values, and the summaries of linear layers.
+
+    Args:
+        plan: The sharded micro-batch.
+        cost: Prices.
+        num_rows: Rows of all ranks with padding, which an all-gather also moves. None: no padding.
+
+    Raises:
+        UserError: The workload cannot price the plan's exchange.
     """
     summaries = summaries_ns(plan, cost)
     if plan.exchange == KeyExchange.GATHER:
@@ -365,8 +466,8 @@ def exchange_ns(
         return there + summaries, back + summaries
     if not isinstance(cost, ExchangePrices):
         raise UserError(
-            f"{type(cost).__name__} has no method needed_exchange_ns, by which an exchange by need "
-            f"is priced; add it, or set exchange = gather"
+            f"{type(cost).__name__} has no method needed_exchange_ns, which prices the exchange "
+            f"'needed'; add it, or set exchange = gather"
         )
     there, back = cost.needed_exchange_ns(rows_of_layer(plan, cost))
     return there + summaries, back + summaries
@@ -375,9 +476,9 @@ def exchange_ns(
 def kernels_ns(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, cp: int
 ) -> tuple[IntArray, IntArray]:
-    """Kernels and launches of each of `cp` ranks, forward and backward, shape [num_plans, cp].
+    """Return kernel and launch times of CP ranks, forward and backward, shape [num_plans, cp] each.
 
-    Pricing all segments together takes a tenth of the time of one plan after the other.
+    All segments are priced in one call, which takes a tenth of the time of one call for each plan.
     """
     if not plans:
         return np.zeros((0, cp), np.int64), np.zeros((0, cp), np.int64)
@@ -394,12 +495,18 @@ def kernels_ns(
 
 
 def ideal_kernels_ns(lengths: IntLike, cost: WorkloadModel, *, cp: int) -> int:
-    """`slowest_kernels_ns` if `cp` ranks shared uncut documents evenly; lengths: [num_pieces].
+    """Return `slowest_kernels_ns` if `cp` ranks could share uncut documents evenly.
 
-    A yardstick, not a bound: spans cost mostly more than whole documents, sometimes a little less.
-    A rank's call is taken to hold every `cp`-th document, the longest one with them.
+    It is a reference, not a bound: the spans of a cut document mostly cost more than the document,
+    sometimes a little less.
+
+    Args:
+        lengths: Tokens of each piece, shape [num_pieces].
+        cost: Prices.
+        cp: Number of CP ranks.
     """
     forward, backward = cost.segment_times_ns(lengths, lengths)
+    # A rank's call gets every `cp`-th document, starting from the longest one.
     mine = np.sort(np.asarray(lengths))[::-1][::cp]
     calls = cost.attention_call_ns(mine, mine, np.array([0, mine.size]))
     return (int(forward.sum()) + int(backward.sum())) // cp + sum(int(x[0]) for x in calls)

@@ -1,4 +1,8 @@
-"""Times of whole stages for the micro-batches of a plan, as telemetry can measure them."""
+"""Times of whole pipeline stages for the micro-batches of a plan, as telemetry can measure them.
+
+Telemetry compares these predictions with measured times. Stages may have different numbers and
+kinds of layers, so each is priced by its layers (`StageLayers`).
+"""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,31 +19,35 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageTimes:
-    """Times of a stage's layers for n micro-batches, int64 ns, as a rank can measure them.
+    """Predicted times of a stage's layers for n micro-batches, as a rank can measure them.
 
-    attention_*: kernels and launches of each CP rank, [n, cp]. linear_*: all else, [n], equal on
-    all CP ranks; unlike W_l with calls and collectives' latency, without embedding and head.
+    All are int64 ns. The linear part differs from W_l: it includes kernel launches and the latency
+    of collectives, but neither embedding nor head. It is equal on all CP ranks.
     """
 
-    attention_forward_ns: IntArray
-    attention_backward_ns: IntArray
-    linear_forward_ns: IntArray
-    linear_backward_ns: IntArray
+    attention_forward_ns: IntArray  # kernels and launches of each CP rank, [n, cp]
+    attention_backward_ns: IntArray  # the same in backward, [n, cp]
+    linear_forward_ns: IntArray  # everything else, [n]
+    linear_backward_ns: IntArray  # the same in backward, [n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayers:
-    """What a stage's price depends on; stages with equal ones have equal prices."""
+    """The layers of a stage, as far as its price depends on them.
 
-    counts: tuple[int, ...]  # layers of each of `ModelSpec.layer_kinds`
+    Stages with equal records have equal prices.
+    """
+
+    counts: tuple[int, ...]  # number of layers of each of `ModelSpec.layer_kinds`
     with_experts: int = 0  # layers with experts
-    # Layers that do not see all keys, sliding or linear ones, less those of a stage with the
-    # model's share, over the model's share of layers that do; 0 where all stages have that share.
+    # Layers of this stage that do not see all keys (sliding or linear) beyond the model's share,
+    # divided by the model's share of layers that see all keys. 0 if all stages have the model's
+    # share.
     more_others: float = 0.0
 
     @classmethod
     def of(cls, spec: RunSpec, stage: int) -> "StageLayers":
-        """The layers of one stage of a run."""
+        """Return the layers of one stage of a run."""
         model, layers = spec.model, spec.stage_layers[stage]
         more = 0.0
         if spec.has_uneven_attention:
@@ -51,20 +59,20 @@ class StageLayers:
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return sum(self.counts)
 
 
 class LinearPrices(NamedTuple):
-    """Linear work of a stage's layers, (forward, backward): ns a token, and ns a micro-batch."""
+    """Linear work of a stage's layers, (forward, backward)."""
 
-    per_token: tuple[float, float]
-    per_call: tuple[float, float]
+    per_token: tuple[float, float]  # ns for each token
+    per_call: tuple[float, float]  # ns for each micro-batch
 
 
-@lru_cache(maxsize=64)  # about 0.5 ms; telemetry asks for them in every step
+@lru_cache(maxsize=64)  # takes 0.5 ms, and telemetry needs it in every step
 def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
-    """Sums layers of all kinds, each at its own price."""
+    """Return the linear prices of a stage: the sum over its layers by kind."""
     kinds, counts = cost.model.layer_kinds, stage.counts
     per_token, per_call = [0.0, 0.0], [0.0, 0.0]
     for kind, count in zip(kinds, counts, strict=True):
@@ -78,8 +86,9 @@ def linear_prices(cost: ProfiledWorkload, stage: StageLayers) -> LinearPrices:
 
 
 def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
-    """Prices in a layer with experts, forward and backward, of one token's experts: ns that grow
-    with load.
+    """Return the experts' time for one token in one layer with experts: (forward, backward).
+
+    This is the part of the price that grows with the load of experts.
     """
     model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
@@ -92,11 +101,11 @@ def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
 
 
 def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) -> StageTimes:
-    """Prices each micro-batch of `plan` on a stage."""
+    """Price each micro-batch of `plan` on a stage."""
     forward, backward, over = _of_layers(plan, cost, stage.layers)
     if stage.more_others:
-        # Each further layer that does not see all keys replaces one that does, whose time follows
-        # from the means of all layers and of those that do not.
+        # A stage with more sliding or linear layers has fewer layers that see all keys. `cost` is
+        # the mean of both kinds, so both are corrected.
         for priced, sign in ((cost.of_other_layers, 1), (cost, -1)):
             more = _of_layers(plan, priced, sign * stage.more_others)
             forward, backward, over = forward + more[0], backward + more[1], over + more[2]
@@ -116,8 +125,11 @@ def stage_times(plan: PipelinePlan, cost: ProfiledWorkload, stage: StageLayers) 
 def _of_layers(
     plan: PipelinePlan, cost: ProfiledWorkload, layers: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Attention forward and backward of `layers` layers of `cost`, [n, cp], and how much longer
-    their exchanges of keys take than all-gathers, [n, 2].
+    """Return prices of `layers` mean layers of `cost`.
+
+    Returns:
+        Attention forward and attention backward, [n, cp]; and how much longer the exchanges of keys
+        take than all-gathers, [n, 2].
     """
     share = layers / cost.num_layers_per_rank
     forward, backward = kernels_ns(plan.shardings, cost, cp=cost.parallel.cp)
@@ -131,8 +143,9 @@ def _of_layers(
 
 
 def end_times_ns(plan: PipelinePlan, cost: ProfiledWorkload) -> tuple[int, int]:
-    """Embedding (first stage) and head with loss (last stage), both passes of all micro-batches,
-    padding included.
+    """Return the times of the embedding and of the head with the loss, over all micro-batches.
+
+    Both passes and padding are included. The embedding is on the first stage, the head on the last.
     """
     linear = cost.linear
     rows = sum(plan.local_tokens) * cost.parallel.cp

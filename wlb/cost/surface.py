@@ -1,9 +1,12 @@
 """Throughput on a grid with rising axes, interpolated so that predicted time never falls.
 
-Bilinear inside a cell with plain IEEE arithmetic, so that all CPUs get equal bits. Predicted time
-is monotone because throughput may not grow faster than its axis between points (checked;
-`limit_growth` repairs noisy measurements). Above the grid the last throughput holds; callers price
-points below it as the lowest corner (`floor`). `outside` says which points those are.
+Predicted time is work over throughput. It rises with the work as long as throughput does not grow
+faster than its axis between two points. This is checked, and `limit_growth` repairs noisy
+measurements.
+
+Interpolation is bilinear inside a cell, in plain IEEE arithmetic, so that all CPUs get equal bits.
+Above the grid the throughput of its edge applies. Callers price points below it like the lowest
+corner (`floor`). `outside` says which points are off the grid.
 """
 
 from dataclasses import dataclass
@@ -14,11 +17,12 @@ import numpy as np
 from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 _TOLERANCE = 1e-3
+"""Relative growth beyond the limit that is still accepted as rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """`values[i]` at axis[i]: a `Surface` of one axis, with the same guarantees."""
+    """A `Surface` with one axis: `values[i]` is the throughput at `axis[i]`."""
 
     axis: FloatArray
     values: FloatArray
@@ -28,26 +32,30 @@ class Curve:
         object.__setattr__(self, "values", _checked_growth((self.axis,), self.values))
 
     def at(self, x: FloatArray) -> FloatArray:
+        """Return the interpolated throughput at x."""
         left, weight = _position(self.axis, x)
         low = self.values[left]
         return low + weight * (self.values[left + 1] - low)
 
     def outside(self, x: FloatArray) -> BoolArray:
-        """Mask of points outside the curve, whose throughput is clamped."""
+        """Return a mask of points outside the curve; its ends price them."""
         return (x < self.axis[0]) | (x > self.axis[-1])
 
 
 class Cells(NamedTuple):
-    """Positions of points on a grid: flat index of the cell's lower corner, weights in [0, 1]."""
+    """Positions of points on a grid."""
 
-    corner: IntArray
-    weight0: FloatArray
-    weight1: FloatArray
+    corner: IntArray  # flat index of the cell's lower corner
+    weight0: FloatArray  # position within the cell along axis 0, in [0, 1]
+    weight1: FloatArray  # position within the cell along axis 1, in [0, 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Surface:
-    """`values[i, j]` at (axis0[i], axis1[j]); axes rise over at least two points each."""
+    """Throughput on a grid: `values[i, j]` at (axis0[i], axis1[j]).
+
+    Each axis has at least two points and rises.
+    """
 
     axis0: FloatArray
     axis1: FloatArray
@@ -60,12 +68,16 @@ class Surface:
         object.__setattr__(self, "values", values)
 
     def cells(self, x: FloatArray, y: FloatArray) -> Cells:
-        """The cells of points (x, y), clamped to the grid; surfaces of equal axes share them."""
+        """Return the cells of points (x, y), clamped to the grid.
+
+        Surfaces with equal axes can share them.
+        """
         row, weight0 = _position(self.axis0, x)
         column, weight1 = _position(self.axis1, y)
         return Cells(row * self.axis1.size + column, weight0, weight1)
 
     def read(self, cells: Cells) -> FloatArray:
+        """Return the interpolated throughput at these cells."""
         flat, width = self.values.ravel(), self.axis1.size
         corner, weight0, weight1 = cells
         v00, v01 = flat[corner], flat[corner + 1]
@@ -75,26 +87,27 @@ class Surface:
         return low + weight0 * (high - low)
 
     def at(self, x: FloatArray, y: FloatArray) -> FloatArray:
+        """Return the interpolated throughput at points (x, y)."""
         return self.read(self.cells(x, y))
 
     def floor(self, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Points raised to the grid's lowest corner, which prices smaller ones."""
+        """Return points raised to the grid's lowest corner, which prices smaller ones."""
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
-        """Mask of points outside the grid, whose throughput is clamped."""
+        """Return a mask of points outside the grid; its edge prices them."""
         return (
             (x < self.axis0[0]) | (x > self.axis0[-1]) | (y < self.axis1[0]) | (y > self.axis1[-1])
         )
 
 
 def limit_curve_growth(axis: FloatArray, values: FloatArray) -> FloatArray:
-    """`values` (shape [n]) lowered until no step grows more than its axis."""
+    """Lower values (shape [n]) until none grows faster than its axis."""
     return _limited((axis,), values)
 
 
 def limit_growth(axis0: FloatArray, axis1: FloatArray, values: FloatArray) -> FloatArray:
-    """`values` (shape [len(axis0), len(axis1)]) lowered until no step grows more than its axis."""
+    """Lower values (shape [len(axis0), len(axis1)]) until none grows faster than its axes."""
     return _limited((axis0, axis1), values)
 
 
@@ -103,16 +116,20 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
     for i, axis in enumerate(axes):
         x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
         lowest = np.minimum.accumulate(out / x, axis=i) * x
-        # Differences within rounding are kept, so that limiting a second time changes nothing.
+        # Differences within rounding error stay, so that limiting a second time changes nothing.
         out = np.where(lowest < out * (1 - 1e-12), lowest, out)
     return out
 
 
 def _checked_growth(axes: tuple[FloatArray, ...], throughput: Any) -> FloatArray:
-    """Read-only values on these axes, of which growth is limited; UserError for more than noise."""
+    """Return read-only throughput with limited growth.
+
+    Raises:
+        UserError: Values grow faster than their axes by more than rounding.
+    """
     values, shape = _frozen("values", throughput, len(axes)), tuple(axis.size for axis in axes)
     if values.shape != shape:
-        raise UserError(f"values have shape {values.shape}, axes ask for {shape}")
+        raise UserError(f"values have shape {values.shape}, but their axes have {shape} points")
     limit = _limited(axes, values)
     bad = np.argwhere(values > limit * (1 + _TOLERANCE))
     if bad.size:

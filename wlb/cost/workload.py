@@ -1,24 +1,29 @@
-"""Eq. 2: the work of a document, W(d) = W_a(d) + W_l(d), by which packing and sharding balance.
+"""The work of a document by Eq. 2, W(d) = W_a(d) + W_l(d), priced with a kernel profile.
 
-W is the predicted time of one pipeline rank's layers, forward and backward, for a piece of d tokens
-that is spread over the CP group: int64 ns, additive over pieces, 0 for length 0, monotone in d.
+Packing and sharding balance W. It is the predicted time of one pipeline rank's layers, forward and
+backward, for a piece of d tokens that is spread over the CP group. W is an int64 number of ns,
+additive over pieces, 0 for length 0, and never falls as d grows.
 
-- W_a, quadratic in d: the attention kernels (`ProfiledWorkload.attention_ns`) of the layers that
-  have attention. It is the cheaper of
-  two shardings (Section 5.3): per-document chunks, or the whole piece on one rank in 1 of cp cases.
-- W_l, proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators, TP's
-  collectives, an all-gather of CP's keys and values, and what ranks wait for experts' rows. With
-  `training.recompute`, backward includes what runs again, at forward's price.
+- W_a is attention, which is quadratic in d (`ProfiledWorkload.attention_ns`). It is the cheaper of
+  two shardings (Section 5.3): the piece is cut into chunks over all CP ranks (per document), or the
+  whole piece is on one rank, which happens to a given rank in 1 of cp cases (per sequence).
+- W_l is proportional to d (`LinearCost.ns_per_token`): matrix products, element-wise operators,
+  collectives of TP, an all-gather of keys and values over CP, and the time for which ranks wait for
+  experts' rows. With `training.recompute`, backward includes the recomputed part at forward's
+  price.
 
-Prices are those of a kernel profile (`wlb.cost.profile`): counts (`wlb.cost.flops`) over measured
-throughput. `wlb profile` measures them.
+A price is a count (`wlb.cost.flops`) over a measured throughput (`wlb.cost.profile`). `wlb profile`
+measures throughputs.
 
-Not part of W, because it does not depend on which documents share a micro-batch, and where it is
-priced instead: costs a call and collectives' latency (`LinearCost.call_ns`, `attention_call_ns`);
-embedding, head and loss (at the end of `LinearCost`); padding and pipeline messages
-(`wlb.simulate.pass_times`); FSDP and gradients (`wlb.simulate.shards`). What ranks wait for an
-exchange of keys beyond, or short of, a plain all-gather is in `wlb.cost.exposed`, and attention of
-real shards in `wlb.cost.protocol`.
+W leaves out what does not depend on which documents share a micro-batch. These parts are priced
+elsewhere:
+
+- kernel launches and the latency of collectives: `LinearCost.call_ns`, `attention_call_ns`
+- embedding, head and loss: the last properties of `LinearCost`
+- padding and messages between stages: `wlb.simulate.pass_times`
+- collectives of FSDP and gradients: `wlb.simulate.shards`
+- waiting for an exchange of keys, compared with a plain all-gather: `wlb.cost.exposed`
+- attention of the spans of an actual sharding: `wlb.cost.protocol`
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,44 +64,50 @@ from wlb.spec import AttentionBackend, ModelSpec, ParallelSpec, Recompute, RunSp
 from wlb.spec.model import LayerKind
 
 Passes = tuple[float, float]
-"""Forward and backward."""
+"""(forward, backward)"""
 Work = tuple[float, float, float]
-"""Forward, backward without recompute, and the part of forward that backward runs again."""
+"""(forward, backward without recomputation, the part of forward that backward recomputes)"""
 
 _MOST_TABLED = 1 << 18
+"""Longest piece, in tokens, up to which the table of attention prices is fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ProfiledWorkload:
     """W of one pipeline rank, priced with a kernel profile (a `WorkloadModel`).
 
-    Attention by length is tabled at construction (about 2 ms), so that pricing is a look-up.
+    The attention time of every length is tabulated at construction (about 2 ms), so that pricing is
+    a look-up.
     """
 
-    model: ModelSpec  # whose layers are priced
-    parallel: ParallelSpec  # the layout, which divides them
-    profile: KernelProfile  # the prices
+    model: ModelSpec  # model whose layers are priced
+    parallel: ParallelSpec  # degrees of parallelism, which divide the layers
+    profile: KernelProfile  # measured prices
     backend: str | None = None  # attention kernel; without a table of it, the profile's first
     micro_batch_tokens: int = 131072  # tokens at which GEMM throughput is read
-    recompute: Recompute = Recompute.NONE  # of [training]
-    tp_overlap: float = 0.0  # share of TP collectives hidden behind matrix products
-    expert_load: float = 1.0  # as in `LinearCost`
-    overlaps: bool = False  # cp.overlap_stages > 0
-    stages: int = 1  # max(1, cp.overlap_stages)
-    expert_stages: int = 1  # as in `LinearCost`
-    defers_weights: bool = False  # as in `LinearCost`
-    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])  # as in `LinearCost`
-    recomputed: RecomputedWork | None = None  # as in `LinearCost`
-    machine: str = ""  # for `mismatches` only; "" if unknown
-    power_limit_w: float = 0.0  # of the machine's GPU, for `mismatches` only; 0 if unknown
-    dtype: str = ""  # for `mismatches` only; "" if unknown
-    longest: int = 0  # most tokens of a piece, for `mismatches` only; 0 if unknown
-    table: AttentionTable = field(init=False)  # of the profile, for this kernel and these heads
-    linear: "LinearCost" = field(init=False)  # W_l, by operator
-    ns_per_token: dict[str, float] = field(init=False)  # by linear term
-    hiding_ns: Transfers = field(init=False)  # products that hide an exchange, a token and layer
-    forward_ns: MonotoneTable = field(init=False, repr=False)  # attention by length
-    backward_ns: MonotoneTable = field(init=False, repr=False)  # of backward
+    recompute: Recompute = Recompute.NONE  # `training.recompute`
+    tp_overlap: float = 0.0  # fraction of TP's collectives hidden behind matrix products
+    expert_load: float = 1.0  # see `LinearCost.expert_load`
+    overlaps: bool = False  # whether `cp.overlap_stages` is above 0
+    stages: int = 1  # stages of an exchange of keys: max(1, cp.overlap_stages)
+    expert_stages: int = 1  # see `LinearCost.expert_stages`
+    defers_weights: bool = False  # see `LinearCost.defers_weights`
+    # see `LinearCost.traffic`
+    traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
+    recomputed: RecomputedWork | None = None  # see `LinearCost.recomputed`
+    # The last four arguments only serve the warnings of `wlb.cost.mismatch`.
+    # name of the device; "" if unknown
+    machine: str = ""
+    power_limit_w: float = 0.0  # power limit of its GPU; 0 if unknown
+    dtype: str = ""  # data type of the run; "" if unknown
+    longest: int = 0  # tokens of the longest piece; 0 if unknown
+    table: AttentionTable = field(init=False)  # attention prices of this kernel and head layout
+    linear: "LinearCost" = field(init=False)  # prices of everything except attention
+    ns_per_token: dict[str, float] = field(init=False)  # terms of W_l by name, e.g. "gemm_forward"
+    # matrix products that hide an exchange, for one token and layer
+    hiding_ns: Transfers = field(init=False)
+    forward_ns: MonotoneTable = field(init=False, repr=False)  # forward attention time by length
+    backward_ns: MonotoneTable = field(init=False, repr=False)  # backward attention time by length
 
     def __post_init__(self) -> None:
         if self.model.num_heads % self.parallel.tp:
@@ -112,12 +123,14 @@ class ProfiledWorkload:
             num_kv_heads=self._with_copies.num_kv_heads // self.parallel.tp,
         )
         object.__setattr__(self, "table", table)
-        # The arguments of `LinearCost` are fields of this class with the same names.
+        # Each field of `LinearCost` has the same name and meaning here.
         linear = LinearCost(**{f.name: getattr(self, f.name) for f in fields(LinearCost)})
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "ns_per_token", linear.ns_per_token)
+        # Rows travel during Q's projection and return during its backward. Backward sends them a
+        # second time during the backward of the output projection and the MLP.
         q, rest = (linear.products_ns(of, with_attention=True) for of in (range(1), range(3, 7)))
-        hiding = Transfers(there=q[0], again=rest[1], back=q[1])
+        hiding = Transfers(forward=q[0], repeated=rest[1], gradients=q[1])
         object.__setattr__(self, "hiding_ns", hiding)
         longest = max(128, min(self.micro_batch_tokens, _MOST_TABLED))
         tables = MonotoneTable.of(self._attention_of_pieces, longest=longest)
@@ -127,33 +140,37 @@ class ProfiledWorkload:
     # W = W_a + W_l
 
     def workload_ns(self, lengths: IntLike) -> IntArray:
+        """Return W_a + W_l of each piece."""
         return self.attention_ns(lengths) + self.linear_ns(lengths)
 
     # W_a: attention kernels
 
     def attention_ns(self, lengths: IntLike) -> IntArray:
+        """Return W_a of each piece from the table."""
         d = token_counts("lengths", lengths)
         return self.forward_ns.at(d) + self.backward_ns.at(d)
 
     def _attention_of_pieces(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """W_a of pieces, forward and backward, before it is tabled."""
-        # The whole piece on one rank, which happens in 1 of cp cases.
+        """Compute W_a of pieces, forward and backward, for the table."""
+        # Per sequence: one rank computes the whole piece, and this is a given rank in 1 of cp
+        # cases.
         forward, backward = self._times(d, d)
         cp = self.parallel.cp
         if cp == 1:
             return forward, backward
-        # Per document, a rank has two of 2 cp chunks, of which one is early and one late.
+        # Per document: a rank gets two of 2 * cp chunks, one of them early and one late, so two
+        # mean chunks.
         chunk_forward, chunk_backward = self._times(*self.mean_chunk(d))
         forward = np.minimum(forward / cp, 2 * chunk_forward)
         return forward, np.minimum(backward / cp, 2 * chunk_backward)
 
     def mean_chunk(self, d: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Rows and keys of the mean chunk of pieces that are sharded per document."""
+        """Return query rows and keys of the mean chunk of pieces that are sharded per document."""
         cp = self.parallel.cp
         return (d, d) if cp == 1 else (d / (2 * cp), d * (2 * cp + 1) / (4 * cp))
 
     def _times(self, q: FloatArray, kv: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Kernels of segments (q rows over kv keys) in all layers of a pipeline rank."""
+        """Return forward and backward times of segments in all attention layers of a rank."""
         forward, backward = np.zeros(q.shape), np.zeros(q.shape)
         for layers, window in self._layers_by_window():
             times = self.table.times_ns(
@@ -166,7 +183,7 @@ class ProfiledWorkload:
         return forward, backward + forward * self.linear.recomputed_work.attention
 
     def _layers_by_window(self) -> list[tuple[float, int]]:
-        """Numbers of layers with attention and their windows, 0 for those that see all keys."""
+        """Return (number of attention layers, window) pairs; window 0 means all keys are seen."""
         sliding = self.num_layers_per_rank * self.sliding_share
         full = self.num_attention_layers - sliding
         both = ((full, 0), (sliding, self.model.sliding_window))
@@ -175,6 +192,7 @@ class ProfiledWorkload:
     # W_l: all else that grows with tokens
 
     def linear_ns(self, lengths: IntLike) -> IntArray:
+        """Return W_l of each piece."""
         d = token_counts("lengths", lengths)
         return sum(
             (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
@@ -183,12 +201,13 @@ class ProfiledWorkload:
     # Parts of W
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
+        """Return the forward part of W of each piece."""
         d = token_counts("lengths", lengths)
         linear = (ns for name, ns in self.ns_per_token.items() if name.endswith("_forward"))
         return self.forward_ns.at(d) + whole_ns(d * sum(linear))
 
     def terms(self, lengths: IntLike) -> dict[str, IntArray]:
-        """The parts of W as in Figure 7; they add up to `workload_ns`."""
+        """Return the parts of W that Figure 7 shows; they add up to `workload_ns`."""
         d = token_counts("lengths", lengths)
         attention = {
             "attention_forward": self.forward_ns.at(d),
@@ -197,18 +216,24 @@ class ProfiledWorkload:
         return attention | {name: whole_ns(d * ns) for name, ns in self.ns_per_token.items()}
 
     def pooled_ns(self, tokens: IntArray) -> IntArray:
-        """The part of micro-batches' work that ranks of an EP group share: experts' products."""
+        """Return the part of micro-batches' work that an EP group shares: experts' products.
+
+        Args:
+            tokens: Tokens of each micro-batch, shape [n].
+        """
         return np.rint(sum(self.linear.routed_ns_per_token) * tokens).astype(np.int64)
 
     # Attention of segments, as they are sharded
 
     def segment_times_ns(self, q: IntLike, kv: IntLike) -> tuple[IntArray, IntArray]:
+        """Return forward and backward kernel times of attention segments (`WorkloadModel`)."""
         forward, backward = self._times(*segment_sizes(q, kv))
         return whole_ns(forward), whole_ns(backward)
 
     def attention_call_ns(
         self, q: IntLike, kv: IntLike, offsets: IntArray
     ) -> tuple[IntArray, IntArray]:
+        """Return what attention calls cost besides their segments (`WorkloadModel`)."""
         rows, keys = segment_sizes(q, kv)
         forward, backward = np.zeros(offsets.size - 1), np.zeros(offsets.size - 1)
         for layers, window in self._layers_by_window():
@@ -219,22 +244,23 @@ class ProfiledWorkload:
         recomputed = whole_ns(forward) * self.linear.recomputed_work.attention
         return whole_ns(forward), whole_ns(backward) + recomputed
 
-    # The exchange of keys and values, of which W_l has an all-gather's bandwidth term
+    # The exchange of keys and values; W_l includes the bandwidth term of an all-gather
 
     def kv_exchange_ns(self, num_tokens: int, *, cp: int) -> tuple[int, int]:
-        """(forward, backward) collectives of a micro-batch's keys and values: an all-gather; a
-        reduce-scatter of gradients and, unless gathered K and V are kept, the gather again.
-        Transfers that matrix products hide are included.
+        """Return the time of all-gathering a micro-batch's keys and values: (forward, backward).
+
+        Backward reduce-scatters the gradients and gathers keys and values a second time. The part
+        that matrix products hide is included.
         """
         there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
         return round(there), round(again + back)
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
-        """(forward, backward) all-to-alls of the rows that ranks need, as `kv_exchange_ns`
-        (`ExchangePrices`): of the busiest rank.
+        """Return the time of the exchange "needed" on the busiest rank: (forward, backward).
 
-        moved: rows that rank i receives of rank j's, [cp, cp] with i first. Gradients go the other
-        way.
+        Args:
+            moved: Rows that rank i receives from rank j, shape [cp, cp]. Gradients travel in the
+                opposite direction.
         """
         there, again, back = self.transfers_ns(moved, 0, cp=len(moved))
         return round(there), round(again + back)
@@ -242,9 +268,12 @@ class ProfiledWorkload:
     def transfers_ns(
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int
     ) -> Transfers:
-        """Collectives of keys in the layers of a pipeline rank (`HiddenExchange`).
+        """Return the time of the collectives of keys, values and gradients (`HiddenExchange`).
 
-        moved: as in `needed_exchange_ns`; None: an all-gather of `num_tokens`.
+        Args:
+            moved: Rows that rank i receives from rank j, shape [cp, cp]; None for an all-gather.
+            num_tokens: Tokens that an all-gather moves.
+            cp: Number of CP ranks.
         """
         if moved is None:
             tp = self.parallel.tp
@@ -256,10 +285,10 @@ class ProfiledWorkload:
             there = self._all_to_all_ns(moved, DTYPE_BYTES[self.profile.dtype])
             back = self._all_to_all_ns(moved.T, GRADIENT_BYTES)
         layers = self.num_attention_layers
-        return Transfers(there=there * layers, again=there * layers, back=back * layers)
+        return Transfers(forward=there * layers, repeated=there * layers, gradients=back * layers)
 
     def _all_to_all_ns(self, moved: IntArray | FloatArray, value_bytes: int) -> float:
-        """One layer's all-to-all of K and V, or of their gradients."""
+        """Return the time of one layer's all-to-all of K and V, or of their gradients."""
         cp, tp = len(moved), self.parallel.tp
         if cp == 1:
             return 0.0
@@ -270,18 +299,21 @@ class ProfiledWorkload:
         )
 
     def products_ns(self, num_tokens: int) -> Transfers:
-        """Matrix products of a micro-batch that run while its keys travel (`HiddenExchange`): Q's
-        projection in forward; the MLP's and the output projection's backward; Q's backward.
+        """Return the matrix products that run during each transfer of keys (`HiddenExchange`).
+
+        They are Q's projection in forward, the backward of the MLP and of the output projection,
+        and the backward of Q's projection.
         """
         tokens = num_tokens * self.num_attention_layers
         return Transfers(*(ns * tokens for ns in self.hiding_ns))
 
-    # Summaries of linear layers, which W_l does not have
+    # Summaries of linear layers, which are not part of W_l
 
     @property
     def summary_ns(self) -> float:
-        """Time to move one summary of all linear layers of a pipeline rank (`SummaryPrices`), as if
-        all of them went over the slowest link of the CP group.
+        """Time to send one span's summaries of all linear layers of a rank (`SummaryPrices`).
+
+        Summaries are priced as if all of them used the slowest link of the CP group.
         """
         cp, tp = self.parallel.cp, self.parallel.tp
         linear_layers = self.num_layers_per_rank - self.num_attention_layers
@@ -297,7 +329,7 @@ class ProfiledWorkload:
 
     @property
     def _with_copies(self) -> ModelSpec:
-        """What TP ranks compute together, with copies of KV heads."""
+        """The model with KV heads copied, where there are fewer KV heads than TP ranks."""
         return self.model.with_kv_copies(self.parallel.tp)
 
     @property
@@ -312,12 +344,12 @@ class ProfiledWorkload:
 
     @property
     def num_attention_layers(self) -> float:
-        """Layers with attention of a pipeline rank that has the model's share of them."""
+        """Attention layers of a pipeline rank that has the model's share of them."""
         return self.num_layers_per_rank * self.model.attention_share
 
     @property
     def cp_ranks_per_node(self) -> int:
-        """CP ranks that follow each other in a node (`HiddenExchange`)."""
+        """Consecutive CP ranks that share a node (`HiddenExchange`)."""
         return max(1, self.profile.ranks_per_node // self.parallel.tp)
 
     @property
@@ -327,40 +359,46 @@ class ProfiledWorkload:
 
     @property
     def sliding_share(self) -> float:
-        """Sliding layers over all; these prices are of stages that have the model's share."""
+        """Fraction of layers with a sliding window; each stage is assumed to have the same."""
         return self.model.num_sliding_layers / self.model.num_layers
 
     @property
     def of_other_layers(self) -> "ProfiledWorkload":
-        """Prices of as many layers that do not see all keys: sliding or linear ones."""
+        """Prices of equally many layers that all are of the model's other kind: sliding or linear.
+
+        This is the same workload for a model in which no layer sees all keys.
+        """
         return _of_other_layers(self)
 
 
-@lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry asks for them in every step
+@lru_cache(maxsize=8)  # its tables take 2 ms, and telemetry needs them in every step
 def _of_other_layers(cost: ProfiledWorkload) -> ProfiledWorkload:
     return replace(cost, model=replace(cost.model, full_every=0, full_first=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearCost:
-    """W_l of a pipeline rank for one token, and what such a rank does besides attention and W.
+    """W_l of one token on a pipeline rank, and the costs besides attention that are not part of W.
 
-    The fields are those of `ProfiledWorkload`.
+    Each field is also a field of `ProfiledWorkload`.
     """
 
-    model: ModelSpec  # whose layers are priced
-    parallel: ParallelSpec  # the layout, which divides them
-    profile: KernelProfile  # the prices
+    model: ModelSpec  # model whose layers are priced
+    parallel: ParallelSpec  # degrees of parallelism, which divide the layers
+    profile: KernelProfile  # measured prices
     micro_batch_tokens: int  # tokens at which GEMM throughput is read
-    recompute: Recompute  # of [training]
-    tp_overlap: float = 0.0  # share of TP's bandwidth terms hidden behind matrix products
-    expert_stages: int = 1  # ep.stages
-    defers_weights: bool = False  # whether weights' gradients are computed in passes of their own
-    expert_load: float = 1.0  # rows of the EP rank that a layer waits for over the mean rank's
-    # Bytes that element-wise operators move in each pass over those of the profile's fused kernels,
-    # by operator, for trainers without such kernels (`PLAIN_TORCH`).
+    recompute: Recompute  # `training.recompute`
+    tp_overlap: float = 0.0  # fraction of TP's transfer time hidden behind matrix products
+    expert_stages: int = 1  # `ep.stages`
+    defers_weights: bool = False  # whether weight gradients are computed in separate passes
+    # Rows of the slowest EP rank over the mean rank's; a layer waits for the slowest rank.
+    expert_load: float = 1.0
+    # Memory traffic of element-wise operators over the traffic of the profile's fused kernels, by
+    # operator. It describes trainers without such kernels (`PLAIN_TORCH`); 1 if an operator is
+    # missing.
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
-    recomputed: RecomputedWork | None = None  # of another trainer; None: what `recompute` does
+    # What another trainer recomputes; None: what wlb does for `recompute`.
+    recomputed: RecomputedWork | None = None
 
     def __post_init__(self) -> None:
         check_between("tp_overlap", self.tp_overlap, 0, 1, closed=True)
@@ -369,13 +407,13 @@ class LinearCost:
 
     @property
     def ns_per_token(self) -> dict[str, float]:
-        """W_l's terms for one token of a piece, by term and pass, of a rank's layers."""
+        """Terms of W_l for one token of a piece in all layers of a rank, by "<term>_<pass>"."""
         parallel, exposed = self.parallel, 1 - self.tp_overlap
-        # Each term: forward, backward, and what backward runs again, of one layer.
+        # Each term has three times in one layer: forward, backward, and what backward recomputes.
         terms = {
             "gemm": self._products_with_load_ns(),
             "elementwise": self._in_layer(self._mean(self._elementwise_of)),
-            # Bandwidth alone; the latency of collectives is a constant of a micro-batch.
+            # Only the bandwidth term: the latency of a collective does not depend on the tokens.
             "tp_comm": tuple(
                 self.tp_wire_ns(*calls) * exposed
                 for calls in (TP_FORWARD, TP_BACKWARD, self.recomputed_work.tp)
@@ -387,7 +425,8 @@ class LinearCost:
                 * self.model.attention_share
             ),
         }
-        # Experts' rows are put into another order, and ranks wait where nothing hides that.
+        # With experts, rows are also reordered, and ranks wait for rows where no computation hides
+        # their transfer.
         if self.parallel.ep > 1:
             share, waits = self._routed_share, self._routed_work().waits(self.expert_stages)
             both = zip(terms["elementwise"], self._reordered_ns(), strict=True)
@@ -401,27 +440,30 @@ class LinearCost:
 
     @property
     def num_layers(self) -> int:
-        """Layers that are priced: the mean pipeline rank's, rounded up."""
+        """Layers of the mean pipeline rank, rounded up."""
         return -(-self.model.num_layers // self.parallel.pp)
 
     @property
     def recomputed_work(self) -> RecomputedWork:
-        """What backward computes again of a layer."""
+        """What backward recomputes in one layer."""
         return self.recomputed or recomputed_work(self.model, self.recompute)
 
     # W_l: matrix products
 
     def _products_with_load_ns(self) -> Work:
-        """Matrix products of one token in the mean layer, experts' on the rank with most rows."""
-        own, routed = self.products_ns(), self._routed_ns()
+        """Return matrix products of one token in the mean layer, on the most loaded EP rank."""
+        balanced, routed = self.products_ns(), self._routed_ns()
         forward, backward, recomputed = (
-            a + (self.expert_load - 1) * b for a, b in zip(own, routed, strict=True)
+            a + (self.expert_load - 1) * b for a, b in zip(balanced, routed, strict=True)
         )
         return forward, backward, recomputed
 
     def products_ns(self, matrices: range = range(7), *, with_attention: bool = False) -> Work:
-        """Matrix products of one token in the mean layer, of some of `layer_matrices`, with equal
-        rows on all EP ranks. with_attention: in the mean of the layers that have it.
+        """Return matrix products of one token in the mean layer, with balanced experts.
+
+        Args:
+            matrices: Positions in `layer_matrices` of the products to count.
+            with_attention: Whether to take the mean over layers with attention only.
         """
         kinds = self.model.layer_kinds
         if with_attention:
@@ -429,14 +471,15 @@ class LinearCost:
         return self._in_layer(self._mean(lambda model: self._gemm_of(model, matrices), kinds))
 
     def _gemm_of(self, model: ModelSpec, matrices: range) -> Work:
-        """GEMMs of one token in a layer of `model`: FLOPs over throughput."""
+        """Return the matrix products of one token in a layer of `model`: FLOPs over throughput."""
         tp, cp, gemm = self.parallel.tp, self.parallel.cp, self.profile.gemm
         tokens = np.array([max(1.0, self.micro_batch_tokens / cp)])
         forward = backward = recomputed = 0.0
         for i, (rows, columns) in enumerate(layer_matrices(model.with_kv_copies(tp))):
             if i not in matrices:
                 continue
-            # TP divides the matrix, CP the tokens. FLOPs / (TFLOP/s) is 1e-12 s, hence 1e-3 for ns.
+            # TP divides the matrix, and CP the tokens. FLOPs / (TFLOP/s) is 1e-12 s, so 1e-3 gives
+            # ns.
             weights = np.array([rows * columns / tp])
             work = 2 * rows * columns / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, weights)[0])
@@ -444,8 +487,8 @@ class LinearCost:
             backward += work * LINEAR_BACKWARD_FACTOR / float(gemm.backward.at(tokens, weights)[0])
             recomputed += once * (i in self.recomputed_work.matrices)
         if model.is_all_linear and 3 in matrices:
-            # The recurrence comes before the output's projection. Nobody has measured it: it is
-            # priced as products of a head's keys and values, whose throughput is low.
+            # The recurrence runs before the output projection (matrix 3). It was not measured: it
+            # is priced as small products of a head's keys and values, whose throughput is low.
             size = model.linear.key_head_dim * model.linear.value_head_dim
             work = recurrence_flops(model) / (tp * cp) * 1e-3
             once = work / float(gemm.forward.at(tokens, np.array([size]))[0])
@@ -457,7 +500,7 @@ class LinearCost:
     def _mean(
         self, work_of: Callable[[ModelSpec], Work], kinds: Sequence[LayerKind] | None = None
     ) -> Work:
-        """Work of the mean layer, or of the mean of some kinds of layers."""
+        """Return the work of the mean layer, over all layers or over some kinds of them."""
         kinds = self.model.layer_kinds if kinds is None else kinds
         works = [(kind.layers, work_of(kind.model)) for kind in kinds]
         layers = sum(count for count, _ in works)
@@ -465,7 +508,7 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _in_layer(self, work: Work) -> Work:
-        """Times of single operators scaled to their times inside a layer."""
+        """Scale times of single operators to their times inside a layer, which are longer."""
         (forward, backward, recomputed), layer = work, self.profile.layer
         in_forward = layer.forward_factor
         return forward * in_forward, backward * layer.backward_factor, recomputed * in_forward
@@ -473,7 +516,7 @@ class LinearCost:
     # W_l: element-wise operators
 
     def _elementwise_of(self, model: ModelSpec) -> Work:
-        """Element-wise operators of one token in a layer of `model`: bytes over throughput."""
+        """Return element-wise operators of one token in a layer: bytes over throughput."""
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
         calls = elementwise_calls(model)
         work = self.recomputed or recomputed_work(model, self.recompute)
@@ -482,27 +525,35 @@ class LinearCost:
         for op, values in of_all_ranks.items():
             if op != Elementwise.EMBEDDING:
                 cost = self.profile.elementwise_of(Elementwise(op))
-                more = self.traffic.get(op, (1.0, 1.0))
-                once = values[0] * more[0] * size / cost.forward_bytes_per_s * 1e9
+                traffic = self.traffic.get(op, (1.0, 1.0))
+                once = values[0] * traffic[0] * size / cost.forward_bytes_per_s * 1e9
                 forward += once
-                backward += values[1] * more[1] * size / cost.backward_bytes_per_s * 1e9
+                backward += values[1] * traffic[1] * size / cost.backward_bytes_per_s * 1e9
                 recomputed += once * work.calls.get(op, 0) / calls[op]
         return forward, backward, recomputed
 
     # W_l: collectives of TP, and of CP's keys and values
 
     def tp_wire_ns(self, gathers: int, scatters: int) -> float:
-        """Exposed bandwidth terms of collectives of [tokens, hidden], for one token."""
+        """Return the transfer time of one token's TP collectives, without latency.
+
+        The part that `tp_overlap` hides is included.
+
+        Args:
+            gathers: Number of all-gathers of [tokens, hidden].
+            scatters: Number of reduce-scatters of [tokens, hidden].
+        """
         row_bytes = self.model.hidden_size * DTYPE_BYTES[self.profile.dtype] / self.parallel.cp
         tp = self.parallel.tp
         return self._wire_ns(row_bytes, tp, tp, gathers, scatters)
 
     def _kv_wire_ns(self, values: float) -> Work:
-        """Bandwidth terms of a token's keys and values and of their gradients."""
+        """Return the transfer time of one token's keys and values and of their gradients."""
         cp, span = self.parallel.cp, self.parallel.tp * self.parallel.cp
         gather = self._wire_ns(values * DTYPE_BYTES[self.profile.dtype], cp, span, 1, 0)
         scatter = self._wire_ns(values * GRADIENT_BYTES, cp, span, 0, 1)
-        # Gathered keys are not kept: backward gathers again, in full recompute as part of it.
+        # Gathered keys are not saved, so backward gathers them a second time. With full recompute
+        # this gather belongs to the recomputed forward pass.
         if self.recomputed_work.attention:
             return gather, scatter, gather
         return gather, scatter + gather, 0.0
@@ -510,13 +561,18 @@ class LinearCost:
     def _wire_ns(
         self, size_bytes: float, num_ranks: int, span_ranks: int, gathers: int, scatters: int
     ) -> float:
-        """Bandwidth terms of all-gathers and reduce-scatters."""
+        """Return the transfer time of all-gathers and reduce-scatters, without latency."""
         costs = self.gather_and_scatter(span_ranks, num_ranks)
         gather, scatter = (cost.wire_ns(size_bytes, num_ranks=num_ranks) for cost in costs)
         return gathers * gather + scatters * scatter
 
     def gather_and_scatter(self, span_ranks: int, num_ranks: int) -> list[CollectiveCost]:
-        """Costs of an all-gather and of a reduce-scatter of `num_ranks` among `span_ranks`."""
+        """Return the costs of an all-gather and of a reduce-scatter.
+
+        Args:
+            span_ranks: Consecutive ranks over which the group is spread.
+            num_ranks: Members of the group.
+        """
         return [
             self.profile.collective(op, span_ranks=span_ranks, num_ranks=num_ranks)
             for op in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -525,22 +581,23 @@ class LinearCost:
     # W_l: experts of a token
 
     def _routed_ns(self) -> Work:
-        """What experts compute of one token in the mean layer, if all ranks have equal rows."""
+        """Return experts' products of one token in the mean layer if all ranks have equal rows."""
         experts, model = self.model.experts, self.model.layer_kinds[0].model
         routed = self._routed_share * experts.per_token / (experts.per_token + experts.shared)
         forward, backward, recomputed = self._in_layer(self._gemm_of(model, range(4, 7)))
         return forward * routed, backward * routed, recomputed * routed
 
     def _routed_work(self) -> RoutedWork:
-        """What hides experts' rows while they travel, of one token in one layer with experts, on
-        the rank with most rows.
+        """Return what can hide the transfer of experts' rows, for one token.
+
+        The result is for one layer with experts, on the most loaded rank.
         """
         model, is_full = self.model.layer_kinds[0].model, self.recompute == Recompute.FULL
         products, moved = self._in_layer(self._gemm_of(model, range(4, 7))), self._reordered_ns()
         shared = model.experts.shared / (model.experts.per_token + model.experts.shared)
         forward, backward, recomputed = (ns * (1 - shared) * self.expert_load for ns in products)
         if not self.model.branch_norms:
-            # The experts' last product does not run again, whatever dense layers recompute.
+            # Without branch norms, recomputation stops before the experts' last product.
             recomputed = min(recomputed, forward * 2 / 3)
         weights = backward / LINEAR_BACKWARD_FACTOR
         return RoutedWork(
@@ -558,8 +615,9 @@ class LinearCost:
         )
 
     def _reordered_ns(self) -> Work:
-        """Time to reorder a token's rows before and after they travel (`reordered_values`), in one
-        layer with experts, on the rank with most rows.
+        """Return the time to reorder one token's rows before and after they travel.
+
+        The result is for one layer with experts, on the most loaded rank (`reordered_values`).
         """
         cost = self.profile.elementwise_of(Elementwise.RESIDUAL)
         size = DTYPE_BYTES[self.profile.dtype] / (self.parallel.tp * self.parallel.cp)
@@ -572,29 +630,30 @@ class LinearCost:
 
     @property
     def _routed_share(self) -> float:
-        """Layers with experts over all layers."""
+        """Fraction of the layers that have experts."""
         return self.model.num_expert_layers / self.model.num_layers
 
     # Not part of W: constants of a micro-batch
 
     @property
     def call_ns(self) -> Passes:
-        """Once a micro-batch: calls and collectives' latency of a rank's layers.
+        """Time of a micro-batch that does not depend on its tokens: launches and latency.
 
-        An upper bound on a GPU, where launches hide behind running kernels.
+        It covers all layers of a rank, as (forward, backward). On a GPU it is an upper bound,
+        because launches hide behind running kernels.
         """
         tp, cp, profile = self.parallel.tp, self.parallel.cp, self.profile
         work = self.recomputed_work
         forward: float = profile.layer.forward_call_ns
         backward: float = profile.layer.backward_call_ns
-        # Only whole layers are measured, so the constant of a partly recomputed layer is divided in
-        # proportion to its matrix products.
+        # Only whole layers are measured. So a partly recomputed layer gets a part of that constant,
+        # in proportion to its matrix products.
         backward += forward * len(work.matrices) / len(layer_matrices(self.model))
         elementwise = self._mean(self._elementwise_calls_of)
         forward, backward = forward + elementwise[0], backward + sum(elementwise[1:])
         tp_backward = [now + more for now, more in zip(TP_BACKWARD, work.tp, strict=True)]
-        for op, tp_calls, cp_calls in (
-            # Backward gathers K and V once: recomputed attention keeps what it gathers.
+        for op, tp_calls, cp_calls in (  # (forward, backward) calls of TP and of CP
+            # Backward gathers K and V once, because recomputed attention saves what it gathers.
             (Collective.ALL_GATHER, (TP_FORWARD[0], tp_backward[0]), (1, 1)),
             (Collective.REDUCE_SCATTER, (TP_FORWARD[1], tp_backward[1]), (0, 1)),
         ):
@@ -603,7 +662,7 @@ class LinearCost:
             cp_alpha *= self.model.attention_share
             forward += tp_calls[0] * tp_alpha + cp_calls[0] * cp_alpha
             backward += tp_calls[1] * tp_alpha + cp_calls[1] * cp_alpha
-        # Two all-to-alls a linear layer: latest rows, and summaries.
+        # A linear layer has two all-to-alls: the convolution's latest rows, and the summaries.
         exchanges = 2 * (1 - self.model.attention_share) * (cp > 1)
         latency = exchanges * all_to_all_latency_ns(profile, span_ranks=tp * cp)
         forward += latency
@@ -614,7 +673,7 @@ class LinearCost:
         return forward * self.num_layers, backward * self.num_layers
 
     def _elementwise_calls_of(self, model: ModelSpec) -> Work:
-        """Constant costs a micro-batch of the element-wise operators in a layer of `model`."""
+        """Return the launch times of a layer's element-wise operators, for one micro-batch."""
         work = self.recomputed or recomputed_work(model, self.recompute)
         forward = backward = recomputed = 0.0
         for op, calls in elementwise_calls(model).items():
@@ -625,11 +684,14 @@ class LinearCost:
         return forward, backward, recomputed
 
     def _stage_call_ns(self) -> Passes:
-        """Constant cost a micro-batch of the exchange in a layer with experts: latency of
-        all-to-alls that nothing hides, and what smaller products take longer in stages.
+        """Return the constant cost of a micro-batch's exchange of experts' rows in one layer.
+
+        It is the exposed latency of the all-to-alls, and the time that the experts' products lose
+        because each stage computes smaller ones.
         """
         work, stages, tokens = self._routed_work(), self.expert_stages, self.micro_batch_tokens
-        late, early = work.waits(stages, self._routed_alpha_ns / tokens), work.waits(stages)
+        with_latency = work.waits(stages, self._routed_alpha_ns / tokens)
+        without = work.waits(stages)
         rows, columns = layer_matrices(self.model.layer_kinds[0].model)[4]
         at = np.array([max(1.0, tokens / self.parallel.cp)]), np.array([rows * columns])
         smaller = smaller_products_ns(
@@ -640,13 +702,14 @@ class LinearCost:
             is_recomputed=self.recompute != Recompute.NONE,
         )
         forward, backward = (
-            (a - b) * tokens + more for a, b, more in zip(late, early, smaller, strict=True)
+            (a - b) * tokens + more
+            for a, b, more in zip(with_latency, without, smaller, strict=True)
         )
         return forward, backward
 
     @property
     def _routed_alpha_ns(self) -> float:
-        """Latency of an all-to-all of experts' rows."""
+        """Latency of one all-to-all of experts' rows."""
         span = min(self.parallel.ep, self.profile.ranks_per_node + 1)
         return all_to_all_latency_ns(self.profile, span_ranks=span)
 
@@ -654,7 +717,7 @@ class LinearCost:
 
     @property
     def embedding_ns_per_token(self) -> Passes:
-        """The first stage's embedding of one token of a micro-batch."""
+        """Embedding of one token on the first stage: (forward, backward)."""
         cost = self.profile.elementwise_of(Elementwise.EMBEDDING)
         # The time is not divided by tp: every TP rank looks up all tokens in its part of the
         # vocabulary.
@@ -667,14 +730,14 @@ class LinearCost:
 
     @property
     def head_ns_per_token(self) -> float:
-        """Head and loss of one token on the last stage, both passes: all run in forward."""
+        """Head and loss of one token on the last stage. Both passes run during forward."""
         flops = (1 + LINEAR_BACKWARD_FACTOR) * head_flops(self.model)
         ranks = self.parallel.tp * self.parallel.cp
         return flops / ranks / self.profile.head.tflops * 1e-3
 
     @property
     def head_backward_ns(self) -> float:
-        """Backward of the head, once a micro-batch: it scales the weight's gradient."""
+        """Backward of the head for one micro-batch, which only scales the weight's gradient."""
         values = 3 * self.model.hidden_size * self.model.vocab_size / self.parallel.tp
         return values * GRADIENT_BYTES / self.profile.head.backward_bytes_per_s * 1e9
 
@@ -682,35 +745,41 @@ class LinearCost:
 
     @property
     def weight_products_ns_per_token(self) -> float:
-        """Time for one token of the matrix products that give weights' gradients."""
+        """Time of the matrix products that compute weight gradients, for one token."""
         return self._products_with_load_ns()[1] / LINEAR_BACKWARD_FACTOR * self.num_layers
 
     @property
     def routed_ns_per_token(self) -> Work:
-        """The part of `ns_per_token` that experts compute of one token: not on its own rank, but
-        on the one of its EP group that has most rows.
+        """The experts' part of `ns_per_token`.
+
+        It does not run on the token's rank, but on the ranks of the EP group that have its experts;
+        the price is that of the most loaded rank.
         """
         factor = self.num_layers * self.expert_load
         forward, backward, recomputed = self._routed_ns()
         return forward * factor, backward * factor, recomputed * factor
 
     def routed_rows_ns(self, num_tokens: int, num_micro_batches: int) -> tuple[float, float]:
-        """What all-to-alls of experts' rows take in a rank's layers, and the part of it that the
-        rank waits for.
+        """Return the time of all-to-alls of experts' rows in a rank, and its exposed part.
+
+        Args:
+            num_tokens: Tokens of all micro-batches.
+            num_micro_batches: Number of micro-batches, which sets how often latency is paid.
         """
         work, each = self._routed_work(), num_tokens / num_micro_batches
         alpha = self._routed_alpha_ns / each
+        # Rows travel to the experts and back, in both passes; recomputation sends them once more.
         whole = (4 + work.is_recomputed) * (work.wire + self.expert_stages * alpha)
         copies = num_tokens * self.num_layers * self._routed_share
         return whole * copies, sum(work.waits(self.expert_stages, alpha)) * copies
 
 
 def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
-    """The workload of a run on "cpu" or "cuda"; `.profile` says which profile it took.
+    """Build the workload of a run on "cpu" or "cuda"; its `profile` is the one that was chosen.
 
-    cost.profile = auto takes the profile that matches device and kernel. A kernel that the profile
-    lacks, or "auto", is priced as its first, so that a run need not wait for a measurement;
-    `wlb.cost.mismatch` tells what does not match.
+    With cost.profile = "auto" this is the profile that matches the device and the attention kernel.
+    A kernel that the profile lacks, or "auto", is priced as the profile's first kernel, so that a
+    run does not need a measurement first. `wlb.cost.mismatch` lists what does not match.
     """
     name, backend = spec.cost.profile, str(spec.kernels.attention)
     machine = machine_name(device)
@@ -726,13 +795,13 @@ def workload_for(spec: RunSpec, device: str) -> ProfiledWorkload:
 def workload_of(
     spec: RunSpec, profile: KernelProfile, *, machine: str = "", power_limit_w: float = 0.0
 ) -> ProfiledWorkload:
-    """The workload of a run priced with `profile`.
+    """Build the workload of a run from a given profile.
 
     Args:
         spec: The run.
-        profile: Prices of the device.
+        profile: Measured prices.
         machine: Name of the device, for `mismatches`; "" if there is none.
-        power_limit_w: Power limit of the device in W, for `mismatches`; 0 if it is unknown.
+        power_limit_w: Power limit of the device in W, for `mismatches`; 0 if unknown.
     """
     backend = str(spec.kernels.attention)
     return ProfiledWorkload(
@@ -756,6 +825,6 @@ def workload_of(
 
 
 def without_collectives(cost: ProfiledWorkload) -> ProfiledWorkload:
-    """`cost` with free collectives, to compare with thread CPU time, which excludes waiting."""
+    """Return `cost` with free collectives, to compare it with CPU time, which excludes waiting."""
     free = tuple(replace(c, alpha_ns=0, bytes_per_s=float("inf")) for c in cost.profile.collectives)
     return replace(cost, profile=replace(cost.profile, collectives=free))

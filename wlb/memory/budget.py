@@ -1,8 +1,8 @@
-"""The memory of a device that plans may use: all of it less the parts that tensors cannot have.
+"""The memory of a device that plans may use: all of it except what tensors cannot use.
 
-On a GPU these are the CUDA context, NCCL's buffers and the gaps that torch's caching allocator
-leaves between tensors, each with a constant below. They come from NCCL's sources, from a
-replay of the allocator's rules and from reports of others; none was measured on a GPU by us.
+On a GPU the exceptions are the CUDA context, NCCL's buffers and the gaps that torch's caching
+allocator leaves between tensors. Each has a constant below. The values come from NCCL's sources,
+from a replay of the allocator's rules and from reports by others; wlb has not measured them.
 """
 
 import math
@@ -13,45 +13,52 @@ from wlb.spec import RunSpec
 
 GIB = 2**30
 ASSUMED_GIB = 80.0
-"""Memory of a GPU that estimates assume where cluster.memory_gib does not say: an H100's."""
+"""Memory of a GPU if cluster.memory_gib is not set: an H100's."""
 CHECKPOINT_BYTES = 12
-"""Of a parameter: float32 master weight and both AdamW moments."""
+"""Bytes of one parameter in a checkpoint: float32 master weight and two AdamW moments."""
 CONTEXT_GIB = 1.0
-"""What the CUDA context, loaded kernels and cuBLAS hold. A guess, not measured: more of it leaves
-less to plans, and less of it may run out of memory."""
+"""Memory of the CUDA context, loaded kernels and cuBLAS workspaces.
+
+This is a guess. If it is too large, plans are smaller than they could be; if it is too small, a run
+may go out of memory.
+"""
 COMMUNICATOR_GIB = 0.5625
-"""What NCCL holds for each communicator of a rank: two connections (ring; tree or NVLink SHARP) of
-24 channels of 12 MiB (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL), in pages of 2 MiB."""
+"""Memory of one NCCL communicator on a rank.
+
+A communicator has two connections (a ring, and a tree or NVLink SHARP) with 24 channels of 12 MiB
+each (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB).
+"""
 ALLOCATOR_GAPS = 0.06
-"""Share of the memory left for tensors that stays unused between them, in torch's caching allocator
-with expandable segments. Less of it lets plans be larger, and allocations fail."""
+"""Fraction of the memory for tensors that torch's caching allocator cannot fill.
+
+It assumes expandable segments. A smaller value allows larger plans whose allocations may fail.
+"""
 ROUNDING = 1.001
-"""Tolerance of comparisons: caps fit to the byte, while estimates round rows up."""
+"""Factor by which an estimate may exceed the budget, because estimates round rows up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """gib: memory of a rank's device. source: key or device that `gib` comes from. gaps: share of
-    the memory that the other terms leave.
-    """
+    """The memory of a rank's device, and the parts of it that plans may not use."""
 
-    gib: float
-    source: str
-    context_bytes: int = 0
-    nccl_bytes: int = 0
-    gaps: float = 0.0
+    gib: float  # memory of the device in GiB
+    source: str  # configuration key or device that `gib` comes from
+    context_bytes: int = 0  # memory of the CUDA context
+    nccl_bytes: int = 0  # memory of NCCL's buffers
+    gaps: float = 0.0  # fraction of the rest that the allocator cannot fill
 
     def __str__(self) -> str:
         return f"{size_text(int(self.gib * GIB))} ({self.source})"
 
     @property
     def gaps_bytes(self) -> int:
+        """Memory that the allocator leaves in gaps."""
         left = int(self.gib * GIB) - self.context_bytes - self.nccl_bytes
         return math.ceil(max(0, left) * self.gaps)
 
     @property
     def terms(self) -> dict[str, int]:
-        """Memory that is set aside, in bytes, by name."""
+        """Memory that plans may not use, in bytes, by name."""
         return {
             "CUDA context": self.context_bytes,
             "NCCL buffers": self.nccl_bytes,
@@ -60,40 +67,46 @@ class Budget:
 
     @property
     def planned_bytes(self) -> int:
-        """Upper limit of a rank's memory estimate; 0 if nothing is left."""
+        """Upper limit of a rank's memory estimate; 0 if nothing remains."""
         return max(0, int(self.gib * GIB) - sum(self.terms.values()))
 
     @property
     def reservable_bytes(self) -> int:
-        """Memory that the caching allocator may reserve for tensors and gaps between them."""
+        """Memory that the caching allocator may reserve: tensors and the gaps between them."""
         return self.planned_bytes + self.gaps_bytes
 
     @property
     def planned_gib(self) -> float:
-        """`planned_bytes` in GiB, from 1 GiB on rounded down to 3 decimals, as TOML writes it."""
+        """`planned_bytes` in GiB, rounded down to 3 decimals from 1 GiB on, for use in TOML."""
         gib = self.planned_bytes / GIB
         return math.floor(gib * 1000) / 1000 if gib >= 1 else gib
 
     @property
     def explanation(self) -> str:
-        """As in "71.6 GiB that plans may use of 80 GiB (cluster.memory_gib; NCCL buffers ...)"."""
+        """The budget as a text: "71.6 GiB that plans may use of 80 GiB (assumed; ...)"."""
         aside = ", ".join(f"{name} {size_text(size)}" for name, size in self.terms.items() if size)
         of = f"{size_text(int(self.gib * GIB))} ({self.source}{'; ' if aside else ''}{aside})"
         return f"{size_text(self.planned_bytes)} that plans may use of {of}"
 
 
 def cluster_gib(spec: RunSpec) -> float:
-    """GiB of a GPU that estimates assume: cluster.memory_gib, else `ASSUMED_GIB`."""
+    """Return the GiB of a GPU that estimates assume: cluster.memory_gib, or `ASSUMED_GIB`."""
     return spec.cluster.memory_gib or ASSUMED_GIB
 
 
 def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> Budget:
-    """The budget of a GPU with `gib` of memory, or with that of the cluster."""
+    """Return the budget of a GPU.
+
+    Args:
+        spec: The run, which decides how many communicators a rank has.
+        gib: Memory of the GPU; None: that of the cluster's GPUs.
+        source: Where `gib` comes from, for messages.
+    """
     key = "cluster.memory_gib"
-    told = key if spec.cluster.memory_gib else f"assumed; {key} sets it"
+    default = key if spec.cluster.memory_gib else f"assumed; {key} sets it"
     return Budget(
         gib=cluster_gib(spec) if gib is None else gib,
-        source=source or told,
+        source=source or default,
         context_bytes=int(CONTEXT_GIB * GIB),
         nccl_bytes=int(num_communicators(spec) * COMMUNICATOR_GIB * GIB),
         gaps=ALLOCATOR_GAPS,
@@ -101,22 +114,24 @@ def gpu_budget(spec: RunSpec, *, gib: float | None = None, source: str = "") -> 
 
 
 def cpu_budget(spec: RunSpec, *, gib: float, source: str) -> Budget:
-    """The budget of a CPU rank, which has neither a CUDA context nor NCCL."""
+    """Return the budget of a CPU rank, which has neither a CUDA context nor NCCL."""
     return Budget(gib=gib, source=source, gaps=ALLOCATOR_GAPS)
 
 
 def planned_gib(spec: RunSpec) -> float:
-    """GiB that plans may use of a GPU of the cluster."""
+    """Return the GiB that plans may use of a GPU of the cluster."""
     return gpu_budget(spec).planned_gib
 
 
 def num_communicators(spec: RunSpec) -> int:
-    """NCCL communicators of a rank: of the world, of each axis, of dp and cp together, of the
-    groups of HSDP, of experts, and of copies of KV heads. Groups of one rank have none.
+    """Count the NCCL communicators of a rank.
 
-    The two links of a pipeline rank count as one. `COMMUNICATOR_GIB` is two connections of
-    every channel, for ring and tree, and a link has one, for transfers. The group of the axis pp
-    carries nothing, and NCCL connects ranks at their first call.
+    There is one for the world, for each axis, for dp and cp together, for the groups of HSDP, for
+    experts, and for copies of KV heads; groups of one rank have none.
+
+    A pipeline rank's two links (to its neighbours) count as one communicator: a link has one
+    connection for each channel, and `COMMUNICATOR_GIB` has two (ring and tree). The group of the
+    axis pp carries nothing, so NCCL never connects it.
     """
     p = spec.parallel
     sizes = [p.world_size, p.tp, p.cp, p.pp, max(1, p.dp), p.fsdp_size]
@@ -131,5 +146,5 @@ def num_communicators(spec: RunSpec) -> int:
 
 
 def size_text(size_bytes: int) -> str:
-    """ "79.2 GiB" or "3.5 MiB", with three digits."""
+    """Return a size with three digits, such as "79.2 GiB" or "3.5 MiB"."""
     return f"{size_bytes / GIB:.3g} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.3g} MiB"

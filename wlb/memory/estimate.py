@@ -1,9 +1,9 @@
-"""Bytes that must be resident on one rank, with the longest micro-batch packing may make.
+"""Estimate the bytes that must be resident on one rank, with the longest micro-batch of a packing.
 
-An upper bound on tensors and on the memory that attention kernels allocate besides them. The
+The estimate is an upper bound on tensors and on the memory that attention kernels allocate. The
 allocator's gaps, NCCL's buffers and the CUDA context come on top (`wlb.memory.budget`). Activations
-follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; the README of this room has
-the formulas.
+follow Korthikanti et al. (2022), Eq. 4, for flash attention and SwiGLU; this room's README has the
+formulas.
 """
 
 import math
@@ -31,64 +31,78 @@ from wlb.spec import (
 from wlb.spec.machine import LAYERS_AHEAD
 
 FLOAT32_BYTES = 4
-DEALT_MARGIN = 0.88
-"""Share of T that plans use if several pipelines get unequal numbers of tokens."""
+UNEVEN_TOKENS = 0.88
+"""Fraction of T that plans use if pipelines get unequal numbers of tokens.
+
+The planner balances work, not tokens, so one pipeline may get more tokens than its share.
+"""
 ROWS_OF_SEGMENT = 128
-"""Mean rows of a segment on a rank, at least, of an attention call: kernels pad each segment by up
-to 128 rows. In steps of Table 1's lengths the mean was 106 (`paper`) to 400 (`wlb`) at least."""
+"""Smallest mean number of rows of a segment in an attention call of a rank.
+
+Kernels pad each segment by up to 128 rows, so more segments need more memory. In steps of Table 1's
+lengths the mean was at least 106 rows (system `paper`) to 400 rows (system `wlb`).
+"""
 
 INPUT_BYTES = 80
-"""Of a row of a micro-batch, besides RoPE's tables: ids, labels, positions, rows to gather."""
+"""Bytes of one row of a micro-batch besides RoPE's tables: ids, labels, positions, row indices."""
 INDEX_BYTES = 8
+"""Bytes of one row index (int64)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of pipeline rank `pp_rank`; every `*_bytes` field is a term of `total_bytes`.
+    """Bytes of one pipeline rank. Every `*_bytes` field is a term of `total_bytes`.
 
-    parameters: gathered, in compute dtype (with `fsdp.reshard_after_forward` only the layer at
-    work, those prefetched, embedding and head). optimizer: sharded float32 master weights and two
-    AdamW moments. gradients: float32, unsharded until the last micro-batch, plus their reduced
-    shard, of the stages whose first backward is over when most is held. fresh_gradients: of the
-    layer at work, in compute dtype, before FSDP adds them up. Without FSDP (one rank, float32)
-    parameters are the master weights; gradients are not copied. activations: of all micro-batches
-    in flight, and tensors kept for the weights' pass. boundaries: stage outputs kept for backward.
-    workspace: further tensors of the running layer, recomputed activations included. kernel: memory
-    that attention's backward kernel allocates, as far as it exceeds the largest other workspace.
-    logits: tensors of the loss, last pipeline rank only, as far as it exceeds workspace and kernel:
-    no layer runs during the loss. inputs: token ids, labels, positions and RoPE's tables of a step
-    and of the next one.
+    Some terms only count what exceeds another term, because their tensors never exist at the same
+    time. Without FSDP (one rank, float32) the parameters are the master weights, and gradients are
+    not copied.
     """
 
-    pp_rank: int
-    num_in_flight: int
-    micro_batch_tokens: int
+    pp_rank: int  # the pipeline rank
+    num_in_flight: int  # passes whose activations are stored at the same time
+    micro_batch_tokens: int  # tokens of the longest micro-batch
+    # Gathered parameters in compute dtype. With `fsdp.reshard_after_forward` only the running
+    # layer, the prefetched ones, embedding and head.
     parameters_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: int  # sharded float32 master weights and two AdamW moments
+    # float32 gradients, unsharded until the last micro-batch, and their reduced shard; of the
+    # stages whose first backward has run when memory peaks.
     gradients_bytes: int
+    # gradients of the running layer in compute dtype, before FSDP adds them up
     fresh_gradients_bytes: int
+    # Activations of all micro-batches in flight, and tensors that wait for the weight-gradient
+    # pass.
     activations_bytes: int
-    boundaries_bytes: int
-    workspace_bytes: int
+    boundaries_bytes: int  # stage outputs stored for backward
+    workspace_bytes: int  # other tensors of the running layer, including recomputed activations
+    # memory that attention's backward kernel allocates, beyond the largest other workspace
     kernel_bytes: int
+    # Tensors of the loss beyond workspace and kernel, because no layer runs during the loss; only
+    # on the last pipeline rank.
     logits_bytes: int
-    inputs_bytes: int
+    inputs_bytes: int  # token ids, labels, positions and RoPE's tables of this step and the next
 
     @property
     def terms(self) -> dict[str, int]:
+        """Bytes by name of the field."""
         return {name: v for name, v in asdict(self).items() if name.endswith("_bytes")}
 
     @property
     def total_bytes(self) -> int:
+        """Sum of all terms."""
         return sum(self.terms.values())
 
 
 def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
-    """Peak number of stage passes whose activations rank `pp_rank` holds, at most n * v.
+    """Return the most stage passes whose activations a rank stores at the same time.
 
-    1F1B: pp - pp_rank. Interleaved: (v - 1) * round + 2 * (pp - 1 - pp_rank) of the warm-up, and
-    the running one. Zero-bubble: half of those hops; activations wait pp_rank * weight_delay passes
-    more.
+    1F1B: pp - pp_rank. Interleaved: (v - 1) * round + 2 * (pp - 1 - pp_rank) passes of the warm-up,
+    plus the running one. Zero-bubble: half as many of the second kind, and activations stay for
+    another pp_rank * weight_delay passes. In a short step it is at most n * v.
+
+    Args:
+        spec: The run; n is its micro-batches per pipeline and v its virtual stages.
+        pp_rank: The pipeline rank.
     """
     pp = spec.parallel.pp
     if not 0 <= pp_rank < pp:
@@ -99,8 +113,11 @@ def in_flight(spec: RunSpec, *, pp_rank: int) -> int:
 
 
 def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
-    """(forward passes before the first backward's partner, inputs' passes before the first weights'
-    pass) of a rank.
+    """Return a rank's warm-up and its delay of weight gradients, in passes.
+
+    Returns:
+        The forward passes before the first pair of a forward and a backward, and the input-gradient
+        passes before the first weight-gradient pass.
     """
     pp, v, n = spec.parallel.pp, spec.pp.virtual_stages, spec.micro_batches_per_pipeline
     after = pp - 1 - pp_rank
@@ -117,21 +134,29 @@ def _warmup(spec: RunSpec, pp_rank: int) -> tuple[int, int]:
 
 
 class HeldBytes(NamedTuple):
-    """Bytes that passes hold on a rank: layers' activations (and what waits for the weights' pass),
-    stage outputs, and gradients of the stages that have them.
-    """
+    """Bytes that a rank stores between passes."""
 
-    activations: int
-    outputs: int
-    gradients: int
+    activations: int  # activations of layers, and tensors that wait for the weight-gradient pass
+    outputs: int  # stage outputs
+    gradients: int  # gradients of the stages that already have some
 
 
 def _held_at_once(
     spec: RunSpec, pp_rank: int, kept_bytes: list[int], waiting_bytes: list[int]
 ) -> set[tuple[int, int, int]]:
-    """States of a rank around its backward passes: (bytes of activations that are kept or wait for
-    the weights' pass, stages with kept outputs, bytes of gradients). Equal to the simulator's
-    count. kept_bytes, waiting_bytes: of a micro-batch, by stage.
+    """Return what a rank stores around each of its backward passes.
+
+    The result equals the simulator's count.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        kept_bytes: Activations of one micro-batch that forward stores, by stage.
+        waiting_bytes: Tensors of one micro-batch that wait for the weight-gradient pass, by stage.
+
+    Returns:
+        Tuples (bytes of activations and waiting tensors, number of stored stage outputs, bytes of
+        gradients).
     """
     stages = list(spec.stages_of(pp_rank))
     kept, waits = ([of[stage] for stage in stages] for of in (kept_bytes, waiting_bytes))
@@ -139,8 +164,11 @@ def _held_at_once(
     group = n // max(1, n // spec.parallel.pp)
     warmup, delay = _warmup(spec, pp_rank)
     chunks = [k // group % v for k in range(n * v)]
+    # Running sums over passes: begun[k] is stored by the first k forward passes, done[k] is freed
+    # by the first k backward passes, and waiting[k] is what those leave for weight gradients.
     begun = [0, *accumulate(kept[c] for c in chunks)]
     done, waiting = ([0, *accumulate(of[v - 1 - c] for c in chunks)] for of in (kept, waits))
+    # The first backward pass of a stage allocates its gradients.
     made = [stage_gradient_bytes(spec, stage=stage) for stage in stages]
     gradients = [
         0,
@@ -162,8 +190,13 @@ def _held_at_once(
 def held_bytes(
     spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int, most: tuple[int, int] | None = None
 ) -> HeldBytes:
-    """What a rank's passes hold when that is most; micro-batches of one length. most: bounds of
-    activations and of outputs.
+    """Return what a rank's passes store at the peak, with micro-batches of one length.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        micro_batch_tokens: Tokens of each micro-batch.
+        most: Upper bounds of activations and of outputs in bytes; None: no bounds.
     """
     limits = most or (math.inf, math.inf)
     states = (
@@ -174,12 +207,12 @@ def held_bytes(
 
 
 def most_activation_bytes(spec: RunSpec, *, pp_rank: int, micro_batch_tokens: int) -> int:
-    """Most bytes of activations and stage outputs that a rank holds, whatever gradients exist."""
+    """Return the most bytes of activations and stage outputs on a rank, without gradients."""
     return max(s.activations + s.outputs for s in _states(spec, pp_rank, micro_batch_tokens))
 
 
 def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
-    """What a rank holds around each backward pass, with micro-batches of `tokens`."""
+    """Yield what a rank stores around each backward pass, with micro-batches of `tokens`."""
     kept, waiting = (
         expert_sizes.sums_by_stage(spec, partial(bytes_of, micro_batch_tokens=tokens))
         for bytes_of in (layer_activation_bytes, layer_waiting_bytes)
@@ -190,7 +223,10 @@ def _states(spec: RunSpec, pp_rank: int, tokens: int) -> Iterator[HeldBytes]:
 
 
 def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
-    """Bytes of a stage's gradients on one TP rank: float32, and with FSDP their reduced shard."""
+    """Return the bytes of a stage's gradients on one TP rank.
+
+    They are float32; with FSDP their reduced shard is added.
+    """
     count = stage_parameters(spec, stage=stage)
     with_experts = spec.stage_expert_layers[stage]
     shard = expert_sizes.stored_parameters(spec, count, with_experts) if _has_fsdp(spec) else 0
@@ -198,7 +234,10 @@ def stage_gradient_bytes(spec: RunSpec, *, stage: int) -> int:
 
 
 def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Saved activations of one layer and micro-batch on one rank (formulas: README.md)."""
+    """Return the saved activations of one layer and micro-batch on one rank, in bytes.
+
+    The README has the formulas.
+    """
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     size = _compute_bytes(spec)
     local, recompute = _local(spec, micro_batch_tokens), spec.training.recompute
@@ -206,6 +245,7 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     order_bytes = expert_sizes.order_bytes(
         model, is_recomputed=recompute != Recompute.NONE, load=load
     )
+    # Full recompute saves the layer's input only.
     if recompute == Recompute.FULL:
         return local * (model.hidden_size * size + order_bytes) // tp
     values = (3 + 2 * model.branch_norms) * model.hidden_size
@@ -215,9 +255,9 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
     else:
         values += 2 * model.q_dim + 2 * model.kv_dim + 2 * model.q_dim * model.attention_gate
         if model.norms_keys:
-            # Q and K before their norms; K and Q after them are kept for attention.
+            # The norms save Q and K before them; attention saves Q and K after them.
             values += model.q_dim + model.kv_dim
-        # A log-sum-exp a head, and with norms of heads a root mean square each.
+        # One log-sum-exp for each head, and with norms of heads one root mean square for each.
         float32_values = model.num_heads
         float32_values += model.norms_keys * (model.num_heads + model.num_kv_heads)
     if spec.training.recompute == Recompute.NONE:
@@ -229,14 +269,19 @@ def layer_activation_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
 
 
 def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
-    """Values of a token that autograd keeps of a gated delta net: in compute dtype, and in float32.
+    """Count the values of one token that autograd saves in a gated delta net.
 
-    is_cut: Whether ranks make summaries of their spans; all spans are counted.
+    Compute dtype: the projections, their convolution before and after SiLU, and the gated output.
+    Float32: queries, keys and values, the latter two a second time in their chunks; what chunks
+    solve and read (`wlb.model.delta_rule.Chunks`); three matrices of a chunk's tokens; outputs and
+    their norm; the state at the start of each chunk, and what changes it.
 
-    Compute dtype: projections, their convolution before and after SiLU, and the gated output.
-    Float32: queries, keys and values, the latter two once more in their chunks; what chunks solve
-    and read (`wlb.model.delta_rule.Chunks`); three matrices of a chunk's tokens; outputs and their
-    norm; the state that each chunk begins with, and what changes it.
+    Args:
+        model: The model.
+        is_cut: Whether ranks make summaries of their spans. All spans are then counted.
+
+    Returns:
+        Values in compute dtype, and values in float32.
     """
     linear, chunk = model.linear, CHUNK
     mixed = 2 * linear.key_dim + linear.value_dim
@@ -252,32 +297,41 @@ def _linear_layer_values(model: ModelSpec, *, is_cut: bool) -> tuple[int, int]:
 
 
 def layer_waiting_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """Bytes that a layer's inputs' pass leaves for its weights' pass: linear layers' inputs and
-    output gradients, as many as forward keeps without recompute.
+    """Return what a layer's input-gradient pass stores for its weight-gradient pass, in bytes.
+
+    These are inputs and output gradients of linear layers. They are counted as what forward stores
+    without recompute.
     """
     plain = _with_recompute(spec, Recompute.NONE)
     return layer_activation_bytes(plain, micro_batch_tokens=micro_batch_tokens)
 
 
 def stage_output_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> int:
-    """A stage's output of one micro-batch on one rank, sequence-sharded."""
+    """Return the bytes of a stage's output of one micro-batch on one rank, sequence-sharded."""
     values = _local(spec, micro_batch_tokens) * spec.model.hidden_size
     return values * _compute_bytes(spec) // spec.parallel.tp
 
 
 def workspaces_bytes(spec: RunSpec, *, micro_batch_tokens: int) -> tuple[int, int]:
-    """Bytes of tensors that one layer needs in backward besides its activations (README.md), and
-    their increase by the memory that attention's kernel allocates.
+    """Return what one layer needs in backward besides its activations, in bytes.
+
+    Returns:
+        Bytes of tensors (formulas: README.md), and by how many bytes attention's kernel exceeds
+        them.
     """
-    mlp, attention, summing, again = _workspaces(spec, micro_batch_tokens)
-    tensors = max(mlp, max(attention, summing) + again)
+    mlp, attention, summing, recomputed = _workspaces(spec, micro_batch_tokens)
+    tensors = max(mlp, max(attention, summing) + recomputed)
     allocated = _allocated_by_kernel(spec, micro_batch_tokens)
-    return tensors, max(0, attention + allocated + again - tensors)
+    return tensors, max(0, attention + allocated + recomputed - tensors)
 
 
 def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
-    """Bytes of the MLP's backward; of attention's while its kernel runs and while gradients of K
-    and V are added up; and of activations recomputed for attention's.
+    """Return the workspaces of one layer's backward in bytes.
+
+    Returns:
+        The MLP's backward; attention's backward while its kernel runs; attention's backward while
+        gradients of K and V are added up; and activations that are recomputed for attention's
+        backward.
     """
     local = _local(spec, tokens)
     load = spec.cost.expert_load
@@ -290,8 +344,8 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
         for recompute in (spec.training.recompute, Recompute.SELECTIVE, Recompute.NONE)
     )
     if spec.parallel.cp > 1 and not spec.model.is_all_linear:
-        # Gathered keys and values exist while the MLP's backward runs, because they were kept or
-        # because the second forward pass of a fully recomputed layer has gathered them.
+        # Gathered keys and values exist during the MLP's backward: either they were kept, or the
+        # second forward pass of a fully recomputed layer has gathered them.
         kv_bytes = 2 * _model_of_ranks(spec).kv_dim * _compute_bytes(spec) // spec.parallel.tp
         mlp += (spec.parallel.cp * local + _sent_rows(spec, local)) * kv_bytes
     # The MLP's backward runs first and frees its workspace before attention's begins.
@@ -299,36 +353,36 @@ def _workspaces(spec: RunSpec, tokens: int) -> tuple[int, int, int, int]:
 
 
 def _attention_workspaces(spec: RunSpec, *, local: int) -> tuple[int, int]:
-    """Attention's tensors in backward with `local` tokens a CP rank: (in the kernel, summing)."""
+    """Return attention's tensors in backward: (while its kernel runs, while gradients add up)."""
     model, tp = _model_of_ranks(spec), spec.parallel.tp
     if model.is_all_linear:
-        # Gradients of outputs, of what they are made of and of a chunk's pairs of tokens, measured.
+        # Measured: gradients of the outputs, of their inputs, and of a chunk's pairs of tokens.
         values = 3 * model.linear.value_dim + model.linear.num_value_heads * CHUNK
         return local * FLOAT32_BYTES * values // tp, 0
     size = _compute_bytes(spec)
     q_bytes, kv_bytes = model.q_dim * size // tp, 2 * model.kv_dim * size // tp
-    # Gradients are those of the output and of Q.
+    # Gradients of the output and of Q.
     gradients = local * 2 * q_bytes
     if spec.parallel.cp == 1:
         return gradients + local * kv_bytes, 0
     rows, copied = spec.parallel.cp * local, _copied_keys(spec, local)
     in_kernel = (rows + 2 * copied) * kv_bytes
     if spec.cp.overlap:
-        # The call over others' keys has copies of its queries, their outputs and gradients.
+        # The call over other ranks' keys copies its queries, their outputs and gradients.
         in_kernel += 3 * local * q_bytes
     if spec.cp.stages > 1:
-        # The gradients of Q of several stages are added up in float32.
+        # Q's gradients from several stages are added up in float32.
         in_kernel += local * q_bytes * FLOAT32_BYTES // size
     in_float32 = rows * kv_bytes * FLOAT32_BYTES // size
     returned = _sent_rows(spec, local) * kv_bytes * FLOAT32_BYTES // size
-    # Autograd holds backward's gather until attention's backward has returned.
+    # Autograd keeps backward's gathered keys until attention's backward has returned.
     summing = rows * kv_bytes + copied * kv_bytes + in_float32
     summing += max((copied + rows) * kv_bytes // 2, returned)
     return gradients + in_kernel, gradients + summing
 
 
 def _sent_rows(spec: RunSpec, local: int) -> int:
-    """Rows of keys in a buffer of their own while they travel by need, at most all ranks'."""
+    """Return the rows in the send buffer of the exchange "needed", at most all ranks' rows."""
     cp, exchange = spec.parallel.cp, spec.sharding.exchange
     if cp == 1 or exchange == ExchangeChoice.GATHER:
         return 0
@@ -336,23 +390,25 @@ def _sent_rows(spec: RunSpec, local: int) -> int:
 
 
 def _copied_keys(spec: RunSpec, local: int) -> int:
-    """Rows of keys that the segments of a rank read, with a prefix for each of them.
+    """Return the rows of keys that the segments of a rank read, each with its prefix.
 
-    A document's head and tail chunk read at most 1 + 1 / (2 cp) documents. Tokens that are left
-    over and dealt one by one are segments of their own: at most two a rank, with whole prefixes.
+    The two chunks of a document on a rank (head and tail) read at most 1 + 1 / (2 cp) documents. If
+    left over tokens are distributed one by one, each is a segment with its whole prefix: at most
+    two per rank.
     """
     cp, sharding = spec.parallel.cp, spec.sharding
     if cp == 1:
         return local
     rows = cp * local
-    dealt = (Strategy.PER_DOCUMENT, Strategy.ADAPTIVE, Strategy.HYBRID)
-    deals = sharding.remainder == Remainder.ONE_BY_ONE and sharding.strategy in dealt
-    return rows + -(-rows // (2 * cp)) + 2 * rows * deals
+    leaves_tokens = (Strategy.PER_DOCUMENT, Strategy.ADAPTIVE, Strategy.HYBRID)
+    one_by_one = sharding.remainder == Remainder.ONE_BY_ONE and sharding.strategy in leaves_tokens
+    return rows + -(-rows // (2 * cp)) + 2 * rows * one_by_one
 
 
 def _allocated_by_kernel(spec: RunSpec, tokens: int) -> int:
-    """Bytes that a rank's longest attention call allocates in backward; none in float32 (sdpa), and
-    none of a layer without attention.
+    """Return the bytes that a rank's longest attention call allocates in backward.
+
+    It is 0 in float32 (sdpa) and in layers without attention.
     """
     if spec.training.dtype == Dtype.FLOAT32 or spec.model.is_all_linear:
         return 0
@@ -386,9 +442,13 @@ def memory_of_rank(
     micro_batch_tokens: int | None = None,
     step_tokens: int | None = None,
 ) -> MemoryEstimate:
-    """Memory of pipeline rank `pp_rank` with micro-batches of at most `micro_batch_tokens`.
+    """Estimate the memory of one pipeline rank.
 
-    step_tokens: T, tokens of a step over all pipelines; None: unbounded.
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        micro_batch_tokens: Tokens of the longest micro-batch; None: what packing may make.
+        step_tokens: Tokens of a step over all pipelines (T); None: unbounded.
     """
     size = _compute_bytes(spec)
     tokens = longest_micro_batch(spec) if micro_batch_tokens is None else micro_batch_tokens
@@ -423,7 +483,7 @@ def _inputs(spec: RunSpec, step_tokens: int | None) -> int:
     limit = step_tokens or spec.packing.step_tokens_of(spec.tokens_per_step)
     tokens = limit or spec.num_micro_batches * longest_micro_batch(spec)
     rows = -(-tokens // (max(1, spec.parallel.dp) * spec.parallel.cp))
-    # By need, which rows go to which rank, and where their gradients come back.
+    # The exchange "needed" has indices of the rows to send and of the gradients that return.
     indices = 2 * INDEX_BYTES * _sent_rows(spec, rows)
     return 2 * (rows * (FLOAT32_BYTES * spec.model.head_size + INPUT_BYTES) + indices)
 
@@ -434,9 +494,10 @@ def _has_fsdp(spec: RunSpec) -> bool:
 
 
 def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
-    """Bytes of the loss on the last pipeline rank: a chunk of logits in float32 (two with a soft
-    cap) and their gradient in compute dtype, the rows of all TP ranks and their gradient, the
-    head's gradient twice.
+    """Return the bytes of the loss on the last pipeline rank; 0 on others.
+
+    The terms are a chunk of logits in float32 (two with a soft cap) and their gradient in compute
+    dtype, the rows of all TP ranks and their gradient, and the head's gradient twice.
     """
     if pp_rank < spec.parallel.pp - 1:
         return 0
@@ -453,32 +514,32 @@ def loss_bytes(spec: RunSpec, pp_rank: int, tokens: int) -> int:
 
 
 def _gathered(spec: RunSpec, pp_rank: int) -> int:
-    """Parameters of a pipeline rank that FSDP holds gathered at once."""
+    """Return how many parameters of a pipeline rank FSDP keeps gathered at the same time."""
     count = _parameters(spec, pp_rank=pp_rank)
     if not spec.fsdp.reshard_after_forward:
         return count
     stages = spec.stages_of(pp_rank)
     most = max(spec.stage_layers[stage] for stage in stages)
     at_once = min(most, 1 + LAYERS_AHEAD)
-    # Layers of the larger kind are taken to follow each other.
+    # Layers of the largest kind are assumed to follow each other.
     of_layers = expert_sizes.sum_over(spec, stages, layer_parameters)
     largest = max(map(layer_parameters, expert_sizes.kinds_of(spec, stages)))
     return count - of_layers + min(of_layers, at_once * largest)
 
 
 def _kept_bytes_of_step(spec: RunSpec, pp_rank: int, step_tokens: int) -> tuple[int, int]:
-    """(activations, stages' outputs) of a pipeline's whole step on one rank."""
+    """Return what a pipeline's whole step stores on one rank: (activations, stage outputs)."""
     dp, window = max(1, spec.parallel.dp), spec.data.context_window
-    own = step_tokens if dp == 1 else step_tokens / dp / DEALT_MARGIN
+    of_pipeline = step_tokens if dp == 1 else step_tokens / dp / UNEVEN_TOKENS
     stages = spec.stages_of(pp_rank)
     in_layers = expert_sizes.sum_over(spec, stages, lambda kind: most_in_layer(kind, window))
     output = stage_output_bytes(spec, micro_batch_tokens=window)
     kept = (in_layers, len(stages) * output)
-    return math.ceil(own * kept[0] / window), math.ceil(own * kept[1] / window)
+    return math.ceil(of_pipeline * kept[0] / window), math.ceil(of_pipeline * kept[1] / window)
 
 
 def most_in_layer(spec: RunSpec, tokens: int) -> int:
-    """Peak bytes that a layer keeps for a micro-batch between its passes."""
+    """Return the most bytes that a layer stores for a micro-batch between its passes."""
     kept = layer_activation_bytes(spec, micro_batch_tokens=tokens)
     if not spec.splits_backward:
         return kept
@@ -488,8 +549,10 @@ def most_in_layer(spec: RunSpec, tokens: int) -> int:
 def memory_estimate(
     spec: RunSpec, *, micro_batch_tokens: int | None = None, step_tokens: int | None = None
 ) -> MemoryEstimate:
-    """Estimate of the pipeline rank that needs most memory: mostly rank 0, with most passes in
-    flight.
+    """Estimate the memory of the pipeline rank that needs most.
+
+    This is mostly rank 0, which has most passes in flight. The arguments are those of
+    `memory_of_rank`.
     """
     tokens = {"micro_batch_tokens": micro_batch_tokens, "step_tokens": step_tokens}
     ranks = (memory_of_rank(spec, pp_rank=r, **tokens) for r in range(spec.parallel.pp))
@@ -497,7 +560,7 @@ def memory_estimate(
 
 
 def longest_micro_batch(spec: RunSpec) -> int:
-    """Tokens of the longest micro-batch that packing may make."""
+    """Return the tokens of the longest micro-batch that packing may make."""
     window, packing = spec.data.context_window, spec.packing
     if packing.varies_lengths:
         return spec.s_max
@@ -506,12 +569,15 @@ def longest_micro_batch(spec: RunSpec) -> int:
 
 
 def _local(spec: RunSpec, micro_batch_tokens: int) -> int:
-    """Tokens of a micro-batch on a CP rank."""
+    """Return the tokens of a micro-batch on one CP rank."""
     return -(-micro_batch_tokens // spec.parallel.cp)
 
 
 def _model_of_ranks(spec: RunSpec) -> ModelSpec:
-    """What TP ranks compute together, with copies of KV heads; a rank's sizes are 1 / tp of it."""
+    """Return the model that TP ranks compute together, with copied KV heads.
+
+    A rank's sizes are 1 / tp of it.
+    """
     return spec.model.with_kv_copies(spec.parallel.tp)
 
 
@@ -520,9 +586,10 @@ def _compute_bytes(spec: RunSpec) -> int:
 
 
 def layer_parameters(spec: RunSpec) -> int:
-    """Parameters of a decoder layer on one TP rank, gathered; of experts those of an EP rank. This
-    is a layer with experts if the model has any, as for all sizes of one layer here
-    (`expert_sizes.sums_by_stage`).
+    """Count the gathered parameters of a decoder layer on one TP rank, with one EP rank's experts.
+
+    If the model has experts, a layer with experts is counted, as for all sizes of one layer in this
+    file; `expert_sizes.sums_by_stage` sums over the different kinds of layers.
     """
     model, held = _model_of_ranks(spec), expert_sizes.experts_of_layer(spec)
     whole = model.num_layer_norm_parameters + model.hidden_size * model.experts.num
@@ -531,9 +598,11 @@ def layer_parameters(spec: RunSpec) -> int:
 
 
 def stage_parameters(spec: RunSpec, *, stage: int) -> int:
-    """Parameters of a stage on one TP rank: its layers / tp (norms whole), embedding on the first
-    stage, head and last norm on the last; a tied head is a copy of the embedding there unless one
-    stage has both.
+    """Count the parameters of a stage on one TP rank.
+
+    Matrices of layers are divided by tp, norms are not. The first stage has the embedding, and the
+    last has the head and the last norm. A tied head is a copy of the embedding, unless one stage
+    has both.
     """
     model, tp = spec.model, spec.parallel.tp
     count = expert_sizes.sum_over(spec, [stage], layer_parameters)

@@ -1,6 +1,7 @@
-"""Sizes of a mixture of experts on a rank, and sums over the layers of a stage that has both kinds.
+"""Sizes of mixture-of-experts layers on a rank, and sums over the layers of a stage.
 
-load: rows of the rank over the mean EP rank's (`cost.expert_load`), as telemetry reports them.
+A stage may have layers with experts and layers without. The parameter `load` is the number of rows
+on the rank over the mean EP rank's (`cost.expert_load`); telemetry reports it.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,21 +11,31 @@ from wlb.spec import ModelSpec, RunSpec
 
 
 def experts_of_layer(spec: RunSpec) -> int:
-    """Parameters of a layer's experts on one EP rank, without router and shared experts."""
+    """Count the parameters of a layer's experts on one EP rank.
+
+    The router and shared experts are not included.
+    """
     experts = spec.model.experts
     return experts.num * 3 * spec.model.hidden_size * experts.hidden_size // spec.parallel.ep
 
 
 def layer_kinds(spec: RunSpec) -> list[tuple[RunSpec, tuple[int, ...]]]:
-    """Of each kind of layer (`ModelSpec.layer_kinds`), `spec` with such layers alone, by which a
-    layer's sizes are computed, and how many of them each stage has.
+    """Return each kind of layer (`ModelSpec.layer_kinds`) and how many of it each stage has.
+
+    A kind is given as `spec` with a model that has only such layers, so that functions of one layer
+    can take it.
     """
     kinds = [replace(spec, model=kind.model) for kind in spec.model.layer_kinds]
     return list(zip(kinds, spec.stage_kind_layers, strict=True))
 
 
 def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int]:
-    """Of each stage, the sum over its layers of `of_layer`, which is given one of `layer_kinds`."""
+    """Return for each stage the sum over its layers of `of_layer`.
+
+    Args:
+        spec: The run.
+        of_layer: Size of one layer; its argument is a run with one kind of layer (`layer_kinds`).
+    """
     sums = [0] * spec.num_stages
     for kind, counts in layer_kinds(spec):
         of_kind = int(of_layer(kind))
@@ -33,14 +44,15 @@ def sums_by_stage(spec: RunSpec, of_layer: Callable[[RunSpec], int]) -> list[int
 
 
 def sum_over(spec: RunSpec, stages: Iterable[int], of_layer: Callable[[RunSpec], int]) -> int:
-    """The sum over the layers of some stages of `of_layer`, as in `sums_by_stage`."""
+    """Return the sum of `of_layer` over the layers of some stages; see `sums_by_stage`."""
     sums = sums_by_stage(spec, of_layer)
     return sum(sums[stage] for stage in stages)
 
 
 def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
-    """The `layer_kinds` that some stages have. Stages without layers count as having the model's
-    last one.
+    """Return the `layer_kinds` that some stages have.
+
+    Stages without layers get the kind of the model's last layer.
     """
     chosen, kinds = list(stages), layer_kinds(spec)
     found = tuple(kind for kind, counts in kinds if any(counts[stage] for stage in chosen))
@@ -50,8 +62,15 @@ def kinds_of(spec: RunSpec, stages: Iterable[int]) -> tuple[RunSpec, ...]:
 
 
 def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
-    """Parameters that a rank stores of `count` on a TP rank, with experts in `layers` layers:
-    FSDP's shard, of experts that of the ranks with equal experts.
+    """Count the parameters that a rank stores under FSDP.
+
+    Experts are sharded over the ranks that have the same experts, other parameters over all ranks
+    of a copy.
+
+    Args:
+        spec: The run.
+        count: Parameters on a TP rank.
+        layers: Layers with experts among them.
     """
     experts = layers * experts_of_layer(spec)
     equal = sharing_ranks(spec)
@@ -59,18 +78,20 @@ def stored_parameters(spec: RunSpec, count: int, layers: int) -> int:
 
 
 def sharing_ranks(spec: RunSpec) -> int:
-    """Ranks of one copy of the parameters that hold equal experts, which FSDP shards over them."""
+    """Count the ranks in one copy of the parameters that have the same experts and shard them."""
     return spec.shard_size * spec.parallel.tp // spec.parallel.ep
 
 
 def divides_experts(spec: RunSpec) -> bool:
-    """Whether several ranks hold equal experts: FSDP shards them, or adds up their copies."""
+    """Return whether several ranks have the same experts, which FSDP then shards or sums."""
     return bool(spec.model.experts.num) and spec.parallel.expert_ranks > spec.parallel.ep
 
 
 def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Values of a token that MLPs keep for backward: gate, up and their product. Experts keep its
-    copies instead of the product, which they compute again.
+    """Count the values of one token that the MLP saves for backward.
+
+    These are gate, up and their product. Experts save the token's rows instead of the product,
+    which they recompute.
     """
     experts = model.experts
     if not experts.num:
@@ -80,24 +101,26 @@ def mlp_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def z_loss_values(model: ModelSpec) -> int:
-    """Float32 values of a token that the router's z-loss keeps for backward: its logits and their
-    logsumexp.
+    """Count the float32 values of one token that the router's z-loss saves.
+
+    These are its logits and their logsumexp.
     """
     has_loss = model.experts.num > 0 and model.experts.z_loss > 0
     return has_loss * (model.experts.num + 1)
 
 
 def order_bytes(model: ModelSpec, *, is_recomputed: bool, load: float = 1.0) -> int:
-    """Bytes a token of the indices that order rows, on both sides of an exchange, which autograd
-    functions keep under any recompute. A recomputed layer also keeps the chosen experts, in 16
-    bits. Indices on the experts' side, one for each direction, grow with `load`.
+    """Return the bytes per token of the indices that reorder rows before and behind an exchange.
+
+    Autograd functions save them under any recompute. A recomputed layer also saves the chosen
+    experts in 16 bits. The indices on the experts' side, one for each direction, grow with `load`.
     """
     copies = bool(model.experts.num) * model.experts.per_token
     return round(copies * (8 + 2 * is_recomputed + 2 * 8 * load))
 
 
 def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Hidden values of a token in an MLP, or in the experts that compute it."""
+    """Count the hidden values of one token in an MLP, or in the experts that compute it."""
     if not model.experts.num:
         return model.ffn_hidden_size
     shared = model.experts.shared_hidden_size
@@ -105,8 +128,10 @@ def hidden_values(model: ModelSpec, *, load: float = 1.0) -> int:
 
 
 def exchanged_values(model: ModelSpec, *, load: float = 1.0) -> int:
-    """Values of a token's copies in backward: rows and gradients before and after an exchange, in
-    two orders; all are taken to be on the rank that has `load`.
+    """Count the values of one token's rows in the backward of an exchange.
+
+    These are rows and gradients before and after the exchange, in two orders. All of them are
+    assumed to be on the most loaded rank.
     """
     values = bool(model.experts.num) * 4 * model.experts.per_token * model.hidden_size
     return round(load * values)

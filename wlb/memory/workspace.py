@@ -2,8 +2,8 @@
 
 Shapes were read in the sources: flash-attn 2.8.3 (csrc/flash_attn/flash_api.cpp, mha_varlen_bwd;
 torch has the same lines), FlashAttention-3 (hopper/flash_api.cpp, mha_bwd, August 2026) and
-FlashAttention-4 (flash_attn/cute/interface.py, _flash_attn_bwd, 4.0.0b36). None was measured on a
-GPU. Forward needs no workspace: we never split keys.
+FlashAttention-4 (flash_attn/cute/interface.py, _flash_attn_bwd, 4.0.0b36). They were not measured
+on a GPU. Forward needs no workspace, because wlb never uses split-KV.
 """
 
 from collections.abc import Iterator
@@ -15,27 +15,24 @@ from wlb.spec import AttentionBackend
 HOPPER_SMS = 132
 """Streaming multiprocessors of an H100 SXM and an H200; a B200 has 148."""
 MOST_HEAD_SIZE = 256
+"""Largest head size that FlashAttention supports."""
 _FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """Size of one variable-length call on a rank.
+    """Size of one variable-length attention call on a rank."""
 
-    num_queries, num_keys: rows over all segments; max_q, max_k: of the longest. Heads are those of
-    the TP rank. value_bytes: of one value of q, k and v. is_causal: False for the calls of
-    `cp.overlap_stages` over other ranks' keys, which have no mask.
-    """
-
-    num_segments: int
-    num_queries: int
-    num_keys: int
-    max_q: int
-    max_k: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    value_bytes: int = 2
+    num_segments: int  # segments of the call
+    num_queries: int  # query rows of all segments
+    num_keys: int  # keys of all segments
+    max_q: int  # query rows of the longest segment
+    max_k: int  # keys of the longest segment
+    num_heads: int  # query heads on the TP rank
+    num_kv_heads: int  # KV heads on the TP rank
+    head_size: int  # size of a head
+    value_bytes: int = 2  # bytes of one value of Q, K and V
+    # False for calls over other ranks' keys (`cp.overlap_stages`), which have no mask
     is_causal: bool = True
 
     def __post_init__(self) -> None:
@@ -53,11 +50,18 @@ def attention_workspace_bytes(
     num_sms: int = HOPPER_SMS,
     compute_major: int = 9,
 ) -> int:
-    """Workspace of one backward call. num_sms, compute_major: of the GPU; 10 is a B200.
+    """Return the workspace of one backward call in bytes.
 
-    sdpa counts nothing: it is for CPU, float32 and heads above `MOST_HEAD_SIZE`, which the others
-    refuse. `auto` counts the largest of the others, because plans are also made where no GPU tells
-    which of them it will take.
+    sdpa counts nothing: it is used on CPU, in float32 and for heads above `MOST_HEAD_SIZE`, which
+    the other kernels refuse. `auto` counts the largest of the others, because plans are also made
+    on machines without a GPU, where the choice is not known.
+
+    Args:
+        backend: The attention kernel.
+        call: Size of the call.
+        deterministic: Whether the kernel must be deterministic.
+        num_sms: Streaming multiprocessors of the GPU.
+        compute_major: Compute capability of the GPU; 9 is Hopper, 10 a B200.
     """
     if call.head_size > MOST_HEAD_SIZE:
         return 0
@@ -78,10 +82,16 @@ def attention_workspace_bytes(
 def most_attention_workspace_bytes(
     backend: AttentionBackend, call: AttentionCall, *, deterministic: bool
 ) -> int:
-    """The most over all calls of 1 to `call.num_segments` segments, else as large as `call`; of one
-    without a mask also over causal ones, because a rank that makes such calls makes both.
+    """Return the largest workspace of any call that is at most as large as `call`.
 
-    More segments need more rows of padding, but FlashAttention-2 keeps fewer deterministic copies.
+    All numbers of segments from 1 to `call.num_segments` are considered: more segments need more
+    padding rows, but FlashAttention-2 needs fewer deterministic copies. If `call` has no mask,
+    causal calls are considered too, because a rank that makes such calls makes both.
+
+    Args:
+        backend: The attention kernel.
+        call: The largest call.
+        deterministic: Whether the kernel must be deterministic.
     """
     masks = {True, call.is_causal}
     numbers = _most_segments_by_copies(call)
@@ -90,7 +100,7 @@ def most_attention_workspace_bytes(
 
 
 def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
-    """For each possible number of deterministic copies the most segments that have as many."""
+    """Yield, for each possible number of deterministic copies, the most segments that need it."""
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):
         most = (-(-HOPPER_SMS // (copies - 1)) - 1) // call.num_heads
@@ -99,12 +109,12 @@ def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
 
 
 def deterministic_copies(num_segments: int, num_heads: int, *, num_sms: int = HOPPER_SMS) -> int:
-    """Float32 copies of dQ that FlashAttention-2's deterministic backward adds up afterwards."""
+    """Return how many float32 copies of dQ FlashAttention-2 adds up in deterministic backward."""
     return -(-num_sms // (num_segments * num_heads))
 
 
 def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
-    """softmax_d, dq_accum and, with grouped heads, dK and dV of every query head."""
+    """FlashAttention-2: softmax_d, dq_accum; with grouped heads dK and dV of every query head."""
     copies = 1
     if deterministic:
         copies = deterministic_copies(call.num_segments, call.num_heads, num_sms=num_sms)
@@ -117,7 +127,7 @@ def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
 
 
 def _flash3(call: AttentionCall, deterministic: bool) -> int:
-    """softmax_d, softmax_lse_log2, dq_accum, dk_accum, dv_accum and the semaphores."""
+    """FlashAttention-3: softmax_d, softmax_lse_log2, dq_accum, dk_accum, dv_accum, semaphores."""
     head_size = next(size for size in (64, 96, 128, 192, 256) if call.head_size <= size)
     block_q = 128 if head_size == 64 else _hopper_rows(head_size, call.is_causal)
     block_k = {192: 96, 256: 80}.get(head_size, 128)
@@ -132,7 +142,7 @@ def _flash3(call: AttentionCall, deterministic: bool) -> int:
 
 
 def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int:
-    """dpsum, lse_log2, dq_accum, dk_accum, dv_accum and the semaphores."""
+    """FlashAttention-4: dpsum, lse_log2, dq_accum, dk_accum, dv_accum, semaphores."""
     is_hopper = compute_major == 9
     if call.head_size == 256 and not is_hopper:
         # This head size has its own kernel, which uses no accumulators.
@@ -151,12 +161,16 @@ def _flash4(call: AttentionCall, deterministic: bool, compute_major: int) -> int
 
 
 def _hopper_rows(head_size: int, is_causal: bool) -> int:
-    """Query rows of a tile of heads above 64, in FlashAttention-3 and -4."""
+    """Return the query rows of a tile in FlashAttention-3 and -4, for heads above 64."""
     return 80 if 96 < head_size <= 128 and not is_causal else 64
 
 
 def _flash4_blocks(call: AttentionCall, is_hopper: bool) -> tuple[int, int, int, int]:
-    """(query rows, key rows, thread blocks of a cluster, step of head sizes) of the tiles."""
+    """Return the tile shape of FlashAttention-4.
+
+    Returns:
+        Query rows, key rows, thread blocks of a cluster, and the multiple of head sizes.
+    """
     head_size = call.head_size
     if not is_hopper:
         return 128, 128, 2 if head_size >= 128 else 1, 32
@@ -176,8 +190,10 @@ def _accumulators(
     semaphores_q: int,
     semaphores_k: int,
 ) -> int:
-    """Two float32 numbers a query row, dQ, with grouped heads dK and dV; all in padded rows, and
-    32-bit semaphores of a head and a segment.
+    """Return the bytes of accumulators in padded rows and of semaphores.
+
+    Each query row of a head has two float32 numbers and dQ. With grouped heads, keys have dK and
+    dV. Semaphores are 32-bit integers for each head and segment.
     """
     numbers = call.num_heads * (rows_q * (2 + head_size) + call.num_segments * semaphores_q)
     if call.num_heads != call.num_kv_heads:

@@ -42,7 +42,7 @@ from wlb.spec import ExchangeChoice, Remainder, RunSpec, Strategy
 WORK_FOR_TOKENS = 1.001
 WORK_FOR_UNEVEN_TOKENS = 1.005
 EVEN_TOKENS = 1.05
-"""Memory is planned for pipelines of at most 1 / DEALT_MARGIN = 1.14 times the mean's tokens
+"""Memory is planned for pipelines of at most 1 / UNEVEN_TOKENS = 1.14 times the mean's tokens
 (`wlb.memory`); 0.1% of work alone leaves up to 1.2."""
 MAX_PAIRS = 1 << 22
 """Most exchanges that are evaluated; bounds the time if pipelines have hundreds of

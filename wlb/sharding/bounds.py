@@ -106,13 +106,13 @@ class _LeastWaits:
         if self.all_attention is not None:
             # Stages hide behind attention over those before them, at most behind all of it.
             forward, backward = self.all_attention
-            hidden = self.hidden.again + self.hidden.back + backward
-            waits = there - self.hidden.there - forward, again + back - hidden
+            hidden = self.hidden.repeated + self.hidden.gradients + backward
+            waits = there - self.hidden.forward - forward, again + back - hidden
             return sum(max(0.0, ns) for ns in waits)
         waits = (
-            there - self.hidden.there - self.own[0],
-            again - self.hidden.again,
-            back - self.hidden.back - self.own[1],
+            there - self.hidden.forward - self.own[0],
+            again - self.hidden.repeated,
+            back - self.hidden.gradients - self.own[1],
         )
         return sum(max(0.0, ns) for ns in waits)
 
