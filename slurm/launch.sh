@@ -25,11 +25,11 @@ if [[ ! ${ON_FAILURE:=end} =~ ^(end|requeue)$ ]]; then
     exit 2
 fi
 
-# USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at pre-emption; TERM
+# USR1 comes to this shell alone (--signal=B:USR1@120), before the time limit and at preemption; TERM
 # comes with scancel. Either way the ranks agree on a step after which they save and end.
 stop_file='' asked=no again=no
 ask() { echo "$(date -Is) $1: asking the ranks to save and end"; again=$2 asked=yes; [ -z "$stop_file" ] || touch "$stop_file"; }
-trap 'ask "time limit or pre-emption" yes' USR1
+trap 'ask "time limit or preemption" yes' USR1
 trap 'ask "cancelled or out of time" no' TERM
 
 source slurm/environment.sh
@@ -73,9 +73,9 @@ code=0 did=saved before=$(newest || true)
 if [ "${DOCTOR:-quick}" != no ]; then on_ranks 0 doctor --quick; fi
 if ((code == 3)); then echo "the nodes are not fit to train; DOCTOR=no sbatch ... does without this examination"; fi
 ((code)) || { on_ranks 1 train --resume auto && explain; }
-((code == 0)) || did="pre-empted before it could save"
+((code == 0)) || did="preempted before it could save"
 
-# A pre-emption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
+# A preemption may be signalled to the ranks alone and kills ranks that still load, so Slurm's record of the job decides.
 if [[ $(scontrol show job -o "$SLURM_JOB_ID") == *" PreemptTime=2"* ]]; then
     again=yes
 elif ((code)); then

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -109,9 +110,7 @@ def _documented(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_docstrings(value: type[Any]) -> str:
-    """Returns the docstrings of a class and of the fields that have one, or a comment behind
-    them.
-    """
+    """Returns the docstring of a class, and what explains its fields behind, above or below them."""
     source = textwrap.dedent(inspect.getsource(value))
     (node,) = ast.parse(source).body
     assert isinstance(node, ast.ClassDef)
@@ -120,7 +119,9 @@ def _own_docstrings(value: type[Any]) -> str:
     for field in node.body:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             _, mark, comment = lines[(field.end_lineno or 0) - 1].partition("  # ")
-            found += [f"{field.target.id}: {comment}"] * bool(mark)
+            above = lines[field.lineno - 2].strip()
+            is_explained = bool(mark) or above.startswith("# ")
+            found += [f"{field.target.id}: {comment or above}"] * is_explained
     for before, here in itertools.pairwise(node.body):
         match before, here:
             case (
@@ -199,14 +200,30 @@ def test_wheel_and_sdist_hold_what_they_need(built: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.full
-def test_the_wheel_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
-    """The planner and `wlb plan` run with base dependencies only."""
-    (wheel,) = built.glob("wlb_llm-*.whl")
+def test_the_wheel_in_a_fresh_environment(tmp_path: Path) -> None:
+    """README's command builds and installs the wheel; README's example and `wlb plan` run then."""
+    files = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    clone = tmp_path / "clone"
+    for name in files:
+        if (ROOT / name).exists() and not name.startswith(("tests/", "experiments/")):
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
-    install = [str(python), "-m", "pip", "install", "--quiet", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    page = (ROOT / "README.md").read_text("utf-8")
+    (command,) = re.findall(r"<!-- wheel -->\n```\n(.+)\n```", page)
+    command = f"source {tmp_path}/env/bin/activate && {command}"
+    done = subprocess.run(["bash", "-c", command], cwd=clone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (example,) = re.findall(r"```python\n(.+?)```", page, re.DOTALL)
+    (printed,) = re.findall(r"<!-- output -->\n```\n(.+?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [str(python), "-c", example], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == printed, done.stderr
     done = subprocess.run(
         [str(python), "-c", PROGRAM], capture_output=True, text=True, cwd=tmp_path
     )

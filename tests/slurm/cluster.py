@@ -89,7 +89,7 @@ class Cluster:
     """Is a started Slurm.
 
     folder: its configuration, state and logs
-    user_signal: whether at a pre-emption Slurm sends the signal that a job asks for with --signal
+    user_signal: whether at a preemption Slurm sends the signal that a job asks for with --signal
         (the cluster's preempt_send_user_signal); without it, the ranks get SIGTERM
     """
 

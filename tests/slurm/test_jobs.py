@@ -1,4 +1,4 @@
-"""Tests jobs of `slurm/7b_128k.sh` on a real Slurm: trained, pre-empted, cancelled, refused.
+"""Tests jobs of `slurm/7b_128k.sh` on a real Slurm: trained, preempted, cancelled, refused.
 
 Others run out of time. Each virtual node runs two ranks on the CPU. The job is the README's trial;
 what else Slurm does to a job is tried with a stand-in for Python, which starts at once.
@@ -172,7 +172,7 @@ def test_a_preempted_job_saves_is_requeued_and_resumes_to_the_same_losses(
     assert 2 <= int(stopped) < STEPS
     in_order = [
         f"job {job}, start 1 at commit",
-        "time limit or pre-emption: asking the ranks to save and end",
+        "time limit or preemption: asking the ranks to save and end",
         f"stopped after step {stopped} of {STEPS} by the stop file",
         "saved; requeued",
         f"job {job}, start 2 at commit",
@@ -358,6 +358,6 @@ def test_a_job_out_of_time_is_requeued(lab: Lab, out_of_time: int) -> None:
     ended = lab.cluster.ended(out_of_time, within_s=WITHIN_S)
     log = lab.log(out_of_time)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
-    assert "time limit or pre-emption: asking" in log
+    assert "time limit or preemption: asking" in log
     assert "saw the stop file" in log
     assert "saved; requeued" in log

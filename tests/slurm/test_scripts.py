@@ -78,7 +78,7 @@ def launched(
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs launch.sh where srun writes its arguments and environment to files, does `also`, and
-    ends with `code`; scontrol says whether it was pre-empted. words: arguments, instead of a
+    ends with `code`; scontrol says whether it was preempted. words: arguments, instead of a
     preset.
     """
     job = "JobId=7 PreemptTime=" + ("2026-11-22T10:00:00" if preempted else "None")

@@ -32,7 +32,13 @@ from wlb.packing.study.tune import (
 )
 from wlb.plan import check_at_least, check_between
 from wlb.report.packing.plots import tuning_figure
-from wlb.report.packing.choice import Choice, choice_table, how_chosen, in_words, switch_verdict
+from wlb.report.packing.choice import (
+    PackingChoice,
+    choice_table,
+    how_chosen,
+    in_words,
+    switch_verdict,
+)
 from wlb.report.packing.tables import tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.simulate import simulate_run
@@ -141,9 +147,9 @@ def run(options: argparse.Namespace) -> int:
     if output.write_json(options, data):
         return 0
     choices = (
-        Choice("usual loader", usual_row, 1.0),
-        Choice(f"{options.name} as it is set", own_row, 1 - hours["own"]),
-        Choice("recommended", best.summary, 1 - hours["recommended"]),
+        PackingChoice("usual loader", usual_row, 1.0),
+        PackingChoice(f"{options.name} as it is set", own_row, 1 - hours["own"]),
+        PackingChoice("recommended", best.summary, 1 - hours["recommended"]),
     )
     screen = console(markup=False)
     screen.print(switch_verdict(options.name, switch, steps=len(sample)))

@@ -19,7 +19,7 @@ FINE = 0.0025
 """Standard error of a saving, as a share of GPU hours, below which more steps are not proposed."""
 
 
-class Choice(NamedTuple):
+class PackingChoice(NamedTuple):
     """A packing that a user can choose."""
 
     name: str
@@ -68,7 +68,7 @@ def _rounded_up(number: float) -> int:
     return ceil(number / unit) * unit
 
 
-def choice_table(choices: Sequence[Choice]) -> Table:
+def choice_table(choices: Sequence[PackingChoice]) -> Table:
     """The choices side by side; the last one, which is recommended, in bold."""
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
