@@ -1,7 +1,7 @@
-"""Integer arrays as the records of `wlb.plan` hold them: int64, one axis, read-only.
+"""Integer arrays in the form that all records of `wlb.plan` use: int64, one axis, read-only.
 
-All values by which plans are compared are integers, so that hosts which make the same plan hold the
-same bytes (`digest`).
+Plans are compared by integers only. Hosts that make the same plan therefore have the same bytes,
+and the same `digest`.
 """
 
 import hashlib
@@ -21,14 +21,18 @@ BoolArray = npt.NDArray[np.bool_]
 IntLike = Sequence[int] | npt.NDArray[Any]
 
 MOST_INT32 = 2**31 - 1
-"""Most rows that kernels' int32 offsets reach."""
+"""Most rows that the int32 offsets of attention kernels can address."""
 
 DIGEST_BITS = 60
-"""A digest is cut to 60 bits, so that it travels exactly as four float64 chunks of 15 bits."""
+"""A digest has 60 bits, so that an all-reduce carries it exactly as four float64 values of 15
+bits."""
 
 
 def int_array(name: str, values: IntLike) -> IntArray:
-    """A read-only int64 copy of `values` (shape [n]); UserError if they are not whole numbers."""
+    """Return a read-only int64 copy of `values` (shape [n]); UserError for anything but integers.
+
+    Floats without a fraction count as integers.
+    """
     try:
         array = np.asarray(values)
     except ValueError as error:
@@ -40,7 +44,7 @@ def int_array(name: str, values: IntLike) -> IntArray:
             f"{name} is a {type(values).__name__}, which has no length or order of its own; give a "
             f"list, such as list({name})"
         )
-    # Beside integers NumPy makes True a 1.
+    # NumPy converts True to 1 in a list that also has integers.
     if isinstance(values, list | tuple) and bool in set(map(type, cast("list[Any]", values))):
         raise UserError(f"{name} holds True or False; give whole numbers")
     if array.ndim != 1:
@@ -62,10 +66,16 @@ def int_array(name: str, values: IntLike) -> IntArray:
 
 
 def whole_number(name: str, value: object, minimum: int | None = None, remedy: str = "") -> int:
-    """`value` as a plain int; UserError for a float, a string, or what is below `minimum`.
+    """Return `value` as a plain int; UserError for floats, text, or values below `minimum`.
 
-    NumPy's scalars become ints: their arithmetic rounds and wraps, which would change a plan, and
-    JSON has none of them. remedy: ends the message of a number that is too small.
+    NumPy scalars become ints. Their arithmetic rounds and overflows, which would change a plan, and
+    JSON has none of them.
+
+    Args:
+        name: What messages call the value.
+        value: Anything that a caller passed.
+        minimum: Least valid number. None means that every whole number is valid.
+        remedy: Text that ends the message of a number that is too small.
     """
     try:
         number = int(operator.index(cast(SupportsIndex, value)))
@@ -79,9 +89,9 @@ def whole_number(name: str, value: object, minimum: int | None = None, remedy: s
 
 
 def hold_whole(record: object, **minimum: int | None) -> None:
-    """Make these fields of a frozen dataclass plain ints of at least `minimum` (`whole_number`).
+    """Convert these fields of a frozen dataclass to plain ints of at least `minimum`.
 
-    A field that is None stays so.
+    A field that is None stays None.
     """
     for name, least in minimum.items():
         if (value := getattr(record, name)) is not None:
@@ -89,7 +99,7 @@ def hold_whole(record: object, **minimum: int | None) -> None:
 
 
 def check_at_least(name: str, value: float, minimum: float, remedy: str = "") -> None:
-    """UserError naming a number that is below `minimum`, or NaN. remedy: ends the message."""
+    """Raise a UserError that names a number below `minimum`, or NaN. `remedy` ends the message."""
     if not value >= minimum:
         raise UserError(f"{name} = {value} must be at least {minimum}{remedy}")
 
@@ -97,40 +107,42 @@ def check_at_least(name: str, value: float, minimum: float, remedy: str = "") ->
 def check_between(
     name: str, value: float, low: float, high: float, *, closed: bool = False
 ) -> None:
-    """UserError naming a number outside [low, high), or [low, high] where `closed`."""
+    """Raise a UserError that names a number outside [low, high), or [low, high] if `closed`."""
     if not (low <= value < high or (closed and value == high)):
         raise UserError(f"{name} = {value} must be in [{low}, {high}{']' if closed else ')'}")
 
 
 def check_minimum(name: str, array: IntArray, minimum: int) -> None:
-    """UserError naming the first entry of `array` (shape [n]) that is below `minimum`."""
+    """Raise a UserError that names the first entry of `array` (shape [n]) below `minimum`."""
     if (i := first_true(array < minimum)) is not None:
         raise UserError(f"{name}[{i}] = {array[i]} must be at least {minimum}")
 
 
 def first_true(mask: BoolArray) -> int | None:
-    """The first index at which `mask` (shape [n]) holds, or None."""
+    """Return the first index at which `mask` (shape [n]) is true, or None."""
     found = np.flatnonzero(mask)
     return int(found[0]) if found.size else None
 
 
 def offsets_of(counts: IntLike) -> IntArray:
-    """Running offsets `[0, c0, c0 + c1, ...]` (shape [n + 1]) of `counts` (shape [n])."""
+    """Return running offsets `[0, c0, c0 + c1, ...]` (shape [n + 1]) of `counts` (shape [n])."""
     out = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(np.asarray(counts, np.int64), out=out[1:])
     return out
 
 
 def distinct(values: IntArray) -> IntArray:
-    """The distinct values in ascending order, as `np.unique`, which hashes integers and takes
-    hundreds of times as long where `values` (shape [n]) is nearly sorted.
+    """Return the distinct values in ascending order.
+
+    `np.unique` gives the same, but hashes integers. Where `values` (shape [n]) is nearly sorted, it
+    takes hundreds of times as long.
     """
     ordered = np.sort(values, kind="stable")
     return ordered[np.append(np.ones(min(1, ordered.size), bool), ordered[1:] != ordered[:-1])]
 
 
 def digest(*parts: str | int | IntArray) -> int:
-    """A 60-bit digest of integer arrays, integers and names; equal bytes give equal digests."""
+    """Return a 60-bit hash of integer arrays, integers and names; equal bytes give equal hashes."""
     h = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, np.ndarray):

@@ -1,9 +1,9 @@
 """Documents, and the pieces of them that are trained.
 
-A `GlobalBatch` brings `Documents`; packers place `Pieces`. A piece is a whole document or, where a
-document is longer than the context window, one contiguous part of it. A piece restarts attention
-and positions; the label of its last token is the document's next token, so the number of valid
-labels does not depend on how documents were cut.
+A `GlobalBatch` brings `Documents`, and packers place `Pieces`. A piece is a whole document or,
+where a document is longer than the context window, one contiguous part of it. Each piece has an
+attention mask and positions of its own. The label of a piece's last token is the document's next
+token, so the number of labels does not depend on where documents are cut.
 """
 
 from collections.abc import Iterable
@@ -18,42 +18,46 @@ from wlb.plan.errors import UserError
 IGNORE = -100
 """Label of a token that is not trained."""
 UNCOUNTED = -1
-"""num_targets where only some tokens are trained: `wlb.planner` counts a step's labels once, in the
-store, when its plan leaves."""
+"""Value of `num_targets` for documents of which only some tokens are trained. `wlb.planner` reads
+the labels from the store and counts them once, when it returns the step's plan."""
 _NAMES_IN_FILES = {"arrival_step": "arrival"}
-"""Columns that were renamed after files had been written."""
+"""Columns that files store under another name than the field, because the field was renamed
+later."""
 _Ids = TypeVar("_Ids", int, IntArray)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentIds:
-    """Ids of a source's documents over all epochs: epoch * num_documents + row.
+    """Ids of a source's documents over all epochs: id = epoch * num_documents + row."""
 
-    num_documents: of the source, or of all sources of a blend.
-    """
-
-    num_documents: int
+    num_documents: int  # documents of the source, or of all sources of a blend together
 
     def of(self, epoch: int | IntArray, row: IntArray) -> IntArray:
-        """The ids of rows (shape [n]) in an epoch, or each in its own."""
+        """Return the ids of documents in an epoch.
+
+        Args:
+            epoch: One epoch for all, or one for each row (shape [n]).
+            row: Places of the documents in the source, shape [n].
+        """
         return epoch * self.num_documents + row
 
     def row(self, document: _Ids) -> _Ids:
-        """Where documents are in the source, whatever the epoch."""
+        """Return the place of each document in the source, which is the same in every epoch."""
         return document % self.num_documents
 
 
 class _Columns:
-    """A struct of arrays: equal-length int64 columns, selected and joined together.
+    """A struct of arrays: int64 columns of equal length that are selected and joined together.
 
-    Rows that are selected from valid ones are valid, so `take`, `slice` and `concat` do not check
-    again: a packer does a dozen of them a step.
+    `take`, `slice` and `concat` do not validate their result, because rows selected from valid rows
+    are valid, and a packer calls them a dozen times a step.
     """
 
     __slots__ = ()
     _names: ClassVar[tuple[str, ...]]
 
     def _freeze(self) -> None:
+        """Convert the columns to read-only int64 arrays and check that they are equally long."""
         sizes: dict[str, int] = {}
         for name in self._names:
             column = int_array(f"{type(self).__name__}.{name}", getattr(self, name))
@@ -64,7 +68,7 @@ class _Columns:
 
     @classmethod
     def _of_valid(cls, columns: Iterable[IntArray]) -> Self:
-        """A record of columns that are known to be valid, in the order of `_names`."""
+        """Make a record of valid columns, given in the order of `_names`, without checking them."""
         record = object.__new__(cls)
         for name, column in zip(cls._names, columns, strict=True):
             column.flags.writeable = False
@@ -72,6 +76,7 @@ class _Columns:
         return record
 
     def columns(self) -> dict[str, IntArray]:
+        """Return the columns by name."""
         return {name: getattr(self, name) for name in self._names}
 
     def __len__(self) -> int:
@@ -86,15 +91,17 @@ class _Columns:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def take(self, index: IntLike) -> Self:
-        """The rows at `index` (shape [m]), in that order."""
+        """Return the rows at `index` (shape [m]), in that order."""
         rows = np.asarray(index, np.int64)
         return self._of_valid(getattr(self, name)[rows] for name in self._names)
 
     def slice(self, start: int, stop: int) -> Self:
+        """Return the rows [start, stop)."""
         return self._of_valid(getattr(self, name)[start:stop] for name in self._names)
 
     @classmethod
     def concat(cls, *parts: Self) -> Self:
+        """Join records one after the other."""
         if not parts:
             return cls._of_valid(np.zeros(0, np.int64) for _ in cls._names)
         return cls._of_valid(
@@ -103,22 +110,19 @@ class _Columns:
 
     @classmethod
     def empty(cls) -> Self:
+        """Return a record without rows."""
         return cls.concat()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Documents(_Columns):
-    """Documents in stream order; every column has shape [num_documents].
-
-    id: unique within `source` over the whole run (`DocumentIds`). length: tokens, at least 1.
-    num_targets: tokens that carry a label, or UNCOUNTED. source: which corpus.
-    """
+    """Documents in stream order; every column has shape [num_documents]."""
 
     _names: ClassVar[tuple[str, ...]] = ("id", "length", "num_targets", "source")
-    id: IntArray
-    length: IntArray
-    num_targets: IntArray
-    source: IntArray
+    id: IntArray  # unique within `source` over the whole run (`DocumentIds`)
+    length: IntArray  # tokens, at least 1
+    num_targets: IntArray  # tokens that have a label, or UNCOUNTED
+    source: IntArray  # number of the corpus
 
     def __post_init__(self) -> None:
         self._freeze()
@@ -134,7 +138,12 @@ class Documents(_Columns):
 
     @classmethod
     def from_lengths(cls, lengths: IntLike, *, first_id: int = 0) -> "Documents":
-        """Plain pre-training documents: every token but a document's last one has a label."""
+        """Make pre-training documents, in which every token but the last one has a label.
+
+        Args:
+            lengths: Tokens of each document, shape [n].
+            first_id: Id of the first document; the others count up from it.
+        """
         length = int_array("lengths", lengths)
         check_minimum("lengths", length, 1)
         return cls(
@@ -151,7 +160,7 @@ class Documents(_Columns):
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of document `document` of corpus `source`; columns as in `Pieces`."""
+    """One row of `Pieces`: tokens [start, stop) of a document, with the same fields."""
 
     document: int
     start: int
@@ -163,12 +172,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pieces(_Columns):
-    """Contiguous parts [start, stop) of documents; every column has shape [num_pieces].
-
-    document: its id. num_targets: tokens that carry a label, or UNCOUNTED. source: number of the
-    corpus it is from. arrival_step: the step that was next when the piece's global batch came, from
-    which its delay counts.
-    """
+    """Contiguous parts of documents, one row each. All columns have shape [num_pieces]."""
 
     _names: ClassVar[tuple[str, ...]] = (
         "document",
@@ -178,17 +182,18 @@ class Pieces(_Columns):
         "source",
         "arrival_step",
     )
-    document: IntArray
-    start: IntArray
-    stop: IntArray
-    num_targets: IntArray
-    source: IntArray
+    document: IntArray  # id of the document that the piece is a part of
+    start: IntArray  # first token, counted from the document's beginning
+    stop: IntArray  # token behind the last one
+    num_targets: IntArray  # tokens that have a label, or UNCOUNTED
+    source: IntArray  # number of the document's corpus
+    # step for which the piece's global batch was read; delay counts from here
     arrival_step: IntArray
 
     def __post_init__(self) -> None:
         self._freeze()
         check_minimum("Pieces.start", self.start, 0)
-        # Without this a difference may be beyond 64 bits, and come out positive.
+        # Without this check, stop - start could overflow 64 bits and come out positive.
         check_minimum("Pieces.stop", self.stop, 1)
         check_minimum("Pieces.stop - start", self.stop - self.start, 1)
 
@@ -207,7 +212,7 @@ class Pieces(_Columns):
 
     @property
     def total_targets(self) -> int:
-        """Labels of all pieces; UserError where they are not counted."""
+        """Labels of all pieces; a UserError if some are not counted."""
         uncounted = np.flatnonzero(self.num_targets == UNCOUNTED)
         if uncounted.size:
             raise UserError(
@@ -218,13 +223,13 @@ class Pieces(_Columns):
 
     @classmethod
     def whole(cls, documents: Documents, *, arrival_step: int = 0) -> "Pieces":
-        """A piece for each document, all of it."""
+        """Make one piece of each whole document."""
         d, start = documents, np.zeros(len(documents), np.int64)
         arrived = np.full(len(documents), arrival_step, np.int64)
         return cls._of_valid([d.id, start, d.length, d.num_targets, d.source, arrived])
 
     def to_json(self) -> dict[str, list[int]]:
-        """Columns by their names in files, as plain lists."""
+        """Return the columns as plain lists, by the names that files use."""
         return {name: column.tolist() for name, column in self.file_columns().items()}
 
     @classmethod
@@ -233,30 +238,38 @@ class Pieces(_Columns):
         return cls.from_file_columns({n: int_array(n, values) for n, values in data.items()})
 
     def file_columns(self) -> dict[str, IntArray]:
-        """Columns by the names that they have in files."""
+        """Return the columns by the names that files use."""
         return {_NAMES_IN_FILES.get(name, name): column for name, column in self.columns().items()}
 
     @classmethod
     def from_file_columns(cls, columns: dict[str, Any]) -> "Pieces":
-        """Read what `file_columns` wrote; TypeError for a missing or unknown column."""
+        """Read what `file_columns` returned; TypeError for a missing or unknown column."""
         names = {in_files: name for name, in_files in _NAMES_IN_FILES.items()}
         return cls(**{names.get(name, name): column for name, column in columns.items()})
 
 
 PIECES = {_NAMES_IN_FILES.get(f.name, f.name): [int] for f in fields(Pieces)}
-"""The schema (`wlb.plan.schema`) of pieces in files."""
+"""Schema (`wlb.plan.schema`) of pieces in files."""
 
 
 def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
-    """`pieces` in order, cut wherever one of the token `offsets` into their sequence falls.
+    """Cut a sequence of pieces at token offsets.
 
-    Every label is kept: the last token of a part that is not the piece's last one is labelled with
-    the piece's next token. Parts of an UNCOUNTED piece are UNCOUNTED. UserError for a piece that is
-    known to have labels on only some of its tokens, because each part's share is not known here.
+    No label is lost: the last token of a part keeps the piece's next token as its label. Parts of
+    an UNCOUNTED piece are UNCOUNTED.
+
+    Args:
+        pieces: Pieces in order, taken as one sequence of tokens.
+        offsets: Where to cut, counted from the beginning of the sequence.
+
+    Raises:
+        UserError: A piece to be cut has labels on only some tokens. How many of them fall into each
+            part is known to the store alone.
     """
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if ends.size else 0
     cuts = np.asarray(offsets, np.int64)
+    # Every part lies between two neighbouring edges: ends of pieces, and cuts inside of them.
     edges = distinct(np.concatenate([[0], ends, cuts[(cuts > 0) & (cuts < total)]]))
     row = np.searchsorted(ends, edges[:-1], side="right")
     begin = pieces.start[row] + edges[:-1] - (ends - pieces.length)[row]
@@ -264,6 +277,7 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
     is_last = edges[1:] == ends[row]
     unlabelled = (pieces.length - pieces.num_targets)[row]
     is_counted = pieces.num_targets[row] != UNCOUNTED
+    # A plain pre-training piece lacks a label on one token at most.
     partial = np.flatnonzero((unlabelled > 1) & ~is_last & is_counted)
     if partial.size:
         piece = pieces[int(row[partial[0]])]
@@ -286,10 +300,14 @@ def cut_at(pieces: Pieces, offsets: IntLike) -> Pieces:
 def split_long(
     documents: Documents, *, window: int, long_documents: str, arrival_step: int = 0
 ) -> Pieces:
-    """Documents as pieces of at most `window` tokens, in order; nothing is dropped or truncated.
+    """Make pieces of at most `window` tokens from documents, in order, without dropping any token.
 
-    long_documents: "split" cuts a longer document every `window` tokens, "refuse" raises a
-    UserError that names it.
+    Args:
+        documents: Documents of any length.
+        window: Most tokens of a piece.
+        long_documents: What to do with a longer document: "split" cuts it every `window` tokens,
+            "refuse" raises a UserError that names it.
+        arrival_step: Step from which the pieces' delay counts.
     """
     whole = Pieces.whole(documents, arrival_step=arrival_step)
     long_rows = np.flatnonzero(documents.length > window)
@@ -303,6 +321,7 @@ def split_long(
         )
     if long_documents != "split":
         raise UserError(f'long_documents must be "split" or "refuse", got {long_documents!r}')
+    # Each long document is cut at window, 2 * window, ... tokens from its beginning.
     begins = np.cumsum(documents.length) - documents.length
     num_cuts = (documents.length[long_rows] - 1) // window
     nth = np.arange(int(num_cuts.sum())) - np.repeat(np.cumsum(num_cuts) - num_cuts, num_cuts) + 1
@@ -311,13 +330,8 @@ def split_long(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """Documents in shuffled order until N x C tokens (N micro-batches, C context window).
+    """Documents in shuffled order that fill N x C tokens (N micro-batches, C context window)."""
 
-    index: of the batch in the stream, from 0. documents: that it brings; none if the last one's
-    tail already filled it. is_last: the source knows that no batch follows, so that a policy need
-    not hold anything back.
-    """
-
-    index: int
-    documents: Documents
-    is_last: bool = False
+    index: int  # number of the batch in the stream, from 0
+    documents: Documents  # empty if the last document of an earlier batch already filled this one
+    is_last: bool = False  # no batch follows, so a policy need not let documents wait

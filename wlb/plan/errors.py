@@ -1,15 +1,15 @@
-"""Errors that are told in one line: what a user can mend, and what ends a run from outside."""
+"""Errors that are printed as one line: errors that a user can fix, and interruptions of a run."""
 
 MOST_CHARACTERS = 1000
-"""Longest message; a value of megabytes would hide the remedy."""
+"""Characters of the longest message. A value of megabytes would hide the remedy behind it."""
 _END = 300
 
 
 class UserError(ValueError):
     """Input that cannot work: a key, a file, an argument, a layout or a device.
 
-    The message has the value and the remedy, and commands print it without a traceback; the middle
-    of a very long one is left out. Any other ValueError is a defect of wlb and keeps its traceback.
+    The message has the value and the remedy. Commands print it without a traceback, and leave out
+    the middle of a very long one. Any other ValueError is a defect of wlb and keeps its traceback.
     """
 
     def __str__(self) -> str:
@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """`text`, without its middle if it has more than `most` characters."""
+    """Return `text`, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     gap = " [...] "
@@ -26,6 +26,8 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on for a reason outside of wlb: a full disk, a folder that is gone, a
-    process that was stopped. As of a UserError, the message is enough and no traceback is shown.
+    """A run that cannot continue for a reason outside of wlb.
+
+    Examples are a full disk, a folder that was removed, or a process that was stopped. As for a
+    UserError, commands print the message without a traceback.
     """

@@ -1,11 +1,15 @@
-"""ContextExchange: which rows of keys and values CP ranks bring each other, and in which stages.
+"""ContextExchange: which rows of keys and values CP ranks exchange, and in which stages.
 
-Queries of a span [start, stop) see keys [0, stop) of their document, with a sliding window of W
-keys [start - W + 1, stop). What a rank reads of other ranks' spans follows from the sharding alone.
-An exchange brings it in stages. Each stage is an all-to-all in which a rank sends ranges of its own
-rows to each other rank; an all-gather is one in which all ranks send the same rows to all.
-Planning makes the record, prices count its rows, and `wlb.parallel.context` executes it. Cost:
-arrays with an entry for each span and rank that reads it, without a loop over tokens.
+Queries of a span [start, stop) attend to the keys [0, stop) of their document or, with a sliding
+window of W keys, to [start - W + 1, stop). The rows that a rank reads of other ranks' spans
+therefore follow from the sharding alone, and ranks exchange no sizes.
+
+The rows travel in one or more stages. A stage is an all-to-all in which each rank sends ranges of
+its rows to the ranks that read them, or an all-gather in which every rank sends the same rows to
+all. The planner makes this record, the cost model counts its rows, and `wlb.parallel.context`
+executes it.
+
+Cost: arrays with one entry for each span and rank that reads it; no loop over tokens.
 """
 
 from collections.abc import Sequence
@@ -18,57 +22,66 @@ from wlb.plan.arrays import BoolArray, IntArray, offsets_of
 from wlb.plan.sharding import KeyExchange, ShardingPlan, ranges
 
 STAGE_ROWS = 128
-"""Rows of a kernel's tile of keys, of which stages have whole numbers."""
+"""Rows of a kernel's tile of keys. Stages are cut at multiples of it, so that no tile is half
+empty."""
 
 
 class RowRanges(NamedTuple):
-    """Ranges of rows on their way from one rank to another, sorted by the first three columns and
-    then by row. All columns have shape [n].
+    """Ranges of rows that travel from one rank to another; all columns have shape [n].
+
+    Sorted by stage, reader, holder and first row.
     """
 
     stage: IntArray  # stage of the exchange, from 0
-    reader: IntArray  # rank that gets the rows
-    holder: IntArray  # rank on which they lie
-    first: IntArray  # first row, counted from the begin of the holder's rows
+    reader: IntArray  # rank that receives the rows
+    holder: IntArray  # rank that sends them
+    first: IntArray  # first row, counted from the beginning of the holder's rows
     last: IntArray  # row behind the last one
-    piece: IntArray  # document whose keys they are; -1 for rows of any
+    piece: IntArray  # piece whose keys they are; -1 for rows of several pieces or padding
 
     def of(self, chosen: IntArray | BoolArray) -> "RowRanges":
-        """The ranges that a mask or indices select."""
+        """Return the ranges that a mask or indices select."""
         return RowRanges(*(column[chosen] for column in self))
 
     def sums(self, *columns: IntArray, shape: tuple[int, ...]) -> IntArray:
-        """Rows added up by these columns, whose values are below `shape`."""
+        """Sum the numbers of rows by the values of some columns.
+
+        Args:
+            *columns: Integer columns of shape [n].
+            shape: One more than the largest possible value of each column; the shape of the result.
+        """
         at = np.ravel_multi_index(columns, shape)
-        # Sums of rows are whole and far below 2^53, so that floats hold them.
+        # `bincount` sums floats. They are exact here, since the sums are far below 2^53.
         sums = np.bincount(at, weights=self.last - self.first, minlength=int(np.prod(shape)))
         return sums.astype(np.int64).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContextExchange:
-    """The exchange of one micro-batch's keys and values over its CP ranks, made by `exchange_of`.
-
-    By need `travels` are the ranges of `reads`, and with an all-gather all rows of all ranks.
-    """
+    """The exchange of one micro-batch's keys and values over CP ranks (`exchange_of`)."""
 
     sharding: ShardingPlan
     local_tokens: int  # rows of each rank, padding included
-    num_stages: int  # all-to-alls or all-gathers; 0 with one rank
-    own_first: bool  # attention reads own keys before any arrive, and by need they do not travel
-    sliding: int  # keys that a query sees, 0 = all
-    reads: RowRanges  # rows of other ranks that a rank's queries see, where they arrive
-    travels: RowRanges  # rows that are sent, a rank's to itself included
+    num_stages: int  # number of all-to-alls or all-gathers; 0 with one rank
+    # attention reads the rank's local keys while the first stage travels. A `needed` exchange then
+    # does not send rows from a rank to itself.
+    own_first: bool
+    sliding: int  # keys that a query sees; 0 means all
+    # rows of other ranks that a rank's queries attend to, by the stage in which they arrive
+    reads: RowRanges
+    # rows that are sent: the same rows in a `needed` exchange (and, without `own_first`, a rank's
+    # rows to itself), or all rows in an all-gather
+    travels: RowRanges
 
     @property
     def rows(self) -> IntArray:
-        """Rows that rank i receives of rank j, shape [num_stages, cp, cp] with i before j."""
+        """Rows that rank i receives from rank j, shape [num_stages, cp (i), cp (j)]."""
         moved, cp = self.travels, self.sharding.cp
         shape = (self.num_stages, cp, cp)
         return moved.sums(moved.stage, moved.reader, moved.holder, shape=shape)
 
     def __str__(self) -> str:
-        """How keys travel, in words."""
+        """Describe in words how keys travel."""
         if not self.num_stages:
             return "no keys travel: one rank has all"
         cp, stages = self.sharding.cp, f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
@@ -85,8 +98,9 @@ class ContextExchange:
 
     @property
     def keys_by_stage(self) -> IntArray:
-        """Rows of each span's document that arrive in each stage and that the span's rank reads,
-        shape [num_stages, num_spans].
+        """Keys of each span that other ranks send, by stage; shape [num_stages, num_spans].
+
+        Spans of a rank that belong to the same piece share its keys, and each counts all of them.
         """
         reads, sharding = self.reads, self.sharding
         shape = (self.num_stages, sharding.cp, sharding.lengths.size)
@@ -107,10 +121,11 @@ def exchange_of(
     Args:
         sharding: Spans of the micro-batch.
         local_tokens: Rows of each rank, padding included.
-        own_first: Attention has a call over own keys while the exchange runs (`cp.overlap_stages`).
+        own_first: Whether attention over local keys runs while the exchange travels
+            (`cp.overlap_stages`).
         stages: Stages of an exchange with `own_first`; otherwise there is one.
-        sliding: Keys that a query sees; 0 = all. With a window attention has one call, so that
-            `own_first` and `stages` are left out.
+        sliding: Keys that a query sees; 0 means all. With a sliding window, attention is one kernel
+            call over all keys, so `own_first` and `stages` have no effect.
     """
     cp, is_gather = sharding.cp, sharding.exchange == KeyExchange.GATHER
     own_first = own_first and not sliding
@@ -124,7 +139,8 @@ def exchange_of(
     elif own_first or cp == 1:
         travels = reads
     else:
-        # Rows of a rank for itself are all of them, padding included.
+        # Attention takes its keys from the received rows alone, so a rank sends all of its rows,
+        # padding included, to itself.
         rank, zero = np.arange(cp), np.zeros(cp, np.int64)
         own = RowRanges(zero, rank, rank, zero, zero + local_tokens, zero - 1)
         travels = RowRanges(*map(np.concatenate, zip(reads, own, strict=True)))
@@ -141,24 +157,29 @@ def exchange_of(
 
 
 def _gather_bounds(local_tokens: int, stages: int) -> IntArray:
-    """Where an all-gather in stages cuts each rank's rows, shape [stages + 1], in whole tiles."""
+    """Return the rows at which a staged all-gather cuts each rank's rows, shape [stages + 1].
+
+    The cuts are multiples of `STAGE_ROWS`.
+    """
     bounds = np.arange(stages + 1) * local_tokens // max(1, stages) // STAGE_ROWS * STAGE_ROWS
     bounds[stages] = local_tokens
     return bounds
 
 
 def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
-    """What every rank reads of other ranks' spans, as one stage."""
+    """Return the rows that every rank reads of other ranks' spans, all in one stage."""
     rank, piece = rank_of_span(sharding), sharding.piece
     start, stop = sharding.start, sharding.stop
     longest = int(sharding.lengths.max(initial=0))
-    # Of a rank's spans of a piece, in order, each adds the keys that the one before does not read.
+    # 1. Key ranges [begin, end) that each span adds. Spans of one rank and piece follow each other;
+    # keys that an earlier span already reads are not requested once more.
     order = np.lexsort((start, piece, rank))
     reader, of_piece, end = rank[order], piece[order], stop[order]
     begin = np.maximum(0, start[order] - (sliding or longest + 1) + 1)
     joins = (reader[1:] == reader[:-1]) & (of_piece[1:] == of_piece[:-1])
     begin[1:] = np.where(joins, np.maximum(begin[1:], end[:-1]), begin[1:])
-    # The spans that hold these keys follow each other among a piece's spans, which tile it.
+    # 2. The spans that have these keys. The spans of a piece tile it, so in order they are
+    # neighbours.
     held = np.lexsort((start, piece))
     at = piece[held] * (longest + 1)
     low = np.searchsorted(at + stop[held], of_piece * (longest + 1) + begin, side="right")
@@ -166,7 +187,7 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
     query, span = np.repeat(np.arange(reader.size), high - low), held[ranges(low, high)]
     is_other = rank[span] != reader[query]
     query, span = query[is_other], span[is_other]
-    # From positions in the piece to rows of the rank that holds the span.
+    # 3. Convert positions in the piece to rows of the rank that has the span.
     row = (offsets_of(stop - start)[:-1] - offsets_of(sharding.tokens)[rank] - start)[span]
     found = RowRanges(
         stage=np.zeros_like(span),
@@ -182,11 +203,12 @@ def _reads(sharding: ShardingPlan, sliding: int) -> RowRanges:
 def _in_stages(
     sharding: ShardingPlan, reads: RowRanges, stages: int, bounds: IntArray | None
 ) -> RowRanges:
-    """`reads`, cut where stages begin. bounds: of an all-gather (`_gather_bounds`).
+    """Divide the rows that ranks read into stages.
 
-    By need a range of at least `STAGE_ROWS` rows a stage is cut evenly, so that ranks send and
-    receive alike in all stages. A shorter one goes whole, with those of the same document, because
-    kernels work in tiles.
+    In an all-gather, stages are cut at `bounds` (`_gather_bounds`). In a `needed` exchange, a range
+    that has at least `STAGE_ROWS` rows for each stage is cut evenly, so that ranks send and receive
+    equally much in all stages. A shorter range travels whole, with the others of its document,
+    because kernels work in tiles.
     """
     if stages <= 1:
         return reads
@@ -198,7 +220,8 @@ def _in_stages(
         cuts[1:stages] = np.clip(bounds[1:stages, None], first, last)
     else:
         is_cut = size >= stages * STAGE_ROWS
-        # A reader's short ranges follow each other by document; their middle decides.
+        # Order a reader's short ranges by document. The middle of a range, counted in rows of all
+        # short ranges before it, decides in which stage the range travels.
         span_row = offsets_of(sharding.stop - sharding.start)[:-1]
         rank_row = offsets_of(sharding.tokens)
         span = np.searchsorted(span_row, rank_row[reads.holder] + first, side="right") - 1
@@ -216,28 +239,28 @@ def _in_stages(
 
 
 def rows_moved(sharding: ShardingPlan, *, sliding: int = 0) -> IntArray:
-    """Rows that rank i reads of rank j's, shape [cp, cp] with i first; zero for i = j."""
+    """Return the rows that rank i reads of rank j, shape [cp (i), cp (j)]; the diagonal is zero."""
     reads = _reads(sharding, sliding)
     return reads.sums(reads.reader, reads.holder, shape=(sharding.cp, sharding.cp))
 
 
 def rows_gathered(sharding: ShardingPlan, *, local_tokens: int) -> int:
-    """Rows that each rank receives in an all-gather of `local_tokens` rows a rank."""
+    """Return the rows that each rank receives in an all-gather of `local_tokens` rows a rank."""
     return (sharding.cp - 1) * local_tokens
 
 
 def rank_of_span(sharding: ShardingPlan) -> IntArray:
-    """The rank that holds each span, shape [num_spans]."""
+    """Return the rank of each span, shape [num_spans]."""
     return np.repeat(np.arange(sharding.cp), np.diff(sharding.rank_offsets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRows:
-    """Key rows that micro-batches exchange, each counted at the CP rank that receives most."""
+    """Key rows that micro-batches exchange, counted at the CP rank that receives the most."""
 
-    num_by_need: int = 0  # micro-batches whose ranks receive only rows that they read
+    num_by_need: int = 0  # micro-batches with a `needed` exchange
     received: int = 0  # rows of all micro-batches
-    gathered: int = 0  # the same if all were by all-gathers
+    gathered: int = 0  # rows that all-gathers would bring instead
 
     def __add__(self, other: "KeyRows") -> "KeyRows":
         return KeyRows(
@@ -248,7 +271,7 @@ class KeyRows:
 
     @property
     def share(self) -> float:
-        """Rows received over an all-gather's."""
+        """Received rows as a share of the rows that all-gathers would bring."""
         return self.received / self.gathered if self.gathered else 1.0
 
 
@@ -259,8 +282,13 @@ def key_rows(
     sliding: int = 0,
     sliding_share: float = 0.0,
 ) -> KeyRows:
-    """Key rows of micro-batches with these rows on every CP rank, padding included, in the mean
-    layer: `sliding_share` of all have a window of `sliding` keys.
+    """Count the key rows that micro-batches exchange in the mean layer.
+
+    Args:
+        shardings: Spans of each micro-batch.
+        local_tokens: Rows of each micro-batch on every CP rank, padding included.
+        sliding: Keys of the sliding window in layers that have one.
+        sliding_share: Share of the layers that have a sliding window.
     """
     by_need = received = gathered = 0
     for sharding, rows in zip(shardings, local_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""How unevenly a step's rows were over experts and over the ranks that hold them, as measured."""
+"""How unevenly a step's rows were distributed over experts and over EP ranks, as measured."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -12,33 +12,28 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoad:
-    """Of one step, by layer with experts; 1 = even.
+    """Load ratios of one step; 1 is even."""
 
-    layers: indices of these layers. expert: rows of the most loaded expert over the mean one's, of
-    the whole step. rank: rows of the most loaded EP rank of each micro-batch and EP group over the
-    mean rank's, which a layer's ranks wait for. ranks: by EP rank, its rows of all layers over the
-    mean one's.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # indices of the layers with experts
+    # by layer: rows of the most loaded expert over the mean expert's, over the whole step
     expert: tuple[float, ...]
+    # by layer: rows of the most loaded EP rank over the mean rank's. The most loaded rank is taken
+    # in each micro-batch and EP group, because the ranks of a layer wait for it.
     rank: tuple[float, ...]
-    ranks: tuple[float, ...]
+    ranks: tuple[float, ...]  # by EP rank: its rows in all layers over the mean rank's
 
     @property
     def mean_expert(self) -> float:
-        """Mean over layers."""
+        """Mean of `expert` over layers."""
         return sum(self.expert) / len(self.expert)
 
     @property
     def mean_rank(self) -> float:
-        """Mean over layers, which have equally many rows: rows that are waited for over those of
-        even ranks.
-        """
+        """Mean of `rank` over layers, which weigh the same because all have equally many rows."""
         return sum(self.rank) / len(self.rank)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, to four digits."""
+        """Return plain values, rounded to four digits."""
         data = {name: [round(x, _DIGITS) for x in own] for name, own in asdict(self).items()}
         return data | {"layers": list(self.layers)}
 
@@ -62,19 +57,29 @@ LOAD: Schema = schema_of(ExpertLoad)
 
 @dataclass(slots=True)
 class ExpertLoads:
-    """Sums of `ExpertLoad` over steps. attention: of these steps' predicted attention times of the
-    slowest over the mean CP rank. expert, rank: by layer. ranks: by EP rank, of the last
-    `rank_steps` steps, in which EP ranks were equally many: others held other experts.
+    """Sums of `ExpertLoad` over steps.
+
+    Sums by EP rank restart when the EP degree changes, because a rank then holds other experts.
     """
 
-    steps: int = 0
-    rank_steps: int = 0
+    steps: int = 0  # number of added steps
+    rank_steps: int = 0  # steps that are summed in `ranks`
+    # sum of predicted attention time of the slowest CP rank over the mean one's
     attention: float = 0.0
+    # sums of `ExpertLoad.expert`, by layer
     expert: dict[int, float] = field(default_factory=dict[int, float])
+    # sums of `ExpertLoad.rank`, by layer
     rank: dict[int, float] = field(default_factory=dict[int, float])
+    # sums of `ExpertLoad.ranks` by EP rank, over the last `rank_steps` steps
     ranks: dict[int, float] = field(default_factory=dict[int, float])
 
     def add(self, load: ExpertLoad, *, attention: float) -> None:
+        """Add a step.
+
+        Args:
+            load: The step's load of experts.
+            attention: Predicted attention time of its slowest CP rank over the mean one's.
+        """
         self.steps += 1
         self.attention += attention
         for i, layer in enumerate(load.layers):
@@ -88,15 +93,20 @@ class ExpertLoads:
 
     @property
     def mean_attention(self) -> float:
+        """Mean over steps of the slowest over the mean CP rank's predicted attention time."""
         return self.attention / self.steps
 
     @property
     def mean_rank(self) -> float:
-        """Mean of steps and layers."""
+        """Mean of `rank` over steps and layers."""
         return sum(self.rank.values()) / len(self.rank) / self.steps
 
     def worst(self, name: str) -> tuple[int, float]:
-        """The layer (of `expert`, `rank`) or EP rank (of `ranks`) of the highest mean, and it."""
+        """Return the layer or EP rank with the highest mean, and that mean.
+
+        Args:
+            name: "expert" or "rank", which are by layer, or "ranks", which is by EP rank.
+        """
         sums: dict[int, float] = getattr(self, name)
         most = max(sums, key=lambda i: sums[i])
         return most, sums[most] / (self.rank_steps if name == "ranks" else self.steps)

@@ -1,8 +1,7 @@
-"""Metrics of a step: `StepMetrics` is the planner's prediction, `MeasuredStep` the ranks'
-measurement.
+"""Metrics of a step: `StepMetrics` is predicted by the planner, `MeasuredStep` measured by ranks.
 
-Both are written to metrics.jsonl with the same keys. A key that a record has no value for is null
-there, or 0 for workloads, as files of all versions have it.
+Both are written to metrics.jsonl with the same keys. A key for which a record has no value is null
+there, or 0 for workloads. Files of all versions do this.
 """
 
 from collections.abc import Sequence
@@ -21,39 +20,36 @@ from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema, schema_of
 from wlb.plan.telemetry import TELEMETRY, Telemetry
 
 _PADDING_IN_FILES = "num_filler_tokens"
-"""Name of num_padding_tokens in metrics.jsonl, which was written before the field was renamed."""
+"""Key of `num_padding_tokens` in metrics.jsonl, which is older than the field's present name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """Counts that follow from a step's plan, whether or not it was executed.
+    """Counts that follow from a step's plan, whether or not it is executed.
 
-    step: its number. num_documents: documents with a piece in it. num_tokens: real tokens only;
-    num_padding_tokens are apart. num_targets: valid labels. num_held_tokens: tokens that wait after
-    it. num_overdue: pieces later than the policy's maximum delay. mean_delay, max_delay: iterations
-    from the step that was next when a token's global batch came to the one that trains it, per
-    token; 0 where a policy that packs several batches trains it early. cp_imbalance: predicted
-    attention time of the slowest over the mean CP rank; sharding_counts: micro-batches by strategy;
-    key_rows: what CP ranks exchange, None for one rank and in files of earlier versions. These are
-    known once micro-batches are sharded, not from packing alone.
+    The last three fields are known once micro-batches are sharded. Packing alone leaves their
+    defaults.
     """
 
     origin: ClassVar[str]
-    step: int
-    num_documents: int
-    num_tokens: int
-    num_targets: int
-    num_padding_tokens: int = 0
-    num_held_tokens: int = 0
-    num_overdue: int = 0
+    step: int  # number of the step, from 0
+    num_documents: int  # documents with at least one piece in the step
+    num_tokens: int  # document tokens, without padding
+    num_targets: int  # labels
+    num_padding_tokens: int = 0  # rows of padding
+    num_held_tokens: int = 0  # tokens that wait after the step
+    num_overdue: int = 0  # pieces trained later than `packing.max_delay`
+    # steps by which tokens are late, mean over tokens; an early token counts as 0
     mean_delay: float = 0.0
-    max_delay: int = 0
-    cp_imbalance: float = 1.0
+    max_delay: int = 0  # steps by which the latest token is late
+    cp_imbalance: float = 1.0  # predicted attention time of the slowest CP rank over the mean one's
+    # number of micro-batches by sharding strategy
     sharding_counts: tuple[tuple[str, int], ...] = ()
+    # rows that CP ranks exchange; None for one rank and in files of earlier versions
     key_rows: KeyRows | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary with the keys of metrics.jsonl; `from_json` reads it again."""
+        """Return the values by the keys of metrics.jsonl; `from_json` reads them back."""
         data = _EMPTY | asdict(self)
         data["origin"] = self.origin
         data[_PADDING_IN_FILES] = data.pop("num_padding_tokens")
@@ -65,7 +61,7 @@ class StepCounts:
     @classmethod
     @cache
     def schema(cls) -> Schema:
-        """What any version's `to_json` wrote (`wlb.plan.schema`)."""
+        """Return the schema (`wlb.plan.schema`) of what `to_json` of any version wrote."""
         nested = {
             "key_rows": (schema_of(KeyRows), None),
             "sharding_counts": {OTHERS: int},
@@ -74,13 +70,17 @@ class StepCounts:
         }
         own = {f.name for f in fields(cls)}
         out = schema_of(cls, **{n: s for n, s in nested.items() if n in own})
-        # Keys that only the other record has, and the older name of one.
+        # Keys that only the other record has, and the older name of one key.
         others = {f"{name}?": ANYTHING for name in _EMPTY if name not in own}
         return out | others | {"origin": str, f"{_PADDING_IN_FILES}?": int}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Read what any version's `to_json` wrote; UserError for the other record, unknown keys."""
+        """Read what `to_json` of any version wrote.
+
+        Raises:
+            UserError: The record is of the other kind, or has unknown keys.
+        """
         if data["origin"] != cls.origin:
             raise UserError(
                 f"these are {data['origin']} metrics of step {data['step']}, not {cls.origin} "
@@ -106,39 +106,30 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics(StepCounts):
-    """The planner's prediction of a step.
-
-    imbalance: slowest micro-batch x number of micro-batches / total workload (Section 7.4).
-    max_workload_ns, mean_workload_ns: of the step's micro-batches.
-    degrees: the imbalance of each of several steps that `merge` made one, else empty.
-    step_time_s: of a simulation; None from packing alone.
-    """
+    """The planner's prediction of a step."""
 
     origin: ClassVar[str] = "predicted"
-    imbalance: float = 1.0
+    imbalance: float = 1.0  # slowest micro-batch over the mean one (Section 7.4)
+    # imbalance of each step, if `merge` made this record of several
     degrees: tuple[float, ...] = ()
-    max_workload_ns: int = 0
-    mean_workload_ns: float = 0.0
-    step_time_s: float | None = None
+    max_workload_ns: int = 0  # predicted time of the slowest micro-batch
+    mean_workload_ns: float = 0.0  # predicted time of the mean micro-batch
+    step_time_s: float | None = None  # simulated time of the step; None without a simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep(StepCounts):
-    """Measurements of an executed step, with the counts of its plan.
-
-    loss: mean over valid labels, in nats; grad_norm: before clipping; both None where the step
-    updated nothing. step_time_s: wall time on the rank that writes the record. telemetry: times of
-    this step and those since the last record; None where it is off or not due. expert_load: rows
-    of the most loaded expert over the mean one's, mean of layers; experts: of each layer and EP
-    rank, None in files of earlier versions; both None without experts.
-    """
+    """Measurements of an executed step, with the counts of its plan."""
 
     origin: ClassVar[str] = "measured"
-    loss: float | None = None
-    grad_norm: float | None = None
-    step_time_s: float | None = None
+    loss: float | None = None  # mean over labels, in nats; None if the step updated nothing
+    grad_norm: float | None = None  # norm before clipping; None if the step updated nothing
+    step_time_s: float | None = None  # wall time on the rank that writes the record
+    # times of this step and of those since the last record; None if telemetry is off or not due
     telemetry: Telemetry | None = None
+    # rows of the most loaded expert over the mean one's, mean over layers; None without experts
     expert_load: float | None = None
+    # the same by layer and by EP rank; None without experts and in files of earlier versions
     experts: ExpertLoad | None = None
 
     @classmethod
@@ -152,7 +143,7 @@ class MeasuredStep(StepCounts):
         telemetry: Telemetry | None,
         experts: ExpertLoad | None = None,
     ) -> "MeasuredStep":
-        """The measurements of the step that has `counts`."""
+        """Return the measurements of the step that has these counts."""
         return cls(
             **{f.name: getattr(counts, f.name) for f in fields(StepCounts)},
             loss=loss,
@@ -165,10 +156,11 @@ class MeasuredStep(StepCounts):
 
     @property
     def imbalance(self) -> float | None:
-        """Section 7.4's degree of measured forward latencies; None without telemetry."""
+        """Slowest over mean micro-batch, by measured forward times; None without telemetry."""
         return None if self.telemetry is None else self.telemetry.imbalance
 
     def to_json(self) -> dict[str, Any]:
+        """Return the values by the keys of metrics.jsonl, and further values derived from them."""
         data = StepCounts.to_json(self)
         if self.expert_load is None:
             del data["expert_load"]
@@ -190,27 +182,27 @@ _EMPTY: dict[str, Any] = {
     "max_workload_ns": 0,
     "mean_workload_ns": 0.0,
 }
-"""Values in metrics.jsonl of keys that only the other of the two records has."""
+"""Values that metrics.jsonl has for keys that only the other of the two records has."""
 
 
 def imbalance(workload_ns: IntArray) -> float:
-    """Max x number / total of `workload_ns` (shape [n]), Section 7.4; 1.0 where all are zero."""
+    """Return the largest of `workload_ns` (shape [n]) over their mean; 1.0 if all are 0."""
     total = int(workload_ns.sum())
     return float(workload_ns.max()) * workload_ns.size / total if total else 1.0
 
 
 def token_delay(plan: PackingPlan) -> tuple[float, int]:
-    """Mean (over tokens) and maximum delay of a plan's pieces, in iterations; early ones have 0."""
+    """Return the mean delay over tokens and the longest delay of a plan's pieces, in steps."""
     if not len(plan.pieces):
         return 0.0, 0
-    # Policies that pack several batches train some tokens early; early tokens count as 0, so that
+    # Policies that pack several batches train some tokens early. Early tokens count as 0, so that
     # they do not offset the delay of others.
     delay = np.maximum(plan.step - plan.pieces.arrival_step, 0)
     return float(np.average(delay, weights=plan.pieces.length)), int(delay.max())
 
 
 def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
-    """The metrics that follow from packing alone."""
+    """Return the metrics that follow from packing alone."""
     mean_delay, max_delay = token_delay(plan)
     keys = np.stack([plan.pieces.source, plan.pieces.document])
     return StepMetrics(
@@ -230,25 +222,30 @@ def predict(plan: PackingPlan, *, num_padding_tokens: int = 0) -> StepMetrics:
 
 
 def late_remark(num_overdue: int, max_delay: int) -> str:
-    """A sentence about pieces that were trained later than `packing.max_delay`, with the remedy.
-    max_delay: of a piece, in steps.
+    """Describe pieces that were trained later than `packing.max_delay`, with the remedy.
+
+    Args:
+        num_overdue: Number of these pieces.
+        max_delay: Steps by which the latest piece is late.
     """
     return (
         f"{num_overdue} pieces of documents were trained later than packing.max_delay, up to "
-        f"{max_delay} steps after they came, because steps were full; raise packing.step_tokens or "
-        f"packing.s_max so that more can be caught up, or packing.max_delay if so late is fine"
+        f"{max_delay} steps after they were read, because steps were full; raise "
+        f"packing.step_tokens or packing.s_max so that a step can train more of them, or "
+        f"packing.max_delay if such a delay is acceptable"
     )
 
 
 STARVED = 0.25
-"""A step with less than this share of the median step's tokens is starved."""
+"""A step is starved if it has less than this share of the median step's tokens."""
 
 
 def starved_remark(step_tokens: Sequence[int] | IntArray) -> str:
-    """Sentences about starved steps, with the remedies; "" if there are none.
+    """Describe starved steps in sentences, with the remedies; "" if there are none.
 
-    step_tokens: tokens of each step, shape [num_steps]. Steps without tokens update nothing and do
-    not count.
+    Args:
+        step_tokens: Tokens of each step, shape [num_steps]. Steps without tokens are ignored,
+            because they update nothing.
     """
     tokens = np.asarray(step_tokens, np.int64)
     tokens = tokens[tokens > 0]
@@ -273,7 +270,10 @@ _SUMMED = (*_COUNTS, "max_workload_ns", "mean_workload_ns")
 
 
 def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
-    """Two consecutive steps as one: sums of workload, tokens and time to wait for."""
+    """Merge the metrics of two consecutive steps into one record.
+
+    Tokens and the times of slowest and mean micro-batches add up.
+    """
     if first is None:
         return second
     sums = {name: getattr(first, name) + getattr(second, name) for name in _SUMMED}
@@ -290,5 +290,5 @@ def merge(first: StepMetrics | None, second: StepMetrics) -> StepMetrics:
 
 
 def degrees_of(metrics: StepMetrics) -> tuple[float, ...]:
-    """The imbalance of each step that `metrics` is of."""
+    """Return the imbalance of each step of which the record was made."""
     return metrics.degrees or (metrics.imbalance,)

@@ -1,7 +1,7 @@
-"""Numbers as people write them: one rule of what counts as a number or a size in text.
+"""Numbers in text: one rule for what counts as a number or a size.
 
-Python's own `int` and `float` also take underscores, blanks around them and digits of other
-scripts, and `str.isdigit` even raised ones, which `int` refuses.
+Python's `int` and `float` are too lenient: they also accept underscores, surrounding blanks and
+digits of other scripts. `str.isdigit` even accepts superscript digits, which `int` refuses.
 """
 
 import math
@@ -12,29 +12,32 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
 _FEW = 18
-"""A word of fewer digits is a number of 64 bits; a longer exponent is no number of anything."""
+"""Words of fewer digits fit 64 bits and need no checks. A longer exponent makes no usable
+number."""
 _MANY = 60
-"""Longest word that `number_of` takes for a number."""
+"""Characters of the longest word that `number_of` reads as a number."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
-"""More are no number of anything, and Python refuses to convert thousands."""
+"""Characters of the longest text that is converted. Python refuses to convert thousands of
+digits."""
 _UNITS = (
     {"": 1, "B": 1}
     | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
     | {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 )
 MOST_SIZE = 1 << 62
+"""Bytes of the largest size that is accepted."""
 
 
 def whole_of(text: str) -> int:
-    """The whole number that `text` is, in digits 0 to 9; ValueError for anything else."""
+    """Convert text in digits 0 to 9 to a whole number; ValueError for anything else."""
     if len(text) > _MOST_DIGITS or not _WHOLE.fullmatch(text):
         raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 
 def real_of(text: str) -> float:
-    """The number that `text` is, in digits 0 to 9; also inf. ValueError for anything else."""
+    """Convert text in digits 0 to 9, or inf, to a float; ValueError for anything else."""
     if len(text) > _MOST_DIGITS or not _REAL.fullmatch(text.lower()):
         raise ValueError(f"{text[:40]!r} is not a number")
     value = float(text)
@@ -44,10 +47,11 @@ def real_of(text: str) -> float:
 
 
 def number_of(word: str) -> int | float | str:
-    """The number that a word of a text file is, exactly, or the word if it is none.
+    """Convert a word of a text file to the number it spells, or return the word if it spells none.
 
-    A number has ASCII digits alone, with a sign, a point or an exponent where it needs one (12,
-    12.0, 2e1): no underscores, no digits of other scripts, no separators of thousands.
+    The conversion is exact. A number has ASCII digits, with a sign, a point or an exponent where it
+    needs one (12, 12.0, 2e1). Underscores, digits of other scripts and thousands separators are not
+    accepted.
     """
     if len(word) < _FEW and word.isascii() and word.isdecimal():
         return int(word)
@@ -57,14 +61,16 @@ def number_of(word: str) -> int | float | str:
     exact = Decimal(word)
     if exact.adjusted() < _MANY and exact == exact.to_integral_value():
         return int(exact)
-    # A fraction that no float has must not vanish.
+    # If the float nearest to a fraction is whole, the fraction would be lost: return the word.
     rounded = float(word)
     return word if rounded.is_integer() or math.isinf(rounded) else rounded
 
 
 def size_of(text: str) -> int:
-    """The bytes of a size such as 5GB, 1.5 MiB or 1000; ValueError for anything else, for less than
-    a byte and for more than `MOST_SIZE`.
+    """Convert a size such as 5GB, 1.5 MiB or 1000 to bytes.
+
+    Raises:
+        ValueError: The text is no size, is less than a byte or more than `MOST_SIZE`.
     """
     match = _SIZE.fullmatch(text) if len(text) <= _MOST_DIGITS else None
     unit = _UNITS.get((match[2] or "").upper()) if match else None

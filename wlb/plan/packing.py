@@ -1,6 +1,6 @@
 """PackingPlan: the pieces of each micro-batch of a step; Carry: pieces that wait for later steps.
 
-A plan is global and deterministic: it names no rank, device or process group.
+A packing plan is global and deterministic: it names no rank, device or process group.
 """
 
 from dataclasses import dataclass
@@ -19,61 +19,60 @@ from wlb.plan.schema import COUNT, Schema, schema_of
 
 
 class Layout(StrEnum):
-    """Which rows of a micro-batch attend to each other: its segments.
+    """How pieces form attention segments. Rows attend to rows of their segment only."""
 
-    separate: every piece is a segment. padded: every piece is one, filled up to the longest of its
-    micro-batch with rows that are computed and not trained. joined: all pieces are one segment, so
-    that documents see those before them, and a document's first token is a label.
-    """
-
-    SEPARATE = "separate"
-    PADDED = "padded"
+    SEPARATE = "separate"  # every piece is a segment
+    PADDED = "padded"  # every piece is a segment, padded to the longest piece of its micro-batch
+    # all pieces are one segment, so a document attends to those before it; its first token becomes
+    # a label
     JOINED = "joined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One packed sequence: a view of a PackingPlan's rows, in the order they are laid out.
+    """One packed sequence: a view of some rows of a PackingPlan, in their order.
 
-    index: in its step, over all pipelines. pieces: in order. workload_ns: predicted, forward and
-    backward. layout: which rows attend to each other. Without CP a kernel takes `cu_seqlens` as
-    int32 for queries and keys, causal. A micro-batch may be empty (no pieces): its ranks still join
-    all collectives, with the row of padding that `wlb.adapters.collate.flatten_micro_batch` makes.
+    Without CP, an attention kernel takes `cu_seqlens` (converted to int32) for both queries and
+    keys, with a causal mask. A micro-batch may be empty. Its ranks still join all collectives, with
+    the one row of padding that `wlb.adapters.collate.flatten_micro_batch` makes.
     """
 
-    index: int
-    pieces: Pieces
-    workload_ns: int
+    index: int  # number within the step, over all pipelines
+    pieces: Pieces  # in order; may be empty
+    workload_ns: int  # predicted time of forward and backward
     layout: Layout = Layout.SEPARATE
 
     @property
     def lengths(self) -> IntArray:
-        """Rows of each segment: pieces and their padding, or all pieces; shape [num_segments]."""
+        """Rows of each attention segment, padding included, shape [num_segments]."""
         return segment_lengths(self.pieces.length, self.layout)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of documents, without padding."""
+        """Document tokens, without padding."""
         return self.pieces.num_tokens
 
     @property
     def num_rows(self) -> int:
-        """Tokens and padding."""
+        """Document tokens and padding."""
         return int(self.lengths.sum())
 
     @property
     def num_targets(self) -> int:
-        """Tokens that carry a label."""
+        """Tokens that have a label."""
         return self.pieces.total_targets
 
     @property
     def cu_seqlens(self) -> IntArray:
-        """Start of each segment in the micro-batch and the end, int64 [num_segments + 1]."""
+        """Start of each segment, and the end of the last one; int64, shape [num_segments + 1]."""
         return offsets_of(self.lengths)
 
     def parts(self, segment: int, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Which tokens lie in rows [start, stop) of a segment: (piece, first and last + 1 token of
-        the piece), in order. Padding has none.
+        """Return which tokens of which pieces lie in rows [start, stop) of a segment.
+
+        Returns:
+            Triples (piece, first token, token behind the last one) in order. Tokens are counted
+            from the piece's beginning. Padding rows belong to no triple.
         """
         if self.layout != Layout.JOINED:
             piece = self.pieces[segment]
@@ -88,7 +87,7 @@ class MicroBatch:
 
 
 def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
-    """Rows of each segment of a micro-batch with pieces of these lengths."""
+    """Return the rows of each segment of a micro-batch whose pieces have these lengths."""
     match layout:
         case Layout.SEPARATE:
             return lengths
@@ -100,25 +99,21 @@ def segment_lengths(lengths: IntArray, layout: Layout) -> IntArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackingPlan(PlainRecord):
-    """Pieces of one step, grouped by micro-batch.
+    """The pieces of one step, grouped by micro-batch."""
 
-    pieces: rows in execution order. offsets: shape [num_micro_batches + 1]; micro-batch i is the
-    rows [offsets[i], offsets[i + 1]), which may be empty. workload_ns: predicted time of each
-    micro-batch, shape [num_micro_batches]. num_held_tokens: tokens that wait after this step.
-    num_overdue: pieces that are trained later than the policy's maximum delay (`bounded` has one).
-    layout: of all micro-batches; workload_ns is of their segments. num_joined_targets: labels that
-    joining adds, of first tokens of documents.
-    """
-
-    step: int
-    policy: str
-    pieces: Pieces
+    step: int  # number of the step, from 0
+    policy: str  # packing policy that made the plan
+    pieces: Pieces  # all pieces, one micro-batch after the other
+    # micro-batch i has the pieces [offsets[i], offsets[i + 1]), which may be none; shape
+    # [num_micro_batches + 1]
     offsets: IntArray
-    workload_ns: IntArray
-    num_held_tokens: int = 0
+    workload_ns: IntArray  # predicted time of each micro-batch, shape [num_micro_batches]
+    num_held_tokens: int = 0  # tokens that wait after this step
+    # pieces trained later than `packing.max_delay`; only `bounded` has this limit
     num_overdue: int = 0
+    # how the pieces of every micro-batch form segments; `workload_ns` depends on it
     layout: Layout = Layout.SEPARATE
-    num_joined_targets: int = 0
+    num_joined_targets: int = 0  # labels that joining adds: the first tokens of documents
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", Layout(self.layout))
@@ -137,7 +132,7 @@ class PackingPlan(PlainRecord):
 
     @property
     def num_micro_batches(self) -> int:
-        """N, empty ones included."""
+        """Number of micro-batches, empty ones included."""
         return self.offsets.size - 1
 
     @property
@@ -147,35 +142,38 @@ class PackingPlan(PlainRecord):
 
     @property
     def num_targets(self) -> int:
-        """Valid labels of the whole step, by which the loss is divided."""
+        """Labels of the whole step; the summed loss is divided by it."""
         return self.pieces.total_targets + self.num_joined_targets
 
     @property
     def attended(self) -> IntArray:
-        """Tokens that attend to each other, causally: of each piece, or where pieces are joined of
-        each micro-batch; without padding. Shape [num_pieces] or [num_micro_batches].
+        """Tokens of each causal sequence, without padding.
+
+        A sequence is a piece (shape [num_pieces]) or, if pieces are joined, a micro-batch (shape
+        [num_micro_batches]).
         """
         return self.tokens if self.layout == Layout.JOINED else self.pieces.length
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens of each micro-batch, shape [num_micro_batches]."""
+        """Document tokens of each micro-batch, shape [num_micro_batches]."""
         running = offsets_of(self.pieces.length)
         return running[self.offsets[1:]] - running[self.offsets[:-1]]
 
     @property
     def rows(self) -> IntArray:
-        """Tokens and padding of each micro-batch, shape [num_micro_batches]."""
+        """Document tokens and padding of each micro-batch, shape [num_micro_batches]."""
         if self.layout != Layout.PADDED:
             return self.tokens
         counts, longest = np.diff(self.offsets), np.zeros(self.num_micro_batches, np.int64)
+        # Empty micro-batches are left out, because `reduceat` does not take empty ranges.
         filled = counts > 0
         if filled.any():
             longest[filled] = np.maximum.reduceat(self.pieces.length, self.offsets[:-1][filled])
         return counts * longest
 
     def micro_batch(self, index: int) -> MicroBatch:
-        """Micro-batch `index`, a view of this plan's rows."""
+        """Return micro-batch `index` as a view of this plan's rows."""
         start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
         return MicroBatch(
             index=index,
@@ -186,11 +184,11 @@ class PackingPlan(PlainRecord):
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """Micro-batches in the plan's order, including empty ones."""
+        """All micro-batches in the plan's order, empty ones included."""
         return tuple(self.micro_batch(i) for i in range(self.num_micro_batches))
 
     def digest(self) -> int:
-        """60 bits that tell two plans apart, equal on every host for equal plans."""
+        """Return a 60-bit hash of the plan, by which hosts notice that their plans differ."""
         columns = self.pieces.columns().values()
         return digest(
             self.policy, self.step, *columns, self.offsets, self.workload_ns, str(self.layout)
@@ -206,18 +204,18 @@ class PackingPlan(PlainRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Carry(PlainRecord):
-    """State that a packer keeps between steps: immutable, attached to the plan it follows.
+    """State that a packer keeps between two steps: immutable data, saved in checkpoints.
 
-    pieces: waiting rows in their order. slot: shape [num_pieces], the waiting place of each; its
-    meaning is the policy's (Algorithm 1: 0 = leftover, i = outlier queue i). next_step: index of
-    the step that the next plan is for. Valid for any number of micro-batches or DP size, so a run
-    can go on in another layout.
+    It does not depend on the number of micro-batches or on the DP size, so a run can be resumed in
+    another layout.
     """
 
-    policy: str
-    pieces: Pieces
+    policy: str  # packing policy that made it
+    pieces: Pieces  # waiting pieces, in the policy's order
+    # queue of each waiting piece, shape [num_pieces]. Its meaning depends on the policy; for
+    # Algorithm 1, slot 0 has the leftover pieces and slot i those of outlier queue i.
     slot: IntArray
-    next_step: int
+    next_step: int  # step that is planned next
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slot", int_array("Carry.slot", self.slot))
@@ -227,7 +225,7 @@ class Carry(PlainRecord):
 
     @classmethod
     def empty(cls, policy: str, *, next_step: int = 0) -> "Carry":
-        """Nothing waits: the state before the first step."""
+        """Return the state before the first step, in which nothing waits."""
         return cls(
             policy=policy, pieces=Pieces.empty(), slot=int_array("slot", []), next_step=next_step
         )
@@ -238,7 +236,7 @@ class Carry(PlainRecord):
         return self.pieces.num_tokens
 
     def in_slot(self, slot: int) -> Pieces:
-        """The pieces of one slot, in their order."""
+        """Return the pieces of one slot, in their order."""
         return self.pieces.take(np.flatnonzero(self.slot == slot))
 
     @classmethod
@@ -249,8 +247,8 @@ class Carry(PlainRecord):
             return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write an `.npz` file: arrays only, no pickle; smaller and faster than JSON."""
-        # The file is opened here because numpy would add a suffix to a name.
+        """Write an `.npz` file, which is smaller and faster to read than JSON."""
+        # Given a name instead of an open file, numpy would append a suffix.
         with open(path, "wb") as file:
             arrays: dict[str, Any] = {
                 "policy": np.array(self.policy),

@@ -1,5 +1,6 @@
-"""Records as plain values and back; values that are no record are refused with the record's
-name.
+"""Conversion of records to plain JSON values and back.
+
+Values that are no such record are refused with an error that names the record.
 """
 
 from collections.abc import Generator, Mapping
@@ -14,17 +15,17 @@ from wlb.plan.errors import UserError
 
 
 class PlainRecord:
-    """A dataclass that is written as its fields, by their names and in their order."""
+    """A dataclass whose JSON form is an object of its fields, by name and in order."""
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
+        """Return plain values for `json.dumps`; `from_json` reads them back."""
         return {f.name: plain(getattr(self, f.name)) for f in fields(cast(Any, self))}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Entries of nested mappings in order, by dotted names ("model.hidden_size")."""
+    """Return the entries of nested mappings in order, by dotted names ("model.hidden_size")."""
     out: list[tuple[str, Any]] = []
     for name, value in values.items():
         dotted = f"{prefix}{name}"
@@ -36,7 +37,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A field's JSON value: records by their `to_json`, arrays and tuples as lists."""
+    """Return the JSON value of a field: records by their `to_json`, arrays and tuples as lists."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if isinstance(value, np.ndarray):
@@ -57,5 +58,5 @@ def parsing(what: str) -> Generator[None, None, None]:
     except (LookupError, TypeError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"this is no {what} as `to_json` writes it ({reason}); give the whole value"
+            f"this is not a {what} that `to_json` wrote ({reason}); give the whole value"
         ) from error

@@ -1,16 +1,16 @@
-"""What Linux tells of a process of this machine."""
+"""State and start time of processes on this machine, read from Linux's /proc."""
 
 from enum import Enum
 from pathlib import Path
 
 
 class ProcessState(Enum):
-    """What a process does, as far as it matters to who waits for it."""
+    """What a process is doing, as far as it matters to another process that waits for it."""
 
     RUNS = "runs"
     STOPPED = "stopped"  # by a signal or a debugger; it answers nothing until it is continued
-    AWAITS_DISK = "awaits disk"  # or a file server; it answers no signal meanwhile
-    GONE = "gone"  # there is no such process, or nobody has read its end yet
+    AWAITS_DISK = "awaits disk"  # waits for a disk or a file server; it answers no signal meanwhile
+    GONE = "gone"  # does not exist, or has ended and its parent has not collected it yet
 
 
 _STATES = {
@@ -23,6 +23,7 @@ _STATES = {
 
 
 def process_state(pid: int) -> ProcessState:
+    """Return what a process is doing; GONE if there is none of this id."""
     try:
         letter = process_status(pid)[0]
     except OSError:
@@ -31,8 +32,9 @@ def process_state(pid: int) -> ProcessState:
 
 
 def process_start(pid: int) -> float:
-    """Clock ticks from the machine's start to that of a process; 0 if there is none. A number that
-    was given to another process has another start.
+    """Return when a process started, in clock ticks since the machine started; 0 if there is none.
+
+    Linux reuses process ids. Two processes with the same id differ in their start.
     """
     try:
         return float(process_status(pid)[19])
@@ -41,7 +43,8 @@ def process_start(pid: int) -> float:
 
 
 def process_status(pid: int | str) -> list[str]:
-    """Fields of /proc/PID/stat from the state (one letter) on: 11 and 12 are user and system time,
-    19 is when the process started.
+    """Return the fields of /proc/PID/stat behind the process's name.
+
+    Field 0 is the state (one letter), 11 and 12 are user and system time, 19 is the start time.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,7 +1,7 @@
 """Records of single ranks: a table of all ranks' times, and a timeline of a few ranks' passes.
 
-Times are integers of microseconds. The records are written rarely (`RANKS_INTERVAL`,
-`TIMELINE_INTERVAL`) and read by `wlb report`.
+Times are whole microseconds. Training writes the records every `RANKS_INTERVAL` and
+`TIMELINE_INTERVAL` steps, and `wlb report` reads them.
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,27 @@ from wlb.plan.plain import PlainRecord
 from wlb.plan.schema import COUNT, Schema, schema_of
 
 RANKS_INTERVAL = 10
-"""Steps between tables of every rank's times. Fewer steps name a straggler sooner; a table costs a
-gather of 35 bytes a rank."""
+"""Steps between tables of all ranks' times. Shorter intervals find a slow rank sooner; a table
+costs a gather of 35 bytes a rank."""
 TIMELINE_INTERVAL = 100
-"""Steps between timelines of the passes of up to 64 ranks, to which the last step is added."""
+"""Steps between timelines of the passes of up to 64 ranks. The last step of a run has one too."""
 STRAGGLER_THRESHOLD = 0.15
-"""A rank is slow if its measured over predicted time exceeds the median rank's by this fraction.
-Less than this is usual noise of clocks and prices."""
+"""A rank is slow if its ratio of measured to predicted time exceeds the median rank's by this
+fraction. Smaller differences are usual noise of clocks and predictions."""
 STRAGGLER_TABLES = 3
-"""Tables in a row in which a rank must be slow to be named. One alone may be a disturbance."""
+"""Consecutive tables in which a rank must be slow to be reported. A single one may be a
+disturbance."""
 
 
 class Place(NamedTuple):
-    """Where a rank computes."""
+    """Host and node on which a rank runs."""
 
     host: str
     node: int
 
 
 def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
-    """A plain dictionary with each host's name once."""
+    """Return the places of all ranks as a dictionary that has each host's name once."""
     hosts = sorted({p.host for p in places})
     numbers = {host: i for i, host in enumerate(hosts)}
     return {
@@ -46,18 +47,17 @@ def places_to_json(places: Sequence[Place]) -> dict[str, Any]:
 
 
 def places_from_json(data: dict[str, Any]) -> tuple[Place, ...]:
+    """Read what `places_to_json` wrote."""
     hosts = data["hosts"]
     return tuple(Place(hosts[h], n) for h, n in zip(data["host"], data["node"], strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler(PlainRecord):
-    """A rank that is slower than others for the same work. over: its ratio of measured to predicted
-    time, divided by the median rank's ratio.
-    """
+    """A rank that is slower than others for the same work."""
 
     rank: int
-    over: float
+    over: float  # its ratio of measured to predicted time, divided by the median rank's ratio
     host: str
     node: int
     tp: int
@@ -67,6 +67,7 @@ class Straggler(PlainRecord):
 
     @property
     def text(self) -> str:
+        """The straggler in words: which rank, where, and how slow."""
         return (
             f"rank {self.rank} on {self.host} (node {self.node}; tp {self.tp}, cp {self.cp}, "
             f"pp {self.pp}, dp {self.dp}) takes {self.over:.2f} times what its work takes on the "
@@ -76,26 +77,23 @@ class Straggler(PlainRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTable(PlainRecord):
-    """Times of every rank in `num_steps` steps up to `step`, in us, each int64 [ranks].
+    """Times of every rank in the `num_steps` steps up to `step`, each of shape [ranks]."""
 
-    measured, predicted: of terms that hold no wait for other ranks. compute: in all passes. bubble:
-    the rest of the steps. loading: waits for inputs. stragglers: as of this table.
-    """
-
-    step: int
-    steps_done: int
+    step: int  # last step of the table
+    steps_done: int  # executed steps of the run by then
     num_steps: int
-    measured_us: IntArray
-    predicted_us: IntArray
-    compute_us: IntArray
-    bubble_us: IntArray
-    loading_us: IntArray
-    stragglers: tuple[Straggler, ...] = ()
+    measured_us: IntArray  # measured time of work that contains no waiting for other ranks
+    predicted_us: IntArray  # predicted time of the same work
+    compute_us: IntArray  # time in all passes
+    bubble_us: IntArray  # the rest of the steps
+    loading_us: IntArray  # waiting for inputs
+    stragglers: tuple[Straggler, ...] = ()  # slow ranks as of this table
 
     @property
     def over_median(self) -> FloatArray:
-        """Each rank's measured over predicted time, divided by the median rank's; 1 where nothing
-        was compared (a rank without a token).
+        """Each rank's ratio of measured to predicted time, divided by the median rank's.
+
+        A rank without a prediction, such as one without a token, has 1.
         """
         ratio = np.full(self.measured_us.size, np.nan)
         known = (self.predicted_us > 0) & (self.measured_us > 0)
@@ -124,15 +122,13 @@ PLACES: Schema = {"hosts": [str], "host": [COUNT], "node": [COUNT]}
 
 
 class TimedPass(NamedTuple):
-    """A pass of a rank. micro_batch: its index in the pipeline's plan. begin_us: since the first
-    rank began the step.
-    """
+    """One pass that a rank executed."""
 
-    kind: str
-    stage: int
-    micro_batch: int
-    begin_us: int
-    time_us: int
+    kind: str  # one of `PASSES`
+    stage: int  # pipeline stage
+    micro_batch: int  # index in the plan of the rank's pipeline
+    begin_us: int  # start, counted from when the first rank began the step
+    time_us: int  # duration
 
 
 PASSES = ("forward", "backward", "weight")
@@ -140,22 +136,23 @@ PASSES = ("forward", "backward", "weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimeline(PlainRecord):
-    """When a few ranks ran which pass of a step. wall_us: when each rank had done all its passes,
-    since the first rank began; passes: by rank.
-    """
+    """When a few ranks executed which passes of a step."""
 
-    step: int
-    steps_done: int
-    ranks: tuple[int, ...]
+    step: int  # number of the step
+    steps_done: int  # executed steps of the run, this one included
+    ranks: tuple[int, ...]  # the recorded ranks
+    # when each rank had finished its passes, counted from when the first rank began
     wall_us: tuple[int, ...]
-    passes: tuple[tuple[TimedPass, ...], ...]
+    passes: tuple[tuple[TimedPass, ...], ...]  # passes of each rank
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain values; kinds of passes are written as their index in `PASSES`."""
         kinds = [[[PASSES.index(p[0]), *p[1:]] for p in of_rank] for of_rank in self.passes]
         return PlainRecord.to_json(self) | {"passes": kinds}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MeasuredTimeline":
+        """Read what `to_json` wrote."""
         values: dict[str, Any] = {name: data[name] for name in ("step", "steps_done")}
         values |= {name: tuple(data[name]) for name in ("ranks", "wall_us")}
         sizes = {len(data[name]) for name in ("ranks", "wall_us", "passes")}

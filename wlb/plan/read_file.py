@@ -1,9 +1,9 @@
-"""Reads text, JSON, TOML and NumPy files that somebody else may have written.
+"""Reading of text, JSON, TOML and NumPy files that somebody else may have written.
 
-What cannot be read is a UserError with the file, the key, its value and a remedy: bytes that are no
-text, text that is no JSON, values nested too deeply, numbers beyond 64 bits, keys that are given
-twice, arrays that claim more entries than their file holds, and (`malformed`) values of the wrong
-shape.
+A file that cannot be read raises a UserError with the file, the key, its value and a remedy. This
+covers bytes that are not text, text that is not JSON, values nested too deeply, numbers beyond 64
+bits, keys that occur twice, arrays that claim more entries than their file has, and, inside
+`malformed`, values of an unexpected shape.
 """
 
 import io
@@ -26,13 +26,14 @@ import numpy.typing as npt
 from wlb.plan.errors import UserError, shortened
 
 MOST_DEPTH = 64
-"""Deepest nesting of lists and objects; schemas of tools have less than 20."""
+"""Deepest nesting of lists and objects. Files of tools have less than 20."""
 MOST_BYTES = 1 << 30
-"""Largest file that is read whole as text or JSON."""
+"""Largest file that is read as a whole, as text or JSON."""
 MOST_TOML_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 35
 """Most bytes of an array in a .npy or .npz file."""
-_MOST_BITS = 4096  # of an integer in TOML: Python prints it, and bounds of keys refuse it
+# Bits of the longest integer in TOML. Longer ones could not be printed in a message.
+_MOST_BITS = 4096
 _DIGITS = re.compile(r"\d{19}")
 _PART = r"""(?:(?<![\w-])[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(
@@ -56,14 +57,19 @@ WRONG_SHAPE = (
     lzma.LZMAError,
     zipfile.BadZipFile,
 )
+"""Exceptions that code raises when it reads a value of an unexpected type or shape."""
 
 
 @contextmanager
 def malformed(where: object, remedy: str) -> Generator[None]:
-    """Turns what reading a value of the wrong shape raises into a UserError.
+    """Turn exceptions of a block that only reads values of a file into a UserError.
 
-    where: the file, or what is read. For blocks that only read what came from a file: an error in
-    them is the file's. A UserError passes, with `where` in front unless it is named already.
+    An error in such a block is the file's fault. A UserError passes, preceded by `where` unless its
+    message has it already.
+
+    Args:
+        where: The file, or what is read.
+        remedy: What the reader of the message can do.
     """
     try:
         yield
@@ -76,7 +82,7 @@ def malformed(where: object, remedy: str) -> Generator[None]:
 
 
 def told(error: BaseException) -> str:
-    """The exception of a value of the wrong shape in words."""
+    """Describe an exception that a value of an unexpected shape has caused."""
     text = shortened(" ".join(str(error).split()), 300)
     match error:
         case KeyError():
@@ -90,7 +96,10 @@ def told(error: BaseException) -> str:
 
 
 def read_text(path: Path, *, remedy: str) -> str:
-    """The text of a UTF-8 file; UserError for a binary or very large file. An OSError passes."""
+    """Return the text of a UTF-8 file; UserError if it is binary or very large.
+
+    An OSError passes.
+    """
     _check_size(path, remedy)
     try:
         return path.read_bytes().decode("utf-8")
@@ -114,10 +123,17 @@ def parse_json(
     unique: bool = False,
     wide: bool = False,
 ) -> Any:
-    """The value of JSON text; UserError with `where` for text that is none or beyond the limits.
+    """Return the value of JSON text.
 
-    unique: an object that has a key twice is refused; elsewhere the last one counts. wide: integers
-    of more than 64 bits are permitted.
+    Args:
+        text: JSON, as text or UTF-8 bytes.
+        where: The file or source, for messages.
+        remedy: What the reader of a message can do.
+        unique: Refuse an object that has a key twice. Otherwise its last value counts.
+        wide: Accept integers of more than 64 bits.
+
+    Raises:
+        UserError: The text is not JSON, or exceeds the limits.
     """
     if len(text) > MOST_BYTES:
         raise UserError(f"{where} has {len(text)} bytes, must have at most {MOST_BYTES}; {remedy}")
@@ -139,10 +155,16 @@ def parse_json(
 
 
 def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = False) -> Any:
-    """The value of a JSON file; UserError for a file that holds none. An OSError passes.
+    """Return the value of a JSON file; UserError if it is not JSON.
 
-    wide: integers of more than 64 bits are permitted, as Hugging Face's files hold them: without a
-    limit of length, transformers writes "model_max_length": 1000000000000000019884624838656.
+    An OSError passes.
+
+    Args:
+        path: The file.
+        remedy: What the reader of a message can do.
+        wide: Accept integers of more than 64 bits. Files of Hugging Face have some: for a tokenizer
+            without a length limit, transformers writes "model_max_length":
+            1000000000000000019884624838656.
     """
     _check_size(path, remedy)
     return parse_json(path.read_bytes(), path, remedy=remedy, unique=True, wide=wide)
@@ -151,21 +173,25 @@ def read_json(path: Path, *, remedy: str = "repair or replace it", wide: bool = 
 def read_object(
     path: Path, *, remedy: str = "repair or replace it", wide: bool = False
 ) -> dict[str, Any]:
-    """The object of a JSON file; UserError for a file that holds anything else. wide: as in
-    `read_json`.
+    """Return the object of a JSON file; UserError if it is anything else.
+
+    The arguments are those of `read_json`.
     """
     return object_of(read_json(path, remedy=remedy, wide=wide), path, remedy=remedy)
 
 
 def object_of(value: Any, where: object, *, remedy: str = "repair or replace it") -> dict[str, Any]:
-    """`value` if it is a JSON object; UserError otherwise."""
+    """Return `value` if it is a JSON object; otherwise raise a UserError."""
     if not isinstance(value, dict):
         raise UserError(f"{where}: must be a JSON object, got {type(value).__name__}; {remedy}")
     return cast("dict[str, Any]", value)
 
 
 def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
-    """The keys of TOML text; UserError with `where` for text that is none or beyond the limits."""
+    """Return the keys of TOML text; UserError if it is not TOML or exceeds the limits.
+
+    `where` is the file or source, for messages.
+    """
     if len(text) > MOST_TOML_BYTES:
         raise UserError(
             f"{where} has {len(text)} bytes, must have at most {MOST_TOML_BYTES}; leave out what "
@@ -173,7 +199,7 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
         )
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
-        # tomllib takes quadratic time for a key of many parts.
+        # tomllib takes quadratic time for a key with many parts.
         if (found := _LONG_KEY.search(decoded)) is not None:
             raise UserError(
                 f"{where}: the key {shortened(found[0], 60)!r} has more than {MOST_DEPTH} parts; "
@@ -192,6 +218,7 @@ def parse_toml(text: str | bytes, where: object) -> dict[str, Any]:
 
 
 def _int64(digits: str) -> int:
+    """Convert digits to an integer that fits 64 bits."""
     value = int(digits) if len(digits) < 32 else 1 << 64
     if not -(1 << 63) <= value < 1 << 64:
         raise UserError(f"holds {shortened(digits, 60)}, an integer of more than 64 bits")
@@ -199,6 +226,7 @@ def _int64(digits: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of JSON pairs; UserError if it has a key twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -208,8 +236,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> None:
-    """UserError for lists and objects nested more than `MOST_DEPTH` deep, and, with `bits`, for an
-    integer that has more.
+    """Raise a UserError for values nested deeper than `MOST_DEPTH`.
+
+    Args:
+        value: Lists and objects.
+        where: The file, for the message.
+        remedy: What the reader of the message can do.
+        bits: Also refuse integers of more bits than this; 0 means no limit.
     """
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 2):
@@ -232,10 +265,18 @@ def _parts(value: Any) -> Any:
 def load_arrays(
     source: str | Path | bytes, where: object, *, remedy: str, most_bytes: int = MOST_ARRAY_BYTES
 ) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an .npz file by name, or that of an .npy file as `""`; nothing is unpickled.
+    """Return the arrays of an .npz file by name, or the array of an .npy file as `""`.
 
-    UserError for what is neither, for an array that claims more than its file holds, and for one
-    that is unpacked to more than `most_bytes`.
+    Nothing is unpickled.
+
+    Args:
+        source: Path or contents of the file.
+        where: The file, for messages.
+        remedy: What the reader of a message can do.
+        most_bytes: Most bytes of one unpacked array.
+
+    Raises:
+        UserError: The file is neither, or an array claims more than the file has, or is too large.
     """
     with malformed(where, remedy):
         data = source if isinstance(source, bytes) else Path(source).read_bytes()
@@ -256,8 +297,10 @@ def load_arrays(
 
 
 def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
-    """The bytes of an array. What another method of compression makes of them may be an OSError,
-    of bytes in memory, which says nothing of a disk.
+    """Return the bytes of an array in a zip file.
+
+    A decompressor may raise OSError for corrupt bytes. It is converted, because callers would take
+    it for a failing disk.
     """
     try:
         return file.read(item)
@@ -266,6 +309,7 @@ def _unpacked(file: zipfile.ZipFile, item: zipfile.ZipInfo) -> bytes:
 
 
 def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[Any]:
+    """Return the array of .npy bytes, after checking that they are as many as the header says."""
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = {
@@ -288,9 +332,10 @@ def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[An
 
 
 class Fields:
-    """Typed look-ups in a JSON object; UserError with the file, the key, its value and a remedy.
+    """Typed look-ups in a JSON object, for files whose values are checked one by one.
 
-    where: the file. A key that is absent or null gives `default`; without one it is an error.
+    An absent or null key gives `default`; without a default it is an error. Errors are UserErrors
+    with the file, the key, its value and a remedy.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, *, remedy: str = "") -> None:
@@ -299,7 +344,7 @@ class Fields:
     def whole(
         self, name: str, default: int | None = None, *, at_least: int = 1, at_most: int = 2**62
     ) -> int:
-        """An integer in [at_least, at_most]."""
+        """Return an integer in [at_least, at_most]."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -310,7 +355,7 @@ class Fields:
         return value
 
     def real(self, name: str, default: float | None = None, *, at_most: float = 1e30) -> float:
-        """A number whose magnitude is at most `at_most`."""
+        """Return a number whose magnitude is at most `at_most`."""
         value = self.values.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -320,7 +365,7 @@ class Fields:
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Text without zeros."""
+        """Return text that contains no zero characters."""
         value = self.values.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or "\0" in value:
@@ -328,7 +373,7 @@ class Fields:
         return value
 
     def error(self, name: str, why: str) -> UserError:
-        """The UserError that says `why` a key's value cannot be used."""
+        """Return a UserError that says `why` the value of a key cannot be used."""
         said = shortened(repr(self.values[name]), 300) if name in self.values else "(missing)"
         remedy = f"; {self.remedy}" if self.remedy else ""
         return UserError(f"{self.where}: {name} = {said} {why}{remedy}")

@@ -1,10 +1,15 @@
-"""Holds what was read of a file that wlb wrote against the schema of such files, as a whole.
+"""Schemas of JSON files that wlb wrote, and a check of a whole file against one.
 
-It is held before anything is built from it, so that a reader may take every key as it is. A schema
-is plain Python. `int`, `float` (an integer too), `str`, `bool`, `dict`: a value of that type. A
-`range`: a whole number in it. `ANYTHING`, `None`: any value, null. A tuple: one of its schemas. A
-list of one schema: a list of such values. A dictionary: an object of these keys and no others; a
-name that ends in "?" may be absent, `OTHERS` stands for further names.
+The file is checked before records are built from it, so that a reader may use every key without
+further checks. A schema is plain Python:
+
+- `int`, `float` (integers included), `str`, `bool`, `dict`: a value of this type
+- a `range`: a whole number in it
+- `ANYTHING`: any value; `None`: null
+- a tuple: one of several schemas
+- a list with one schema: a list of such values
+- a dictionary: an object with these keys and no others. A name that ends in "?" may be absent, and
+  `OTHERS` stands for all further names.
 """
 
 import types
@@ -22,7 +27,7 @@ Schema = Any
 ANYTHING = object()
 OTHERS = "*"
 COUNT = range(2**62 + 1)
-"""A number of things; sums of a few of them stay 64-bit integers."""
+"""Schema of a number of things. Its limit keeps sums of a few counts below 64 bits."""
 _PLAIN: dict[Any, tuple[set[type], str]] = {
     int: ({int}, "a whole number"),
     float: ({int, float}, "a number"),
@@ -30,18 +35,30 @@ _PLAIN: dict[Any, tuple[set[type], str]] = {
     bool: ({bool}, "true or false"),
     dict: ({dict}, "an object"),
 }
-"""The types that a value of a schema's type may have, and what messages call it."""
+"""For each plain schema, the types that its values may have and the name that messages use."""
 
 
 def hold_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> None:
-    """UserError that names the first value which does not fit `schema`. where: the file."""
+    """Raise a UserError that names the first value which does not fit `schema`.
+
+    Args:
+        value: What was read.
+        schema: What it must fit.
+        where: The file, for the message.
+        remedy: What the reader can do; ends the message.
+    """
     if found := _misfit(value, schema, ""):
         raise UserError(f"{where}: {found}; {remedy}")
 
 
 def schema_of(record: type, **others: Schema) -> dict[str, Schema]:
-    """The schema of a dataclass that is written by its fields' names; those that have defaults may
-    be absent. others: schemas of fields that are written otherwise, and of further keys.
+    """Return the schema of a dataclass that is written by the names of its fields.
+
+    Fields with defaults may be absent.
+
+    Args:
+        record: The dataclass.
+        **others: Schemas of fields that are written in another form, and of further keys.
     """
     hints = get_type_hints(record)
     out: dict[str, Schema] = {}
@@ -57,7 +74,7 @@ def _of_type(hint: Any) -> Schema:
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return tuple(None if one is types.NoneType else _of_type(one) for one in inside)
-    # NDArray[int64] is a generic ndarray before numpy 2.5, and since then an alias of its own.
+    # NDArray[int64] is a generic ndarray before numpy 2.5, and an alias of its own type since then.
     if origin in (np.ndarray, npt.NDArray):
         return [int]
     if origin is tuple:
@@ -72,10 +89,11 @@ def _of_type(hint: Any) -> Schema:
 
 
 def _misfit(value: Any, schema: Schema, at: str) -> str:
-    """What is wrong with a value, "" for one that fits. at: its place in the file."""
+    """Return what is wrong with a value, or "" if it fits; `at` is its place in the file."""
     match schema:
         case tuple():
-            # The first is what is meant, the others are null or older forms.
+            # Report by the first schema, which is the present form; the others are null or older
+            # forms.
             found = [_misfit(value, one, at) for one in cast("tuple[Any, ...]", schema)]
             return "" if "" in found else found[0]
         case list():
@@ -96,11 +114,11 @@ def _misfit(value: Any, schema: Schema, at: str) -> str:
 
 
 def _misfit_of_list(value: Any, inner: Schema, at: str) -> str:
-    # A record's `to_json` has tuples where JSON has lists.
+    # A record's `to_json` has tuples where its file has lists.
     if not isinstance(value, list | tuple):
         return _must(value, at, "a list")
     items = cast("list[Any]", value)
-    # Millions of waiting pieces are numbers of one type.
+    # Fast path: a carry may have millions of waiting pieces.
     if inner in (int, float, str) and set(map(type, items)) <= _PLAIN[inner][0]:
         return ""
     found = (_misfit(item, inner, f"{at}[{i}]") for i, item in enumerate(items))

@@ -1,8 +1,8 @@
-"""ShardingPlan: which span of which piece each context-parallel (CP) rank works on.
+"""ShardingPlan: which tokens of a micro-batch each context-parallel (CP) rank processes.
 
-The packed sequence of S tokens is divided over cp ranks. A rank holds an ordered list of spans
-[start, stop) of pieces; a span's queries see keys [0, stop) of their piece. Every rank works on
-`local_tokens(S)` rows, the same on all ranks; rows past its spans are padding, one segment.
+The packed sequence of S tokens is divided over cp ranks. A rank has an ordered list of spans
+[start, stop) of pieces. The queries of a span attend to the keys [0, stop) of the same piece. Every
+rank has `local_tokens(S)` rows; rows behind its spans are padding.
 """
 
 import math
@@ -18,17 +18,18 @@ from wlb.plan.plain import parsing
 
 
 def row_multiple(tp: int, multiple: int) -> int:
-    """Rows of a rank are a multiple of this: lcm(tp, multiple)."""
+    """Return the number that divides the rows of every rank: lcm(tp, multiple)."""
     if tp < 1 or multiple < 1:
         raise UserError(f"tp = {tp} and row_multiple = {multiple} must be at least 1")
     return math.lcm(tp, multiple)
 
 
 def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
-    """T_local = ceil(S / (cp * q)) * q, and q for an empty micro-batch (padding only).
+    """Return the rows of each CP rank: ceil(S / (cp * q)) * q for S tokens, and q if S = 0.
 
-    The only thing a pipeline stage needs to know to size its buffers, so no shape is ever
-    exchanged. Padding is less than cp * q tokens of a micro-batch that has any token.
+    S is `num_tokens` and q is `row_multiple`. Pipeline stages size their buffers by this formula,
+    so ranks exchange no shapes. A micro-batch of at least one token has less than cp * q rows of
+    padding.
     """
     if num_tokens < 0 or cp < 1 or row_multiple < 1:
         raise ValueError(f"num_tokens = {num_tokens}, cp = {cp}, row_multiple = {row_multiple}")
@@ -36,63 +37,61 @@ def local_tokens(num_tokens: int, *, cp: int, row_multiple: int) -> int:
 
 
 class Span(NamedTuple):
-    """Tokens [start, stop) of piece `piece` (its row in the micro-batch)."""
+    """Tokens [start, stop) of one piece."""
 
-    piece: int
-    start: int
-    stop: int
+    piece: int  # row of the piece in the micro-batch
+    start: int  # first token
+    stop: int  # token behind the last one
 
 
 class KeyExchange(StrEnum):
     """How CP ranks get each other's keys and values."""
 
-    GATHER = "gather"  # an all-gather of all rows
-    NEEDED = "needed"  # an all-to-all of the rows that each rank reads (`wlb.plan.exchange`)
+    GATHER = "gather"  # all-gather of all rows
+    NEEDED = "needed"  # all-to-all of the rows that each rank reads (`wlb.plan.exchange`)
 
 
 _COLUMNS = ("lengths", "piece", "start", "stop", "rank_offsets", "forward_ns", "backward_ns")
 
 
 class RankTimes:
-    """Predicted times of CP ranks' kernels and launches, without collectives; ranks meet in each
-    pass. forward_ns, backward_ns: shape [cp].
+    """Predicted kernel times of CP ranks, including launches but no collectives.
+
+    CP ranks wait for each other in each pass, so the slowest rank of each pass decides.
     """
 
     __slots__ = ()
-    forward_ns: IntArray
-    backward_ns: IntArray
+    forward_ns: IntArray  # shape [cp]
+    backward_ns: IntArray  # shape [cp]
 
     @property
     def latency_ns(self) -> IntArray:
-        """Both passes of each rank, without collectives, shape [cp]."""
+        """Forward plus backward of each rank, shape [cp]."""
         return self.forward_ns + self.backward_ns
 
     @property
     def slowest_kernels_ns(self) -> int:
-        """The slowest rank's forward plus the slowest rank's backward, without collectives."""
+        """The slowest rank's forward plus the slowest rank's backward."""
         return int(self.forward_ns.max()) + int(self.backward_ns.max())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardingPlan(RankTimes):
-    """Spans of one micro-batch on `cp` ranks, rank-major.
+    """Spans of one micro-batch on its CP ranks, rank 0's first."""
 
-    strategy: that made them (of `adaptive` the chosen one). lengths: tokens of each piece, shape
-    [num_pieces]. piece, start, stop: shape [num_spans]. rank_offsets: shape [cp + 1]; rank r holds
-    spans [rank_offsets[r], rank_offsets[r + 1]). forward_ns, backward_ns: predicted time of each
-    rank's attention kernels and launches, shape [cp]; zeros where it is not predicted. exchange:
-    how the ranks get each other's keys.
-    """
-
-    strategy: str
-    lengths: IntArray
-    piece: IntArray
-    start: IntArray
-    stop: IntArray
+    strategy: str  # strategy that made the spans; with `adaptive`, the one that it chose
+    lengths: IntArray  # tokens of each piece, shape [num_pieces]
+    piece: IntArray  # piece of each span, shape [num_spans]
+    start: IntArray  # first token of each span in its piece, shape [num_spans]
+    stop: IntArray  # token behind the last one of each span, shape [num_spans]
+    # rank r has the spans [rank_offsets[r], rank_offsets[r + 1]), shape [cp + 1]
     rank_offsets: IntArray
+    # predicted forward time of each rank's attention kernels and their launches, shape [cp]; zeros
+    # if unknown
     forward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # the same for backward
     backward_ns: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    exchange: KeyExchange = KeyExchange.GATHER
+    exchange: KeyExchange = KeyExchange.GATHER  # how ranks get each other's keys and values
 
     def __post_init__(self) -> None:
         if self.exchange not in set(KeyExchange):
@@ -133,17 +132,25 @@ class ShardingPlan(RankTimes):
 
     @property
     def tokens(self) -> IntArray:
-        """Real tokens of each rank, shape [cp]."""
+        """Document tokens of each rank, shape [cp]."""
         running = offsets_of(self.stop - self.start)
         return running[self.rank_offsets[1:]] - running[self.rank_offsets[:-1]]
 
     def validate(self) -> "ShardingPlan":
-        """UserError unless spans cover each piece exactly once and ranks differ by <= 1 token."""
+        """Check that spans cover each piece exactly once, and ranks differ by at most one token.
+
+        Returns:
+            The plan itself.
+
+        Raises:
+            ValueError: The plan breaks one of these rules, which is a defect of the strategy.
+        """
         order = np.lexsort((self.start, self.piece))
         piece, start, stop = self.piece[order], self.start[order], self.stop[order]
         first = np.ones(piece.size, bool)
         first[1:] = piece[1:] != piece[:-1]
         last = np.roll(first, -1)
+        # In order, each span must start where the one before it in the same piece stops.
         expected = np.where(first, 0, np.roll(stop, 1))
         covered = np.array_equal(piece[first], np.arange(self.lengths.size))
         if (
@@ -158,7 +165,7 @@ class ShardingPlan(RankTimes):
         return self
 
     def for_rank(self, rank: int) -> "RankSpans":
-        """The spans of one rank, 0 to cp - 1."""
+        """Return the spans of one rank, from 0 to cp - 1."""
         if not 0 <= rank < self.cp:
             raise ValueError(f"rank {rank} is outside the {self.cp} ranks of this plan")
         rows = slice(int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1]))
@@ -170,8 +177,14 @@ class ShardingPlan(RankTimes):
         )
 
     def gathered_rows(self, local_tokens: int) -> IntArray:
-        """The row of each token of the packed sequence among all ranks' rows, `local_tokens` of
-        each one after the other, as an all-gather of K and V brings them; shape [num_tokens].
+        """Return where an all-gather of keys and values puts each token of the packed sequence.
+
+        Args:
+            local_tokens: Rows that each rank contributes, padding included.
+
+        Returns:
+            Row of each token in the gathered tensor, in which the ranks' rows follow each other;
+            shape [num_tokens].
         """
         if (most := int(self.tokens.max())) > local_tokens:
             raise UserError(f"a rank holds {most} tokens, more than local_tokens = {local_tokens}")
@@ -182,14 +195,14 @@ class ShardingPlan(RankTimes):
         return rows
 
     def digest(self) -> int:
-        """60 bits that tell two shardings apart, equal on every host."""
-        # Plans with an all-gather have the digests of versions that knew no other exchange.
+        """Return a 60-bit hash of the spans, by which hosts notice that they differ."""
+        # With an all-gather the digest stays what it was before there was another exchange.
         exchange = () if self.exchange == KeyExchange.GATHER else (str(self.exchange),)
         spans = (self.piece, self.start, self.stop, self.rank_offsets)
         return digest(self.strategy, self.lengths, *spans, *exchange)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
+        """Return plain values for `json.dumps`; `from_json` reads them back."""
         names = (*_COLUMNS, "latency_ns")
         columns = {n: getattr(self, n).tolist() for n in names}
         return {"strategy": self.strategy, "exchange": str(self.exchange), **columns}
@@ -200,71 +213,75 @@ class ShardingPlan(RankTimes):
         with parsing("sharding"):
             values = {**data}
             both = values.pop("latency_ns")
-            # Old files have only the sum of both, and no exchange.
+            # Files of early versions have no exchange, and only the sum of forward and backward.
             return cls(**{"forward_ns": both, **values})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankSpans:
-    """One rank's spans in order: the rows of its local tokens and its attention segments.
+    """One rank's spans in order: the rows of its local tokens, and its attention segments.
 
-    piece, start, stop: shape [num_spans]. piece_offsets: start of each piece in the packed
-    sequence, shape [num_pieces + 1]. All arrays are int64; kernels take those of `for_kernel`,
-    int32. Attention is causal with the mask aligned bottom right, since a span's queries are the
-    last of its keys: query i of q sees keys [0, k - q + i]. That is `causal=True` of FlashAttention
-    from 2.1 on, and attn_mask_type "padding_causal_bottom_right" of Transformer Engine.
+    The queries of a span are the last of its keys, so the causal mask is aligned bottom right:
+    query i of q attends to the keys [0, k - q + i]. In FlashAttention since 2.1 this is
+    `causal=True`, in Transformer Engine attn_mask_type "padding_causal_bottom_right". All arrays
+    are int64; `for_kernel` converts them to the int32 that kernels take.
     """
 
-    piece: IntArray
-    start: IntArray
-    stop: IntArray
-    piece_offsets: IntArray
+    piece: IntArray  # piece of each span, shape [num_spans]
+    start: IntArray  # first token of each span in its piece, shape [num_spans]
+    stop: IntArray  # token behind the last one of each span, shape [num_spans]
+    piece_offsets: IntArray  # start of each piece in the packed sequence, shape [num_pieces + 1]
 
     @property
     def num_tokens(self) -> int:
-        """Document tokens of the rank, padding left out."""
+        """Document tokens of the rank, without padding."""
         return int((self.stop - self.start).sum())
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans as objects, in the order of the rank's rows."""
+        """The spans as objects, in the order of the rank's rows."""
         columns = zip(self.piece.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
         return tuple(Span(*row) for row in columns)
 
     @property
     def cu_seqlens_q(self) -> IntArray:
-        """Offsets of each span in the rank's rows, shape [num_spans + 1]."""
+        """Offset of each span in the rank's rows, shape [num_spans + 1]."""
         return offsets_of(self.stop - self.start)
 
     @property
     def cu_seqlens_k(self) -> IntArray:
-        """Offsets of each span's keys (the piece's prefix [0, stop)), shape [num_spans + 1]."""
+        """Offset of each span's keys, the prefix [0, stop) of its piece; shape [num_spans + 1]."""
         return offsets_of(self.stop)
 
     @property
     def max_seqlen_q(self) -> int:
-        """Rows of the longest span, 0 without any."""
+        """Rows of the longest span; 0 without spans."""
         return int((self.stop - self.start).max(initial=0))
 
     @property
     def max_seqlen_k(self) -> int:
-        """Keys of the span that has most, 0 without any."""
+        """Keys of the span that has the most; 0 without spans."""
         return int(self.stop.max(initial=0))
 
     @property
     def key_index(self) -> IntArray:
-        """Row in the packed sequence of each span's keys, one span after the other; a piece's keys
-        come once for each of its spans. Shape [cu_seqlens_k[-1]].
+        """Row in the packed sequence of each span's keys, shape [cu_seqlens_k[-1]].
+
+        The spans follow each other. Keys that two spans of a piece attend to are listed twice.
         """
         base = self.piece_offsets[self.piece]
         return ranges(base, base + self.stop)
 
     def for_kernel(self, key_rows: IntArray | None = None) -> "KernelSegments":
-        """What a variable-length attention kernel takes.
+        """Return the arguments of a variable-length attention kernel for this rank.
 
-        key_rows: the row of K and V in which each token of the packed sequence lies, as
-        `ShardingPlan.gathered_rows` has it for an all-gather; None = they lie in packed order.
-        UserError beyond int32.
+        Args:
+            key_rows: Row of K and V at which each token of the packed sequence lies, such as
+                `ShardingPlan.gathered_rows` returns for an all-gather. None means that K and V are
+                in packed order.
+
+        Raises:
+            UserError: There are more keys than int32 offsets can address.
         """
         most = int(self.stop.sum())
         if most > MOST_INT32:
@@ -282,14 +299,16 @@ class RankSpans:
         )
 
     def first_keys(self, sliding: int = 0) -> IntArray:
-        """The first key of its piece that each span reads, with a window of `sliding` keys (0 =
-        all), shape [num_spans].
+        """Return the first key of its piece that each span attends to, shape [num_spans].
+
+        Args:
+            sliding: Keys of the sliding window; 0 means no window.
         """
         return np.maximum(0, self.start - sliding + 1) if sliding else np.zeros_like(self.start)
 
     @property
     def positions(self) -> IntArray:
-        """Position in its piece of each of the rank's tokens, shape [num_tokens]."""
+        """Position of each of the rank's tokens in its piece, shape [num_tokens]."""
         return ranges(self.start, self.stop)
 
     @property
@@ -301,27 +320,25 @@ class RankSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelSegments:
-    """One rank's call of a variable-length attention kernel, causal and aligned bottom right.
+    """Arguments of one rank's variable-length attention kernel, causal and aligned bottom right.
 
-    cu_seqlens_q, cu_seqlens_k: int32, shape [num_spans + 1]. max_seqlen_q, max_seqlen_k: of the
-    longest span, 0 on a rank without spans, which calls no kernel but joins every collective.
-    key_index: which rows of K and V the call takes as its keys, shape [cu_seqlens_k[-1]].
-    query_index: row in the packed sequence of each of the rank's queries, its first rows, shape
-    [cu_seqlens_q[-1]]; rows after them are padding. With tensors: `flash_attn_varlen_func(q,
-    k[key_index], v[key_index], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    causal=True)`.
+    With tensors: `flash_attn_varlen_func(q, k[key_index], v[key_index], cu_seqlens_q, cu_seqlens_k,
+    max_seqlen_q, max_seqlen_k, causal=True)`. A rank without spans calls no kernel, but joins every
+    collective.
     """
 
-    cu_seqlens_q: Int32Array
-    cu_seqlens_k: Int32Array
-    max_seqlen_q: int
-    max_seqlen_k: int
-    key_index: IntArray
+    cu_seqlens_q: Int32Array  # shape [num_spans + 1]
+    cu_seqlens_k: Int32Array  # shape [num_spans + 1]
+    max_seqlen_q: int  # queries of the longest span, 0 without spans
+    max_seqlen_k: int  # keys of the span with the most, 0 without spans
+    key_index: IntArray  # rows of K and V that are the call's keys, shape [cu_seqlens_k[-1]]
+    # row in the packed sequence of each query, shape [cu_seqlens_q[-1]]. Queries are the rank's
+    # first rows; the rows behind them are padding.
     query_index: IntArray
 
 
 def ranges(start: IntArray, stop: IntArray) -> IntArray:
-    """`concatenate([arange(a, b) for a, b in zip(start, stop)])` without a Python loop."""
+    """Return `concatenate([arange(a, b) for a, b in zip(start, stop)])` without a Python loop."""
     sizes = stop - start
     ends = np.cumsum(sizes)
     total = int(ends[-1]) if ends.size else 0

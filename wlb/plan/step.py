@@ -1,4 +1,4 @@
-"""StepPlan: a step's packing dealt to pipelines; PipelinePlan: one pipeline's part."""
+"""StepPlan: a step's micro-batches on their pipelines; PipelinePlan: one pipeline's part."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,25 +17,20 @@ from wlb.plan.sharding import ShardingPlan, local_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannerState(PlainRecord):
-    """State that a planner needs to continue after a step: explicit, immutable, JSON in and out.
+    """Everything that a planner needs to continue after a step; immutable, saved as JSON."""
 
-    carry: the packer's state. ready: plans the packer already made for later steps. baseline: the
-    baseline packer's state; baseline_made: metrics of its plans that no step reported yet. corpus:
-    the source's own state; num_batches: global batches it has given. exhausted: it had ended and
-    nothing is left to flush. num_tokens: document tokens of all steps so far.
-    """
-
-    carry: Carry
-    baseline: Carry
-    corpus: dict[str, Any]
-    ready: tuple[PackingPlan, ...] = ()
+    carry: Carry  # the packer's state
+    baseline: Carry  # state of the usual loader's packer, whose steps are planned for comparison
+    corpus: dict[str, Any]  # read position of the data source, in a form that only the source knows
+    ready: tuple[PackingPlan, ...] = ()  # plans that the packer already made for later steps
+    # metrics of baseline steps that no training step has reported yet
     baseline_made: tuple[StepMetrics, ...] = ()
-    num_batches: int = 0
-    exhausted: bool = False
-    num_tokens: int = 0
+    num_batches: int = 0  # global batches that the source has returned
+    exhausted: bool = False  # the source has ended, and no document waits
+    num_tokens: int = 0  # document tokens of all steps so far
 
     def __eq__(self, other: object) -> bool:
-        """Whether a planner goes on alike from both; a state equals what its JSON reads as."""
+        """Whether a planner continues alike from both states, which includes their JSON copies."""
         if not isinstance(other, PlannerState):
             return NotImplemented
         return self.to_json() == other.to_json()
@@ -49,13 +44,16 @@ class PlannerState(PlainRecord):
         return self.ready[0].step if self.ready else self.carry.next_step
 
     def reopened(self) -> "PlannerState":
-        """Return the state to resume from; ended data is asked again: epochs may be more now."""
+        """Return the state to resume from, in which ended data may continue.
+
+        The source is read once more, because the resumed run may have more epochs.
+        """
         return replace(self, exhausted=False)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
-        what = "this is no planner state as `to_json` writes it"
+        what = "this is not a planner state that `to_json` wrote"
         hold_schema(data, _STATE, what, remedy="give the whole value")
         _refuse_learned(data)
         with parsing("planner state"):
@@ -80,14 +78,16 @@ _STATE: Schema = {
     "num_batches": COUNT,
     "exhausted": bool,
     "num_tokens": COUNT,
-    # Of versions that learned prices while they trained.
+    # Written by versions that learned prices while they trained.
     "prices?": ({"base": str, "changes": [{"step": COUNT, "prices": dict}]}, None),
 }
 
 
 def _refuse_learned(data: dict[str, Any]) -> None:
-    """UserError for a state of an earlier version whose run had learned prices (`cost.online`):
-    its coming steps were to be planned with them, and would be planned otherwise now.
+    """Refuse the state of an earlier version whose run had learned prices (`cost.online`).
+
+    Its coming steps were to be planned with those prices, and would silently be planned
+    differently.
     """
     prices = data.get("prices")
     if prices is None or not prices["changes"]:
@@ -96,20 +96,19 @@ def _refuse_learned(data: dict[str, Any]) -> None:
     raise UserError(
         f"this planner state has prices for steps from {step + 1} on that its run learned from its "
         f"own times, over those of {prices['base']!r}, and cost.online, which learned them, was "
-        f"removed; go on with a checkpoint saved before prices changed, with the version of wlb "
-        f"that wrote this one, or in a new run with its weights (checkpoint.init_from)"
+        f"removed; resume from a checkpoint saved before prices changed, or use the version of "
+        f"wlb that wrote this one, or start a new run from its weights (checkpoint.init_from)"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProgress:
-    """Progress of a run after a step, for any rank. next_step: the step that comes next.
-    num_tokens: document tokens of all steps so far. state: the planner's, for a checkpoint; None on
-    ranks that write none, since it holds every waiting document.
-    """
+    """Progress of a run after a step."""
 
-    next_step: int
-    num_tokens: int
+    next_step: int  # step that comes next
+    num_tokens: int  # document tokens of all steps so far
+    # planner state for a checkpoint. None on ranks that write no checkpoint, because it has every
+    # waiting document.
     state: PlannerState | None
 
     @classmethod
@@ -120,31 +119,26 @@ class PlanProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One global training step.
+    """One training step over all pipelines."""
 
-    packing: the step's micro-batches. pipelines: shape [dp, N / dp], the micro-batches of each
-    pipeline in execution order. cp: ranks of a micro-batch. row_multiple: a
-    rank's rows are a multiple of it. baseline: metrics of Plain-4D on the same stream, where it is
-    asked for: its steps for the global batches since our last step (usually one), as one. progress:
-    once this step has been executed.
-    """
-
-    packing: PackingPlan
-    pipelines: IntArray
-    cp: int
-    row_multiple: int
+    packing: PackingPlan  # the step's micro-batches
+    pipelines: IntArray  # micro-batches of each pipeline in execution order, shape [dp, N / dp]
+    cp: int  # ranks that share a micro-batch
+    row_multiple: int  # the rows of every rank are a multiple of this
+    # the usual loader on the same documents: its steps for the global batches since our last step
+    # (usually one), merged into one record. None if it is not computed.
     baseline: StepMetrics | None
-    progress: PlanProgress
+    progress: PlanProgress  # progress once this step has been executed
 
     @property
     def state(self) -> PlannerState:
-        """State that a checkpoint stores once this step has been executed."""
+        """Planner state that a checkpoint stores once this step has been executed."""
         if self.progress.state is None:
             raise ValueError(f"the plan of step {self.step} was sent here without planner state")
         return self.progress.state
 
     def without_state(self) -> "StepPlan":
-        """The plan for ranks that write no checkpoint's planner state."""
+        """Return the plan without planner state, for ranks that write no checkpoint."""
         return replace(self, progress=replace(self.progress, state=None))
 
     @property
@@ -154,27 +148,27 @@ class StepPlan:
 
     @property
     def num_targets(self) -> int:
-        """Labels of the step, by which its mean loss is divided."""
+        """Labels of the step; the summed loss is divided by it."""
         return self.packing.num_targets
 
     @property
     def predicted(self) -> StepMetrics:
-        """The step's metrics, as far as they follow from its plan."""
+        """The step's metrics, as far as they follow from packing."""
         rows_of = partial(local_tokens, cp=self.cp, row_multiple=self.row_multiple)
         padded = sum(map(rows_of, self.packing.rows.tolist())) * self.cp
         return predict(self.packing, num_padding_tokens=padded - self.packing.num_tokens)
 
     def local_tokens(self, pipeline: int) -> tuple[int, ...]:
-        """Rows per CP rank of each of a pipeline's micro-batches, in execution order."""
+        """Return the rows per CP rank of each micro-batch of a pipeline, in execution order."""
         rows = self.packing.rows[self.pipelines[pipeline]]
         return tuple(local_tokens(int(n), cp=self.cp, row_multiple=self.row_multiple) for n in rows)
 
     def digest(self) -> int:
-        """60 bits that tell two plans apart, equal on every host for equal plans."""
+        """Return a 60-bit hash of the plan, by which hosts notice that their plans differ."""
         return digest(self.packing.digest(), self.pipelines.ravel(), self.cp, self.row_multiple)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, for `json.dumps`; `from_json` reads them again."""
+        """Return plain values for `json.dumps`; `from_json` reads them back."""
         return {
             "packing": self.packing.to_json(),
             "pipelines": self.pipelines.tolist(),
@@ -201,20 +195,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelinePlan:
-    """One pipeline's micro-batches in execution order, with their spans.
+    """One pipeline's micro-batches in execution order, with their spans."""
 
-    step, pipeline: which. micro_batches, shardings: one each, in the same order. local_tokens: rows
-    of each micro-batch on every CP rank, padding included. step_rows: rows of the whole step's
-    segments, in all pipelines, without what fills up ranks.
-    """
-
-    step: int
-    pipeline: int
-    micro_batches: tuple[MicroBatch, ...]
-    shardings: tuple[ShardingPlan, ...]
-    local_tokens: tuple[int, ...]
+    step: int  # number of the step, from 0
+    pipeline: int  # number of the pipeline, from 0
+    micro_batches: tuple[MicroBatch, ...]  # in execution order
+    shardings: tuple[ShardingPlan, ...]  # spans of each micro-batch, in the same order
+    local_tokens: tuple[int, ...]  # rows of each micro-batch on every CP rank, padding included
+    # rows of the whole step's segments, over all pipelines, without the rows that pad ranks to
+    # equal sizes
     step_rows: int
 
     def digest(self) -> int:
-        """60 bits that tell two pipelines' spans apart, equal on every host."""
+        """Return a 60-bit hash of the pipeline's spans, by which hosts notice that they differ."""
         return digest(self.step, self.pipeline, *(s.digest() for s in self.shardings))

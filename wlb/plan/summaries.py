@@ -1,10 +1,15 @@
-"""Which summaries of linear layers CP ranks send each other, where a document is cut.
+"""Which linear-attention states CP ranks send each other for documents that lie on several ranks.
 
-A linear or recurrent layer needs, at the first token of a span, the state of all that is before
-it. Each rank computes its spans from a zero state. The summary of a span that is cut says how it
-changes a state, and which state it ends with from zero. It goes to the ranks that hold later spans
-of the document, which compose the summaries before them, in order. A document on one rank needs
-none.
+A linear-attention or recurrent layer needs, at the first token of a span, the state of all tokens
+before it. Each rank computes its spans from a zero state. The summary of a span then says how the
+span changes any state, and which state it ends with from zero:
+
+    rank 0, span A: summary of A --+--> rank 1, span B: state before B = A from zero
+                                   +--> rank 2, span C: state before C = A, then B, from zero
+    rank 1, span B: summary of B --+
+
+A rank with later spans of the document composes the summaries before them, in order. A document on
+one rank needs no exchange.
 """
 
 from typing import NamedTuple
@@ -16,11 +21,11 @@ from wlb.plan.sharding import ShardingPlan, ranges
 
 
 def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
-    """Runs of a piece's spans on one rank that follow each other without a gap.
+    """Join neighbouring spans of a piece on one rank into runs.
 
     Returns:
-        Piece, number within its piece from the first token on, and rank of each run, by piece and
-        place; shape [num_runs] each.
+        Piece of each run, its number within the piece (from 0, in order of tokens), and its rank;
+        shape [num_runs] each, sorted by piece and number.
     """
     rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
     used = plan.stop > plan.start
@@ -34,23 +39,23 @@ def runs_of_spans(plan: ShardingPlan) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def summaries_made(plan: ShardingPlan) -> IntArray:
-    """Summaries that each rank makes: of its runs that a document goes on behind, shape [cp]."""
+    """Return how many summaries each rank makes: one for each run with a later one; shape [cp]."""
     piece, _, rank = runs_of_spans(plan)
     goes_on = np.append(piece[1:] == piece[:-1], np.zeros(min(1, piece.size), bool))
     return np.bincount(rank[goes_on], minlength=plan.cp).astype(np.int64)
 
 
 def summaries_moved(plan: ShardingPlan) -> IntArray:
-    """Summaries that rank i receives of rank j, shape [cp, cp]; the diagonal is 0.
+    """Return the summaries that rank i receives from rank j, shape [cp, cp]; the diagonal is zero.
 
-    A rank receives the summaries of all runs of a document before its own last one, less those that
-    it made itself.
+    A rank receives the summaries of all runs of a document before its last run in it, except those
+    that it made itself.
     """
     piece, place, rank = runs_of_spans(plan)
     moved = np.zeros((plan.cp, plan.cp), np.int64)
     if not piece.size:
         return moved
-    # The last place of each rank in each piece, -1 where it has none of it.
+    # The number of each rank's last run in each piece; -1 if it has none.
     last = np.full((int(piece.max()) + 1, plan.cp), -1, np.int64)
     np.maximum.at(last, (piece, rank), place)
     needs = last[piece] > place[:, None]  # [num_runs, cp]: whether a rank reads a run's summary
@@ -60,40 +65,40 @@ def summaries_moved(plan: ShardingPlan) -> IntArray:
 
 
 class RowsOf(NamedTuple):
-    """Which rows one rank reads of itself and of others in an all-to-all, and for which span.
+    """The rows that one rank reads of itself and of others in an all-to-all, and for which span.
 
-    A span finds its rows in a pool: the rank's own rows that anyone reads, then those that arrive,
-    ranks in order.
+    Spans index a pool of rows: first the rank's local rows that any rank reads, then the received
+    rows, in the order of the sending ranks.
     """
 
-    kept: IntArray  # own rows that are read, by spans here or elsewhere, in order; shape [N]
-    sent: IntArray  # rows of `kept` that travel, by receiving rank, shape [M]
-    splits: IntArray  # rows that go to each rank, shape [cp]
-    received: IntArray  # rows that come from each rank, shape [cp]
-    found: IntArray  # of each span, places in the pool, -1 where nothing is; shape [S, columns]
+    kept: IntArray  # local rows that any rank reads, in order; shape [N]
+    sent: IntArray  # places in `kept` of the rows to send, by receiving rank; shape [M]
+    splits: IntArray  # rows to send to each rank, shape [cp]
+    received: IntArray  # rows to receive from each rank, shape [cp]
+    # for each span, places in the pool of the rows that it reads; -1 fills up; shape [S, columns]
+    found: IntArray
 
 
 class RankSummaries(NamedTuple):
-    """One rank's part of the exchanges that linear layers need in a micro-batch.
+    """One rank's part of the exchanges that linear-attention layers need in a micro-batch.
 
-    Spans follow each other in the rank's rows. Spans of the plan that do so in their document too
-    are one here.
+    Spans that are neighbours both in the rank's rows and in their document are one span here.
     """
 
     lengths: IntArray  # tokens of each span, shape [S]
     latest: RowsOf  # rows of the latest tokens before each span, the oldest first
-    before: RowsOf  # summaries of all spans of the document before each span, the first one first
+    before: RowsOf  # summaries of all spans of the document before each span, in order
 
 
 def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummaries:
-    """What a rank sends and receives for linear layers.
+    """Return what a rank sends and receives for linear-attention layers.
 
     Args:
         plan: Spans of the micro-batch on all ranks.
-        rank: One of its ranks.
-        latest: Tokens before a span that the layer's convolution reads.
+        rank: The rank.
+        latest: Tokens before a span that the layer's short convolution reads.
     """
-    # 1. All spans by rank and row; those that go on where the one before them ends are one.
+    # 1. List all spans by rank and row, and join those that are neighbours in their document.
     of_rank = np.repeat(np.arange(plan.cp), np.diff(plan.rank_offsets))
     piece, start, stop = plan.piece, plan.start, plan.stop
     begins = np.ones(piece.size, bool)
@@ -111,7 +116,7 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
     first_row = rows[:-1] - rows[first_of_rank[of_rank]]
     lengths = size[first_of_rank[rank] : first_of_rank[rank + 1]]
 
-    # 2. The same by document and place.
+    # 2. Order the same spans by document and token.
     order = np.lexsort((start, piece))
     piece, start, of_rank, number, first_row = (
         x[order] for x in (piece, start, of_rank, number, first_row)
@@ -120,12 +125,12 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
     place = np.arange(piece.size) - first
     readers = _Readers(plan.cp, rank, of_rank, number)
 
-    # 3. Each span reads the summaries of all spans of its document before it.
+    # 3. Each span reads the summaries of all earlier spans of its document.
     reader = np.repeat(np.arange(piece.size), place)
     read = ranges(first, np.arange(piece.size))
     before = readers.rows(reader, place[read], of_rank[read], number[read])
 
-    # 4. And the latest tokens before its first one, which may be in several spans.
+    # 4. Each span also reads the latest tokens before its first one. They may lie in several spans.
     token = start[:, None] - np.arange(latest, 0, -1)
     reader, slot = np.nonzero(token >= 0)
     token = token[reader, slot]
@@ -137,12 +142,12 @@ def rank_summaries(plan: ShardingPlan, rank: int, *, latest: int) -> RankSummari
 
 
 class _Readers(NamedTuple):
-    """Spans that read rows of others, all ranks' together."""
+    """Spans of all ranks, which read rows of each other."""
 
     cp: int
-    rank: int  # for which `RowsOf` is made
+    rank: int  # rank for which `RowsOf` is made
     of_rank: IntArray  # rank of each span
-    number: IntArray  # of each span on its rank
+    number: IntArray  # number of each span on its rank
 
     def rows(
         self,
@@ -153,10 +158,18 @@ class _Readers(NamedTuple):
         *,
         width: int | None = None,
     ) -> RowsOf:
-        """Reading i: span reader[i] finds row[i] of rank holder[i] in its column slot[i]."""
+        """Return one rank's part of an exchange in which spans read rows.
+
+        Args:
+            reader: Span that reads, one for each reading (as all arguments but `width`).
+            slot: Column of `RowsOf.found` in which the span looks for the row.
+            holder: Rank that has the row.
+            row: The row on that rank.
+            width: Columns of `RowsOf.found`; None means as many as the rank's spans use.
+        """
         reading = self.of_rank[reader]
         travels = reading != holder
-        # A row goes to a rank once, however many of its spans read it.
+        # A row is sent to a rank once, however many of its spans read it.
         most = int(row.max(initial=0)) + 1
         key = (reading * self.cp + holder) * most + row
         moved = np.unique(key[travels])

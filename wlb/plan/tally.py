@@ -1,4 +1,4 @@
-"""Sums over the steps of a run, for the summary of training and for the page of a run."""
+"""Sums over the steps of a run, for the summary at the end of training and for `wlb report`."""
 
 from collections import Counter
 from copy import deepcopy
@@ -13,22 +13,23 @@ from wlb.plan.telemetry import Moments, Spread, Telemetry, Work
 
 
 class BalanceGain(NamedTuple):
-    """What balance gains over the usual loader on the same documents, predicted.
+    """Predicted gain of balanced packing over the usual loader on the same documents.
 
-    Imbalance is that of forward and backward: the slowest micro-batches of all steps over the mean
-    ones. `wlb plan`, `tune`, `simulate`, `train` and `report` have these two figures.
+    Imbalance is taken of forward and backward together: the sum of the slowest micro-batches of all
+    steps over the sum of the mean ones. `wlb plan`, `tune`, `simulate`, `train` and `report` all
+    show these two figures.
     """
 
-    usual: float  # imbalance with the usual loader, which cuts documents where windows end
+    usual: float  # imbalance with the usual loader
     ours: float  # imbalance with the run's settings
 
     @property
     def saved(self) -> float:
-        """Share of the slowest micro-batches' time that is saved; below 0 if it is more."""
+        """Share by which the slowest micro-batches take less time; negative if they take more."""
         return 1 - self.ours / self.usual
 
     def to_json(self) -> dict[str, float]:
-        """Both figures and what is saved, for `json.dumps`."""
+        """Return both figures and the saved share."""
         return {**self._asdict(), "saved": self.saved}
 
     def __str__(self) -> str:
@@ -41,15 +42,16 @@ class BalanceGain(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """Predicted sums over the steps of one packing: ours or the usual loader's."""
+    """Sums of predicted metrics over the steps of one packing: ours or the usual loader's."""
 
-    ratios: float = 0.0
-    slowest_ns: float = 0.0
-    mean_ns: float = 0.0
+    ratios: float = 0.0  # sum of the steps' imbalance
+    slowest_ns: float = 0.0  # sum of the slowest micro-batches' times
+    mean_ns: float = 0.0  # sum of the mean micro-batches' times
     tokens: int = 0
     steps: int = 0
 
     def add(self, metrics: StepMetrics) -> None:
+        """Add a step, or the several steps that `merge` made into one record."""
         degrees = degrees_of(metrics)
         self.ratios += sum(degrees)
         self.slowest_ns += metrics.max_workload_ns
@@ -59,21 +61,21 @@ class Share:
 
     @property
     def mean_imbalance(self) -> float:
-        """Mean of the steps' imbalance degrees (Section 7.4)."""
+        """Mean of the steps' imbalance (Section 7.4)."""
         return self.ratios / self.steps if self.steps else 1.0
 
     @property
     def weighted_imbalance(self) -> float:
-        """Sum of the slowest micro-batches over sum of the means, so that slow steps count more."""
+        """Sum of the slowest micro-batches over sum of the mean ones; slow steps count more."""
         return self.slowest_ns / self.mean_ns if self.mean_ns else 1.0
 
 
 @dataclass(slots=True)
 class MeasuredShare:
-    """Sums over telemetry records, weighted by their steps."""
+    """Sums over telemetry records, each weighted by its number of steps."""
 
-    steps: int = 0
-    degrees: float = 0.0
+    steps: int = 0  # number of steps
+    degrees: float = 0.0  # sum of measured imbalance
     slowest_ns: float = 0.0
     mean_ns: float = 0.0
     predicted_slowest_ns: float = 0.0
@@ -83,11 +85,15 @@ class MeasuredShare:
     records_s: float = 0.0
     step_s: float = 0.0
     work: Work = field(default_factory=Work)
+    # statistics of each of `TERMS`
     terms: dict[str, Moments] = field(default_factory=dict[str, Moments])
+    # by name (compute, bubble): sums of the mean rank's and of the slowest rank's seconds
     spreads: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    # by name: how many steps each rank was the slowest
     slowest_ranks: dict[str, Counter[int]] = field(default_factory=dict[str, Counter[int]])
 
     def add(self, record: Telemetry) -> None:
+        """Add the record of one or more steps."""
         num = record.num_steps
         self.steps += num
         self.degrees += record.imbalance * num
@@ -109,31 +115,33 @@ class MeasuredShare:
             self.slowest_ranks.setdefault(name, Counter())[spread.max_rank] += num
 
     def spread(self, name: str) -> tuple[float, float, int]:
-        """Mean rank's and slowest rank's seconds a step, and which rank that was most often."""
+        """Return seconds a step of the mean and of the slowest rank, and which rank that is.
+
+        The rank is the one that was slowest in most steps.
+        """
         mean, largest = self.spreads[name]
         rank = self.slowest_ranks[name].most_common(1)[0][0]
         return mean / self.steps, largest / self.steps, rank
 
 
 class NamedStraggler(NamedTuple):
-    """worst: the rank as when it was slowest. num_tables: tables that named it; first, last: the
-    steps_done of the first and the last of them.
-    """
+    """A straggler and the tables of ranks that named it."""
 
-    worst: Straggler
-    num_tables: int
-    first: int
-    last: int
+    worst: Straggler  # the rank's entry in the table in which it was slowest
+    num_tables: int  # tables that named it
+    first: int  # `steps_done` of the first of these tables
+    last: int  # `steps_done` of the last of these tables
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Ranks that were named in tables of ranks. num_tables: tables that were seen."""
+    """Ranks that tables of ranks named as slow."""
 
-    num_tables: int = 0
+    num_tables: int = 0  # all tables that were added
     by_rank: dict[int, NamedStraggler] = field(default_factory=dict[int, NamedStraggler])
 
     def add(self, table: RankTable) -> None:
+        """Add the stragglers of a table."""
         self.num_tables += 1
         for now in table.stragglers:
             at = table.steps_done
@@ -143,20 +151,20 @@ class Stragglers:
 
     @property
     def worst_first(self) -> list[NamedStraggler]:
+        """Named ranks, the slowest first."""
         return sorted(self.by_rank.values(), key=lambda named: -named.worst.over)
 
 
 @dataclass(slots=True)
 class Saves:
-    """Checkpoints of a run, by executed steps. stall_s: how long training waited for each. failed:
-    those that could not be written.
-    """
+    """Checkpoints of a run, by the number of executed steps."""
 
+    # seconds for which training waited for each save
     stall_s: dict[int, float] = field(default_factory=dict[int, float])
-    failed: set[int] = field(default_factory=set[int])
+    failed: set[int] = field(default_factory=set[int])  # saves that could not be written
 
     def add(self, step: int, stall_s: float, error: str) -> None:
-        """A save ended; the same one may be added twice."""
+        """Record the end of a save; the same save may be recorded twice."""
         self.stall_s[step] = stall_s
         if error:
             self.failed.add(step)
@@ -166,41 +174,49 @@ class Saves:
 
 @dataclass(slots=True)
 class Tally:
-    """Contents of the summary. losses: mean loss of each step, in order. step_tokens: tokens that
-    each step trained, in order. heldout: loss after
-    executed steps. expert_loads: `MeasuredStep.expert_load` of each step, in order; experts: their
-    layers and ranks. overdue: pieces later than packing.max_delay. telemetry: records after the
-    warm-up. refused: steps that were not finite, by the action taken;
-    skipped_tokens: tokens of skipped ones. rows: of hooks, by name. stopped: at which step and by
-    what the run was asked to end early, in words.
-    """
+    """Sums over the steps of a run, from which the summary is written."""
 
-    ours: Share = field(default_factory=Share)
-    plain: Share = field(default_factory=Share)
+    ours: Share = field(default_factory=Share)  # predicted metrics of the run's packing
+    plain: Share = field(default_factory=Share)  # predicted metrics of the usual loader
+    # mean loss of each step, in order; steps without an update have none
     losses: list[float] = field(default_factory=list[float])
-    step_tokens: list[int] = field(default_factory=list[int])
+    step_tokens: list[int] = field(default_factory=list[int])  # tokens of each step, in order
+    # (executed steps, held-out loss)
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    # number of micro-batches by sharding strategy
     shardings: dict[str, int] = field(default_factory=dict[str, int])
-    key_rows: KeyRows = KeyRows()
+    key_rows: KeyRows = KeyRows()  # rows that CP ranks exchanged
+    # `MeasuredStep.expert_load` of each step, in order
     expert_loads: list[float] = field(default_factory=list[float])
+    # load of experts by layer and EP rank
     experts: ExpertLoads = field(default_factory=ExpertLoads)
-    token_delays: float = 0.0
-    max_delay: int = 0
-    overdue: int = 0
-    padding: int = 0
-    held: int = 0
+    token_delays: float = 0.0  # sum of the delays of all tokens, in steps
+    max_delay: int = 0  # longest delay of a piece, in steps
+    overdue: int = 0  # pieces trained later than packing.max_delay
+    padding: int = 0  # padding tokens
+    held: int = 0  # tokens that wait after the last step
     train_time_s: float = 0.0
+    # measured times after the warm-up
     telemetry: MeasuredShare = field(default_factory=MeasuredShare)
-    stragglers: Stragglers = field(default_factory=Stragglers)
-    saves: Saves = field(default_factory=Saves)
+    stragglers: Stragglers = field(default_factory=Stragglers)  # slow ranks
+    saves: Saves = field(default_factory=Saves)  # checkpoints
+    # number of steps with a loss or gradient that was not finite, by the action taken
     refused: Counter[str] = field(default_factory=Counter[str])
-    skipped_tokens: int = 0
+    skipped_tokens: int = 0  # tokens of such steps that were skipped
+    # further lines of the summary, which hooks set by name
     rows: dict[str, str] = field(default_factory=dict[str, str])
-    stopped: str = ""
+    stopped: str = ""  # who or what ended the run early and at which step, in words
 
     def add(
         self, measured: MeasuredStep, predicted: StepMetrics, plain: StepMetrics | None
     ) -> None:
+        """Add an executed step.
+
+        Args:
+            measured: Its measurements.
+            predicted: Its predicted metrics.
+            plain: Predicted metrics of the usual loader for the same documents, if they are due.
+        """
         self.ours.add(predicted)
         if plain is not None:
             self.plain.add(plain)
@@ -223,23 +239,28 @@ class Tally:
 
     @property
     def mean_delay(self) -> float:
+        """Mean delay over tokens, in steps."""
         return self.token_delays / self.ours.tokens if self.ours.tokens else 0.0
 
     @property
     def balance(self) -> BalanceGain:
-        """Not a ratio of times per token: the usual loader cuts documents at window ends, and so
-        computes less attention.
+        """Predicted gain of the run's packing over the usual loader.
+
+        It compares imbalance and not times per token: the usual loader cuts documents, and
+        therefore computes less attention.
         """
         return BalanceGain(self.plain.weighted_imbalance, self.ours.weighted_imbalance)
 
     @property
     def padding_share(self) -> float:
-        """Padding tokens over the documents' tokens."""
+        """Padding tokens over document tokens."""
         return self.padding / max(1, self.ours.tokens)
 
     def rolled_back(self, until: "Tally") -> "Tally":
-        """Sums over steps as of `until`, an earlier tally; counters that are not tied to steps stay
-        as they are.
+        """Return a copy of an earlier tally, except for counters that are not tied to steps.
+
+        Saves, refused steps and rows of hooks keep their present values: repeating steps does not
+        undo them.
         """
         kept = ("saves", "refused", "rows")
         return replace(deepcopy(until), **{name: getattr(self, name) for name in kept})

@@ -1,6 +1,6 @@
-"""Telemetry: measured and predicted times of one or more steps, as sums over all ranks.
+"""Telemetry: measured and predicted times of one or more steps, summed over all ranks.
 
-A record's size does not depend on the number of ranks.
+The size of a record does not depend on the number of ranks.
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -9,32 +9,34 @@ from typing import Any
 from wlb.plan.schema import ANYTHING, OTHERS, Schema, schema_of
 
 TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_backward")
-"""Times that are compared with predictions. linear: everything in decoder layers except attention
-kernels, W_l of Eq. 2. Embedding, head and loss do not belong to W and are recorded apart."""
+"""Times that are compared with predictions. `linear` is the paper's W_l (Eq. 2): everything in
+decoder layers except attention kernels. Embedding, head and loss are not part of it and are
+recorded separately."""
 
 _NOTHING_VARIES = 1e-12
+"""Variances below this multiple of the squared mean are rounding errors."""
 _TELLS_A_LINE = 0.1
-"""Least ratio of the predictions' standard deviation to their mean for a meaningful slope."""
+"""Smallest ratio of the predictions' standard deviation to their mean that allows to fit a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Sums over cells (a micro-batch on a stage on a rank) of one term's times, in seconds.
+    """Sums of one term's predicted and measured times in seconds, from which statistics follow.
 
-    errors: of |measured - predicted| / measured.
+    Each summand is one cell: a micro-batch in a stage on a rank. Moments of disjoint cells add up.
     """
 
     num_cells: int = 0
     predicted_s: float = 0.0
     measured_s: float = 0.0
-    predicted_squares: float = 0.0
-    measured_squares: float = 0.0
-    products: float = 0.0
-    errors: float = 0.0
+    predicted_squares: float = 0.0  # sum of squared predicted times
+    measured_squares: float = 0.0  # sum of squared measured times
+    products: float = 0.0  # sum of predicted times measured time
+    errors: float = 0.0  # sum of |measured - predicted| / measured
 
     @classmethod
     def of(cls, predicted_s: float, measured_s: float) -> "Moments":
-        """The moments of one cell; measured_s > 0."""
+        """Return the moments of one cell, whose measured time is above 0."""
         return cls(
             num_cells=1,
             predicted_s=predicted_s,
@@ -56,12 +58,12 @@ class Moments:
 
     @property
     def mape(self) -> float | None:
-        """Mean absolute error of the prediction relative to the measured time, a fraction."""
+        """Mean of |measured - predicted| / measured over cells; None without cells."""
         return self.errors / self.num_cells if self.num_cells else None
 
     @property
     def _spread(self) -> tuple[float, float, float, float, float]:
-        """Means of predicted and measured time, their variances and covariance."""
+        """Means of predicted and measured time, their variances, and their covariance."""
         n = self.num_cells
         x, y = self.predicted_s / n, self.measured_s / n
         variances = self.predicted_squares / n - x * x, self.measured_squares / n - y * y
@@ -69,10 +71,10 @@ class Moments:
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """Least-squares (slope, intercept in seconds) of measured over predicted time.
+        """Least-squares line of measured over predicted time: (slope, intercept in seconds).
 
-        None if predictions vary too little to separate the two, or the line is no price (slope or
-        intercept below 0).
+        None if predictions vary too little to fit a line, or if the line is no possible correction
+        of prices (slope not above 0, or intercept below 0).
         """
         if self.num_cells < 2:
             return None
@@ -85,11 +87,11 @@ class Moments:
 
     @property
     def correlation(self) -> float | None:
-        """Pearson's correlation over cells; None if either side does not vary."""
+        """Pearson's correlation over cells; None if predicted or measured times do not vary."""
         if self.num_cells < 2:
             return None
         x, y, variance_x, variance_y, covariance = self._spread
-        # A smaller difference of sums is a rounding error.
+        # Differences of sums this small are rounding errors.
         if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
             return None
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
@@ -97,26 +99,25 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A time over all ranks, averaged over steps. max_rank: the lowest rank with the largest."""
+    """A time over all ranks, averaged over steps."""
 
-    mean_s: float
-    max_s: float
-    max_rank: int
+    mean_s: float  # mean rank
+    max_s: float  # rank with the largest time
+    max_rank: int  # number of this rank, the lowest if several have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Model FLOPs of executed steps, which add up.
+    """Model FLOPs of executed steps, which add up."""
 
-    model_flops: forward and backward (3 x forward) of real tokens with their documents' attention,
-    without recomputation or padding. rank_s: wall time times ranks. window_flops: the same tokens
-    counted as full windows, as Megatron-LM does without lengths, which overstates short documents.
-    peak_flops: FLOPs of the ranks' devices at their peak in that time; 0 if unknown for any part.
-    """
-
-    rank_s: float = 0.0
+    rank_s: float = 0.0  # wall time times number of ranks
+    # forward and backward (3 x forward) of document tokens, with attention within documents,
+    # without recomputation or padding
     model_flops: float = 0.0
+    # the same with attention over whole context windows, as Megatron-LM counts; overstates short
+    # documents
     window_flops: float = 0.0
+    # FLOPs that the devices could do in this time at their peak; 0 if unknown for any part
     peak_flops: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
@@ -136,87 +137,85 @@ class Work:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, a fraction of the peak; None where that is not known."""
+        """Model FLOPs over the devices' peak FLOPs; None if the peak is unknown."""
         return self.model_flops / self.peak_flops if self.peak_flops else None
 
     @property
     def window_tflops(self) -> float:
+        """TFLOP/s of the mean rank, with attention counted over whole windows."""
         return self.window_flops / self.rank_s * 1e-12 if self.rank_s else 0.0
 
     @property
     def window_mfu(self) -> float | None:
+        """Window FLOPs over the devices' peak FLOPs; None if the peak is unknown."""
         return self.window_flops / self.peak_flops if self.peak_flops else None
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, with derived values for readers of the file."""
+        """Return the fields and the rates derived from them."""
         derived = ("tflops", "mfu", "window_tflops", "window_mfu")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Work":
+        """Read what `to_json` wrote; the derived rates are ignored."""
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Telemetry:
-    """Times of `num_steps` steps, the last of which is the one whose line holds this record.
+    """Times of `num_steps` steps, written to metrics.jsonl with the last of these steps.
 
-    slowest_ns, mean_ns: forward latency of the slowest and of the mean micro-batch, summed over
-    steps. A micro-batch's latency is the sum over stages of its slowest CP and TP rank's time in
-    decoder layers (Section 7.4). predicted_*: the same of predictions; whole_*: measured, with
-    embedding, head and loss. terms: by name (`TERMS`).
-
-    Means over all ranks and steps, in seconds: embedding_s and head_s (under FSDP the embedding's
-    holds the gathering of parameters); compute: time in passes; bubble: the rest of the step;
-    loading_s: waits for inputs; planning_s: waits for plans; records_s: thread time of clock marks
-    and records; step_s: wall time. work: None in old records.
+    A micro-batch's latency sums, over pipeline stages, the time in decoder layers of the stage's
+    slowest CP and TP rank (Section 7.4). Times in seconds are means over all ranks and steps.
     """
 
-    num_steps: int
-    slowest_ns: int
-    mean_ns: float
-    predicted_slowest_ns: int
-    predicted_mean_ns: float
-    whole_slowest_ns: int
-    whole_mean_ns: float
-    terms: tuple[tuple[str, Moments], ...]
-    embedding_s: float
-    head_s: float
-    compute: Spread
-    bubble: Spread
+    num_steps: int  # steps since the last record
+    slowest_ns: int  # measured forward latency of the slowest micro-batch, summed over steps
+    mean_ns: float  # measured forward latency of the mean micro-batch, summed over steps
+    predicted_slowest_ns: int  # the predicted latency of the slowest micro-batch
+    predicted_mean_ns: float  # the predicted latency of the mean micro-batch
+    whole_slowest_ns: int  # measured, with embedding, head and loss
+    whole_mean_ns: float  # measured, with embedding, head and loss
+    terms: tuple[tuple[str, Moments], ...]  # statistics of each of `TERMS`, by name
+    embedding_s: float  # under FSDP this includes the all-gather of its parameters
+    head_s: float  # head and loss
+    compute: Spread  # time in passes
+    bubble: Spread  # the rest of the step
     predicted_embedding_s: float = 0.0
     predicted_head_s: float = 0.0
-    loading_s: float = 0.0
-    planning_s: float = 0.0
-    records_s: float = 0.0
-    step_s: float = 0.0
-    work: Work | None = None
+    loading_s: float = 0.0  # waiting for inputs
+    planning_s: float = 0.0  # waiting for plans
+    records_s: float = 0.0  # thread time spent on timestamps and records
+    step_s: float = 0.0  # wall time of a step
+    work: Work | None = None  # None in files of early versions
 
     @property
     def overhead_s(self) -> float:
-        """Time of a step that is neither computing nor waiting for other ranks."""
+        """Time of a step in which a rank neither computes nor waits for other ranks."""
         return self.loading_s + self.planning_s + self.records_s
 
     @property
     def head_ratio(self) -> float | None:
-        """Measured over predicted time of head and loss; None if none was predicted."""
+        """Measured over predicted time of head and loss; None if it was not predicted."""
         return self.head_s / self.predicted_head_s if self.predicted_head_s else None
 
     @property
     def imbalance(self) -> float:
-        """Section 7.4's degree of measured latencies, time-weighted over steps."""
+        """Slowest over mean micro-batch by measured latency, in which slow steps count more."""
         return _degree(self.slowest_ns, self.mean_ns)
 
     @property
     def predicted_imbalance(self) -> float:
+        """Slowest over mean micro-batch by predicted latency."""
         return _degree(self.predicted_slowest_ns, self.predicted_mean_ns)
 
     @property
     def whole_imbalance(self) -> float:
+        """Slowest over mean micro-batch by measured latency with embedding, head and loss."""
         return _degree(self.whole_slowest_ns, self.whole_mean_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, with derived values for readers of the file."""
+        """Return the fields and values derived from them."""
         data = asdict(self)
         derived = ("imbalance", "predicted_imbalance", "whole_imbalance", "overhead_s")
         data |= {name: getattr(self, name) for name in derived}
@@ -229,6 +228,7 @@ class Telemetry:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Telemetry":
+        """Read what `to_json` of any version wrote; derived values are ignored."""
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         sums = [f.name for f in fields(Moments)]
         values["terms"] = tuple(
