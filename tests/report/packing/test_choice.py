@@ -12,7 +12,7 @@ from wlb.spec import PackingSection, Policy
     [
         (SavedShare(0.012, 0.002), "The recommended packing would save 1.2% of the GPU hours of"),
         (SavedShare(-0.012, 0.002), "Keep 7b as it is set: the best packing that was tried takes"),
-        (SavedShare(0.012, 0.012), "Repeat with --steps 640 to know."),
+        (SavedShare(0.012, 0.012), "Repeat with --steps 1500 to know."),
         (SavedShare(0.004, 0.003), "Repeat with --steps 240 to know."),
         (SavedShare(0.001, 0.002), "Either will do."),
         (SavedShare(0.012, None), "repeat with more --steps."),

@@ -56,7 +56,8 @@ def switch_verdict(name: str, switch: SavedShare, *, steps: int) -> str:
         f"{steps:,} steps cannot tell the recommended packing from {name} as it is set: the "
         f"difference is {saved:.1%} of GPU hours, with a standard error of {error:.1%}."
     )
-    enough = max(FINE, abs(saved) / SIGNIFICANT)
+    # A third of the saving, so that the next verdict is unlikely to be another draw.
+    enough = max(FINE, abs(saved) / 3)
     if error <= enough:
         return f"{verdict} Either will do."
     return f"{verdict} Repeat with --steps {_rounded_up(steps * (error / enough) ** 2)} to know."
