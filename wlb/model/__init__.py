@@ -1,4 +1,4 @@
-"""A plain decoder over packed rows: LLaMA, Mistral, Qwen, Gemma, mixtures of experts."""
+"""A decoder over packed rows: LLaMA, Mistral, Qwen, Gemma and mixtures of experts."""
 
 from wlb.model.elementwise import inverse_frequencies as inverse_frequencies
 from wlb.model.elementwise import rope_tables as rope_tables

@@ -1,11 +1,11 @@
-"""Gated delta net: the linear layer of Qwen3-Next and Qwen3.5, over packed spans of documents.
+"""Gated delta net, the linear-attention layer of Qwen3-Next and Qwen3.5, over packed spans.
 
-Projections of each token go through a short causal convolution, which reads the latest tokens of
-its document, and then through the gated delta rule (`delta_rule`), whose state is that of the
-document. A norm with a gate and a projection follow. Nothing passes between documents.
+The projections of each token go through a short causal convolution over the latest tokens of its
+document, and then through the gated delta rule (`delta_rule`), which keeps one state per document.
+A gated norm and an output projection follow. Nothing passes from one document to another.
 
-Where context parallelism cuts a document, a span needs what is before it: the latest rows for the
-convolution, and then the state. `Before` brings both; without it, spans are whole documents.
+If context parallelism cuts a document, a span needs what comes before it: the latest rows for the
+convolution, and the state. `Before` provides both. Without it, spans are whole documents.
 """
 
 from typing import Any, Protocol
@@ -20,23 +20,23 @@ from wlb.spec import LinearBackend, ModelSpec
 
 
 class Before(Protocol):
-    """What spans find before them, in the order in which a layer asks for it."""
+    """Gives spans what comes before them; a layer calls `rows` first, then `states`."""
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """The `count` latest rows of each span's document before it, shape [S, count, D]; zeros
-        where there are none.
-        """
+        """Return the latest rows before each span, shape [S, count, D]; missing ones are zero."""
         ...
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """The state before each span, shape [S, H, K, V]. Makes the summaries that are needed."""
+        """Return the state before each span, [S, H, K, V]; computes and exchanges summaries."""
         ...
 
 
 class GatedDeltaNet(nn.Module):
-    """The layer. Projections are apart by head, so that tensor parallelism can divide them.
+    """The layer. Its projections are separate, so that tensor parallelism can divide their heads.
 
-    ops: How layers with weights are applied (`wlb.model.llama.Ops`).
+    Args:
+        spec: Sizes and options of the model.
+        ops: How weights are applied (`wlb.model.llama.Ops`).
     """
 
     def __init__(self, spec: ModelSpec, ops: Any) -> None:
@@ -65,23 +65,23 @@ class GatedDeltaNet(nn.Module):
         before: Before | None = None,
         backend: LinearBackend = LinearBackend.TORCH,
     ) -> Tensor:
-        """Rows of packed spans [T, C] to rows.
+        """Return the residual branch, [T, C].
 
         Args:
             x_TC: Rows of the spans, one span after the other.
-            layout: Of the spans.
-            before: What spans find before them; None: nothing, as whole documents do.
-            backend: What computes the recurrence, not `auto`.
+            layout: Which rows form which span.
+            before: Gives spans what comes before them. None if all are whole documents.
+            backend: The implementation of the recurrence; not `auto`.
         """
         own, linears = self.ops.own, (self.q_proj, self.k_proj, self.v_proj)
         linears = (*linears, self.z_proj, self.a_proj, self.b_proj)
         q, k, v, z, a, b = self.ops.fan_out(x_TC, *linears)
-        # A TP rank has some of the heads.
+        # Take the widths from the results, because a TP rank has only some of the heads.
         widths = [q.shape[1], k.shape[1], v.shape[1]]
-        # Queries, keys and values of a token also read the latest tokens.
+        # Convolve queries, keys and values in one call.
         weights = torch.cat([own(self.q_conv), own(self.k_conv), own(self.v_conv)])
         mixed = silu(self._convolved(torch.cat([q, k, v], -1), weights, layout, before))
-        # The recurrence is computed in float32 at least.
+        # Compute the recurrence in float32 or wider.
         exact = torch.promote_types(mixed.dtype, torch.float32)
         q, k, v = (x.to(exact) for x in mixed.split(widths, -1))
         key_dim = self.spec.key_head_dim
@@ -93,7 +93,7 @@ class GatedDeltaNet(nn.Module):
         rule = delta_rule((q * key_dim**-0.5, k, v, g, beta), layout, backend, x_TC.dtype)
         state = None if before is None else before.states(rule, layout)
         out = rule.outputs(state).to(exact)
-        # RMSNorm of each head, then the gate.
+        # Normalise each head, then apply the gate.
         normed = rms_norm(out, self.norm.normalized_shape, eps=self.norm.eps)
         gate = silu(z.to(exact)).view_as(out)
         gated = own(self.norm.weight) * normed.to(x_TC.dtype) * gate
@@ -102,19 +102,20 @@ class GatedDeltaNet(nn.Module):
     def _convolved(
         self, rows_TD: Tensor, weights_DL: Tensor, layout: SpanLayout, before: Before | None
     ) -> Tensor:
-        """Each row and the latest rows of its document, weighed by channel."""
+        """Convolve each row with the latest rows of its document, channel by channel."""
         count, width = weights_DL.shape[1] - 1, rows_TD.shape[1]
         if before is None:
             latest = rows_TD.new_zeros(len(layout.lengths), count, width)
         else:
             latest = before.rows(rows_TD, layout, count)
-        # One sequence in which the rows before a span stand in front of it.
+        # Make one sequence, with the rows before each span inserted in front of it.
         spans = rows_TD.split(list(layout.lengths))
         parts = [part for pair in zip(latest, spans, strict=True) for part in pair]
         if not parts:
-            return torch.cat([rows_TD, latest.flatten(0, 1)])  # none, but part of the graph
+            # There are no rows, but keep both tensors in the graph.
+            return torch.cat([rows_TD, latest.flatten(0, 1)])
         made = conv1d(torch.cat(parts).t()[None], weights_DL[:, None], groups=width)[0].t()
-        # Results that begin in the rows before a span, except its first ones, belong to none.
+        # Drop the results that mix two spans: those whose window ends in the inserted rows.
         ends = torch.tensor([count + n for n in layout.lengths]).cumsum(0).tolist()
         kept = [
             made[end - count - n : end - count] for end, n in zip(ends, layout.lengths, strict=True)
@@ -127,15 +128,20 @@ def _heads(rows_TF: Tensor, size: int) -> Tensor:
 
 
 def _unit(rows: Tensor) -> Tensor:
-    """Heads of unit length; the small constant is that of the families' own code."""
+    """Scale heads to unit length; the constant is the one in the models' published code."""
     return rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def initial_delta_net(name: str, shape: torch.Size, seed: int) -> Tensor | None:
-    """The initial value of a parameter of a linear layer that is no projection, as transformers
-    has it; None for other parameters.
+    """Make the initial value of a linear layer's parameter, as transformers does.
 
-    Rates of decay are drawn from [0, 16], as logarithms; convolutions as torch's own are.
+    Returns None for projections and for parameters of other layers. Decay rates are drawn from
+    [0, 16] and stored as logarithms; convolutions are initialised as torch's are.
+
+    Args:
+        name: Name of the parameter.
+        shape: Its whole shape.
+        seed: Seed of the run.
     """
     if ".linear_attn." not in f".{name}":
         return None

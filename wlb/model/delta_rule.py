@@ -1,18 +1,23 @@
 """The gated delta rule over packed spans, in chunks (Yang et al. 2024, Gated Delta Networks).
 
-A head has a state S of k_dim x v_dim. At each token it decays by exp(g), and what the key reads of
-it is replaced, by the share beta, by the value:
+Each head has a state S, a k_dim x v_dim matrix that stores values under keys. At each token the
+state decays by exp(g). Then the value that the token's key reads from it is moved towards the
+token's value, by the share beta. The query reads the result:
 
     S <- exp(g) S;    S <- S + k beta (v - k^T S)^T;    o = q^T S
 
-Chunks of 64 tokens do this by matrix products. With decays G_i summed from the chunk's start, the
-tokens of a chunk change the state that it begins with by
+To use matrix products we process chunks of 64 tokens at once. With decays G_i summed from the
+chunk's start, the outputs of a chunk and its last state follow from the state S that it begins
+with:
 
     o = (exp(G) q - P W) S + P U,    S' = (exp(G_C) - K~^T W) S + K~^T U
 
-where U and W solve one triangular system for values and keys, P holds decayed products of queries
-and keys, and K~ keys decayed to the chunk's end. So a span is an affine map of the state before it:
-its **summary** is that map, and spans of one document compose (`Summary.after`).
+U and W solve one triangular system for values and keys, P holds the decayed products of queries and
+keys, and K~ the keys decayed to the chunk's end.
+
+The second equation is an affine map of S. So a whole span is an affine map of the state before it,
+which we call its **summary**. The summaries of a document's spans compose (`Summary.after`). That
+is why context-parallel ranks only exchange summaries.
 
 Shapes: T tokens of all spans, S spans, N chunks, C tokens of a chunk, H heads, K and V dimensions
 of a key and a value.
@@ -31,28 +36,29 @@ from wlb.plan.sharding import ranges
 from wlb.spec import LinearBackend
 
 CHUNK = 64
-"""Tokens of a chunk; longer ones mean more work within them, shorter ones more steps."""
+"""Tokens per chunk. Longer chunks mean more work inside a chunk, shorter ones more steps."""
 
 
 class SpanLayout(NamedTuple):
-    """Where the tokens of packed spans are among chunks that each belong to one span.
+    """How the tokens of packed spans are divided into chunks, each of which belongs to one span.
 
-    The first chunks of all spans come first, then all second ones, and so on: a step for each.
+    The first chunks of all spans come first, then all second chunks, and so on. Step i computes the
+    i-th chunks of all spans together.
     """
 
     lengths: tuple[int, ...]  # tokens of each span, in the order of the rows
-    slots_T: Tensor  # place of each token among N * C places of chunks
-    steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
-    sizes: tuple[int, ...]  # and how many they are; N in all
-    bounds: "SpanBounds"  # the same spans as kernels of packages take them
+    slots_T: Tensor  # place of each token among the N * C places of all chunks
+    steps: tuple[Tensor, ...]  # for each step i the spans that have an i-th chunk
+    sizes: tuple[int, ...]  # for each step the number of those spans; the sum is N
+    bounds: "SpanBounds"  # offsets of the spans, for kernels of other packages
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> "SpanLayout":
-        """The layout of spans of these lengths, which follow each other."""
+        """Return the layout of spans of these lengths, which follow each other."""
         tokens = np.array(lengths, np.int64)
         chunks = -(-tokens // CHUNK)
         spans = [np.flatnonzero(chunks > i) for i in range(int(chunks.max(initial=0)))]
-        # The chunk of each span and step, and with it the place of each token.
+        # Number the chunks step by step. A token's chunk and its place in it give its slot.
         chunk_of = np.zeros((len(spans), tokens.size), np.int64)
         done = 0
         for step, members in enumerate(spans):
@@ -71,10 +77,11 @@ class SpanLayout(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
+        """N, the number of chunks of all spans."""
         return sum(self.sizes)
 
     def members(self, spans: np.ndarray) -> "SpanMembers":
-        """The chunks of some spans, whose numbers must ascend."""
+        """Select some spans, whose numbers must ascend."""
         device = self.slots_T.device
         chunks = -(-np.array(self.lengths, np.int64)[spans] // CHUNK)
         all_chunks = -(-np.array(self.lengths, np.int64) // CHUNK)
@@ -96,13 +103,13 @@ class SpanLayout(NamedTuple):
         )
 
     def _rows_of(self, spans: np.ndarray) -> np.ndarray:
-        """Rows of the tokens of some spans."""
+        """Return the rows of the tokens of some spans."""
         ends = np.cumsum(np.array(self.lengths, np.int64))
         begins = ends - np.array(self.lengths, np.int64)
         return ranges(begins[spans], ends[spans])
 
     def chunked(self, rows_T: Tensor) -> Tensor:
-        """Rows of tokens [T, H, ...] in their chunks [N, H, C, ...], zeros behind a span's end."""
+        """Arrange rows of tokens [T, H, ...] in chunks [N, H, C, ...]; unused places are zero."""
         shape = rows_T.shape[1:]
         places = rows_T.new_zeros(self.num_chunks * CHUNK, *shape)
         placed = places.index_copy(0, self.slots_T, rows_T)
@@ -110,66 +117,71 @@ class SpanLayout(NamedTuple):
 
 
 class SpanBounds(NamedTuple):
-    """Where spans that follow each other begin and end."""
+    """Offsets of spans that follow each other."""
 
-    on_device: Tensor  # row of each span's beginning, and the number of rows; shape [S + 1]
-    on_host: Tensor  # the same
+    on_device: Tensor  # first row of each span, then the number of rows; shape [S + 1]
+    on_host: Tensor  # a copy, so that nothing waits for the device
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device | str) -> "SpanBounds":
+        """Compute the offsets of spans of these lengths."""
         bounds = np.append(0, np.cumsum(lengths)).astype(np.int64)
         return cls(_index(bounds, device), torch.from_numpy(bounds))
 
 
 class SpanMembers(NamedTuple):
-    """Some spans of a layout, numbered from 0, and where their chunks are."""
+    """A selection of a layout's spans, renumbered from 0, and where their chunks are."""
 
-    count: int  # spans
-    chunks: Tensor  # of the layout's chunks, step by step
-    steps: tuple[Tensor, ...]  # the spans that have an i-th chunk
-    sizes: tuple[int, ...]  # and how many they are
-    rows: Tensor  # rows of their tokens among the layout's, span by span
-    bounds: SpanBounds  # where they begin among those rows
+    count: int  # number of selected spans
+    chunks: Tensor  # numbers of their chunks in the layout, step by step
+    steps: tuple[Tensor, ...]  # for each step i the selected spans that have an i-th chunk
+    sizes: tuple[int, ...]  # for each step the number of those spans
+    rows: Tensor  # rows of their tokens in the layout, span by span
+    bounds: SpanBounds  # offsets of the spans within `rows`
 
 
 class Summary(NamedTuple):
-    """What spans do to a state: S' = transition S + state."""
+    """The effect of spans on a state: S' = transition S + state."""
 
     transition_SHKK: Tensor
     state_SHKV: Tensor
 
     def after(self, state_SHKV: Tensor) -> Tensor:
-        """The states behind the spans, if these states are before them."""
+        """Return the states behind the spans, given the states before them."""
         return self.transition_SHKK @ state_SHKV + self.state_SHKV
 
 
 class DeltaRule(Protocol):
-    """The rule over the rows of packed spans, of which only the states before spans are missing."""
+    """The rule applied to the rows of packed spans; only the states before spans are still missing."""
 
     def summaries(self, members: SpanMembers) -> Summary:
-        """The summaries of some spans; of one without tokens: the state stays."""
+        """Return the summaries of some spans. A span without tokens leaves the state unchanged."""
         ...
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
-        """Outputs of all tokens [T, H, V]; state: before each span, zero if it is None."""
+        """Return the outputs of all tokens, [T, H, V].
+
+        Args:
+            state_SHKV: State before each span. None means zeros.
+        """
         ...
 
 
 class Chunks(NamedTuple):
-    """What chunks do, whatever the state before them."""
+    """What chunks compute that does not depend on the state before them."""
 
-    reads_NHCK: Tensor  # what queries read of the state before a chunk: exp(G) q - P W
-    own_NHCV: Tensor  # what they read of the chunk itself: P U
-    keys_NHCK: Tensor  # W, what keys read of the state before, solved
-    values_NHCV: Tensor  # U, values solved
-    to_end_NHCK: Tensor  # K~
-    decay_NH: Tensor  # exp(G_C)
+    reads_NHCK: Tensor  # exp(G) q - P W: times the state before, the part of the output it gives
+    own_NHCV: Tensor  # P U: the part of the output that comes from the chunk itself
+    keys_NHCK: Tensor  # W
+    values_NHCV: Tensor  # U
+    to_end_NHCK: Tensor  # K~, keys decayed to the chunk's end
+    decay_NH: Tensor  # exp(G_C), decay of the state over the chunk
 
     def steps(self, of: SpanLayout | SpanMembers) -> Iterator["Chunks"]:
-        """The chunks of each step of all spans, or of some."""
+        """Yield the chunks of each step, for all spans or for a selection."""
         chunks = self
         if isinstance(of, SpanMembers):
-            # States alone need nothing of queries, so those are not copied.
+            # A selection is used for states, which do not depend on queries, so leave those out.
             none = of.chunks[:0]
             chosen = (none, none, *(of.chunks,) * 4)
             chunks = Chunks(*(x.index_select(0, i) for x, i in zip(self, chosen, strict=True)))
@@ -178,7 +190,11 @@ class Chunks(NamedTuple):
         return (Chunks(*of_step) for of_step in zip(*parts, strict=True))
 
     def after(self, state_NHKV: Tensor, *, values: bool = True) -> Tensor:
-        """The states behind the chunks. values: False for what becomes of a state alone."""
+        """Return the states behind the chunks, given the states before them.
+
+        With `values` false, leave out what the chunks add, so that only the effect on the given
+        state remains.
+        """
         read = self.keys_NHCK @ state_NHKV
         new = self.values_NHCV - read if values else -read
         kept = self.decay_NH[..., None, None] * state_NHKV
@@ -188,25 +204,25 @@ class Chunks(NamedTuple):
 def chunks_of(
     q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, layout: SpanLayout
 ) -> Chunks:
-    """The chunks of packed spans, in float32 (or float64 of such rows).
+    """Compute the chunks of packed spans, in float32 or the wider dtype of the rows.
 
     Args:
         q_THK: Queries, normalised and scaled.
         k_THK: Keys, normalised.
         v_THV: Values.
         g_TH: Logarithm of the decay, at most 0.
-        beta_TH: Share of the value that replaces what the key reads.
-        layout: Of the rows' spans.
+        beta_TH: Share by which the stored value is replaced.
+        layout: Which rows form which span.
     """
     q, k, v, g, beta = (layout.chunked(x) for x in (q_THK, k_THK, v_THV, g_TH, beta_TH))
-    # Decay from token j to token i of a chunk, for j <= i; above the diagonal it may overflow. That
-    # of a token to itself is 1 whatever g is: gradients that cancel would leave rounding alone.
+    # Decay from token j to token i of a chunk, for j <= i. Above the diagonal it could overflow. On
+    # the diagonal it is the constant 1: its gradients would cancel and leave only rounding errors.
     summed = g.cumsum(-1)
     between = summed[..., :, None] - summed[..., None, :]
     below = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).tril(-1)
     eye = torch.eye(CHUNK, dtype=g.dtype, device=g.device)
     decay = between.masked_fill(~below, float("-inf")).exp() + eye
-    # (I + A) [U, W] = beta [V, exp(G) K]; A is strictly below the diagonal.
+    # Solve (I + A) [U, W] = beta [V, exp(G) K], where A is strictly lower triangular.
     system = ((beta[..., None] * k) @ k.transpose(-1, -2) * decay).tril(-1)
     system = system + eye
     right = beta[..., None] * torch.cat([v, summed.exp()[..., None] * k], -1)
@@ -231,13 +247,14 @@ class ChunkedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
+        """Return the summaries of some spans."""
         chunks = self.chunks
         shape = (members.count, *chunks.keys_NHCK.shape[1::2])
         eye = torch.eye(shape[-1], dtype=chunks.decay_NH.dtype, device=chunks.decay_NH.device)
         transition = eye.expand(*shape, shape[-1])
         state = chunks.decay_NH.new_zeros(*shape, chunks.values_NHCV.shape[-1])
-        # Part of the graph also where there are none, so that all ranks have the same backward
-        # pass.
+        # Add an empty sum, so that the rows are in the graph even if no spans are selected: all
+        # ranks must run the same backward pass.
         state = state + chunks.values_NHCV[:0].sum()
         for spans, of_step in zip(members.steps, chunks.steps(members), strict=False):
             changed = of_step.after(transition.index_select(0, spans), values=False)
@@ -246,6 +263,7 @@ class ChunkedRule(NamedTuple):
         return Summary(transition, state)
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
+        """Return the outputs of all tokens, [T, H, V]."""
         chunks, layout = self.chunks, self.layout
         heads, values = chunks.values_NHCV.shape[1], chunks.values_NHCV.shape[-1]
         if state_SHKV is None:
@@ -257,7 +275,7 @@ class ChunkedRule(NamedTuple):
             parts.append(of_step.own_NHCV + of_step.reads_NHCK @ before)
             state_SHKV = state_SHKV.index_copy(0, spans, of_step.after(before))
         if not parts:
-            # No rows, but part of the graph, so that all ranks have the same backward pass.
+            # There are no rows, but keep them in the graph: all ranks must run the same backward.
             return torch.cat([chunks.own_NHCV.reshape(0, heads, values), state_SHKV[:0].sum(2)])
         rows = torch.cat(parts).transpose(1, 2).reshape(-1, heads, values)
         return rows.index_select(0, layout.slots_T)
@@ -266,7 +284,7 @@ class ChunkedRule(NamedTuple):
 class PackagedRule(NamedTuple):
     """The rule by flash-linear-attention's kernels (`wlb.kernels.linear_package`).
 
-    Spans whose summaries are made are computed twice, once to their ends alone.
+    Spans that need a summary are computed twice: once for their last state only.
     """
 
     q_TGK: Tensor
@@ -277,20 +295,21 @@ class PackagedRule(NamedTuple):
     layout: SpanLayout
 
     def summaries(self, members: SpanMembers) -> Summary:
+        """Return the summaries of some spans."""
         keys = self.k_TGK.shape[-1]
         heads, values = self.v_THV.shape[1:]
         k, v, g, beta = (
             x.index_select(0, members.rows)
             for x in (self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
         )
-        # Columns of the state do not mix. So one pass makes both parts: values begin at zero; and
-        # behind them stand K columns without values that begin as the identity, which become the
-        # transition.
+        # Columns of the state do not mix, so one call computes both parts. The first V columns have
+        # values and begin at zero; they become the state. K more columns have no values and begin
+        # as the identity; they become the transition.
         eye = torch.eye(keys, dtype=torch.float32, device=v.device)
         eye = eye.expand(members.count, heads, keys, keys)
         begin = torch.cat([eye.new_zeros(*eye.shape[:3], values), eye], -1)
         if not members.rows.shape[0]:
-            # No rows, for which the kernels are not made, but part of the graph.
+            # The kernels do not accept zero rows; keep the rows in the graph nevertheless.
             end = begin + v.sum()
         else:
             wide = torch.cat([v, v.new_zeros(*v.shape[:2], keys)], -1)
@@ -300,6 +319,7 @@ class PackagedRule(NamedTuple):
         return Summary(transition, state)
 
     def outputs(self, state_SHKV: Tensor | None = None) -> Tensor:
+        """Return the outputs of all tokens, [T, H, V]."""
         rows = (self.q_TGK, self.k_TGK, self.v_THV, self.g_TH, self.beta_TH)
         if not self.v_THV.shape[0]:
             empty = self.v_THV.float()
@@ -313,14 +333,16 @@ def delta_rule(
     backend: LinearBackend,
     dtype: torch.dtype,
 ) -> DeltaRule:
-    """The rule over packed spans.
+    """Return the rule over packed spans, by the chosen implementation.
 
     Args:
-        rows: Queries and keys [T, G, K], normalised, and queries scaled; values [T, H, V];
-            logarithms of decays [T, H], at most 0; shares [T, H]. G divides H. In float32 at least.
-        layout: Of the rows' spans.
-        backend: What computes it, not `auto`.
-        dtype: Of the rows that the package reads; torch computes in that of `rows`.
+        rows: Queries and keys [T, G, K], normalised, queries also scaled; values [T, H, V];
+            logarithms of decays [T, H], at most 0; shares beta [T, H]. G divides H. At least
+            float32.
+        layout: Which rows form which span.
+        backend: The implementation; not `auto`.
+        dtype: Dtype in which the package reads queries, keys and values. The torch implementation
+            computes in the dtype of `rows`.
     """
     q, k, v, g, beta = rows
     if backend == LinearBackend.FLASH_LINEAR_ATTENTION:
@@ -335,6 +357,6 @@ def _index(values: np.ndarray, device: torch.device | str) -> Tensor:
 
 
 def _indices(arrays: Sequence[np.ndarray], device: torch.device | str) -> tuple[Tensor, ...]:
-    """Several of them, copied at once."""
+    """Copy several index arrays to the device in one transfer."""
     flat = _index(np.concatenate([np.zeros(0, np.int64), *arrays]), device)
     return flat.split([array.size for array in arrays])

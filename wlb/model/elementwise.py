@@ -1,8 +1,9 @@
-"""What a layer does to each row by itself, beside its matrix products: norms, RoPE, gated MLPs.
+"""Operators that treat each row by itself: norms, RoPE and gated MLPs.
 
-Each is plain torch code, which is its definition, or one fused kernel (`wlb.kernels.fused`). Where
-autograd would save more tensors than backward needs, a function saves fewer and computes the rest
-again. Shapes: T rows, C channels, H heads, D head size, F the MLP's width.
+Each exists as plain torch code, which defines it, and as a fused Triton kernel
+(`wlb.kernels.fused`). Where autograd would save more tensors than backward needs, a custom function
+saves fewer and recomputes the rest. Shapes: T rows, C channels, H heads, D head size, F width of
+the MLP.
 """
 
 import math
@@ -21,18 +22,20 @@ class ZeroCentredNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last axis."""
         return normalise(self, x, self.weight)
 
 
 def norm_of(spec: ModelSpec, width: int) -> nn.RMSNorm:
-    """RMSNorm of `width` channels, around one (LLaMA) or around zero (Gemma)."""
+    """Make an RMSNorm of `width` channels, with weights around one (LLaMA) or zero (Gemma)."""
     made = ZeroCentredNorm if spec.zero_centred_norms else nn.RMSNorm
     return made(width, eps=spec.norm_eps)
 
 
 def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool = False) -> Tensor:
-    """`norm` of rows, [T, C] or heads [T, H, C], with this weight, which may be a local part of
-    the module's.
+    """Apply `norm` with the given weight to rows [T, C] or heads [T, H, C].
+
+    The weight may be a local part of the module's weight. With `fused` a Triton kernel computes it.
     """
     if isinstance(norm, ZeroCentredNorm):
         assert norm.eps is not None
@@ -50,14 +53,14 @@ def normalise(norm: nn.RMSNorm, x_TC: Tensor, weight_C: Tensor, *, fused: bool =
 
 
 def _around_zero(x: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm, rounded once, and each row's reciprocal root mean square, [..., 1]."""
+    """Return the norm, rounded once, and the reciprocal root mean square of each row, [..., 1]."""
     wide = x.to(sum_dtype(x))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * (1 + weight_C.to(wide.dtype))).to(x.dtype), rstd
 
 
 class _AroundZero(torch.autograd.Function):
-    """`_around_zero`, which keeps rows in their own dtype; autograd would keep them in float32."""
+    """`_around_zero` that saves the rows in their dtype; autograd would save them in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -79,9 +82,14 @@ class _AroundZero(torch.autograd.Function):
 def inverse_frequencies(
     spec: ModelSpec, device: torch.device | str = "cpu", *, slides: bool = False
 ) -> Tensor:
-    """Angle per position for each pair of channels, float32, shape [D / 2]: rotary embedding in
-    Hugging Face's layout (rotate-half). slides: of layers with a sliding window. D: the channels of
-    a head that are rotated.
+    """Return the angle per position of each pair of channels, float32, shape [D / 2].
+
+    D counts the rotated channels of a head. Pairs are in Hugging Face's layout (rotate-half).
+
+    Args:
+        spec: Sizes and options of the model.
+        device: Where the result is.
+        slides: Whether it is for layers with a sliding window, which may have another base.
     """
     steps = torch.arange(0, spec.rotated_size, 2, dtype=torch.float64, device=device)
     if slides and spec.sliding_rope_theta:
@@ -103,7 +111,7 @@ def _scaled(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend in between."""
+    """Scale as Llama 3.1: divide long wavelengths by `factor`, keep short ones, blend between."""
     wavelength = 2 * math.pi / frequency
     low, high = scaling.bounds
     blend = (scaling.original_context / wavelength - low) / (high - low)
@@ -112,20 +120,22 @@ def _llama3(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """YaRN (Peng et al., 2023): keep the first pairs, which turn often in the original context,
-    divide the last by `factor`, and blend linearly, pair by pair, in between.
+    """Scale as YaRN (Peng et al., 2023).
+
+    The first pairs turn often within the original context and are kept. The last ones are divided
+    by `factor`. The pairs in between are blended linearly.
     """
     num_pairs = frequency.shape[0]
 
     def pair_of(turns: float) -> float:
-        """The pair, not a whole number, that turns so often in the original context."""
+        """Return the (fractional) number of the pair that makes this many turns in the context."""
         wavelength = scaling.original_context / turns
         return num_pairs * math.log(wavelength / (2 * math.pi)) / math.log(theta)
 
     slow, fast = scaling.bounds
     first = max(0, math.floor(pair_of(fast)))
     last = min(2 * num_pairs - 1, math.ceil(pair_of(slow)))
-    # The last pair that is kept may be the first that is divided.
+    # Avoid a division by zero if no pairs lie in between.
     width = last - first if last != first else 0.001
     pairs = torch.arange(num_pairs, dtype=frequency.dtype, device=frequency.device)
     divided = ((pairs - first) / width).clamp(0.0, 1.0)
@@ -133,14 +143,16 @@ def _yarn(frequency: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def rope_tables(positions_T: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """Cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
+    """Return cos and sin for rows at `positions_T`, float32, each [T, 1, D / 2]."""
     angles = positions_T.float()[:, None, None] * inverse
     return angles.cos(), angles.sin()
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> Tensor:
-    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32, where cos and sin have D/2
-    columns; further channels of a head stay. fused: in one kernel.
+    """Rotate channel pairs (i, i + D/2) by the row's angles, in float32.
+
+    D is twice the number of columns of cos and sin. Further channels of a head are not rotated.
+    With `fused` a Triton kernel computes it.
     """
     rotated = 2 * cos.shape[-1]
     if rotated < x_THD.shape[-1]:
@@ -154,12 +166,12 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, *, fused: bool = False) -> T
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, activation: Activation, *, fused: bool = False) -> Tensor:
-    """SwiGLU (SiLU) or GeGLU (GELU's tanh approximation): activation(gate) * up, [T, F] like both.
+    """Compute SwiGLU or GeGLU (tanh approximation): activation(gate) * up, all [T, F].
 
-    Only gate and up are saved. Autograd would also save activation(gate), a fourth tensor of the
-    MLP's width beside gate, up and the product (which the down projection saves). Backward computes
-    it again, in the same dtype, so gradients are bit-equal. fused: in one kernel, which saves as
-    little. torch.compile chooses the tensors that it saves.
+    Saves only gate and up. Autograd would also save activation(gate), a fourth tensor of the MLP's
+    width beside gate, up and the product. Backward recomputes it in the same dtype, so gradients
+    are bit-equal. With `fused` a Triton kernel computes it and saves the same two tensors. Under
+    torch.compile the compiler chooses what is saved.
     """
     if fused:
         return fused_gated(gate_TF, up_TF, activation == Activation.GELU_TANH)
@@ -187,5 +199,5 @@ class _Gated(torch.autograd.Function):
             d_gate = torch.ops.aten.silu_backward(grad * up, gate)
         else:
             d_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        # The product is made in place, so that at most three tensors of this size exist.
+        # Multiply in place, so that at most three tensors of this size exist.
         return d_gate, _activated(gate, ctx.activation).mul_(grad), None

@@ -1,10 +1,13 @@
-"""Dispatch and combine of the rows of a layer with experts: the protocol, and all in one process.
+"""Dispatch and combine of the rows of a layer with experts: the protocol, and one for one process.
 
-A `Way` is one layer's routing of a micro-batch: `there` dispatches rows and combines outputs, and
-`back` does so with gradients. The held experts are divided into stages, whose rows travel one after
-the other, so that one stage's rows are under way while another's are computed. Autograd sees an
-empty tensor instead of the rows, which may be under way: they are in a `Trip`, each of whose parts
-is read once and freed. Shapes: as in `wlb.model.expert_layer`.
+A `Way` is the routing of one micro-batch in one layer. Its `there` sends rows to the experts and
+brings their outputs back; its `back` does the same with gradients. Experts are divided into stages,
+so that the rows of one stage travel while those of another are computed.
+
+Autograd cannot hold rows that are still in transfer. It sees an empty tensor in their place, and
+the rows are in a `Trip`, which frees each part when it has been read.
+
+Shapes: as in `wlb.model.expert_layer`.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -16,120 +19,129 @@ from torch import Tensor
 
 
 class StageRows(NamedTuple):
-    """The experts of a stage that this process holds, and their rows among its M. ends: index after
-    each one's last row, counted from the stage's first, int32.
-    """
+    """The part of a stage that this process computes."""
 
-    experts: slice
-    rows: slice
-    ends: Tensor
+    experts: slice  # experts of the stage among the process's experts
+    rows: slice  # their rows among the M rows that the process computes
+    ends: Tensor  # index after each expert's last row, counted from `rows.start`; int32
 
 
 class Trip(Protocol):
-    """Rows of all stages to their experts and what these made of them, or the gradients of both."""
+    """Sends rows of all stages to their experts and the results back; or the gradients of both."""
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
-        """Give rows of x that will travel, in the order of `Way.order_N`; `start` starts them."""
+        """Take the rows of x that will travel, in the order of `Way.order_N`; `start` sends."""
         ...
 
     def start(self) -> None:
-        """Start all stages, unless they have been started."""
+        """Start the transfers of all stages, unless they have started."""
         ...
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for a stage's rows and scores; expert by expert."""
+        """Wait for a stage's rows and scores, and return them, expert by expert."""
         ...
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Rows and scores of all stages, [M, ...], of which those that arrived are parts; the trip
-        keeps them no longer.
+        """Return the rows and scores of all stages, [M, ...], and release them.
+
+        The results of `arrived` are parts of these tensors.
         """
         ...
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
-        """Start a stage's rows on their way back, in the order they arrived in."""
+        """Start to send a stage's results back; their order is the one in which rows arrived."""
         ...
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
-        """Wait for what came back; in the order of `Way.order_N`."""
+        """Wait for a stage's results, and return them in the order of `Way.order_N`."""
         ...
 
 
 class Way(Protocol):
-    """The choice of experts of a micro-batch's rows in one layer, and both passes' trips.
+    """The routing of a micro-batch's rows to experts in one layer, for forward and backward."""
 
-    counts_E: rows of each expert. order_N: for each row that travels, stage by stage, its number
-    among all rows at experts, token by token. ends_E: index after the last row of each expert that
-    this process holds, int32. starts_late: the layer's second pass starts `back` (`FirstPass`).
-    """
-
-    counts_E: Tensor
+    counts_E: Tensor  # rows of each expert
+    # Rows to send, stage by stage, as indices into the N rows (row i // K is a token's row).
     order_N: Tensor
-    starts_late: bool
+    starts_late: bool  # recomputing the layer starts `back`, see `FirstPass`
 
     @property
-    def there(self) -> Trip: ...
+    def there(self) -> Trip:
+        """The trip of forward: rows out, outputs back."""
+        ...
 
     @property
-    def back(self) -> Trip: ...
+    def back(self) -> Trip:
+        """The trip of backward: gradients of outputs out, gradients of rows back."""
+        ...
 
     @property
-    def ends_E(self) -> Tensor: ...
+    def ends_E(self) -> Tensor:
+        """Index after the last row of each of the process's experts, int32."""
+        ...
 
     def begin(self) -> None:
-        """Learn the numbers of rows, which the host may have to wait for, and start `there`."""
+        """Learn the numbers of rows, for which the host may have to wait, and start `there`."""
         ...
 
     @property
     def stages(self) -> Sequence[StageRows]:
-        """Known once begun, as the rest is."""
+        """The parts that this process computes; known after `begin`."""
         ...
 
     @property
     def sent(self) -> Sequence[slice]:
-        """Each stage's rows among those of `order_N`."""
+        """The rows of each stage as slices of `order_N`; known after `begin`."""
         ...
 
     def again(self) -> "Way":
-        """The same for a layer that backward computes again: nothing is counted again. Its `begin`
-        also starts this one's `back`, behind its own rows, which are needed first.
+        """Return the routing for recomputing the layer in backward; nothing is counted again.
+
+        Its `begin` also starts `back` of this routing, after its own rows, which are needed first.
         """
         ...
 
 
 class ExpertExchange(Protocol):
-    """Brings rows to the processes of their experts."""
+    """Makes the routing of rows to the processes of their experts."""
 
-    def way(self, chosen_TK: Tensor, num_experts: int) -> Way: ...
+    def way(self, chosen_TK: Tensor, num_experts: int) -> Way:
+        """Return the routing for each row's chosen experts, [T, K]."""
+        ...
 
 
 class LocalTrip:
-    """Rows that stay where they are: one stage."""
+    """A `Trip` within one process: one stage, and no transfer."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[Tensor, Tensor | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
+        """Select the rows, in the order of their experts."""
         self._rows = [(x.index_select(0, rows_N), scores_N)]
 
     def start(self) -> None:
-        """Nothing travels."""
+        """Do nothing, because nothing travels."""
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        """Return the rows and scores."""
         return self._rows[0]
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows and scores, and release them."""
         return self._rows.pop(0)
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
+        """Store the results."""
         self._rows.append((x, scores))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        """Return the results, and release them."""
         return self._rows.pop()
 
 
 class LocalWay:
-    """The `Way` of rows whose experts are all in this process."""
+    """A `Way` for rows whose experts are all in this process."""
 
     def __init__(self, order_N: Tensor, ends_E: Tensor) -> None:
         self.order_N, self.ends_E, self.starts_late = order_N, ends_E, False
@@ -139,40 +151,55 @@ class LocalWay:
         self.stages = (StageRows(slice(0, ends_E.shape[0]), self.sent[0], ends_E),)
 
     def begin(self) -> None:
-        """Nothing travels."""
+        """Do nothing: the numbers of rows are known."""
 
     def again(self) -> "LocalWay":
+        """Return the same routing for recomputing the layer."""
         return LocalWay(self.order_N, self.ends_E)
 
 
 class LocalExperts:
-    """All experts are in this process."""
+    """The exchange of a process that has all experts."""
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> LocalWay:
+        """Return the routing for each row's chosen experts, [T, K]."""
         return LocalWay(*sorted_by_expert(chosen_TK, num_experts))
 
 
 def sorted_by_expert(expert_TK: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """Order of rows by expert, then by token, [N]; index after each expert's last row, int32."""
+    """Sort rows by expert, then by token.
+
+    Args:
+        expert_TK: Experts of each token.
+        num: Number of experts, E.
+
+    Returns:
+        The order, [N], and the index after each expert's last row, int32, [E].
+    """
     sorted_N, order_N = expert_TK.flatten().sort(stable=True)
     every_E = torch.arange(num, device=expert_TK.device)
     return order_N, torch.searchsorted(sorted_N, every_E, right=True, out_int32=True)
 
 
 def inverse_of(order_N: Tensor) -> Tensor:
-    """The permutation that undoes `order_N`."""
+    """Return the inverse of the permutation `order_N`."""
     places = torch.arange(order_N.shape[0], device=order_N.device)
     return torch.empty_like(order_N).scatter_(0, order_N, places)
 
 
 class FirstPass:
-    """What a layer's first forward pass leaves for its second one, which backward runs.
+    """What a layer's first forward pass keeps for its recomputation in backward.
 
-    The second takes the choice of experts from here and does not make it: products may round
-    differently, and then rows would go to other experts than those whose weights' gradients and
-    numbers of rows are known. whole_layer: both passes are of a whole layer. Otherwise they are of
-    its second half alone, and the second pass sends the gradients (`Way.again`), behind its own
-    rows: little else would run while they travel.
+    The recomputation uses the experts that the first pass chose. It must not choose again: its
+    products may round differently, and rows would then go to other experts than those of the first
+    pass.
+
+    If a whole layer is recomputed, `Way.back` starts on its own. If only its second half is, the
+    recomputation starts `Way.back` right behind its own rows (`Way.again`), because little else
+    would run while the gradients travel.
+
+    Args:
+        whole_layer: Whether the whole layer is recomputed, not just its second half.
     """
 
     def __init__(self, *, whole_layer: bool) -> None:
@@ -181,12 +208,13 @@ class FirstPass:
         self._chosen_TK: Tensor | None = None
 
     def keep(self, way: Way, chosen_TK: Tensor) -> None:
+        """Store the routing and the chosen experts, [T, K]."""
         way.starts_late = not self.whole_layer
-        # There are at most 4,096 experts.
+        # int16 is enough for the 4,096 experts that a model may have.
         self._way, self._chosen_TK = way, chosen_TK.to(torch.int16)
 
     def kept(self) -> tuple[Way, Tensor]:
-        """The way of a second pass, and the choice, [T, K]."""
+        """Return the routing of the recomputation, and the chosen experts, [T, K]."""
         assert self._way is not None
         assert self._chosen_TK is not None
         return self._way.again(), self._chosen_TK.long()
@@ -194,14 +222,18 @@ class FirstPass:
 
 @contextmanager
 def during_pass(
-    tell: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
+    set_first: Callable[[FirstPass | None], None], first: FirstPass, *, is_second: bool
 ) -> Generator[None]:
-    """Context of one of the passes of a checkpointed call. tell: is given `first` at its start and
-    None at its end.
+    """Surround one of the passes of a checkpointed call.
+
+    Args:
+        set_first: Called with `first` when the pass begins and with None when it ends.
+        first: What the first pass keeps.
+        is_second: Whether the pass is the recomputation.
     """
     first.is_over = is_second
-    tell(first)
+    set_first(first)
     try:
         yield
     finally:
-        tell(None)
+        set_first(None)

@@ -1,9 +1,11 @@
 """A mixture of experts in place of a layer's MLP: router, grouped products, shared experts.
 
-Dropless: an expert computes all rows that choose it, in one order (expert, source rank, token), so
-that sums never depend on timing. A score multiplies its expert's hidden values, not its output, so
-that backward needs no outputs. Shapes: T real rows, K experts a token, N = T K rows at experts, E
-experts, C width, F hidden size of an expert; M rows of this process's experts, P of them in a stage
+It is dropless: an expert computes every row that chooses it. The order of rows is always (expert,
+source rank, token), so sums never depend on timing. A row's score multiplies the expert's hidden
+values instead of its output, so backward does not need the outputs.
+
+Shapes: T real rows, K experts per token, N = T K rows sent to experts, E experts, C channels, F
+hidden size of an expert, M rows received for this process's experts, P of them in one stage
 (`wlb.model.expert_dispatch`).
 """
 
@@ -21,30 +23,33 @@ from wlb.plan import digest
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec, Scoring
 
 BALANCE = "mlp.balance"
-"""End of the name of a layer's buffer, `MixtureMlp.balance`."""
+"""Last part of the name of `MixtureMlp.balance`, a buffer that checkpoints store."""
 BIAS_RATE = 1e-3
-"""Change of an expert's bias a step (balance = bias), as in DeepSeek-V3. A larger one balances
-sooner and swings more around the balance."""
+"""Change of an expert's bias per step with `experts.balance = bias`, as in DeepSeek-V3.
+
+A larger rate balances sooner but oscillates more.
+"""
 
 Compute = Callable[[], Sequence[Tensor]]
 Defer = Callable[[Sequence[Tensor], Compute], None]
+"""Takes parameters and a function that computes their gradients, and calls it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRows:
-    """What experts are told of a micro-batch. num: rows of this process before padding, which goes
-    to no expert. row_weight: of one row in the means of auxiliary and z-loss, which are over all
-    rows of a step, labelled or not. counts: filled by layers with the number of rows of each
-    expert, [E]; a recomputed layer writes the same numbers again.
-    """
+    """What layers with experts need to know about a micro-batch."""
 
-    num: int
+    num: int  # real rows of this process; padding follows them and goes to no expert
+    # Weight of one row in the auxiliary loss and the z-loss. Both are means over all rows of a
+    # step, whether or not they have a label.
     row_weight: float = 1.0
+    # Rows of each expert, shape [E], by layer. Layers fill it in; when a layer is recomputed it
+    # writes the same numbers.
     counts: dict[nn.Module, Tensor] = field(default_factory=dict)
 
 
 class MatrixStack(nn.Module):
-    """The matrices of a layer's experts in one parameter, [E, out, in]."""
+    """The matrices of all experts of a layer in one parameter, [E, out, in]."""
 
     def __init__(self, num: int, columns: int, rows: int) -> None:
         super().__init__()
@@ -52,11 +57,11 @@ class MatrixStack(nn.Module):
 
 
 class GroupedMlp(nn.Module):
-    """SwiGLU MLPs of experts, each over its rows. defer: receives the weights' gradients, if they
-    are computed later. local: the process's part of a parameter.
-    """
+    """SwiGLU MLPs of experts, each applied to its rows."""
 
-    defer: Defer | None = None
+    defer: Defer | None = (
+        None  # computes gradients of the weights later; None computes them at once
+    )
 
     def __init__(self, experts: ExpertsSpec, width: int) -> None:
         super().__init__()
@@ -64,15 +69,22 @@ class GroupedMlp(nn.Module):
         self.gate_proj = MatrixStack(experts.num, hidden, width)
         self.up_proj = MatrixStack(experts.num, hidden, width)
         self.down_proj = MatrixStack(experts.num, width, hidden)
+        # Returns this process's part of a parameter; parallelism replaces it.
         self.local: Callable[[Tensor], Tensor] = lambda parameter: parameter
 
     def forward(self, under_way: Tensor, way: Way, *, needs_outputs: bool = True) -> Tensor:
-        """Compute the rows that arrive by `way`, outputs times scores, and send them back, stage by
-        stage; takes and returns an empty tensor. needs_outputs: False for what backward needs
-        alone.
+        """Compute the rows that `way` brings, stage by stage, and send the results back.
+
+        Args:
+            under_way: An empty tensor that stands for the rows in autograd's graph.
+            way: The routing of the rows.
+            needs_outputs: False when a layer is recomputed and only backward's inputs are needed.
+
+        Returns:
+            An empty tensor that stands for the results.
         """
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
-        # Parameters are read in forward, because FSDP exchanges a module's parameters.
+        # Read the parameters in every forward, because FSDP replaces a module's parameters.
         parameters = [stack.weight for stack in stacks]
         weights = [self.local(parameter) for parameter in parameters]
         out: Tensor = _GroupedSwiGlu.apply(  # pyright: ignore[reportAssignmentType]
@@ -82,7 +94,7 @@ class GroupedMlp(nn.Module):
 
 
 class _GroupedSwiGlu(torch.autograd.Function):
-    """Saves the rows, gate and up; backward computes the rest of the hidden values again."""
+    """Saves the rows, gate and up; backward recomputes the other hidden values."""
 
     @staticmethod
     def forward(
@@ -96,17 +108,17 @@ class _GroupedSwiGlu(torch.autograd.Function):
     ) -> Tensor:
         gate, up, down = weights
         products: list[Tensor] = []
-        for i, (held, _, ends) in enumerate(way.stages):
+        for i, (experts, _, ends) in enumerate(way.stages):
             x_PC, scores_P = way.there.arrived(i)
-            gate_PF = grouped_mm(x_PC, gate[held].transpose(-2, -1), offs=ends)
-            up_PF = grouped_mm(x_PC, up[held].transpose(-2, -1), offs=ends)
+            gate_PF = grouped_mm(x_PC, gate[experts].transpose(-2, -1), offs=ends)
+            up_PF = grouped_mm(x_PC, up[experts].transpose(-2, -1), offs=ends)
             products += [gate_PF, up_PF]
             if needs_outputs:
                 assert scores_P is not None
                 hidden_PF = silu(gate_PF).mul_(up_PF).mul_(scores_P[:, None])
-                made_PC = grouped_mm(hidden_PF, down[held].transpose(-2, -1), offs=ends)
-                way.there.answer(i, made_PC)
-                del hidden_PF, made_PC
+                out_PC = grouped_mm(hidden_PF, down[experts].transpose(-2, -1), offs=ends)
+                way.there.answer(i, out_PC)
+                del hidden_PF, out_PC
         x_MC, scores_M = way.there.whole()
         ctx.defer, ctx.parameters, ctx.way = defer, parameters, way
         ctx.save_for_backward(x_MC, scores_M, *products, *weights)
@@ -117,16 +129,16 @@ class _GroupedSwiGlu(torch.autograd.Function):
         x_MC, scores_M, *products, gate, up, down = ctx.saved_tensors
         way: Way = ctx.way
         way.back.start()
-        # These hold the rows of all stages, so that each weight's gradient is one product.
+        # Buffers for the rows of all stages, so that each weight's gradient is one product.
         hidden_MF, dgate_MF, dup_MF = (
             x_MC.new_empty(x_MC.shape[0], gate.shape[1]) for _ in range(3)
         )
-        for i, (held, rows, ends) in enumerate(way.stages):
+        for i, (experts, rows, ends) in enumerate(way.stages):
             gate_PF, up_PF, scores_P1 = *products[2 * i : 2 * i + 2], scores_M[rows, None]
             grad_PC = way.back.arrived(i)[0]
             product_PF = silu(gate_PF).mul_(up_PF)
             torch.mul(product_PF, scores_P1, out=hidden_MF[rows])
-            dhidden_PF = grouped_mm(grad_PC, down[held], offs=ends)
+            dhidden_PF = grouped_mm(grad_PC, down[experts], offs=ends)
             dscores_P = (dhidden_PF * product_PF).sum(-1, dtype=scores_M.dtype)
             dhidden_PF = dhidden_PF.mul_(scores_P1)
             torch.mul(dhidden_PF, silu(gate_PF), out=dup_MF[rows])
@@ -134,9 +146,10 @@ class _GroupedSwiGlu(torch.autograd.Function):
                 dhidden_PF.mul_(up_PF), gate_PF, grad_input=dgate_MF[rows]
             )
             del product_PF, dhidden_PF
+            # Argument 4 is `under_way`: the gradients of the rows are wanted.
             if ctx.needs_input_grad[4]:
-                dx_PC = grouped_mm(dgate_MF[rows], gate[held], offs=ends)
-                dx_PC.add_(grouped_mm(dup_MF[rows], up[held], offs=ends))
+                dx_PC = grouped_mm(dgate_MF[rows], gate[experts], offs=ends)
+                dx_PC.add_(grouped_mm(dup_MF[rows], up[experts], offs=ends))
                 way.back.answer(i, dx_PC, dscores_P)
                 del dx_PC
         # The weights' gradients below run while the last stage's rows travel back.
@@ -158,8 +171,9 @@ class _GroupedSwiGlu(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Gives `way` a copy of each row for each of its experts, and its score. Returns an empty
-    tensor, as `GroupedMlp` does.
+    """Copies each row once for each of its experts and gives the copies to `way` to send.
+
+    Returns an empty tensor, as `GroupedMlp` does, because the rows may still be in transfer.
     """
 
     @staticmethod
@@ -186,15 +200,15 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The sum of the rows that came back by `way`; num_tokens, per_token and width: T, K and C."""
+    """Sums the outputs of each row's experts after `way` has brought them back, [T, C]."""
 
     @staticmethod
     def forward(ctx: Any, way: Way, per_token: int, width: int, under_way: Tensor) -> Tensor:
         ctx.way, ctx.per_token = way, per_token
-        made_NC = under_way.new_empty(way.order_N.shape[0], width)
+        out_NC = under_way.new_empty(way.order_N.shape[0], width)
         for i, rows in enumerate(way.sent):
-            made_NC.index_copy_(0, way.order_N[rows], way.there.answers(i)[0])
-        return made_NC.view(-1, per_token, width).sum(1)
+            out_NC.index_copy_(0, way.order_N[rows], way.there.answers(i)[0])
+        return out_NC.view(-1, per_token, width).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -206,7 +220,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _WithLoss(torch.autograd.Function):
-    """The scores; backward also starts the backward of `loss`, which no stage returns."""
+    """Returns the scores unchanged; backward also sends a gradient of one into `loss`.
+
+    The loss is therefore trained although no pipeline stage returns it.
+    """
 
     @staticmethod
     def forward(ctx: Any, scores_TK: Tensor, loss: Tensor) -> Tensor:
@@ -218,13 +235,20 @@ class _WithLoss(torch.autograd.Function):
 
 
 class MixtureMlp(nn.Module):
-    """A layer's experts. shared: the MLP of all tokens, if there is one. exchange: the way to the
-    experts (`wlb.parallel.expert_parallel`). load: rows of each expert in the last step, over all
-    ranks. slowest: rows of the EP rank that had most, summed over the step's micro-batches.
+    """A mixture of experts.
 
-    balance: each expert's bias, or its share of the previous step's tokens (`ExpertBalance`). The
-    auxiliary loss takes shares over all ranks, which are known one step late, so that it is the
-    same in every layout.
+    Args:
+        spec: Sizes and options of the model.
+        ops: How weights are applied (`wlb.model.llama.Ops`).
+        shared: An MLP that processes all tokens, or None.
+
+    Attributes:
+        balance: Each expert's bias, or its share of the previous step's tokens, depending on
+            `ExpertBalance`. The auxiliary loss uses the shares over all ranks, which are known one
+            step late; that way it is the same in every layout.
+        exchange: Sends rows to the processes of their experts (`wlb.parallel.expert_parallel`).
+        load: Rows of each expert in the last step, over all ranks.
+        slowest: Rows of the EP rank that had most, summed over the step's micro-batches.
     """
 
     balance: Tensor
@@ -247,12 +271,16 @@ class MixtureMlp(nn.Module):
             self.register_buffer("balance", torch.zeros(self.spec.num))
 
     def forward(self, x_TC: Tensor, rows: ExpertRows | None = None) -> Tensor:
-        """The residual branch of x, [T, C] with padding, which is zero without shared experts."""
+        """Return the residual branch of x, [T, C].
+
+        x may end with padding rows, whose results are zero without shared experts.
+        """
         num = x_TC.shape[0] if rows is None else rows.num
         way, scores_TK = self._choose(x_TC[:num], rows)
         if rows is not None:
             rows.counts[self] = way.counts_E
-        # Work that needs no numbers of rows is issued before the host waits for them (`begin`).
+        # Issue all work that does not depend on the numbers of rows before `begin`, in which the
+        # host waits for those numbers.
         under_way: Any = _Spread.apply(way, x_TC[:num], scores_TK)
         shared_TC = None if self.shared_experts is None else self._shared(x_TC)
         way.begin()
@@ -262,7 +290,7 @@ class MixtureMlp(nn.Module):
         return out_TC if shared_TC is None else out_TC + shared_TC
 
     def _shared(self, x_TC: Tensor) -> Tensor:
-        """What shared experts give, times the token's gate."""
+        """Return the output of the shared experts, times the token's gate if there is one."""
         assert self.shared_experts is not None
         made_TC = self.shared_experts(x_TC)
         if self.shared_expert_gate is None:
@@ -270,7 +298,7 @@ class MixtureMlp(nn.Module):
         return linear(x_TC, self.ops.weight(self.shared_expert_gate)).sigmoid() * made_TC
 
     def _choose(self, x_TC: Tensor, rows: ExpertRows | None) -> tuple[Way, Tensor]:
-        """The way of x's rows to their experts, and their scores, [T, K]."""
+        """Return the routing of x's rows to their experts, and their scores, [T, K]."""
         first = self._first
         if first is not None and first.is_over:
             way, chosen_TK = first.kept()
@@ -283,8 +311,10 @@ class MixtureMlp(nn.Module):
 
     @property
     def _needs_outputs(self) -> bool:
-        """In a second pass only if a later operator of it saves them for backward: the norm of the
-        branch, which belongs to a whole layer.
+        """Whether this pass must compute outputs of experts.
+
+        A recomputed pass needs them only if a later operator saves them for backward. That is the
+        norm of the branch, which belongs to a recomputed layer but not to its second half alone.
         """
         first = self._first
         if first is None or not first.is_over:
@@ -292,31 +322,37 @@ class MixtureMlp(nn.Module):
         return self._has_branch_norms and first.whole_layer
 
     def passes(self, *, whole_layer: bool) -> tuple[Any, Any]:
-        """`context_fn` of torch's checkpoint, for a call that contains this module's; see
-        `FirstPass`.
+        """Return `context_fn` of torch's checkpoint for a call that contains this module.
+
+        See `FirstPass` for what the contexts do.
         """
         first = FirstPass(whole_layer=whole_layer)
         return (
-            during_pass(self._tell, first, is_second=False),
-            during_pass(self._tell, first, is_second=True),
+            during_pass(self._set_first, first, is_second=False),
+            during_pass(self._set_first, first, is_second=True),
         )
 
-    def _tell(self, first: FirstPass | None) -> None:
+    def _set_first(self, first: FirstPass | None) -> None:
         self._first = first
 
     def route(
         self, x_TC: Tensor, rows: ExpertRows | None = None, chosen_TK: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores, float32, and numbers of each row's experts, [T, K] both; chosen_TK: those that
-        were chosen before.
+        """Return each row's scores, float32, and its experts' numbers, both [T, K].
+
+        Args:
+            x_TC: Rows.
+            rows: Needed for the auxiliary and z-loss; None leaves them out.
+            chosen_TK: Experts chosen by an earlier pass. None chooses them here.
         """
         logits_TE = linear(x_TC, self.ops.weight(self.gate)).float()
         is_softmax = self.spec.scoring == Scoring.SOFTMAX
         scores_TE = logits_TE.softmax(-1) if is_softmax else logits_TE.sigmoid()
         if chosen_TK is None:
             is_biased = self.spec.balance == ExpertBalance.BIAS
-            seen_TE = scores_TE.detach() + self.balance if is_biased else scores_TE.detach()
-            chosen_TK = seen_TE.topk(self.spec.per_token, -1).indices
+            # The bias changes only the choice, not the score that multiplies the result.
+            ranked_TE = scores_TE.detach() + self.balance if is_biased else scores_TE.detach()
+            chosen_TK = ranked_TE.topk(self.spec.per_token, -1).indices
         scores_TK = scores_TE.gather(-1, chosen_TK)
         if self.spec.normalised:
             scores_TK = scores_TK / scores_TK.sum(-1, keepdim=True)
@@ -325,7 +361,7 @@ class MixtureMlp(nn.Module):
         return scores_TK, chosen_TK  # pyright: ignore[reportReturnType]
 
     def _loss(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor | None:
-        """Auxiliary loss and z-loss, summed over rows; None without either."""
+        """Return the auxiliary loss plus the z-loss, summed over rows; None without either."""
         losses: list[Tensor] = []
         if self.spec.balance == ExpertBalance.AUX_LOSS:
             is_softmax = self.spec.scoring == Scoring.SOFTMAX
@@ -338,7 +374,7 @@ class MixtureMlp(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Move `balance` by the last step's load; after the step's update of the weights."""
+        """Update `balance` from the last step's load; call it after the optimizer's update."""
         if self.load is None or self.spec.balance == ExpertBalance.NONE:
             return
         load = self.load.double()
@@ -352,8 +388,16 @@ Initial = Callable[[str, torch.Size, int], Tensor]
 
 
 def initial_experts(name: str, shape: torch.Size, first: int, seed: int, one: Initial) -> Tensor:
-    """Initial values of a stack's experts `first`, ..., shape [n, out, in]; each is a function of
-    its name, number and seed alone, by `one(name, shape, seed)`.
+    """Make the initial values of consecutive experts of a stack, shape [n, out, in].
+
+    Each expert's value depends only on the parameter's name, the expert's number and the seed.
+
+    Args:
+        name: Name of the parameter.
+        shape: Shape of the result.
+        first: Number of the first expert.
+        seed: Seed of the run.
+        one: Makes one expert's matrix from a name, a shape and a seed.
     """
     made = [one(name, shape[1:], digest("expert", first + i, seed)) for i in range(shape[0])]
     return torch.stack(made)

@@ -1,9 +1,11 @@
 """A decoder over packed rows: no batch axis, nothing distributed, Hugging Face weight names.
 
-x is [T, C]: T rows, C width. Inputs that depend on the micro-batch (rotary tables, attention,
-labels) are in a `Rows` record. The base is LLaMA; `ModelSpec` adds parts of Qwen and Gemma.
-Layers with weights, which tensor parallelism changes, go through an `Ops` object; `Ops` itself just
-calls the modules.
+Hidden states are [T, C]: T rows and C channels. Inputs that depend on the micro-batch (rotary
+tables, attention, labels) come in a `Rows` record. The model is LLaMA's; fields of `ModelSpec` add
+the parts of Qwen and Gemma.
+
+A module never applies its weights itself but asks an `Ops` object to. The base class `Ops` just
+calls the modules, and tensor parallelism overrides it.
 """
 
 import math
@@ -23,76 +25,81 @@ from wlb.plan import digest
 from wlb.spec import Activation, LinearBackend, ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Names of the parameters at both ends of a model."""
+"""Parameter names of the embedding and of the output head."""
 
 
 class Attend(Protocol):
-    """Attention over a micro-batch's rows. A layer calls `begin` with k and v, computes q while
-    those of other ranks are gathered, and passes the result to `attend`. The second result of
-    `attend` goes to the layer's last addition, where backward begins, so that backward can exchange
-    k and v early.
+    """Attention over a micro-batch's rows, in three calls so that communication can overlap.
+
+    A layer calls `begin` with k and v, and computes q while the exchange of keys runs. It passes
+    the result to `attend`. The second result of `attend` goes to `add`, the last operation of the
+    layer. Backward starts there, so it can exchange k and v early.
     """
 
-    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any: ...
+    def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> Any:
+        """Start to exchange k and v; the result goes to `attend`."""
+        ...
 
     def attend(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: Any) -> tuple[Tensor, Any]:
-        """Output, [T, H, D], and the argument of `add`."""
+        """Return the output, [T, H, D], and the last argument of `add`."""
         ...
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: Any, /) -> Tensor:
-        """x_TC + y_TC, the layer's output."""
+        """Return x_TC + y_TC, the layer's output."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalAttend:
-    """Attention whose keys are all local: call(q_THD, k_TGD, v_TGD) -> [T, H, D]."""
+    """Attention whose keys are all on this process; calls `call(q_THD, k_TGD, v_TGD)`."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        return None
+        """Do nothing, because there is no exchange."""
 
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: None
     ) -> tuple[Tensor, None]:
+        """Return the output, [T, H, D], and None."""
         return self.call(q_THD, k_TGD, v_TGD), None
 
     def add(self, x_TC: Tensor, y_TC: Tensor, attended: None) -> Tensor:
+        """Return x_TC + y_TC."""
         return x_TC + y_TC
 
 
 class LayerRows(NamedTuple):
-    """What layers of one kind take of a micro-batch: tables of RoPE, [T, 1, D / 2]; attention."""
+    """What attention layers of one kind (full or sliding) need of a micro-batch."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # table of RoPE, shape [T, 1, D / 2]
+    sin: Tensor  # table of RoPE, shape [T, 1, D / 2]
     attend: Attend
 
 
 class LinearRows(NamedTuple):
-    """What linear layers take of a micro-batch."""
+    """What linear-attention layers need of a micro-batch."""
 
-    layout: SpanLayout  # of the rows: spans of documents
-    before: Before | None  # what spans find before them; None: nothing, they are whole documents
-    backend: LinearBackend = LinearBackend.TORCH  # what computes the recurrence, not `auto`
+    layout: SpanLayout  # which rows form which span of a document
+    before: Before | None  # gives spans what comes before them; None if all are whole documents
+    backend: LinearBackend = LinearBackend.TORCH  # implementation of the recurrence; not `auto`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Inputs of a forward pass besides tokens or hidden states."""
+    """Inputs of a forward pass besides the tokens or hidden states."""
 
-    cos: Tensor  # as in `LayerRows`, of layers that see all keys
+    cos: Tensor  # as in `LayerRows`, for layers without a sliding window
     sin: Tensor
     attend: Attend
-    labels: Tensor | None = None  # shape [T], on the last stage alone
-    loss_scale: float = 1.0  # factor of the summed loss that the last stage returns
-    experts: ExpertRows | None = None  # of a model with experts; None routes padding too
-    sliding: LayerRows | None = None  # what layers with a sliding window take instead
-    linear: LinearRows | None = None  # what linear layers take
+    labels: Tensor | None = None  # shape [T]; only on the last pipeline stage
+    loss_scale: float = 1.0  # the last stage multiplies the summed loss by this
+    experts: ExpertRows | None = None  # for layers with experts; with None they route padding too
+    sliding: LayerRows | None = None  # for layers with a sliding window
+    linear: LinearRows | None = None  # for linear-attention layers
 
     def of(self, *, slides: bool) -> LayerRows:
-        """What a layer takes."""
+        """Return the inputs of layers with or without a sliding window."""
         if not slides:
             return LayerRows(self.cos, self.sin, self.attend)
         assert self.sliding is not None, "the model has layers with a sliding window"
@@ -100,51 +107,54 @@ class Rows:
 
 
 class Ops:
-    """How layers with weights are applied; tensor parallelism has its own (`wlb.parallel`).
+    """How layers apply their weights; `wlb.parallel` subclasses it for tensor parallelism."""
 
-    fused: norms, RoPE and SwiGLU run as one Triton kernel each (`wlb.kernels.fused`).
-    """
-
-    vocabulary: VocabularyShard = WHOLE
-    fused: bool = False
+    vocabulary: VocabularyShard = WHOLE  # part of the vocabulary on this process
+    fused: bool = False  # compute norms, RoPE and gated MLPs with one Triton kernel each
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
+        """Look up the embeddings of tokens."""
         return embedding(tokens_T)
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
-        """RMSNorm of the last axis: of rows, or of heads [T, H, D]."""
-        # The module itself is called where possible, because it may have hooks (of torch's
-        # parallelize_module).
+        """Apply RMSNorm to the last axis, of rows [T, C] or of heads [T, H, D]."""
+        # Call the module where possible, because torch's parallelize_module may have added hooks.
         return normalise(norm, x_TC, norm.weight, fused=True) if self.fused else norm(x_TC)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        """Apply linear layers to the same rows (column-parallel under TP), each when asked for."""
+        """Apply linear layers to the same rows, lazily: each when the caller takes its result.
+
+        They are column-parallel under tensor parallelism.
+        """
         return (linear(x_TC) for linear in linears)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
-        """Apply the linear layer that ends a residual branch (row-parallel under TP)."""
+        """Apply the linear layer that ends a residual branch; it is row-parallel under TP."""
         return linear(x_TC)
 
     def weight(self, module: nn.Linear | nn.Embedding) -> Tensor:
-        """This process's part of a weight, as a plain tensor."""
+        """Return this process's part of a module's weight as a plain tensor."""
         return self.own(module.weight)
 
     def own(self, parameter: Tensor) -> Tensor:
-        """This process's part of a parameter, as a plain tensor."""
+        """Return this process's part of a parameter as a plain tensor."""
         return parameter
 
 
 class Attention(nn.Module):
+    """Self-attention with RoPE and grouped heads; options add norms, gates and partial rotation."""
+
     def __init__(self, spec: ModelSpec, ops: Ops, *, slides: bool = False) -> None:
         super().__init__()
         self.head_size, self.ops = spec.head_size, ops
         self.query_factor, self.turned_factor = spec.query_factor(slides=slides), 1.0
         if spec.rotary_share != 1.0:
-            # RoPE's scaling is of scores of rotated channels, which here are some of a head's.
+            # RoPE's scaling multiplies only the scores of rotated channels, so it goes into their
+            # tables instead of into the queries.
             self.turned_factor = spec.rope_scaling.score_factor
             self.query_factor /= self.turned_factor
         self.has_gate = spec.attention_gate
-        # With a gate, it gives the queries of each head and then that head's gate.
+        # With a gate, the columns of each head are its queries, then its gate.
         columns = spec.q_dim * (1 + spec.attention_gate)
         self.q_proj = nn.Linear(spec.hidden_size, columns, bias=spec.qkv_bias)
         self.k_proj = nn.Linear(spec.hidden_size, spec.kv_dim, bias=spec.qkv_bias)
@@ -154,8 +164,8 @@ class Attention(nn.Module):
         self.norms_rows = spec.qk_norm_rows
 
     def forward(self, x_TC: Tensor, rows: LayerRows) -> tuple[Tensor, Any]:
-        """The residual branch, and the last argument of `Attend.add`."""
-        # The projections are passed without names, so that they are freed when the call returns.
+        """Return the residual branch, and the last argument of `Attend.add`."""
+        # Do not bind q, k and v to names, so that they are freed when the call returns.
         gates: list[Tensor] = []
         out_THD, attended = rows.attend.attend(*self._project(x_TC, rows, gates))
         for gate_THD in gates:
@@ -165,8 +175,9 @@ class Attention(nn.Module):
     def _project(
         self, x_TC: Tensor, rows: LayerRows, gates: list[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Any]:
-        """q, k, v and the gather of k and v, which runs while q is computed. The output's gate, if
-        there is one, is added to `gates`.
+        """Compute k and v, start their exchange, and compute q while it runs.
+
+        If the layer has an output gate, it is appended to `gates`.
         """
         projected = self.ops.fan_out(x_TC, self.k_proj, self.v_proj, self.q_proj)
         k_TGD = self._rotated(next(projected), rows, self.k_norm)
@@ -199,7 +210,7 @@ class Attention(nn.Module):
 
 
 def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
-    """Norms of Q and K: of each head, of all heads of a row, or none."""
+    """Make the norms of Q and K: over each head, over all heads of a row, or None."""
     if not spec.norms_keys:
         return None, None
     sizes = (spec.q_dim, spec.kv_dim) if spec.qk_norm_rows else (spec.head_size, spec.head_size)
@@ -208,6 +219,8 @@ def _head_norms(spec: ModelSpec) -> tuple[nn.RMSNorm | None, nn.RMSNorm | None]:
 
 
 class Mlp(nn.Module):
+    """A gated MLP: SwiGLU or GeGLU."""
+
     def __init__(self, width: int, hidden_size: int, activation: Activation, ops: Ops) -> None:
         super().__init__()
         self.ops, self.activation = ops, activation
@@ -216,14 +229,21 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(hidden_size, width, bias=False)
 
     def forward(self, x_TC: Tensor) -> Tensor:
+        """Return the residual branch."""
         gate, up = self.ops.fan_out(x_TC, self.gate_proj, self.up_proj)
         made = gated(gate, up, self.activation, fused=self.ops.fused)
         return self.ops.fan_in(made, self.down_proj)
 
 
 class DecoderLayer(nn.Module):
-    """slides: its window of keys slides (`ModelSpec.slides`). has_experts: instead of an MLP.
-    is_linear: a gated delta net instead of attention.
+    """A decoder layer.
+
+    Args:
+        spec: Sizes and options of the model.
+        ops: How weights are applied.
+        slides: Whether its attention has a sliding window.
+        has_experts: Whether it has a mixture of experts instead of an MLP.
+        is_linear: Whether it has a gated delta net instead of attention.
     """
 
     def __init__(
@@ -238,10 +258,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ops, self.slides, self.has_experts = ops, slides, has_experts
         self.input_layernorm = norm_of(spec, spec.hidden_size)
-        # Hugging Face's names, of which a layer has one.
+        # A layer has one of the two. Their names are those of Hugging Face's checkpoints.
         self.self_attn = None if is_linear else Attention(spec, ops, slides=slides)
         self.linear_attn = GatedDeltaNet(spec, ops) if is_linear else None
-        # Gemma has a norm of this name behind attention, LLaMA before the MLP.
+        # Hugging Face uses this name for two norms: Gemma's is applied to attention's output,
+        # LLaMA's to the input of the MLP.
         self.post_attention_layernorm = norm_of(spec, spec.hidden_size)
         self.pre_feedforward_layernorm = self.post_feedforward_layernorm = None
         if spec.branch_norms:
@@ -250,6 +271,7 @@ class DecoderLayer(nn.Module):
         self.mlp = _mixture(spec, ops) if has_experts else _mlp(spec, ops, spec.ffn_hidden_size)
 
     def forward(self, x_TC: Tensor, rows: Rows) -> Tensor:
+        """Return the layer's output, [T, C]."""
         x_TC, attended = self.first_half(x_TC, rows)
         branch_TC = self.second_half(x_TC, rows.experts)
         if self.post_feedforward_layernorm is not None:
@@ -259,8 +281,10 @@ class DecoderLayer(nn.Module):
         return rows.of(slides=self.slides).attend.add(x_TC, branch_TC, attended)
 
     def first_half(self, x_TC: Tensor, rows: Rows, *, ends: bool = False) -> tuple[Tensor, Any]:
-        """X and attention's branch, and the last argument of `Attend.add`. ends: add them by
-        `Attend.add`, so that backward exchanges k and v again from here on; then that is None.
+        """Return x plus attention's branch, and the last argument of `Attend.add`.
+
+        With `ends`, the sum is made by `Attend.add`, so that in backward the exchange of k and v
+        starts here. The second result is then None.
         """
         mine, normed_TC = rows.of(slides=self.slides), self.ops.norm(self.input_layernorm, x_TC)
         if self.self_attn is not None:
@@ -276,11 +300,11 @@ class DecoderLayer(nn.Module):
         return x_TC + branch_TC, attended
 
     def second_half(self, x_TC: Tensor, experts: ExpertRows | None = None) -> Tensor:
-        """Norm and MLP; a separate method for selective recompute (`wlb.parallel.build`)."""
+        """Return the branch of the MLP; a separate method so that it alone can be recomputed."""
         norm = self.pre_feedforward_layernorm or self.post_attention_layernorm
         normed_TC = self.ops.norm(norm, x_TC)
-        told = experts is not None and self.has_experts
-        return self.mlp(normed_TC, experts) if told else self.mlp(normed_TC)
+        routes_rows = experts is not None and self.has_experts
+        return self.mlp(normed_TC, experts) if routes_rows else self.mlp(normed_TC)
 
 
 def _mlp(spec: ModelSpec, ops: Ops, hidden_size: int) -> Mlp:
@@ -293,7 +317,7 @@ def _mixture(spec: ModelSpec, ops: Ops) -> MixtureMlp:
 
 
 class Decoder(nn.Module):
-    """A range of layers; with the embedding on the first stage, with the norm on the last."""
+    """A range of layers; the first stage also has the embedding, the last one the final norm."""
 
     def __init__(
         self, spec: ModelSpec, layers: range, ops: Ops, *, is_first: bool, is_last: bool
@@ -315,10 +339,11 @@ class Decoder(nn.Module):
         self.embedding_scale = spec.hidden_size**0.5 if spec.scaled_embeddings else 1.0
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Return rows [T, C]; x is tokens [T] on the first stage, rows [T, C] on others."""
         if self.embed_tokens is not None:
             x = self.ops.embed(self.embed_tokens, x)
             if self.embedding_scale != 1.0:
-                # Gemma was trained with a factor that is rounded as the rows are.
+                # Gemma was trained with a factor that is rounded to the dtype of the rows.
                 x = x * _rounded(self.embedding_scale, x.dtype)
         for layer in self.layers.values():
             x = layer(x, rows)
@@ -326,7 +351,7 @@ class Decoder(nn.Module):
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
-    """A positive number as `dtype` has it, found without a tensor."""
+    """Round a positive number to the precision of `dtype`, without making a tensor."""
     bits = 1 - round(math.log2(torch.finfo(dtype).eps))
     fraction, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(fraction, bits)), exponent - bits)
@@ -335,10 +360,15 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
 class Llama(nn.Module):
     """A whole model, or one pipeline stage of it with the same parameter names.
 
-    layers: the stage's, possibly none; None = all. is_first: it has the embedding. is_last: it has
-    norm, head and loss; a tied head is the embedding where the stage has both, else a parameter of
-    its own, of equal value (`wlb.parallel.tied`). forward takes tokens [T] on the first stage, else
-    rows [T, C], and returns rows, or on the last stage the summed loss times rows.loss_scale.
+    Args:
+        spec: Sizes and options of the model.
+        layers: Layers of the stage, possibly none. None means all layers.
+        is_first: Whether the stage has the embedding.
+        is_last: Whether the stage has the final norm, the head and the loss. A tied head is the
+            embedding itself if the stage has both; otherwise it is a parameter with the same
+            values, which `wlb.parallel.tied` keeps equal.
+        ops: How weights are applied. None calls the modules.
+        loss_chunk: Rows whose logits are in memory at a time.
     """
 
     def __init__(
@@ -354,21 +384,30 @@ class Llama(nn.Module):
         super().__init__()
         self.spec, self.loss_chunk = spec, loss_chunk
         self.ops = ops or Ops()
-        held = range(spec.num_layers) if layers is None else layers
-        self.model = Decoder(spec, held, self.ops, is_first=is_first, is_last=is_last)
+        layers = range(spec.num_layers) if layers is None else layers
+        self.model = Decoder(spec, layers, self.ops, is_first=is_first, is_last=is_last)
         self.is_last, self.lm_head = is_last, None
         if is_last and not (spec.tied_embeddings and is_first):
             self.lm_head = nn.Linear(spec.hidden_size, spec.padded_vocab_size, bias=False)
 
     @property
     def head(self) -> nn.Linear | nn.Embedding:
-        """The module whose weight gives the logits, on the last stage."""
+        """The module whose weight gives the logits; only on the last stage."""
         assert self.is_last
         found = self.model.embed_tokens if self.lm_head is None else self.lm_head
         assert found is not None
         return found
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Run the stage.
+
+        Args:
+            x: Tokens [T] on the first stage, rows [T, C] on others.
+            rows: Inputs of the micro-batch.
+
+        Returns:
+            Rows [T, C]; on the last stage the loss summed over rows, times `rows.loss_scale`.
+        """
         x = self.model(x, rows)
         if not self.is_last:
             return x
@@ -388,13 +427,20 @@ class Llama(nn.Module):
 def initial_weight(
     name: str, shape: torch.Size, spec: ModelSpec, *, seed: int, first_expert: int = 0
 ) -> Tensor:
-    """The whole initial value of a parameter, or of experts from `first_expert` on, float32, on the
-    CPU.
+    """Make the whole initial value of a parameter, in float32 on the CPU.
 
-    Depends on name and seed only (a GPU's generator gives other numbers), so every layout starts
-    from the same model. Matrices are normal with spec.init_std, scaled by 1 / sqrt(2 * num_layers)
-    if they end a residual branch (GPT-2); norms are one (as weights around zero: zero), biases
-    zero, a tied head the embedding. Linear layers have their own (`initial_delta_net`).
+    The value depends only on name and seed, so every layout starts from the same model. (A GPU's
+    generator would give other numbers.) Matrices are normal with `spec.init_std`; those that end a
+    residual branch are scaled by 1 / sqrt(2 * num_layers), as in GPT-2. Norms are one (zero if they
+    are zero-centred), biases zero, and a tied head equals the embedding. Parameters of
+    linear-attention layers are made by `initial_delta_net`.
+
+    Args:
+        name: Name of the parameter.
+        shape: Its whole shape, or for experts [number of experts, out, in].
+        spec: Sizes and options of the model.
+        seed: Seed of the run.
+        first_expert: Number of the first expert to make.
     """
     if (made := initial_delta_net(name, shape, seed)) is not None:
         return made
@@ -414,7 +460,7 @@ def initial_weight(
 
 
 def build_reference(spec: ModelSpec, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
-    """The whole model in one process, initialised; tests compare every layout with it."""
+    """Build the whole initialised model in one process; tests compare every layout with it."""
     model = Llama(spec)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Inputs of a model in one process, whose documents are whole and whose keys are all there."""
+"""Inputs of a model in one process, where documents are whole and all keys are local."""
 
 from collections.abc import Sequence
 
@@ -22,8 +22,15 @@ def local_rows(
     labels: Tensor | None = None,
     loss_scale: float = 1.0,
 ) -> Rows:
-    """Rows of documents that begin at `offsets`, shape [documents + 1]: [0, 3, 5] are two, of 3
-    and 2 tokens. backend: of `wlb.kernels.BACKENDS`.
+    """Make the inputs of documents that begin at `offsets`.
+
+    Args:
+        spec: Sizes and options of the model.
+        offsets: Offsets of the documents, shape [documents + 1]. [0, 3, 5] are two documents, of 3
+            and 2 tokens.
+        backend: Name of the attention kernel, a key of `wlb.kernels.BACKENDS`.
+        labels: Target of each row, shape [T]. None if no loss is computed.
+        loss_scale: Factor of the summed loss.
     """
     device = torch.device("cpu") if labels is None else labels.device
     lengths = np.diff(np.asarray(offsets)).tolist()

@@ -1,9 +1,11 @@
-"""Output head and cross-entropy in one, a chunk of rows at a time.
+"""The output head and cross-entropy in one function, a chunk of rows at a time.
 
-The logits of a micro-batch never exist as a whole. For each chunk, forward computes logits, summed
-loss and the gradients of rows and head, which are known up to one factor since the loss is a plain
-sum; backward multiplies by that factor. Costs one float32 copy of the head's gradient until then.
-Shapes: T rows, C width, V vocabulary entries of this shard.
+The logits of a whole micro-batch never exist. For each chunk, forward computes the logits, the
+summed loss, and also the gradients of the rows and the head. It can do so because the loss is a
+plain sum: its gradients are known up to one factor, by which backward multiplies them. The cost is
+one float32 copy of the head's gradient, kept until backward.
+
+Shapes: T rows, C channels, V vocabulary entries of this shard.
 """
 
 from collections.abc import Callable
@@ -22,17 +24,14 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyShard:
-    """The vocabulary entries of this process: all, unless tensor parallelism divides them.
+    """The vocabulary entries of this process: all, unless tensor parallelism divides them."""
 
-    offset: first entry. gather: [T / n, C] -> [T, C], rows of all n processes that share the
-    vocabulary. scatter: its adjoint, a sum over them. all_max ([T]), all_sum ([2, T]): over them.
-    """
-
-    offset: int = 0
-    gather: Callable[[Tensor], Tensor] = _same
-    scatter: Callable[[Tensor], Tensor] = _same
-    all_max: Callable[[Tensor], Tensor] = _same
-    all_sum: Callable[[Tensor], Tensor] = _same
+    offset: int = 0  # number of the shard's first entry
+    # The functions below communicate among the n processes that divide the vocabulary.
+    gather: Callable[[Tensor], Tensor] = _same  # all-gather of rows, [T / n, C] -> [T, C]
+    scatter: Callable[[Tensor], Tensor] = _same  # reduce-scatter of gradients, [T, C] -> [T / n, C]
+    all_max: Callable[[Tensor], Tensor] = _same  # all-reduce (maximum) of shape [T]
+    all_sum: Callable[[Tensor], Tensor] = _same  # all-reduce (sum) of shape [2, T]
 
 
 WHOLE = VocabularyShard()
@@ -65,7 +64,7 @@ class _HeadLoss(torch.autograd.Function):
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, weight_VC, out=dx[rows])
                 dweight += dlogits.t() @ x[rows]
-            # The next chunk's logits would otherwise exist beside this chunk's gradient.
+            # Free this chunk's gradient before the next chunk's logits are made.
             del dlogits
         if dx is not None and dweight is not None:
             ctx.save_for_backward(vocabulary.scatter(dx), dweight)
@@ -81,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """Softcap * tanh(logits / softcap), or the logits where softcap is 0."""
+    """Return softcap * tanh(logits / softcap), or the logits unchanged if softcap is 0."""
     return (logits / softcap).tanh() * softcap if softcap else logits
 
 
@@ -93,15 +92,17 @@ def _chunk(
     vocabulary: VocabularyShard,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of the rows, float32, and its gradient for the logits, [T, V]."""
+    """Return the summed loss of a chunk, float32, and the gradient of its logits, [T, V]."""
     logits = (x_TC @ weight_VC.t()).float()
     size, share = logits.shape[1], None
     if softcap:
         share = (logits / softcap).tanh()
         torch.mul(share, softcap, out=logits)
-    # Entries that pad the vocabulary get probability zero, so that they never change the loss.
+    # Give entries that pad the vocabulary probability zero, so that they never change the loss.
     real = max(0, min(size, vocab_size - vocabulary.offset))
     logits[:, real:] = float("-inf")
+    # Cross-entropy over the shards: each knows its part of the sum of exponentials, and one of
+    # them knows the logit of the target.
     peak = vocabulary.all_max(logits.amax(-1))
     logits -= peak[:, None]
     local = labels_T - vocabulary.offset
@@ -112,6 +113,7 @@ def _chunk(
     total, target = vocabulary.all_sum(torch.stack([exponents.sum(-1), target]))
     valid = labels_T != IGNORE
     loss = torch.where(valid, total.log() - target, 0.0).sum()
+    # Gradient: softmax minus the one-hot target, then the derivative of the cap.
     dlogits = exponents.mul_((valid / total)[:, None])
     dlogits.scatter_add_(1, index, -(here & valid).to(dlogits.dtype)[:, None])
     if share is not None:
@@ -129,10 +131,16 @@ def head_loss(
     vocabulary: VocabularyShard = WHOLE,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Summed cross-entropy of the rows against `labels_T` (IGNORE = not trained), float32 scalar.
+    """Compute the summed cross-entropy of the rows, a float32 scalar.
 
-    x_TC: this process's rows after the final norm. weight_VC: its shard of the head. vocab_size:
-    entries without padding. chunk: rows of logits in memory at a time. softcap: see `capped`.
+    Args:
+        x_TC: This process's rows, after the final norm.
+        weight_VC: Its shard of the head.
+        labels_T: Target of each row; rows with IGNORE do not count.
+        vocab_size: Vocabulary entries without padding.
+        chunk: Rows whose logits are in memory at a time.
+        vocabulary: The part of the vocabulary that `weight_VC` has.
+        softcap: Cap on logits, see `capped`. 0 means none.
     """
     wants_grad = torch.is_grad_enabled() and (x_TC.requires_grad or weight_VC.requires_grad)
     loss: Tensor = _HeadLoss.apply(  # pyright: ignore[reportAssignmentType]

@@ -1,11 +1,16 @@
-"""Context parallelism by exchange of K and V, for any spans: an all-gather (Section 2.1; as in
-Llama 3), or an all-to-all of the rows that each rank reads, as the sharding plan says.
+"""Context parallelism: attention over the keys and values of all CP ranks, for any sharding.
 
-The keys of each local span are laid out (unless the backend reads a buffer's rows) for one varlen
-call, or with `own` for several, of which the first needs no exchange. The exchange starts in
-`begin` and hides behind the query projection, backward's at the layer's end (`add`) behind the MLP;
-no layer loops over documents or waits for the device. Shapes: T local rows, S packed tokens, G
-key/value and H query heads of this tp rank, D head size.
+The ranks exchange K and V before attention: by an all-gather, as Llama 3 does (Section 2.1 of the
+paper), or by an all-to-all of the rows that each rank reads. The sharding plan says which. A
+variable-length kernel then computes all local spans in one call. With `cp.overlap_stages` there
+are several calls, and the first one reads local keys only, so it needs no exchange.
+
+In forward, `begin` starts the exchange, which hides behind the query projection. In backward, `add`
+starts it at the layer's end, where it hides behind the MLP. No layer loops over documents or waits
+for the device.
+
+Shapes: T local rows, S packed tokens, G key/value heads and H query heads of this TP rank, D head
+size.
 """
 
 from collections.abc import Mapping
@@ -31,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadShape:
-    """Heads of every call: q is [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]."""
+    """Shapes of q, [T, num_heads, head_dim], and of k and v, [T, num_kv_heads, head_dim]."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,41 +58,43 @@ class HeadShape:
 
 
 class KvGather(NamedTuple):
-    """`gather_kv`'s results: K and V of each stage on their way, and slots for their gradients."""
+    """Results of `gather_kv`: transfers that have started."""
 
-    rows_R2GD: list[Tensor]
-    slots: list[Tensor]
+    rows_R2GD: list[Tensor]  # K and V of each stage; still in transfer
+    slots: list[Tensor]  # tensors without memory, through which backward sends their gradients
 
 
 class GatherAgain(NamedTuple):
-    """The rows that backward gathers again, and the slots that bring them to attention's
-    backward.
-    """
+    """What the end of a layer needs to gather K and V a second time, for backward."""
 
-    slots_R2GD: list[Tensor]
-    k_TGD: Tensor
+    slots_R2GD: list[Tensor]  # carry the gathered rows to attention's backward, as gradients
+    k_TGD: Tensor  # local keys, which are sent
     v_TGD: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextAttention:
-    """Attention over one rank's rows of one micro-batch; call it with q, k, v of every layer.
+    """Attention over one rank's rows of one micro-batch, called with q, k and v of every layer.
 
-    `from_plan` compares the ranks' arguments; the executor, whose plans' digests are compared, uses
-    `from_rows`.
+    `from_plan` first checks that all ranks pass the same arguments. The executor uses `from_rows`,
+    which checks nothing, because it compares the digests of whole plans.
     """
 
-    segments: Segments  # of the first call, which has all queries
-    num_rows: int
+    segments: Segments  # segments of the first call, which has all queries
+    num_rows: int  # T, padding included
     heads: HeadShape
-    backend: str
+    backend: str  # name of the attention kernel, a key of `BACKENDS`
     exchange: FlatExchange | None  # None with one CP rank
-    group_name: str
-    keep_gathered_kv: bool
-    fused: bool = False
+    group_name: str  # name of the CP process group; "" with one CP rank
+    keep_gathered_kv: bool  # keep K and V of all ranks for backward instead of gathering them twice
+    fused: bool = False  # let a Triton kernel add the gradients of K and V
 
     def begin(self, k_TGD: Tensor, v_TGD: Tensor) -> KvGather | None:
-        """Start the exchange. Its result must reach a call with the same k and v, to be freed."""
+        """Start the exchange of K and V.
+
+        The result must be passed to a call with the same k and v, which waits for it and frees it.
+        Returns None with one CP rank.
+        """
         self._check_keys(k_TGD, v_TGD)
         if self.exchange is None:
             return None
@@ -97,17 +104,26 @@ class ContextAttention:
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None = None
     ) -> Tensor:
-        """Output, [T, H, D]. UserError for other tensors than agreed, before a collective."""
+        """Compute attention, [T, H, D].
+
+        Raises:
+            UserError: q, k or v do not have the declared shape, dtype or device. It is raised
+                before this rank starts a collective.
+        """
         return self.attend(q_THD, k_TGD, v_TGD, begun)[0]
 
     def attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, begun: KvGather | None
     ) -> tuple[Tensor, GatherAgain | None]:
-        """`__call__`, and the argument of `add` if backward is to gather K and V again."""
+        """Compute attention, and return what `add` needs to gather K and V again in backward.
+
+        The second result is None if backward keeps the gathered rows or there is one CP rank.
+        """
         try:
             self._check("q", q_THD, self.heads.num_heads)
             self._check_keys(k_TGD, v_TGD)
         except UserError:
+            # Wait for the transfers, because their buffers must outlive them.
             if begun is not None:
                 for rows in begun.rows_R2GD:
                     wait(rows)
@@ -131,7 +147,11 @@ class ContextAttention:
         return out_THD, None if self.keep_gathered_kv else GatherAgain(slots, *local)
 
     def add(self, x_SC: Tensor, y_SC: Tensor, attended: GatherAgain | None) -> Tensor:
-        """X + y, where backward starts gathering K and V again; else attention's backward does."""
+        """Return x + y, the end of a layer; its backward starts to gather K and V again.
+
+        Without `attended` it is a plain sum, and attention's backward starts the gather if it needs
+        one.
+        """
         if attended is None or self.exchange is None:
             return x_SC + y_SC
         slots, *local = attended
@@ -174,8 +194,20 @@ class ContextAttention:
         on_device: Mapping[str, Tensor] | None = None,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
-        """Compares nothing across ranks. fused: Triton adds the gradients of K and V. on_device:
-        `rows.arrays()` if they are there already. scores: their window is that of `rows`.
+        """Make attention from one rank's index arrays. Not a collective call.
+
+        Trusts that all ranks of the group pass arguments of the same plan.
+
+        Args:
+            rows: Index arrays of this rank.
+            group: The CP group. None means one rank.
+            heads: Shapes of q, k and v.
+            backend: Name of the attention kernel.
+            device: Where q, k and v are.
+            keep_gathered_kv: Keep the gathered K and V for backward.
+            fused: Let a Triton kernel add the gradients of K and V.
+            on_device: `rows.arrays()` as tensors, if the caller has already copied them.
+            scores: The mask's window and the cap on scores. The window must equal that of `rows`.
         """
         if len(rows.stages) > 1:
             _check_gives_lse(backend, device)
@@ -213,12 +245,34 @@ class ContextAttention:
         stages: int = 1,
         scores: Scores = PLAIN,
     ) -> "ContextAttention":
-        """Attention over `group` (None: one rank) of a micro-batch sharded by `sharding_plan`.
+        """Make attention of a micro-batch that `sharding_plan` divides over the ranks of `group`.
 
-        A collective call: bad or different arguments raise a UserError on every rank instead of
-        hanging. It waits for the device; make one per micro-batch, not per layer. deterministic:
-        as `kernels.deterministic`, for backends of the configuration. row_multiple: T is padded to
-        a multiple of it. overlap, stages: as in `[cp]`, for scores without a sliding window.
+        A collective call: if one rank has a bad argument or the arguments differ, every rank raises
+        instead of hanging. The call waits for the device, so make one per micro-batch, not one per
+        layer.
+
+        Args:
+            sharding_plan: The spans of all CP ranks.
+            group: The CP group. None means one rank.
+            num_heads: Query heads of this TP rank, H.
+            num_kv_heads: Key/value heads of this TP rank, G.
+            head_dim: Size of a head, D.
+            dtype: Dtype of q, k and v.
+            device: Where q, k and v are.
+            backend: An attention kernel, or a value of `kernels.attention` that selects one.
+            deterministic: As `kernels.deterministic`. Used only where `backend` is a configured
+                value.
+            row_multiple: T is padded to a multiple of this.
+            keep_gathered_kv: Keep the gathered K and V for backward instead of gathering them
+                twice.
+            fused: As `kernels.fused`: whether a Triton kernel adds the gradients of K and V.
+            overlap: Compute attention over local keys during the exchange, as `cp.overlap_stages` >
+                0.
+            stages: Stages of the exchange if `overlap` is set. A sliding window always has one.
+            scores: The mask's window and the cap on scores.
+
+        Raises:
+            UserError: An argument is bad, or the ranks of the group disagree.
         """
         declared: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         declared |= {"head_dim": head_dim, "dtype": dtype}
@@ -258,7 +312,7 @@ class ContextAttention:
 
 
 def _num_rows(plan: ShardingPlan, num_ranks: int, row_multiple: int) -> int:
-    """T of each rank; UserError for a plan that the group's ranks cannot execute."""
+    """Return T, the rows of each rank, or raise UserError if the group cannot execute the plan."""
     if plan.cp != num_ranks:
         raise UserError(f"the plan is for cp = {plan.cp} ranks, the group has {num_ranks}")
     if plan.num_tokens < plan.cp:
@@ -274,7 +328,7 @@ def _identity(plan: ShardingPlan) -> dict[str, Any]:
 def _resolved(
     backend: str, device: torch.device, heads: HeadShape, deterministic: bool, scores: Scores
 ) -> str:
-    """The kernel that computes; UserError for one that cannot."""
+    """Return the name of the kernel that `backend` selects, or raise UserError if it cannot run."""
     if backend in set(AttentionBackend):
         return select_backend(
             AttentionBackend(backend),
@@ -290,6 +344,7 @@ def _resolved(
 
 
 def _check_gives_lse(backend: str, device: torch.device) -> None:
+    # Only outputs that come with their log-sum-exp can be merged.
     if device.type != "cpu" and backend.startswith("sdpa"):
         raise UserError(
             f"cp.overlap_stages needs the log-sum-exp of attention's rows, which {backend} does "
@@ -298,7 +353,14 @@ def _check_gives_lse(backend: str, device: torch.device) -> None:
 
 
 def take_rows(packed: Tensor, plan: ShardingPlan, *, rank: int, num_rows: int) -> Tensor:
-    """A rank's T = num_rows rows of a packed [S, ...] tensor; padding is zero."""
+    """Select a rank's rows from a packed [S, ...] tensor.
+
+    Args:
+        packed: A tensor with one row for each token of the micro-batch.
+        plan: The sharding of the micro-batch.
+        rank: The CP rank whose rows are taken.
+        num_rows: T. Rows behind the rank's tokens are zero.
+    """
     index = torch.from_numpy(plan.for_rank(rank).token_index).to(packed.device)
     out = packed.new_zeros((num_rows, *packed.shape[1:]))
     return out.index_copy(0, torch.arange(index.numel(), device=packed.device), packed[index])

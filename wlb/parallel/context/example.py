@@ -1,6 +1,6 @@
-"""Prints one micro-batch of three documents over two CP ranks, with every index array.
+"""Print the index arrays of one small micro-batch: three documents on two CP ranks.
 
-`python -m wlb.parallel.context.example` makes the block in this folder's README.
+`python -m wlb.parallel.context.example` prints the block in this folder's README.
 """
 
 import sys
@@ -13,12 +13,13 @@ from wlb.parallel.context.rows import RankExchange, RankStage, Transfer, rank_ex
 from wlb.plan import ContextExchange, KeyExchange, ShardingPlan, exchange_of
 
 ROWS = 6
-"""Rows of each rank; rank 1 has five tokens and a row of padding."""
+"""Rows of each rank. Rank 0 has six tokens; rank 1 has five and one row of padding."""
 
 
 def example() -> ShardingPlan:
-    """Documents a, b and c of 5, 3 and 3 tokens: rank 0 holds the ends of a, and b; rank 1 the
-    middle of a, and c.
+    """Shard documents a, b and c of 5, 3 and 3 tokens over two ranks.
+
+    Rank 0 has both ends of a, and b. Rank 1 has the middle of a, and c.
     """
     return ShardingPlan(
         strategy="by hand",
@@ -31,7 +32,7 @@ def example() -> ShardingPlan:
 
 
 def text() -> str:
-    """The example by an all-gather, by need, and by need with own keys first."""
+    """Describe the example for each kind of exchange and each rank."""
     plan = example()
     local = names(plan)
     lines = ["row     " + " ".join(f"{row:2}" for row in range(ROWS))]
@@ -50,7 +51,7 @@ def text() -> str:
 
 
 def names(plan: ShardingPlan) -> list[list[str]]:
-    """What lies in each rank's rows: a0 is the first token of document a, -- is padding."""
+    """Name the token in each row of each rank: a0 is the first token of a, -- is padding."""
     out: list[list[str]] = []
     for rank in range(plan.cp):
         spans = plan.for_rank(rank).spans
@@ -62,7 +63,7 @@ def names(plan: ShardingPlan) -> list[list[str]]:
 def _read(
     mine: RankExchange, exchange: ContextExchange, rank: int, local: list[list[str]]
 ) -> Iterator[str]:
-    """The same in words: of each segment of each stage its queries and keys."""
+    """Say in words which keys each segment's queries see, stage by stage."""
     for s, stage in enumerate(mine.stages):
         rows = local[rank]
         if stage.transfer != Transfer.OWN:

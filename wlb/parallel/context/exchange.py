@@ -1,10 +1,10 @@
-"""The exchange on the device, and its flat form, which custom ops take.
+"""The exchange of one rank as arguments of custom ops.
 
-A custom op takes tensors, strings and numbers, no records. `flatten` turns a rank's stages into
-three arguments, and `stages_of` restores them inside an op. What differs between micro-batches is
-in tensors, so that one compiled graph serves all: index arrays are on the device, numbers that the
-host needs (splits of all-to-alls, lengths of the longest segments) in one tensor on the host, which
-is read without waiting for the device.
+A custom op takes only tensors, strings and numbers. `flatten` turns a rank's stages into three such
+arguments, and `stages_of` restores the stages inside an op. Everything that differs between
+micro-batches is in tensors, so one compiled graph serves all of them: index arrays on the device,
+and the numbers that the host needs (splits of all-to-alls, lengths of the longest segments) in one
+tensor on the host, so reading them never waits for the device.
 """
 
 from collections.abc import Mapping
@@ -20,43 +20,53 @@ from wlb.parallel.context.rows import ON_DEVICE, RankExchange, Transfer
 
 
 class FlatExchange(NamedTuple):
-    """A rank's exchange as arguments of custom ops."""
+    """A rank's exchange as three arguments of custom ops."""
 
-    tensors: list[Tensor]  # of every stage in order, see `DeviceStage`, and `returned` if by need
-    numbers: Tensor  # host; a row a stage: max_q, max_k, window, rows received and sent by rank
-    layout: str  # the number of ranks and each stage's `Transfer`, such as "2 own needed needed"
+    # On the device: the tensors of every stage, in the order of `DeviceStage`'s fields. With the
+    # `needed` exchange `RankExchange.returned` follows.
+    tensors: list[Tensor]
+    # On the host, one row for each stage: max_q, max_k, sliding window, rows received from each
+    # rank, rows sent to each rank.
+    numbers: Tensor
+    # The number of ranks and each stage's `Transfer`, such as "2 own needed needed".
+    layout: str
 
 
 class DeviceStage(NamedTuple):
-    """A `RankStage` inside a custom op. What a stage does not have is not in the flat form."""
+    """A `RankStage` inside a custom op. Fields that are None are absent from the flat form."""
 
     transfer: Transfer
-    cp: int
+    cp: int  # number of CP ranks
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    index_K: Tensor
-    inverse_UR: Tensor
-    query_rows: Tensor | None
-    sent_N: Tensor | None
+    index_K: Tensor  # row of each key, `RankStage.kv_index`
+    inverse_UR: Tensor  # key that uses each row, `RankStage.inverse`
+    query_rows: Tensor | None  # local rows of the call's queries; None means all rows
+    sent_N: Tensor | None  # local rows that are sent; None unless the transfer is NEEDED
 
     @property
     def num_rows(self) -> int:
-        """Rows that the call chooses its keys from: those that arrive, or own ones."""
+        """R, the rows in which the call looks up its keys: those received, or the local rows."""
         return self.inverse_UR.shape[1]
 
     @property
     def num_sent(self) -> int:
-        """Own rows that this rank sends, whose gradients come back."""
+        """Local rows that this rank sends and whose gradients return to it."""
         return self.num_rows // self.cp if self.sent_N is None else self.sent_N.shape[0]
 
     def segments(self, numbers: list[int], softcap: float) -> Segments:
-        """Of the stage's call. numbers: its row of `FlatExchange.numbers`."""
+        """Return the segments of the stage's attention call.
+
+        Args:
+            numbers: The stage's row of `FlatExchange.numbers`.
+            softcap: Cap on scores, 0 for none.
+        """
         max_q, max_k, sliding = numbers[:3]
         offsets, is_causal = (self.cu_seqlens_q, self.cu_seqlens_k), self.query_rows is None
         return Segments.of(*offsets, max_q, max_k, sliding, softcap, is_causal=is_causal)
 
     def splits(self, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """Rows received of each rank, and rows sent to each."""
+        """Return the numbers of rows received from each rank and sent to each rank."""
         return numbers[3 : 3 + self.cp], numbers[3 + self.cp :]
 
 
@@ -68,7 +78,15 @@ def flatten(
     device: torch.device,
     scores: Scores,
 ) -> tuple[FlatExchange, Segments]:
-    """The flat form, and the segments of the first call. on_device: `RankExchange.arrays`."""
+    """Return the flat form of an exchange, and the segments of its first attention call.
+
+    Args:
+        rows: Index arrays of one rank.
+        on_device: The same arrays as tensors on the device, by the names of `RankExchange.arrays`.
+        backend: Name of the attention kernel.
+        device: Where offsets are copied to.
+        scores: The mask's window and the cap on scores.
+    """
     tensors: list[Tensor] = []
     numbers: list[list[int]] = []
     first = None
@@ -95,13 +113,14 @@ def flatten(
 
 
 def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Tensor | None]:
-    """The stages in the order of their calls, and `RankExchange.returned`, from the flat form.
+    """Restore the stages, in the order of their calls, and `RankExchange.returned`.
 
-    Reads only shapes, so that it serves ops without values (fakes) too.
+    Reads only shapes, so it also works on fake tensors.
     """
     cp, *transfers = layout.split()
     left, stages = list(tensors), list[DeviceStage]()
     for transfer in map(Transfer, transfers):
+        # The order is the one in which `flatten` appends: two offsets, then `ON_DEVICE`.
         fixed = (left.pop(0), left.pop(0), left.pop(0), left.pop(0))
         query_rows = left.pop(0) if stages else None
         sent = left.pop(0) if transfer == Transfer.NEEDED else None
@@ -112,7 +131,7 @@ def stages_of(tensors: list[Tensor], layout: str) -> tuple[list[DeviceStage], Te
 def to_device(
     arrays: Mapping[str, np.ndarray[Any, Any]], device: torch.device
 ) -> dict[str, Tensor]:
-    """int64 arrays as tensors on `device`, in one pinned, asynchronous transfer."""
+    """Copy int64 arrays to `device` in one asynchronous transfer from pinned memory."""
     if not arrays:
         return {}
     flat = copy_to_device(np.concatenate([a.reshape(-1) for a in arrays.values()]), device)

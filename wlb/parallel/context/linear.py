@@ -1,9 +1,10 @@
-"""What spans of linear layers find before them, where context parallelism cuts documents.
+"""What linear-attention layers need of earlier tokens where context parallelism cuts documents.
 
-Two exchanges a layer, by the plan (`wlb.plan.rank_summaries`), so that no rank asks another for a
-size: the latest rows for the convolution, and then the summaries of cut spans, which a rank
-composes from the document's start on. Gradients return the same way. Sums of gradients are made in
-an order that the plan gives, so that their bits repeat.
+A span that starts inside a document needs two things of the tokens before it, so each layer has two
+exchanges. First come the latest rows, which the convolution reads. Then come the summaries of the
+document's earlier spans, which a rank composes from the beginning of the document. The plan
+(`wlb.plan.rank_summaries`) fixes all sizes, so ranks exchange no shapes. Gradients return the same
+way, and are added in the order of ranks that the plan gives, so their bits repeat.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +24,14 @@ _collectives = torch.ops._c10d_functional
 
 
 class _SharedRows(NamedTuple):
-    """`RowsOf` on the device."""
+    """Rows of this rank that spans read, here or on other ranks: `RowsOf` on the device.
 
-    kept: Tensor  # own rows of the pool
-    sent: tuple[Tensor, ...]  # rows of `kept` that go to each rank; no rank has a row twice
-    received: list[int]  # rows that come from each rank
+    Spans look rows up in a **pool**: the local rows that are read, then the rows received.
+    """
+
+    kept: Tensor  # local rows that are in the pool
+    sent: tuple[Tensor, ...]  # for each rank the places in `kept` that it receives, without repeats
+    received: list[int]  # number of rows that come from each rank
 
     @classmethod
     def of(cls, rows: RowsOf, device: torch.device) -> "_SharedRows":
@@ -40,16 +44,16 @@ class _SharedRows(NamedTuple):
         )
 
     def filled(self, kept: Tensor, group: str) -> Tensor:
-        """The pool of these own rows: with the rows that arrive behind them.
+        """Return the pool: these local rows and, behind them, the rows that other ranks send.
 
-        Every rank of the group takes part, those that send and receive nothing too.
+        Collective: ranks that neither send nor receive must call it too.
         """
         flat: Tensor = _Exchange.apply(kept.flatten(1), self, group)  # pyright: ignore[reportAssignmentType]
         return flat.view(-1, *kept.shape[1:])
 
 
 class _Exchange(torch.autograd.Function):
-    """Own rows and those that arrive, all-to-all; gradients go back the same way."""
+    """Append the rows that other ranks send (all-to-all); gradients return the same way."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, pool: _SharedRows, group: str) -> Tensor:
@@ -64,7 +68,8 @@ class _Exchange(torch.autograd.Function):
         splits = [index.shape[0] for index in pool.sent]
         back = _all_to_all(grads[0][ctx.num_kept :], splits, pool.received, ctx.group)
         grad = grads[0][: ctx.num_kept].clone()
-        # Rank by rank, in which no row is twice: the order of a sum is that of the ranks.
+        # Add one rank's gradients at a time. No index repeats within a rank, so the order of the
+        # sum is fixed and its bits repeat.
         for index, part in zip(pool.sent, back.split(splits), strict=True):
             grad.index_add_(0, index, part)
         return grad, None, None
@@ -76,23 +81,31 @@ def _all_to_all(rows: Tensor, received: list[int], sent: list[int], group: str) 
 
 
 class _Composition(NamedTuple):
-    """How a rank composes the summaries of its documents' spans, one after the other.
+    """How a rank computes the state before each of its spans from the summaries of earlier spans.
 
-    Documents with more spans before the last one here come first; step i composes the i-th summary
-    of those that have one. Each step begins with states of which some are those before a span.
+    All documents advance together: step i composes the i-th summary of every document that has one.
+    Documents are sorted by their number of summaries, most first, so that those of a step are
+    always the first ones. Each step begins by copying the states that some span needs.
     """
 
-    read: Tensor  # places in the pool of all summaries, step by step
-    sizes: list[int]  # documents of each step
-    reads: tuple[Tensor, ...]  # documents whose states before each step are those before a span
-    state_of: Tensor  # of each span, its place among the states that were read; 0: zeros
+    read: Tensor  # place in the pool of each summary, step by step
+    sizes: list[int]  # number of documents in each step
+    reads: tuple[Tensor, ...]  # for each step the documents of which a span needs the new state
+    state_of: Tensor  # for each span its place among the copied states; place 0 is zeros
 
     @classmethod
     def of(cls, found: IntArray, num_spans: int, device: torch.device) -> "_Composition":
-        """found: `RowsOf.found` of summaries. num_spans: with a last one of padding, if any."""
+        """Plan the composition.
+
+        Args:
+            found: Places of the summaries before each span, `RowsOf.found`.
+            num_spans: Spans of the rank, including one of padding if there is any.
+            device: Where the index tensors are copied to.
+        """
         count = (found >= 0).sum(axis=1)
         cut = np.flatnonzero(count)
-        # The first summary of a document names it; its last span here has read all others' too.
+        # The place of its first summary identifies a document. The document's last span on this
+        # rank needs every summary that its other spans need.
         names, document = np.unique(found[cut, 0] if cut.size else cut, return_inverse=True)
         most = np.zeros(names.size, np.int64)
         np.maximum.at(most, document, count[cut])
@@ -105,7 +118,8 @@ class _Composition(NamedTuple):
         ordered = count[last]
         sizes = [int((ordered > step).sum()) for step in range(int(ordered.max(initial=0)))]
         read = [found[last[:size], step] for step, size in enumerate(sizes)]
-        # Spans by the number of summaries before them, that is, by the step that they precede.
+        # Group spans by the number of summaries before them, which is the step that makes their
+        # state.
         reads = [document[count[cut] == step] for step in range(1, len(sizes) + 1)]
         order = np.argsort(count[cut], kind="stable")
         state_of = np.zeros(num_spans, np.int64)
@@ -118,7 +132,10 @@ class _Composition(NamedTuple):
         )
 
     def states(self, pool: Tensor, num_keys: int) -> Tensor:
-        """The state before each span [S, H, K, V], from summaries [N, H, K, K + V]."""
+        """Return the state before each span [S, H, K, V], from summaries [N, H, K, K + V].
+
+        A summary holds a transition matrix [K, K] and the state [K, V] that the span adds.
+        """
         parts = pool.index_select(0, self.read).split(self.sizes)
         nothing = pool.new_zeros(1, *pool.shape[1:3], pool.shape[3] - num_keys)
         found = [nothing]
@@ -127,17 +144,20 @@ class _Composition(NamedTuple):
             transition, own = part.split([num_keys, part.shape[-1] - num_keys], -1)
             state = transition @ state[: part.shape[0]] + own
             found.append(state.index_select(0, spans))
-        # The empty sum makes the pool part of the graph also where nothing reads it: other ranks
-        # wait for its gradients.
+        # The empty sum keeps the pool in the graph where no span reads it, because other ranks wait
+        # for this rank in the exchange of gradients.
         return torch.cat(found).index_select(0, self.state_of) + pool[:0].sum()
 
 
 class SpansBefore:
-    """`wlb.model.delta_net.Before` over a CP group.
+    """Brings linear layers what stands before their spans, over a CP group.
+
+    Implements `wlb.model.delta_net.Before`.
 
     Args:
         made: This rank's part of the plan.
-        num_rows: Rows of the rank; those behind its spans are padding, a span of their own.
+        num_rows: Rows of the rank. Rows behind its spans are padding, which counts as one more
+            span.
         group: The CP group.
         device: Where the rows are.
     """
@@ -148,34 +168,36 @@ class SpansBefore:
         self.layout = span_layout(made, num_rows, device)
         self._group = group.group_name
         num_spans = len(self.layout.lengths)
-        # The convolution's rows: places in the pool, and behind it a row of zeros.
+        # 1. The convolution's rows: where each span finds them in the pool. A row of zeros is
+        # appended to the pool, and -1 (nothing before the span) becomes its place.
         self._latest = _SharedRows.of(made.latest, device)
         found = np.full((num_spans, made.latest.found.shape[1]), -1, np.int64)
         found[: made.latest.found.shape[0]] = made.latest.found
         num_pool = made.latest.kept.size + int(made.latest.received.sum())
         self._found = tuple(_index(column, device) for column in (found % (num_pool + 1)).T)
-        # Summaries: of which spans they are made, and how they are composed.
+        # 2. Which spans this rank summarises, and how it composes the summaries.
         self._before = _SharedRows.of(made.before, device)
         self._made: SpanMembers = self.layout.members(made.before.kept)
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """The latest rows before each span [S, count, D], zeros where the document begins."""
+        """Return the latest rows before each span [S, count, D], zeros where the document begins."""
         assert len(self._found) == count, "the plan was made for another convolution"
         pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)
         pool = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
-        # Column by column, in which no row is twice, but for the zeros.
+        # Select one column at a time. No row repeats within one (except the zeros), so the order in
+        # which backward adds gradients is fixed.
         return torch.stack([pool.index_select(0, column) for column in self._found], 1)
 
     def states(self, rule: DeltaRule, layout: SpanLayout) -> Tensor:
-        """The state before each span [S, H, K, V]."""
+        """Return the state before each span [S, H, K, V]."""
         made = rule.summaries(self._made)
         pool = self._before.filled(torch.cat(made, -1), self._group)
         return self._composed.states(pool, made.transition_SHKK.shape[-1])
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All index tensors, for callers that load them on a stream of their own."""
+        """All index tensors, for callers that copy them on another stream."""
         pools = [t for pool in (self._latest, self._before) for t in (pool.kept, *pool.sent)]
         composed = [self._composed.read, *self._composed.reads, self._composed.state_of]
         members = [*self._made.steps, self._made.chunks, self._made.rows]
@@ -190,14 +212,14 @@ def linear_rows(
     device: torch.device,
     backend: LinearBackend = LinearBackend.TORCH,
 ) -> tuple[LinearRows, list[Tensor]]:
-    """What linear layers take of a micro-batch, and its index tensors.
+    """Return what linear layers need of a micro-batch, and its index tensors.
 
     Args:
         made: This rank's part of the plan.
         num_rows: Rows of the rank, with padding.
-        group: The CP group; None: one rank, whose spans are whole documents.
+        group: The CP group. None means one rank, whose spans are whole documents.
         device: Where the rows are.
-        backend: What computes the recurrence, not `auto`.
+        backend: The implementation of the recurrence; not `auto`.
     """
     if group is None:
         layout = span_layout(made, num_rows, device)
@@ -207,13 +229,13 @@ def linear_rows(
 
 
 def span_layout(made: RankSummaries, num_rows: int, device: torch.device) -> SpanLayout:
-    """The spans of a rank; its padding is one more."""
+    """Return the layout of a rank's spans. Padding rows form one more span."""
     padding = num_rows - int(made.lengths.sum())
     return SpanLayout.of([*made.lengths.tolist(), *[padding] * (padding > 0)], device)
 
 
 def layout_tensors(layout: SpanLayout) -> list[Tensor]:
-    """Index tensors of a layout."""
+    """Return the index tensors of a layout."""
     return [layout.slots_T, *layout.steps, layout.bounds.on_device]
 
 

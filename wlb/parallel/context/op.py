@@ -1,11 +1,25 @@
 """The custom ops of context attention: wlb::gather_kv, wlb::context_attend and their backward.
 
-They contain their collectives, so that one compiled graph serves all lengths and the compiler
-cannot merge the exchanges of forward and backward, which would keep their result. Transfers start
-in one op and end in another: `slot`s, tensors of the right shape without memory, bring as gradients
-what backward receives while it computes. An op, its results' shapes ("fake"), what it keeps and its
-derivative stand together. Shapes, besides those of `attention`: R rows that arrive in a stage, N
-rows sent by need in all stages, K keys of segments, U uses of a row, W receivers of a row.
+The ops contain their collectives. One compiled graph then serves all lengths, and the compiler
+cannot merge the exchanges of forward and backward, which would keep the gathered rows in between.
+
+A transfer starts in one op and ends in another, so that computation runs in between. In forward
+the buffer of received rows is an ordinary tensor that the second op waits for. In backward autograd
+passes nothing but gradients from one op to another, so we use **slots**: tensors with the right
+shape but without memory, which one op returns and a later one takes. The slot's values are never
+read; its gradient is the buffer of a transfer.
+
+    forward     gather_kv -> rows, slots      context_attend(q, rows, slots) -> out
+    backward    context_attend_backward       starts to send dK and dV, and returns the
+                                              buffers as the gradients of the slots
+                (Q's projection runs)         while they travel
+                _receive, of gather_kv        waits for the gradients of its slots
+
+`AddAndGatherAgain` uses slots in the same way for the second gather of K and V in backward.
+
+Each op stands together with the shapes of its results ("fake"), what it saves, and its derivative.
+Shapes, besides those of `attention`: R rows that arrive in a stage, N rows sent in all stages
+(`needed` exchange), K keys of segments, U uses of a row, W receivers of a row.
 """
 
 from typing import Any
@@ -34,7 +48,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
-    """The stages that have a transfer."""
+    """Return the stages that have a transfer."""
     stages, _ = stages_of(tensors, layout)
     return [stage for stage in stages if stage.transfer != Transfer.OWN]
 
@@ -42,11 +56,14 @@ def _travelling(tensors: list[Tensor], layout: str) -> list[DeviceStage]:
 def _start(
     both_T2GD: Tensor, tensors: list[Tensor], numbers: Tensor, layout: str, group_name: str
 ) -> list[Tensor]:
-    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage that has a transfer.
-    `numbers` is on the host, so that nothing waits for the device.
+    """Start the transfers of K and V, and return a [R, 2, G, D] buffer for each that has one.
+
+    Only the ops of attention may read the buffers, because they wait first. `numbers` is on the
+    host, so reading the splits does not wait for the device.
     """
     stages = _travelling(tensors, layout)
     started: list[Tensor] = []
+    # Each stage of an all-gather sends the next part of the local rows.
     at = 0
     for stage, of_stage in zip(stages, numbers.tolist()[-len(stages) :], strict=True):
         if stage.sent_N is None:
@@ -63,10 +80,12 @@ def _start(
 def _start_return(
     dkv_R2GD: Tensor, stage: DeviceStage, numbers: list[int], group_name: str
 ) -> Tensor:
-    """Start bringing a stage's gradients to the ranks of their rows: added up over ranks if all
-    have all rows, or by need those of each receiver after the other's.
+    """Start to send a stage's gradients back to the ranks that hold the rows.
+
+    A reduce-scatter adds them up if all ranks received all rows. Otherwise an all-to-all brings the
+    gradients of each receiver, one after the other, and `receive_kv_gradient` adds them up.
     """
-    # A bfloat16 sum would round once a rank, and its error grow with CP.
+    # A bfloat16 sum would round once per rank, so its error would grow with CP.
     dkv_R2GD = dkv_R2GD.to(sum_dtype(dkv_R2GD))
     if stage.sent_N is None:
         return _collectives.reduce_scatter_tensor(dkv_R2GD, "sum", stage.cp, group_name)
@@ -75,18 +94,18 @@ def _start_return(
 
 
 def _rows_like(x_TGD: Tensor, num_rows: int) -> Tensor:
-    """A buffer for `num_rows` rows of K and V, [num_rows, 2, G, D], without values."""
+    """Allocate a [num_rows, 2, G, D] buffer for rows of K and V."""
     return x_TGD.new_empty((num_rows, 2, *x_TGD.shape[-2:]))
 
 
 def _slot(x_TGD: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
-    """A tensor without memory, [num_rows, 2, G, D], of which only the gradient is used."""
+    """Make a [num_rows, 2, G, D] tensor without memory, whose gradient alone is used."""
     return x_TGD.new_empty((), dtype=dtype).expand(num_rows, 2, *x_TGD.shape[-2:])
 
 
 def _gradient_slots(k_TGD: Tensor, stages: list[DeviceStage]) -> list[Tensor]:
-    own_and_stages = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
-    return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in own_and_stages]
+    num_rows = (*(stage.num_sent for stage in stages), k_TGD.shape[0])
+    return [_slot(k_TGD, num, sum_dtype(k_TGD)) for num in num_rows]
 
 
 def _fake_gather(
@@ -106,14 +125,27 @@ def gather_kv(
     group_name: str,
     fused: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Start bringing K and V of other ranks here, [R, 2, G, D] in each stage; only attention's ops
-    may read it.
+    """Start to receive K and V of other ranks; each stage fills a [R, 2, G, D] buffer.
 
-    The second result is the slots for the gradients of the local K and V: of each stage's rows,
-    which travel ([T, 2, G, D] of all stages, or [N, 2, G, D] before receivers are added up), and
-    last of those that do not, [T, 2, G, D]. Backward waits for them: autograd runs it after the
-    nodes of q, which are made later. fused: Triton adds gradients.
+    Only the ops of attention may read the buffers, because they wait for the transfer.
+
+    Args:
+        k_TGD: Local keys.
+        v_TGD: Local values.
+        tensors: As `FlatExchange.tensors`.
+        numbers: As `FlatExchange.numbers`.
+        layout: As `FlatExchange.layout`.
+        group_name: Name of the CP group.
+        fused: Let a Triton kernel add the gradients.
+
+    Returns:
+        The buffers, and the slots whose gradients are those of the local K and V. Each stage has a
+        slot for the gradients that are sent back to this rank: [T, 2, G, D] over all stages, or
+        [N, 2, G, D] if receivers are not added up yet. The last slot, [T, 2, G, D], is for
+        gradients that did not travel.
     """
+    # Its backward waits for the gradients, and autograd runs nodes made later first. That is why Q
+    # is projected after this op: backward of the projection then hides the transfer.
     slots = _gradient_slots(k_TGD, _travelling(tensors, layout))
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name), slots
 
@@ -138,9 +170,15 @@ def receive_kv_gradient(
     dtype: torch.dtype,
     fused: bool,
 ) -> Tensor:
-    """Wait for gradients that attention's backward sent, [T, 2, G, D] in `dtype`. By need, those of
-    a row's receivers are added here, in the order of stages and ranks, in float32. own_T2GD:
-    gradients that did not travel, added last.
+    """Wait for the gradients that attention's backward sent, and return them as [T, 2, G, D].
+
+    Args:
+        returning: Gradients of each stage, still in transfer.
+        own_T2GD: Gradients that did not travel; they are added last.
+        returned_WT: `RankExchange.returned`. With the `needed` exchange the gradients of a row's
+            receivers are added here in float32, in the order of stages and ranks.
+        dtype: Dtype of the result.
+        fused: Let a Triton kernel add them.
     """
     stages = [_collectives.wait_tensor(x) for x in returning]
     arrived = torch.cat(stages) if len(stages) > 1 else stages[0]
@@ -162,6 +200,7 @@ def _keep_returned(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
 def _receive(ctx: Any, _: Any, slots: list[Tensor | None]) -> tuple[Any, ...]:
     none = ([None] * ctx.num_tensors, *(None,) * 4)
     *returning, own_T2GD = slots
+    # Nothing differentiated attention's output.
     if returning[0] is None:
         return None, None, *none
     dkv_T2GD = receive_kv_gradient(returning, own_T2GD, *ctx.saved_tensors, ctx.dtype, ctx.fused)
@@ -187,24 +226,28 @@ def gather_kv_again(
     layout: str,
     group_name: str,
 ) -> list[Tensor]:
-    """Start the gather of backward. grad_SC is not read: it ties the gather to the backward pass,
-    or the compiler would run it in forward and keep its result.
+    """Start to gather K and V a second time, for backward.
+
+    grad_SC is not read. It makes the gather depend on the backward pass; otherwise the compiler
+    would run it in forward and keep the result.
     """
     return _start(torch.stack([k_TGD, v_TGD], 1), tensors, numbers, layout, group_name)
 
 
 class AddAndGatherAgain(torch.autograd.Function):
-    """x + y, the end of a layer; backward first starts gathering the layer's K and V again.
+    """Add x + y at the end of a layer; backward starts to gather the layer's K and V again.
 
-    Its arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, and then
-    `context_attend`'s slots and the exchange's tensors. A slot's gradient brings the gather to
-    attention's backward, so that the MLP's and o_proj's products lie between its start and its
-    wait. `forward` unpacks them itself, because torch.compile (2.13) drops the first argument of a
-    forward that is called with as many arguments as it has parameters.
+    The arguments are x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, then the
+    slots of `context_attend` and the tensors of the exchange. The gathered rows travel to
+    attention's backward as the gradients of the slots, while the MLP and the output projection
+    compute.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """Return x + y, and save what the gather needs."""
+        # torch.compile (2.13) drops the first argument of a forward that is called with as many
+        # arguments as it has parameters, so this one takes them as *arguments.
         x_SC, y_SC, k_TGD, v_TGD, numbers, layout, group_name, num_slots, *rest = arguments
         ctx.static, ctx.num_slots = (layout, group_name), num_slots
         ctx.save_for_backward(k_TGD, v_TGD, numbers, *rest[num_slots:])
@@ -212,9 +255,11 @@ class AddAndGatherAgain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Start the gather, and pass on the gradient to x and y."""
         (grad_SC,) = grads
         k_TGD, v_TGD, numbers, *tensors = ctx.saved_tensors
         gathering: list[Tensor | None] = [None] * ctx.num_slots
+        # Argument 8 is the first slot: without it attention has no backward that needs the rows.
         if ctx.needs_input_grad[8]:
             gathering = gather_kv_again(grad_SC, k_TGD, v_TGD, tensors, numbers, *ctx.static)
         return grad_SC, grad_SC, *(None,) * 6, *gathering, *(None,) * len(tensors)
@@ -226,21 +271,27 @@ class AddAndGatherAgain(torch.autograd.Function):
 def segment_keys(
     kv_R2GD: Tensor, index_K: Tensor, segments: Segments, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """K and V as the backend takes them: the buffer's rows, or each segment's keys in order."""
+    """Return K and V as the backend reads them: the whole buffer, or the keys of each segment."""
     if not reads_buffer(segments, backend):
         kv_R2GD = kv_R2GD.index_select(0, index_K)
     return kv_R2GD[:, 0], kv_R2GD[:, 1]
 
 
 def reads_buffer(segments: Segments, backend: str) -> bool:
+    """Return whether the backend looks up keys in the buffer itself, so that none are copied."""
     return BACKENDS[backend].takes_key_rows and segments.key_rows is not None
 
 
 def gradients_by_row(
     dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, *, fused: bool = False
 ) -> Tensor:
-    """Gradients of the gathered rows, [R, 2, G, D]: a gather per use, added in float32. fused: in
-    one kernel, without copies, bit-equal.
+    """Add up the gradients of all keys that use a row, in float32; returns [R, 2, G, D].
+
+    Args:
+        dk_KGD: Gradient of each key.
+        dv_KGD: Gradient of each value.
+        inverse_UR: The keys that use each row, `RankStage.inverse`.
+        fused: Use one Triton kernel, which makes no copies and gives the same bits.
     """
     if fused:
         return fused_sum_uses(dk_KGD, dv_KGD, inverse_UR)
@@ -258,15 +309,15 @@ def gradients_by_row(
 def _merge(
     out_THD: Tensor, lse_HT: Tensor, other: tuple[Tensor, Tensor], query_rows: Tensor
 ) -> None:
-    """Merge a later call's output and log-sum-exp into those so far, in place."""
+    """Merge the result of a later attention call into the results so far, in place."""
     other_THD, other_HT = other
-    # The softmax over both calls' keys has the sum of both calls' sums of exponentials.
-    own_HT = lse_HT.index_select(1, query_rows)
-    both_HT = torch.logaddexp(own_HT, other_HT)
-    # The later call's share of that sum weighs its output against the one so far.
+    # The denominator of the softmax over all keys is the sum of both calls' denominators.
+    before_HT = lse_HT.index_select(1, query_rows)
+    both_HT = torch.logaddexp(before_HT, other_HT)
+    # Average the outputs, each weighted with its call's share of that denominator.
     share = (other_HT - both_HT).exp().t()[..., None]
-    own_THD = out_THD.index_select(0, query_rows)
-    merged = torch.lerp(own_THD.to(share.dtype), other_THD.to(share.dtype), share)
+    before_THD = out_THD.index_select(0, query_rows)
+    merged = torch.lerp(before_THD.to(share.dtype), other_THD.to(share.dtype), share)
     out_THD.index_copy_(0, query_rows, merged.to(out_THD.dtype))
     lse_HT.index_copy_(1, query_rows, both_HT)
 
@@ -295,11 +346,28 @@ def context_attend(
     keep_gathered: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output [T, H, D], log-sum-exp [H, T], and slots for the gather of backward, [R, 2, G, D].
+    """Compute attention stage by stage, waiting for each stage's keys just before its call.
 
-    begun: both of `gather_kv`'s results, one after the other. The output is differentiable in q and
-    in the slots, whose gradients are those of k and v, travelling and not. keep_gathered: backward
-    uses the rows that have arrived; otherwise it gathers them again. fused: of `gradients_by_row`.
+    The output is differentiable in q and in the slots of `begun`; k and v get their gradients
+    through those slots.
+
+    Args:
+        q_THD: Queries.
+        k_TGD: Local keys.
+        v_TGD: Local values.
+        begun: Both results of `gather_kv`, concatenated.
+        tensors: As `FlatExchange.tensors`.
+        numbers: As `FlatExchange.numbers`.
+        layout: As `FlatExchange.layout`.
+        softcap: Cap on scores, 0 for none.
+        backend: Name of the attention kernel.
+        group_name: Name of the CP group.
+        keep_gathered: Keep the received rows for backward. Otherwise backward gathers them again.
+        fused: Let a Triton kernel add the gradients of a row's uses.
+
+    Returns:
+        The output [T, H, D], the log-sum-exp [H, T], and the slots [R, 2, G, D] through which
+        `AddAndGatherAgain` passes the rows that it gathers in backward.
     """
     stages, _ = stages_of(tensors, layout)
     arriving = begun[: len(_travelling(tensors, layout))]
@@ -307,16 +375,16 @@ def context_attend(
     out_THD: Tensor | None = None
     lse_HT: Tensor | None = None
     for stage, of_stage in zip(stages, numbers.tolist(), strict=True):
-        # 1. Keys. The calls so far have hidden the transfer that is waited for.
+        # 1. Wait for the stage's keys. The calls before this one have hidden the transfer.
         segments, rows = stage.segments(of_stage, softcap), stage.query_rows
         is_own = stage.transfer == Transfer.OWN
         kv = torch.stack([k_TGD, v_TGD], 1) if is_own else _collectives.wait_tensor(left.pop(0))
         keys = segment_keys(kv, stage.index_K, segments, backend)
-        # 2. Attention of the queries that see them.
+        # 2. Compute attention of the queries that see them.
         q = q_THD if rows is None else q_THD.index_select(0, rows)
         out, lse = forward(backend, q, *keys, segments)
         del kv, keys, q
-        # 3. Merge. Outputs of several merges are rounded once, at the end.
+        # 3. Merge. If several results are merged, sum in float32 and round once at the end.
         if out_THD is None or lse_HT is None or rows is None:
             merged_in = sum_dtype(out) if len(stages) > 2 else out.dtype
             out_THD, lse_HT = out.to(merged_in).contiguous(), lse.contiguous()
@@ -339,23 +407,32 @@ def _stage_backward(
     *,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of a call's queries, and of its rows of K and V, [R, 2, G, D], in float32 unless
-    the backend wrote them.
+    """Compute the gradients of one call: dQ of its queries, and dK and dV of its R rows.
 
-    local: k and v, for own keys. left: rows of the stages to come, of which it takes the first.
-    of_queries: output's gradient, q, output, log-sum-exp of all queries.
+    Args:
+        stage: The stage of the call.
+        segments: Its segments.
+        local: Local k and v, read by the call over local keys.
+        left: Received rows of the stages that remain; the first one is removed.
+        of_queries: Gradient of the output, q, output and log-sum-exp of all queries.
+        backend: Name of the attention kernel.
+        fused: Let a Triton kernel add the gradients of a row's uses.
+
+    Returns:
+        dQ, and dK and dV as one tensor [R, 2, G, D]. The latter is in float32, unless the backend
+        wrote gradients of the buffer itself.
     """
     is_own = stage.transfer == Transfer.OWN
     kv = torch.stack(local, 1) if is_own else _collectives.wait_tensor(left.pop(0))
     keys = segment_keys(kv, stage.index_K, segments, backend)
-    # Autograd holds a gather that began in AddAndGatherAgain; this lets one go that began here.
+    # Free the buffer if the gather started here. Autograd keeps one of AddAndGatherAgain alive.
     del kv
     grad, q, out, lse = of_queries
     if (rows := stage.query_rows) is not None:
         grad, q, out = [x.index_select(0, rows) for x in (grad, q, out)]
         lse = lse.index_select(1, rows)
     dq, dk, dv = backward(backend, grad, SavedTensors(q, *keys, out, lse), segments)
-    # The copies are freed before gradients are added.
+    # Free the copies before the sums below allocate.
     del keys, grad, q, out, lse
     if reads_buffer(segments, backend):
         return dq, torch.stack([dk, dv], 1)
@@ -393,11 +470,25 @@ def context_attend_backward(
     group_name: str,
     fused: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of q, and those of the local K and V of each stage, in float32: first those that
-    travel, which only `receive_kv_gradient` may read, then those of own keys if they have a call.
+    """Compute dQ, and start to send dK and dV of each stage back to their ranks.
 
-    saved: q, output, log-sum-exp and, for own keys or another gather, k and v. arriving: empty to
-    gather K and V again.
+    Args:
+        grad_THD: Gradient of the output.
+        saved: q, output and log-sum-exp. k and v follow if a call reads local keys or the rows must
+            be gathered here.
+        arriving: Received rows of each stage. If empty, K and V are gathered here.
+        tensors: As `FlatExchange.tensors`.
+        numbers: As `FlatExchange.numbers`.
+        layout: As `FlatExchange.layout`.
+        softcap: Cap on scores, 0 for none.
+        backend: Name of the attention kernel.
+        group_name: Name of the CP group.
+        fused: Let a Triton kernel add the gradients of a row's uses.
+
+    Returns:
+        dQ, and a list of gradients of K and V in float32. Those of each transfer come first, and
+        only `receive_kv_gradient` may read them. Those of local keys come last, if they have a
+        call.
     """
     q_THD, out_THD, lse_HT, *local = saved
     left = list(arriving)
@@ -406,11 +497,12 @@ def context_attend_backward(
     of_queries = [grad_THD, q_THD, out_THD, lse_HT]
     stages, _ = stages_of(tensors, layout)
     both = list(zip(stages, numbers.tolist(), strict=True))
-    # Gradients of Q: of all queries the first call's; of others one call's, or the sum of several.
+    # The first call gives dQ of all queries. Later calls give dQ of some; with more than one of
+    # them, add those up in float32 (`several`).
     dq_THD = one = rows = None
     several = q_THD.new_zeros(q_THD.shape, dtype=sum_dtype(q_THD)) if len(stages) > 2 else None
     gradients: list[Tensor] = []
-    # Own keys come last, so that the others' gradients travel while they compute.
+    # Local keys come last, so that the gradients of other ranks' keys travel meanwhile.
     for stage, of_stage in sorted(both, key=lambda pair: pair[0].transfer == Transfer.OWN):
         segments = stage.segments(of_stage, softcap)
         dq, dkv_R2GD = _stage_backward(
@@ -434,7 +526,13 @@ def context_attend_backward(
 
 
 def _sum_of_queries(dq_THD: Tensor, later: Tensor | None, rows: Tensor | None) -> Tensor:
-    """The sum of both gradients of Q, rounded once. later: of `rows`, or of all."""
+    """Add up the gradients of Q and round once.
+
+    Args:
+        dq_THD: Gradient from the first call, which has all queries.
+        later: Gradient from the later calls; None if there are none.
+        rows: Queries to which `later` belongs; None if it has all of them.
+    """
     if later is None:
         return dq_THD
     if rows is None:
@@ -463,12 +561,13 @@ def _differentiate(
 ) -> tuple[Any, ...]:
     no_rows = [None] * ctx.num_travelling
     rest = ([None] * ctx.num_tensors, *(None,) * 7)
-    # Only the log-sum-exp was differentiated.
+    # Nothing differentiated the output, and the log-sum-exp has no derivative.
     if grad_THD is None:
         return None, None, None, [*no_rows, *no_rows, None], *rest
     q_THD, out_THD, lse_HT, numbers, *kept = ctx.saved_tensors
     tensors = kept[ctx.num_kept :]
     local, arriving = kept[: ctx.num_local], kept[ctx.num_local : ctx.num_kept]
+    # The gradients of the slots are the rows that AddAndGatherAgain has begun to gather.
     if gathering[0] is not None and not ctx.keeps_gathered:
         arriving = gathering
     saved = [q_THD, out_THD, lse_HT, *local]

@@ -1,16 +1,17 @@
-"""One rank's part of an exchange of keys: what it sends and receives, and what attention reads.
+"""One rank's part of a K/V exchange: what it sends and receives, and which rows attention reads.
 
-Attention of a micro-batch has a call for each stage. The first is causal and has all queries; each
-later one has the queries whose keys it brings and, as these lie before the queries, no mask. The
-stages' results are merged. An exchange is one of three:
+Attention of a micro-batch has one call for each stage of the exchange. The first call is causal
+and has all queries. A later call has only the queries that see keys of its stage; all these keys
+come before the queries, so it needs no mask. The results of the calls are merged. There are three
+forms:
 
     gather                one stage: an all-gather, and a call over all keys
     needed                one stage: an all-to-all of the rows that are read, and the same call
-    own, then either      a call over the keys that the rank holds, which needs no transfer; then
-                          as many stages as `cp.overlap_stages`, each hidden by the call before
+    own, then either      a call over local keys, which needs no transfer; then
+                          `cp.overlap_stages` stages, each hidden by the call before it
 
-Local rows are the tokens of the rank's spans in order, then padding to T. Padding is an attention
-segment of its own. NumPy only.
+Local rows are the tokens of the rank's spans in order, then padding up to T rows. The padding is
+an attention segment by itself, so that no token attends to it. NumPy only.
 """
 
 from collections.abc import Iterator
@@ -23,33 +24,35 @@ from wlb.plan import ContextExchange, IntArray, KeyExchange, RankSpans, offsets_
 
 
 class Transfer(StrEnum):
-    """How the rows of a stage come here."""
+    """How the rows of a stage reach this rank."""
 
-    OWN = "own"  # not at all: they are the rank's own
-    GATHER = "gather"  # by an all-gather of the same part of every rank's rows
-    NEEDED = "needed"  # by an all-to-all of the rows that are read
+    OWN = "own"  # no transfer: the rows are local
+    GATHER = "gather"  # an all-gather of the same part of every rank's rows
+    NEEDED = "needed"  # an all-to-all of the rows that are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStage:
-    """A stage on one rank: a transfer that brings R rows of K and V, and a call over K keys.
+    """A stage on one rank: a transfer of R rows of K and V, and an attention call over K keys.
 
-    kv_index and inverse are None with one CP rank, where the R = T local rows are the keys.
+    kv_index and inverse are None with one CP rank, whose R = T local rows are the keys.
     """
 
     transfer: Transfer
-    received: IntArray  # rows that come from each rank, shape [cp]; they arrive in this order
-    sent: IntArray  # rows that go to each rank, shape [cp]
-    sent_rows: IntArray | None  # which local rows go, rank after rank, shape [N]; NEEDED only
+    received: IntArray  # number of rows from each rank, shape [cp]; they arrive in rank order
+    sent: IntArray  # number of rows to each rank, shape [cp]
+    sent_rows: IntArray | None  # local rows to send, sorted by receiver, shape [N]; only for NEEDED
     cu_seqlens_q: IntArray  # offsets of the call's segments, shape [num_segments + 1]
     cu_seqlens_k: IntArray
-    query_rows: IntArray | None  # local rows of the queries, shape [T2]; None: all rows
-    kv_index: IntArray | None  # the row of each key, one segment after the other, shape [K]
-    inverse: IntArray | None  # the key that uses a row for the u-th time, else K, shape [U, R]
+    query_rows: IntArray | None  # local rows of the call's queries, shape [T2]; None means all rows
+    kv_index: IntArray | None  # received row that holds each key, segment by segment, shape [K]
+    # Two spans of a document read the same rows. inverse[u, r] is the key that uses row r for the
+    # u-th time, or K if there is none; backward adds up gradients with it. Shape [U, R].
+    inverse: IntArray | None
 
 
 ON_DEVICE = ("kv_index", "inverse", "query_rows", "sent_rows")
-"""Arrays of a stage that custom ops take, in their order behind its offsets (`DeviceStage`)."""
+"""Arrays of a stage that custom ops take after its offsets, in the order of `DeviceStage`."""
 STAGE_ARRAYS = ("received", "sent", "sent_rows", "query_rows", "cu_seqlens_q", "cu_seqlens_k")
 STAGE_ARRAYS += ("kv_index", "inverse")
 
@@ -60,18 +63,19 @@ class RankExchange:
 
     positions: IntArray  # position of each local row in its document, shape [T]
     stages: tuple[RankStage, ...]
-    # Of the rows sent by need, one stage and rank after the other, N in all: where a local row's
-    # gradient comes back for the w-th time, else N; shape [W, T].
+    # Only for NEEDED. A local row may go to several ranks, and each of them returns a gradient.
+    # returned[w, t] is where the w-th gradient of row t stands among the N rows sent in all
+    # stages, or N if there is none. Shape [W, T].
     returned: IntArray | None = None
 
     @property
     def only(self) -> RankStage:
-        """The one stage; ValueError if there are more."""
+        """The stage of an exchange that has exactly one; ValueError if it has more."""
         (stage,) = self.stages
         return stage
 
     def __str__(self) -> str:
-        """Every array of every stage, a line each."""
+        """Print every array of every stage on a line of its own."""
         lines: list[str] = []
         for s, stage in enumerate(self.stages):
             lines.append(f"stage {s}: {stage.transfer}")
@@ -85,7 +89,7 @@ class RankExchange:
         return "\n".join(lines)
 
     def arrays(self) -> Iterator[tuple[str, IntArray]]:
-        """The index arrays that attention needs on the device, with their names."""
+        """Yield the names and index arrays that attention needs on the device."""
         for s, stage in enumerate(self.stages):
             for name in ON_DEVICE:
                 if (array := getattr(stage, name)) is not None:
@@ -95,7 +99,14 @@ class RankExchange:
 
 
 def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
-    """Index arrays of one rank. Cost: a few passes over the micro-batch's tokens."""
+    """Compute the index arrays of one rank.
+
+    Costs a few passes over the micro-batch's tokens.
+
+    Args:
+        exchange: The exchange of the micro-batch, for all ranks.
+        rank: The CP rank.
+    """
     sharding, num_rows = exchange.sharding, exchange.local_tokens
     cp, spans = sharding.cp, exchange.sharding.for_rank(rank)
     num = spans.num_tokens
@@ -119,17 +130,17 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
         )
         return RankExchange(positions=positions, stages=(stage,))
 
-    # Each key of each span, one span after the other: its row among all ranks' rows.
+    # 1. Find the row of every key that the rank's spans see. Rows are numbered over all ranks.
     base = spans.piece_offsets[spans.piece]
     key = sharding.gathered_rows(num_rows)[ranges(base + first_key, base + spans.stop)]
-    # Those rows among the ones that arrive here in all stages.
+    # 2. Find the place of those rows among the rows that arrive in all stages.
     here = exchange.travels.of(exchange.travels.reader == rank)
     came = ranges(here.holder * num_rows + here.first, here.holder * num_rows + here.last)
     place = np.full(cp * num_rows, -1, np.int64)
     place[came] = np.arange(came.size)
     rows = exchange.rows
     first_row = offsets_of(rows[:, rank].sum(axis=1))
-    # The call that has each key, and its row there. The first call has the padding as well.
+    # 3. Assign each key to a call, and find its row there. Padding belongs to the first call.
     padding = rank * num_rows + np.arange(num, num_rows)
     call, row, padding_row = np.zeros_like(key), place[key], place[padding]
     if exchange.own_first:
@@ -141,6 +152,7 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
         )
         padding_row = padding - rank * num_rows
 
+    # 4. Build the transfer and the segments of each call.
     theirs = exchange.travels.of(exchange.travels.holder == rank)
     is_gather = sharding.exchange == KeyExchange.GATHER
     stages: list[RankStage] = []
@@ -160,6 +172,7 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
             index, query_rows = np.concatenate([index, padding_row]), None
             cu_q, cu_k = _offsets(size, padding.size), _offsets(of_span, padding.size)
         else:
+            # Leave out spans without keys in this stage, because kernels need at least one.
             begin, used = offsets_of(size)[:-1], of_span > 0
             query_rows = ranges(begin[used], (begin + size)[used])
             cu_q, cu_k = offsets_of(size[used]), offsets_of(of_span[used])
@@ -177,23 +190,27 @@ def rank_exchange(exchange: ContextExchange, rank: int) -> RankExchange:
                 inverse=_inverse(spans, index, of_span, num_rows=here_rows),
             )
         )
+    # 5. Find the gradients that return for each local row.
     sent_rows = [stage.sent_rows for stage in stages if stage.sent_rows is not None]
     returned = _uses(np.concatenate(sent_rows), num_rows=num_rows) if sent_rows else None
     return RankExchange(positions=positions, stages=tuple(stages), returned=returned)
 
 
 def _written(array: IntArray) -> str:
-    """Numbers with blanks, rows of a matrix with a slash between."""
+    """Format an array: blanks between numbers, slashes between rows of a matrix."""
     return " / ".join(" ".join(map(str, row.tolist())) for row in np.atleast_2d(array))
 
 
 def _offsets(sizes: IntArray, padding: int) -> IntArray:
-    """Offsets of segments of these sizes and, if there is padding, of its segment."""
+    """Return the offsets of segments of these sizes, with one more segment for padding, if any."""
     return offsets_of(np.append(sizes, padding) if padding else sizes)
 
 
 def _uses(index: IntArray, *, num_rows: int) -> IntArray:
-    """uses[w, row] is where `index` names the row for the w-th time, index.size if it does not."""
+    """Return, in uses[w, row], the place where `index` names a row for the w-th time.
+
+    Where it names the row less often, the entry is index.size.
+    """
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=num_rows)
     nth = np.arange(index.size) - np.repeat(offsets_of(counts)[:-1], counts)
@@ -205,14 +222,20 @@ def _uses(index: IntArray, *, num_rows: int) -> IntArray:
 def _inverse(
     spans: RankSpans, kv_index: IntArray, num_keys: IntArray, *, num_rows: int
 ) -> IntArray:
-    """`RankStage.inverse`; U is the largest number of spans of a piece on this rank. num_keys: of
-    each span, shape [num_spans]; keys behind them are padding.
+    """Compute `RankStage.inverse`. U is the largest number of spans of one piece on this rank.
+
+    Args:
+        spans: The rank's spans.
+        kv_index: Row of each key, span by span, then the rows of padding.
+        num_keys: Keys of each span in this call, shape [num_spans].
+        num_rows: R, the rows that the call's keys are looked up in.
     """
     order = np.lexsort((spans.start, spans.piece))
     piece = spans.piece[order]
     first = np.searchsorted(piece, piece, side="left")
     nth = np.empty(piece.size, np.int64)
     nth[order] = np.arange(piece.size) - first
+    # The n-th span of a document on this rank is the n-th user of that document's rows.
     use = np.zeros(kv_index.size, np.int64)
     use[: int(num_keys.sum())] = np.repeat(nth, num_keys)
     num_uses = int(nth.max(initial=0)) + 1
