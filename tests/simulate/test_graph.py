@@ -102,8 +102,8 @@ def test_passes_that_meet_start_when_the_last_pipeline_is_ready() -> None:
     graph = Graph(
         nodes=tuple(Node(NodeKind.PASS, 0, s, Action(s, kind, 0)) for s, kind in kinds),
         predecessors=((), (0,), (1,)),
-        meets=2,
-        meeting_stages=frozenset({1}),
+        pipelines_per_ep_group=2,
+        stages_with_experts=frozenset({1}),
     )
     durations = np.array([[[6, 2, 1, 4]], [[5, 5, 5, 5]], [[1, 3, 2, 1]]])
     ends = graph.ends(durations)

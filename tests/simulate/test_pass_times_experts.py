@@ -11,7 +11,7 @@ from wlb.simulate.pass_times import StepPrices, TermPrices
 KINDS = (PassKind.FORWARD, PassKind.BACKWARD_INPUT, PassKind.BACKWARD_WEIGHT)
 
 
-def prices(meets: int) -> StepPrices:
+def prices(num_pipelines: int) -> StepPrices:
     """Returns a step of two micro-batches on two pipelines: 100 and 200 tokens at a time, then 100
     each; a token takes 2 ns of its own and 1 ns of experts', in two layers.
     """
@@ -29,7 +29,7 @@ def prices(meets: int) -> StepPrices:
         message={},
         kind_layers=((2, 2),),
         expert_layers=(2, 2),
-        meets=meets,
+        pipelines_per_ep_group=num_pipelines,
         pooled=dict.fromkeys(KINDS, 1.0),
     )
 
@@ -55,7 +55,7 @@ def test_pipelines_meet_where_there_are_experts() -> None:
     mixed = replace(
         prices(2), linear=(*routed, dense), kind_layers=((0, 1), (2, 1)), expert_layers=(0, 1)
     )
-    assert mixed.meeting_stages == {1}
+    assert mixed.stages_with_experts == {1}
     first, second = (mixed.pass_ns(PassKind.FORWARD, stage)[0].tolist() for stage in (0, 1))
     assert first == [[2 * (50 + 500), 2 * 500], [2 * (20 + 1000), 2 * (40 + 500)]]
     # A layer of each kind: 2 x 20 of attention, 200 tokens of 5 and 2 ns, and 150 of experts.

@@ -134,7 +134,7 @@ def test_steps_are_written_one_after_the_other(tmp_path):
     assert len(set(ids)) == len(ids)
 
 
-@pytest.mark.parametrize(("steps", "words"), [([1], "step 1 is none of the 1"), ([], "no step")])
+@pytest.mark.parametrize(("steps", "words"), [([1], "step 1 was not simulated"), ([], "no step")])
 def test_a_step_that_is_not_there_writes_nothing(tmp_path, steps, words):
     with pytest.raises(ValueError, match=words):
         write_trace(tmp_path / "trace.json", simulation_of([[[1, 2]]], pp=2), steps=steps)

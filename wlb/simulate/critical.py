@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of events whose durations add up to the step's time.
 
-The path is followed from the step's end to its start; each event is the one that the next waited
-for. A pass divides into attention of an even CP group, the excess of the slowest CP rank, and the
-terms of its linear part.
+The path is followed from the end of the step to its start. Each event is the one for which the next
+event waited. The time of a pass is divided into terms: attention if CP ranks were even, the excess
+of the slowest CP rank, and the terms of the linear work.
 """
 
 from collections.abc import Hashable, Iterable
@@ -17,38 +17,39 @@ from wlb.simulate.step import Simulation
 K = TypeVar("K", bound=Hashable)
 
 SHARDS = "sharded parameters"
-"""Term of what a pass takes longer because it gathers and reduces parameters itself."""
+"""Term of the time that a pass loses because it gathers and reduces parameters."""
 CP_IMBALANCE = "attention, slowest CP rank"
+"""Term of the time by which the slowest CP rank's attention exceeds the mean rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A node's run on `pipeline`. terms_s: its duration by term. cp_rank: the slowest CP rank of a
-    pass with attention, else -1.
-    """
+    """One node of the graph on one pipeline."""
 
-    node: Node
-    pipeline: int
-    start_s: float
-    stop_s: float
-    cp_rank: int
-    terms_s: dict[str, float]
+    node: Node  # the node
+    pipeline: int  # the pipeline
+    start_s: float  # seconds after the start of the step
+    stop_s: float  # seconds after the start of the step
+    cp_rank: int  # slowest CP rank of a pass with attention, else -1
+    terms_s: dict[str, float]  # seconds by term; they add up to the duration
 
     @property
     def duration_s(self) -> float:
+        """Duration in seconds."""
         return self.stop_s - self.start_s
 
     @property
     def micro_batch(self) -> int:
+        """Micro-batch of a pass or message; -1 for other events."""
         return -1 if self.node.action is None else self.node.action.micro_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalPath:
-    """Events in the order of time; those without a duration are left out."""
+    """The events that decide the time of a step."""
 
-    events: tuple[Event, ...]
-    step_time_s: float
+    events: tuple[Event, ...]  # in order of time, without events that take no time
+    step_time_s: float  # time of the step
 
     @property
     def by_term(self) -> dict[str, float]:
@@ -57,23 +58,23 @@ class CriticalPath:
 
     @property
     def by_micro_batch(self) -> dict[tuple[int, int], float]:
-        """Seconds of each (pipeline, micro-batch), passes and messages, largest first."""
+        """Seconds of passes and messages by (pipeline, micro-batch), largest first."""
         events = (e for e in self.events if e.micro_batch >= 0)
         return _summed(((e.pipeline, e.micro_batch), e.duration_s) for e in events)
 
     @property
     def by_rank(self) -> dict[tuple[int, int], float]:
-        """Seconds of passes on each (pipeline, pipeline rank), largest first."""
+        """Seconds of passes by (pipeline, pipeline rank), largest first."""
         events = (e for e in self.events if e.node.kind == NodeKind.PASS)
         return _summed(((e.pipeline, e.node.rank), e.duration_s) for e in events)
 
     @property
     def main_pipeline(self) -> int:
-        """The pipeline with most pass time on the path; 0 without passes."""
+        """The pipeline with most pass time on the path; 0 if there are no passes."""
         return next(iter(_summed((rank[0], s) for rank, s in self.by_rank.items())), 0)
 
     def describe(self) -> tuple[str, ...]:
-        """The slowest micro-batch, its longest event and the largest terms, as lines of text."""
+        """Describe the slowest micro-batch, its longest event and the largest terms, as lines."""
         lines: list[str] = []
         total = self.step_time_s
         if self.by_micro_batch:
@@ -96,7 +97,7 @@ class CriticalPath:
 
 
 def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
-    """The critical path of one of the simulated steps."""
+    """Return the critical path of one of the simulated steps."""
     path = simulation.simulator.graph.critical_path(
         simulation.ends_ns, simulation.durations_ns, step=step
     )
@@ -108,7 +109,14 @@ def critical_path(simulation: Simulation, *, step: int = 0) -> CriticalPath:
 
 
 def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) -> Event:
-    """The times of the graph's node `index` and its duration by term."""
+    """Return the times of a node of the graph and its duration by term.
+
+    Args:
+        simulation: The simulated steps.
+        index: Index of the node.
+        step: Index of the step.
+        pipeline: Index of the pipeline.
+    """
     node = simulation.simulator.graph.nodes[index]
     stop, duration = (
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
@@ -129,7 +137,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
 def _terms(
     node: Node, prices: StepPrices, step: int, pipeline: int, duration_ns: int
 ) -> tuple[dict[str, float], int]:
-    """Seconds by term, and the slowest CP rank of a pass with attention."""
+    """Return seconds by term, and the slowest CP rank of a pass with attention, else -1."""
     if node.kind != NodeKind.PASS or node.action is None:
         return {NAMES[node.kind]: duration_ns * 1e-9}, -1
     stage, kind, i = node.action
@@ -160,10 +168,11 @@ NAMES = {
     NodeKind.OPTIMIZER: "optimizer",
     NodeKind.OVERHEAD: "overhead",
 }
+"""Term of each kind of node except passes."""
 
 
 def _summed(parts: Iterable[tuple[K, float]]) -> dict[K, float]:
-    """Sums of equal keys, largest first."""
+    """Sum the seconds of equal keys, largest first."""
     out: dict[K, float] = {}
     for key, seconds in parts:
         out[key] = out.get(key, 0.0) + seconds

@@ -1,8 +1,9 @@
-"""The events of a pipeline's step as a directed graph, built once for a layout.
+"""The events of a pipeline's step as a directed graph, which is built once for a layout.
 
-Nodes are passes, messages and collectives over the data-parallel axis, in topological order; a node
+Nodes are passes, messages and collectives over the data-parallel axis, in topological order. A node
 starts when all its predecessors have ended. One walk over the nodes gives the times of any number
-of steps and pipelines. Collectives start on all pipelines together, when the last one is ready.
+of steps and pipelines. Collectives start on all pipelines at the same time, when the last one is
+ready.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from wlb.simulate.order import Action, PassKind
 
 
 class NodeKind(StrEnum):
+    """Kinds of events."""
+
     PASS = "pass"
     MESSAGE = "message"
     GATHER = "gather"
@@ -38,42 +41,46 @@ JOINT = (
     NodeKind.NORM,
     NodeKind.OVERHEAD,
 )
+"""Kinds of nodes that all pipelines run together: collectives over the data-parallel axis."""
 
 
 class Node(NamedTuple):
-    """An event. rank: pipeline rank, a message's receiver. stage, rank: -1 where all ranks take
-    part. action: the pass, or the pass whose output a message carries.
-    """
+    """One event of a step."""
 
-    kind: NodeKind
-    rank: int
-    stage: int
-    action: Action | None = None
+    kind: NodeKind  # the kind of event
+    rank: int  # pipeline rank, for a message the receiver; -1: all ranks
+    stage: int  # stage, for a message the sender's; -1: all stages
+    action: Action | None = None  # the pass, or the pass whose output a message carries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Graph:
-    """Nodes in topological order; predecessors[i] are the nodes that node i waits for. meets:
-    neighbouring pipelines that wait for each other in passes of `meeting_stages`, which start when
-    the last of them is ready; weights' passes have nothing to wait for.
-    """
+    """The events of a step in topological order."""
 
-    nodes: tuple[Node, ...]
-    predecessors: tuple[tuple[int, ...], ...]
-    meets: int = 1
-    meeting_stages: frozenset[int] = frozenset()
+    nodes: tuple[Node, ...]  # the events
+    predecessors: tuple[tuple[int, ...], ...]  # nodes for which each node waits
+    # Neighbouring pipelines that share an EP group. In stages with experts they start each pass
+    # together, when the last of them is ready; weight-gradient passes do not wait.
+    pipelines_per_ep_group: int = 1
+    stages_with_experts: frozenset[int] = frozenset()  # stages with experts
 
     @property
     def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
         return 1 + max(node.rank for node in self.nodes)
 
     def indices(self, kind: NodeKind) -> list[int]:
+        """Return the indices of all nodes of a kind."""
         return [i for i, node in enumerate(self.nodes) if node.kind == kind]
 
     def ends(self, durations_ns: IntArray) -> IntArray:
-        """When each node ends, ns after the step's start.
+        """Return when each node ends, in ns after the start of the step.
 
-        durations_ns and the result: shape [num_nodes, num_steps, dp].
+        Args:
+            durations_ns: Duration of each node, shape [num_nodes, num_steps, dp].
+
+        Returns:
+            Times of the same shape.
         """
         if durations_ns.shape[0] != len(self.nodes):
             raise ValueError(f"{durations_ns.shape[0]} durations for {len(self.nodes)} nodes")
@@ -85,8 +92,10 @@ class Graph:
                     ready = np.maximum(ready, out[j])
                 if is_joint(node):
                     ready = ready.max(axis=1, keepdims=True)
-                elif self._meets(node):
-                    grouped = ready.reshape(len(ready), -1, min(self.meets, ready.shape[1]))
+                elif self._waits_for_ep_group(node):
+                    grouped = ready.reshape(
+                        len(ready), -1, min(self.pipelines_per_ep_group, ready.shape[1])
+                    )
                     last = np.broadcast_to(grouped.max(axis=2, keepdims=True), grouped.shape)
                     ready = last.reshape(ready.shape)
                 np.add(ready, durations_ns[i], out=out[i])
@@ -94,28 +103,39 @@ class Graph:
                 out[i] = durations_ns[i]
         return out
 
-    def _meets(self, node: Node) -> bool:
-        if self.meets == 1 or node.kind != NodeKind.PASS or node.action is None:
+    def _waits_for_ep_group(self, node: Node) -> bool:
+        """Return whether the pipelines of an EP group start this node together."""
+        if self.pipelines_per_ep_group == 1 or node.kind != NodeKind.PASS or node.action is None:
             return False
         is_of_weights = node.action.kind == PassKind.BACKWARD_WEIGHT
-        return node.stage in self.meeting_stages and not is_of_weights
+        return node.stage in self.stages_with_experts and not is_of_weights
 
     def critical_path(
         self, ends_ns: IntArray, durations_ns: IntArray, *, step: int = 0
     ) -> list[tuple[int, int]]:
-        """(node, pipeline) from the step's start to its end: each waits for the one before it."""
+        """Return the chain of events that decides the time of a step.
+
+        Args:
+            ends_ns: Ends of all nodes (`ends`).
+            durations_ns: Durations of all nodes.
+            step: Index of the step.
+
+        Returns:
+            (node, pipeline) pairs from the start of the step to its end, each of which waits for
+            the one before it.
+        """
         last = ends_ns[:, step, :]
         node, pipeline = (int(x) for x in np.unravel_index(int(last.argmax()), last.shape))
         path = [(node, pipeline)]
         while before := self.predecessors[node]:
             if is_joint(self.nodes[node]):
                 pipeline = int(last[list(before)].max(axis=0).argmax())
-            elif self._meets(self.nodes[node]):
-                meets = min(self.meets, last.shape[1])
-                first = pipeline - pipeline % meets
-                ready = last[list(before), first : first + meets].max(axis=0)
+            elif self._waits_for_ep_group(self.nodes[node]):
+                group = min(self.pipelines_per_ep_group, last.shape[1])
+                first = pipeline - pipeline % group
+                ready = last[list(before), first : first + group].max(axis=0)
                 pipeline = first + int(ready.argmax())
-            # Ties go to the longer predecessor, because a pass explains the wait better than a
+            # Ties go to the longer predecessor, because a pass explains the delay better than a
             # short message.
             node = max(before, key=lambda j: (last[j, pipeline], durations_ns[j, step, pipeline]))
             path.append((node, pipeline))
@@ -123,18 +143,19 @@ class Graph:
 
 
 def is_joint(node: Node) -> bool:
-    """Whether all pipelines run it together: collectives over the dp axis."""
+    """Return whether all pipelines run a node together, as a collective over the dp axis."""
     return node.kind in JOINT
 
 
 def sorted_graph(
     nodes: Sequence[Node], predecessors: Sequence[Sequence[int]]
 ) -> tuple[Graph, npt.NDArray[np.int64]]:
-    """The graph in topological order, and each given node's place in it.
+    """Return a graph in topological order, and the place of each given node in it.
 
-    ValueError naming nodes that wait for each other.
+    Raises:
+        ValueError: Some nodes wait for each other; the message names them.
     """
-    # Nodes that become ready together keep their order.
+    # Nodes that become ready at the same time keep their order.
     sorter = TopologicalSorter[int]({i: () for i in range(len(nodes))})
     for i, before in enumerate(predecessors):
         sorter.add(i, *set(before))

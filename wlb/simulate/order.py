@@ -1,10 +1,15 @@
-"""The order of a pipeline rank's passes: 1F1B, interleaved 1F1B, interleaved zero-bubble.
+"""The order of each pipeline rank's passes: 1F1B, interleaved 1F1B and interleaved zero-bubble.
 
-Interleaving runs micro-batches in groups of m = n / max(1, n // pp) over v chunks: the k-th forward
-pass is micro-batch (k // (m v)) m + k % m on chunk (k // m) % v, backward on chunk v - 1 - that.
-Interleaved 1F1B (Narayanan et al., 2021) warms up with (v - 1) m + 2 (pp - 1 - rank) passes;
-zero-bubble (ZB1P, Qi et al., 2023) halves the hops and runs the weights' pass `rank * weight_delay`
-passes after the inputs'. Equal to torch's `pipeline_order` without its idle slots (tests).
+With n micro-batches, pp ranks and v virtual stages ("chunks") per rank, interleaved schedules run
+micro-batches in groups of m = n / max(1, n // pp). The k-th forward pass of a rank runs
+
+    micro-batch  (k // (m v)) m + k % m
+    chunk        (k // m) % v              (backward: chunk v - 1 - that)
+
+Interleaved 1F1B (Narayanan et al., 2021) starts with (v - 1) m + 2 (pp - 1 - rank) forward passes.
+Zero-bubble (ZB1P, Qi et al., 2023) needs half as many for the hops between ranks, and runs a
+weight-gradient pass `rank * weight_delay` passes after the input-gradient pass. Tests compare the
+orders with torch's `pipeline_order` without its idle slots.
 """
 
 from enum import StrEnum
@@ -15,7 +20,7 @@ from wlb.spec import PipelineSection, Schedule
 
 
 class PassKind(StrEnum):
-    """Kinds of passes of a micro-batch through a stage, by the names of torch's schedules."""
+    """Kinds of passes of a micro-batch through a stage, with the letters of torch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -24,11 +29,12 @@ class PassKind(StrEnum):
 
     @property
     def sends_gradient(self) -> bool:
+        """Whether the pass sends a gradient to the stage before."""
         return self in (PassKind.BACKWARD, PassKind.BACKWARD_INPUT)
 
 
 class Action(NamedTuple):
-    """`2F0`: forward of micro-batch 0 on stage 2."""
+    """One pass: `2F0` is the forward of micro-batch 0 on stage 2."""
 
     stage: int
     kind: PassKind
@@ -39,11 +45,20 @@ class Action(NamedTuple):
 
 
 Order = tuple[tuple[Action, ...], ...]
-"""Actions of each pipeline rank."""
+"""The passes of each pipeline rank."""
 
 
 def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int) -> Order:
-    """Every rank's passes; UserError where a schedule has no order for these numbers."""
+    """Return every rank's passes.
+
+    Args:
+        pipeline: Schedule, virtual stages and delay of weight gradients.
+        pp: Number of pipeline ranks.
+        num_micro_batches: Micro-batches of the pipeline.
+
+    Raises:
+        UserError: The schedule cannot run these numbers.
+    """
     schedule, n, v = pipeline.schedule, num_micro_batches, pipeline.virtual_stages
     numbers = {"pp": pp, "virtual_stages": v, "num_micro_batches": n}
     for name, value in (numbers | {"weight_delay": pipeline.weight_delay}).items():
@@ -53,12 +68,13 @@ def pipeline_order(pipeline: PipelineSection, *, pp: int, num_micro_batches: int
         kinds = (PassKind.FORWARD, PassKind.BACKWARD)
         return (tuple(Action(0, kind, i) for i in range(n) for kind in kinds),)
     if schedule == Schedule.ONE_F_ONE_B and v != 1:
-        raise UserError(f"1f1b has one stage a rank, got virtual_stages = {v}")
+        raise UserError(f"1f1b has one stage per rank, got virtual_stages = {v}; set it to 1")
     if not schedule.takes(n, pp):
         if schedule == Schedule.ONE_F_ONE_B:
-            raise UserError(f"1f1b needs at least pp = {pp} micro-batches a pipeline, got {n}")
+            raise UserError(f"1f1b needs at least pp = {pp} micro-batches per pipeline, got {n}")
         raise UserError(
-            f"{n} micro-batches a pipeline do not divide into {n // pp} equal rounds over pp = {pp}"
+            f"{n} micro-batches per pipeline do not divide into {n // pp} equal rounds over "
+            f"pp = {pp}; a multiple of pp does"
         )
     return tuple(_rank_order(pipeline, rank, pp, n) for rank in range(pp))
 

@@ -1,9 +1,10 @@
 """Durations of every pass of a step, by micro-batch, stage and context-parallel rank.
 
-Attention is the predicted time of each CP rank's own spans (`wlb.cost.kernels_ns`); a pass takes
-its slowest CP rank's, because the CP group meets in every layer. All other work of a layer is
-linear in a micro-batch's rows (padding included) plus a constant, and equal on all TP ranks. The
-first stage adds the embedding; the last adds head and loss, both passes of it in its forward pass.
+Attention is the predicted time of each CP rank's spans (`wlb.cost.kernels_ns`). A pass takes the
+slowest CP rank's time, because the CP group synchronises in every layer. All other work of a layer
+is linear in the micro-batch's rows (padding included) plus a constant, and equal on all TP ranks.
+The first stage adds the embedding. The last stage adds head and loss, both passes of which run in
+its forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,33 +24,35 @@ from wlb.spec import ParallelSpec, RunSpec
 CALLS = "calls"
 """Term of kernel launches and of the latency of collectives."""
 KEYS = "cp_comm"
-"""Term of the exchange of keys, without latency where it is an all-gather."""
+"""Term of the exchange of keys; an all-gather's latency is in CALLS instead."""
 
 _LAYER_FIELDS = (
     *("attention_forward_ns", "attention_backward_ns"),
     *("exchange_forward_ns", "exchange_backward_ns"),
 )
+"""Fields of `LayerTimes`, which `StepPrices` has as well."""
 _STEP_FIELDS = ("tokens", *_LAYER_FIELDS)
 """Fields of `StepPrices` whose first axis is the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardedStep:
-    """A step's plan with the spans of all its pipelines."""
+    """A step's plan with the sharding of all its micro-batches."""
 
-    plan: StepPlan
-    pipelines: tuple[PipelinePlan, ...]
+    plan: StepPlan  # the packed and assigned micro-batches
+    pipelines: tuple[PipelinePlan, ...]  # the spans of each pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermPrices:
-    """Prices by term: ns for each token of a micro-batch, and ns for each micro-batch."""
+    """Prices by term, such as "gemm" or "tp_comm"."""
 
+    # ns for each token of a micro-batch
     per_token: dict[str, float] = field(default_factory=dict[str, float])
-    per_call: dict[str, float] = field(default_factory=dict[str, float])
+    per_call: dict[str, float] = field(default_factory=dict[str, float])  # ns for each micro-batch
 
     def times(self, layers: int) -> "TermPrices":
-        """Prices of `layers` layers from those of one."""
+        """Return the prices of `layers` layers, if these are the prices of one."""
         return TermPrices(
             per_token={name: ns * layers for name, ns in self.per_token.items()},
             per_call={name: ns * layers for name, ns in self.per_call.items()},
@@ -57,49 +60,57 @@ class TermPrices:
 
     @property
     def token_ns(self) -> float:
+        """Sum of all terms for each token."""
         return sum(self.per_token.values())
 
     @property
     def call_ns(self) -> float:
+        """Sum of all terms for each micro-batch."""
         return sum(self.per_call.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTimes:
-    """Times of one layer as in `StepPrices`, [steps, dp, n, cp] and [steps, dp, n]."""
+    """Times of one layer, as in `StepPrices`."""
 
-    attention_forward_ns: IntArray
-    attention_backward_ns: IntArray
-    exchange_forward_ns: IntArray
-    exchange_backward_ns: IntArray
+    attention_forward_ns: IntArray  # [steps, dp, n, cp]
+    attention_backward_ns: IntArray  # [steps, dp, n, cp]
+    exchange_forward_ns: IntArray  # [steps, dp, n]
+    exchange_backward_ns: IntArray  # [steps, dp, n]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPrices:
     """Prices of the passes of some steps.
 
-    Attention and exchanges are those of the model's mean layer, unless `others` says more.
+    Axes: `dp` pipelines, `n` micro-batches of each, `cp` ranks. Attention and exchanges are those
+    of the model's mean layer; `others` corrects them for stages with another mix of layers.
     """
 
     tokens: IntArray  # rows of all CP ranks, padding included, [steps, dp, n]
-    attention_forward_ns: IntArray  # kernels of one layer on each CP rank, [steps, dp, n, cp]
-    attention_backward_ns: IntArray  # the same, backward
-    # How much longer one layer's exchange of keys takes than an all-gather, mostly negative, with
-    # the exchanges of linear layers, [steps, dp, n].
+    # attention kernels of one layer on each CP rank, [steps, dp, n, cp]
+    attention_forward_ns: IntArray
+    attention_backward_ns: IntArray  # the same in backward
+    # How much longer one layer's exchange of keys takes than an all-gather (mostly negative), plus
+    # the exchanges of linear-attention layers, [steps, dp, n].
     exchange_forward_ns: IntArray
-    exchange_backward_ns: IntArray
-    # All other work of one layer, with an all-gather, of each of `ModelSpec.layer_kinds`.
+    exchange_backward_ns: IntArray  # the same in backward
+    # all other work of one layer, with an all-gather, for each of `ModelSpec.layer_kinds`
     linear: tuple[dict[PassKind, TermPrices], ...]
-    ends: dict[tuple[PassKind, bool], TermPrices]  # embedding and head; (kind, is last stage)
+    # embedding and head, by (kind of pass, whether it is the last stage)
+    ends: dict[tuple[PassKind, bool], TermPrices]
+    # a message between neighbouring stages, inside and between nodes
     message: dict[Scope, TermPrices]
-    kind_layers: tuple[tuple[int, ...], ...]  # of each of the kinds of layers, by stage
-    meets: int = 1  # neighbouring pipelines whose ranks meet in every layer with experts
+    kind_layers: tuple[tuple[int, ...], ...]  # number of layers by kind of layer and stage
+    pipelines_per_ep_group: int = 1  # neighbouring pipelines that share an EP group
     expert_layers: tuple[int, ...] = ()  # layers with experts, by stage
-    # What pipelines that meet compute together of a token in a layer with experts.
+    # Expert time per token in one layer with experts, which the pipelines of an EP group share, in
+    # ns by kind of pass.
     pooled: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
-    # Of a layer that does not see all keys, where stages have unequal shares of such layers.
+    # Times of one layer that does not see all keys (sliding or linear); None if all stages have the
+    # same share of such layers.
     others: LayerTimes | None = None
-    more_others: tuple[float, ...] = ()  # by stage, as in `StageLayers`
+    more_others: tuple[float, ...] = ()  # by stage, as in `StageLayers`; empty without `others`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -108,8 +119,10 @@ class StepPrices:
         return steps, dp, n, cp
 
     def stage_key(self, stage: int) -> tuple[float, ...]:
-        """Stages with equal keys have equal prices: layers of each kind, `more_others`, whether it
-        is the first and the last.
+        """Return a key that is equal for stages with equal prices.
+
+        It has the layers of each kind, `more_others`, and whether the stage is the first or the
+        last.
         """
         more = self.more_others[stage] if self.more_others else 0.0
         ends = (stage == 0, stage == self.num_stages - 1)
@@ -117,6 +130,7 @@ class StepPrices:
 
     @property
     def num_stages(self) -> int:
+        """Number of stages."""
         return len(self.kind_layers[0])
 
     @property
@@ -125,14 +139,14 @@ class StepPrices:
         return tuple(map(sum, zip(*self.kind_layers, strict=True)))
 
     @property
-    def meeting_stages(self) -> frozenset[int]:
-        """Stages in whose passes pipelines wait for each other: those with experts."""
-        if self.meets == 1:
+    def stages_with_experts(self) -> frozenset[int]:
+        """Stages with experts, if pipelines share an EP group and so wait for each other there."""
+        if self.pipelines_per_ep_group == 1:
             return frozenset()
         return frozenset(stage for stage, layers in enumerate(self.expert_layers) if layers)
 
     def attention_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """[steps, dp, n, cp]; the weights' pass has none."""
+        """Return a pass's attention kernels, [steps, dp, n, cp]; 0 in weight-gradient passes."""
         match kind:
             case PassKind.FORWARD:
                 return self._of_layers("attention_forward_ns", stage)
@@ -152,19 +166,24 @@ class StepPrices:
                 return self._of_layers("exchange_backward_ns", stage)
 
     def _of_layers(self, name: str, stage: int) -> IntArray:
-        """Times of a stage's layers, of which some may not see all keys."""
+        """Return a time of all layers of a stage, corrected by `others` for its mix of layers."""
         mean: IntArray = getattr(self, name)
         whole = mean * self.layers[stage]
         if self.others is None:
             return whole
-        # Each further layer that does not see all keys replaces one that does, whose time follows
-        # from the means of all layers and of those that do not.
+        # `mean` averages both kinds of layers. A stage with more layers of the other kind has fewer
+        # layers that see all keys, so both are corrected.
         more = (getattr(self.others, name) - mean) * self.more_others[stage]
         return whole + np.rint(more).astype(np.int64)
 
     def terms(self, stage: int, kind: PassKind | None = None) -> list[TermPrices]:
-        """Prices of a stage's passes without attention's kernels, of one kind (None: of all), with
-        all-gathers of keys.
+        """Return the prices of a stage's passes besides attention kernels.
+
+        The exchange of keys is priced as an all-gather.
+
+        Args:
+            stage: The stage.
+            kind: Kind of pass; None: all kinds together.
         """
         is_first, is_last = stage == 0, stage == self.num_stages - 1
         kinds = list(self.linear[0]) if kind is None else [kind]
@@ -178,28 +197,36 @@ class StepPrices:
         return of_layers + [self.ends[k] for k in keys if k in self.ends]
 
     def linear_ns(self, kind: PassKind, stage: int) -> FloatArray:
-        """Time of a pass without attention's kernels, [steps, dp, n]."""
+        """Return the time of a pass besides attention kernels, [steps, dp, n]."""
         out = self.exchange_ns(kind, stage).astype(np.float64)
         for terms in self.terms(stage, kind):
             out += _pass_ns(terms, self.tokens)
         return out
 
     def pass_ns(self, kind: PassKind, stage: int) -> IntArray:
-        """Time of a pass on its slowest CP rank, [steps, dp, n]."""
+        """Return the time of a pass on its slowest CP rank, [steps, dp, n]."""
         linear = self.linear_ns(kind, stage)
         alone = self.attention_ns(kind, stage).max(axis=3) + linear
-        return np.rint(self._met(alone, kind, stage)).astype(np.int64)
+        return np.rint(self._with_ep_group(alone, kind, stage)).astype(np.int64)
 
-    def _met(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
-        """Passes of pipelines that wait for each other in every layer with experts: the longest,
-        with experts that compute the mean of their tokens. The weights' pass meets nobody, nor does
-        a stage without experts. A single pipeline stands for equal ones.
+    def _with_ep_group(self, alone_ns: FloatArray, kind: PassKind, stage: int) -> FloatArray:
+        """Return the times of passes in which the pipelines of an EP group wait for each other.
+
+        In layers with experts these pipelines take the time of the slowest. The experts' part is
+        the mean, because experts compute the tokens of all of them. Weight-gradient passes and
+        stages without experts do not wait. If only one pipeline is simulated, the others are
+        assumed equal.
+
+        Args:
+            alone_ns: Times without waiting, [steps, dp, n].
+            kind: Kind of pass.
+            stage: The stage.
         """
-        if stage not in self.meeting_stages or kind == PassKind.BACKWARD_WEIGHT:
+        if stage not in self.stages_with_experts or kind == PassKind.BACKWARD_WEIGHT:
             return alone_ns
         steps, dp, n = alone_ns.shape
-        meets = min(self.meets, dp)
-        grouped = (steps, dp // meets, meets, n)
+        group = min(self.pipelines_per_ep_group, dp)
+        grouped = (steps, dp // group, group, n)
         pooled = self.pooled[kind] * self.expert_layers[stage] * self.tokens
         own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
         together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
@@ -207,12 +234,13 @@ class StepPrices:
 
     @property
     def layer_wait(self) -> float:
-        """What ranks that meet in every layer compute between meetings: the sum of the slowest
-        rank's over the sum of the mean's, of all micro-batches' layers; 1 = nobody waits. With
-        experts in some layers only, of the mean layer.
+        """Slowest rank's time in layers with experts over the mean rank's; 1: no waiting.
 
-        Attention and what is proportional to a rank's own tokens, forward and backward without the
-        weights' pass. CP ranks of a pipeline meet too, in the exchange of keys.
+        Ranks of all pipelines and CP ranks that share an EP group wait for each other at each
+        exchange of experts' rows. The times between exchanges are summed over all micro-batches and
+        layers. They count attention and what is proportional to a rank's tokens, forward and
+        backward, but not weight-gradient passes. If only some layers have experts, the mean layer
+        is taken.
         """
         steps, dp, n, cp = self.shape
         slowest = mean = 0.0
@@ -227,23 +255,26 @@ class StepPrices:
             of_all -= self.pooled.get(kind, 0.0) * sum(self.expert_layers)
             token_ns = of_all / sum(layers)
             dense = self.tokens * token_ns
-            own = (attention + dense[..., None]).reshape(steps, dp // self.meets, self.meets, n, cp)
+            own = (attention + dense[..., None]).reshape(
+                steps, dp // self.pipelines_per_ep_group, self.pipelines_per_ep_group, n, cp
+            )
             slowest += float(own.max(axis=(2, 4)).sum())
             mean += float(own.mean(axis=(2, 4)).sum())
         return slowest / mean if mean else 1.0
 
     def message_ns(self, scope: Scope) -> IntArray:
-        """[steps, dp, n]."""
+        """Return the time of a message, [steps, dp, n]."""
         return np.rint(_pass_ns(self.message[scope], self.tokens)).astype(np.int64)
 
     def balanced(self) -> "StepPrices":
-        """Equal work with every micro-batch and CP rank at its step's mean: the bound of perfect
-        balance. Schedule, collectives and constant costs stay.
+        """Return prices with every micro-batch and CP rank at its step's mean.
+
+        This is perfect balance: schedule, collectives and constant costs stay.
         """
         return self.evened((1, 2, 3))
 
     def evened(self, axes: tuple[int, ...]) -> "StepPrices":
-        """Every value at its mean over these of the axes [steps, dp, n, cp]."""
+        """Return prices with every value at its mean over some of the axes [steps, dp, n, cp]."""
 
         def mean(x: IntArray) -> IntArray:
             # `tokens` and the exchange have no axis of CP ranks.
@@ -262,12 +293,12 @@ class StepPrices:
         return replace(self, **arrays)
 
     def select(self, steps: slice) -> "StepPrices":
-        """Prices of some of the steps."""
+        """Return the prices of some of the steps."""
         return self.changed(lambda x: x[steps])
 
 
 def joined(prices: Sequence[StepPrices]) -> StepPrices:
-    """Concatenates the steps of several prices of one layout."""
+    """Concatenate the steps of several prices of one layout."""
 
     def of_all(records: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
         return {name: np.concatenate([getattr(r, name) for r in records]) for name in names}
@@ -279,7 +310,7 @@ def joined(prices: Sequence[StepPrices]) -> StepPrices:
 
 
 def step_prices(steps: Sequence[ShardedStep], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
-    """Prices of all passes of `steps`, at least one."""
+    """Price all passes of `steps`, of which there must be at least one."""
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     shape = (len(steps), dp, n)
     plans = [s for step in steps for pipeline in step.pipelines for s in pipeline.shardings]
@@ -316,9 +347,14 @@ def layer_times(
     backward_ns: IntArray,
     exchange_ns: IntArray | None = None,
 ) -> LayerTimes:
-    """Times of one layer from attention of all of `cost`'s layers, [..., cp].
+    """Return the times of one layer from the attention times of all layers of `cost`.
 
-    exchange_ns: of both passes beside all-gathers (`over_gather_ns`), [..., 2]; None: as those.
+    Args:
+        cost: Prices.
+        forward_ns: Attention of all layers, [..., cp].
+        backward_ns: The same in backward.
+        exchange_ns: How much longer the exchanges take than all-gathers, forward and backward
+            (`over_gather_ns`), [..., 2]; None: not at all.
     """
     layers = cost.num_layers_per_rank
     over = np.zeros((*forward_ns.shape[:-1], 2), np.int64)
@@ -339,8 +375,14 @@ def prices_of(
     tokens: IntArray,
     times: Callable[[ProfiledWorkload], LayerTimes],
 ) -> StepPrices:
-    """Prices from tokens [steps, dp, n]. times: of one layer of a workload, of `cost`, and where
-    stages have unequal shares of layers that see all keys, of `cost.of_other_layers`.
+    """Return the prices of steps with these micro-batches.
+
+    Args:
+        spec: The run.
+        cost: Prices.
+        tokens: Rows of each micro-batch, [steps, dp, n].
+        times: Returns the times of one layer under a workload. It is called with `cost`, and with
+            `cost.of_other_layers` if stages have unequal shares of layers that see all keys.
     """
     own = times(cost)
     linear = [replace(cost.linear, model=kind.model) for kind in spec.model.layer_kinds]
@@ -352,9 +394,9 @@ def prices_of(
         ends=end_terms(cost),
         message=message_terms(spec, cost),
         kind_layers=spec.stage_kind_layers,
-        meets=spec.parallel.meeting_pipelines,
+        pipelines_per_ep_group=spec.parallel.pipelines_per_ep_group,
         expert_layers=spec.stage_expert_layers,
-        # Layers with experts come first.
+        # The kind of layers with experts comes first.
         pooled=_pooled(linear[0]),
         others=times(cost.of_other_layers) if spec.has_uneven_attention else None,
         more_others=tuple(s.more_others for s in stages) if spec.has_uneven_attention else (),
@@ -362,8 +404,9 @@ def prices_of(
 
 
 def _pooled(linear: LinearCost) -> dict[PassKind, float]:
-    """What EP ranks compute together of a token in one layer; a split backward has one of the two
-    products in each pass.
+    """Return the experts' time per token in one layer, which EP ranks share, by kind of pass.
+
+    A split backward has one of the two products in each of its passes.
     """
     layers = linear.num_layers
     forward, backward, recomputed = (ns / layers for ns in linear.routed_ns_per_token)
@@ -377,27 +420,31 @@ def _pooled(linear: LinearCost) -> dict[PassKind, float]:
 
 
 WEIGHT_GATHERS, SAVED_GATHERS = 4, 2
-"""Under TP the weights' pass gathers all four [tokens, hidden] tensors of a layer again
-(`wlb.parallel.deferred`), and the inputs' pass keeps the gathers of gradients: two more in all."""
+"""All-gathers of a layer under TP: those of a weight-gradient pass, and those that the split saves.
+
+The weight-gradient pass gathers all four [tokens, hidden] tensors of a layer
+(`wlb.parallel.deferred`). The input-gradient pass only gathers the gradients. So a split backward
+has two more all-gathers than a whole one.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitBackward:
-    """Weights' gradients computed apart from inputs' gradients (zero-bubble): times of a pipeline
-    rank's layers. weight_*: of the weights' pass, which has one of the two products of each
-    linear layer's backward. saved_*: time by which the inputs' pass is shorter than a whole
-    backward. product_ns_per_token: of those products, part of both. *_call_ns: a micro-batch.
+    """Times of a split backward (zero-bubble) in a pipeline rank's layers.
+
+    The weight-gradient pass has one of the two products of each linear layer's backward. The
+    input-gradient pass is a whole backward less what is saved.
     """
 
-    product_ns_per_token: float
-    weight_ns_per_token: float
-    weight_call_ns: float
-    saved_ns_per_token: float
-    saved_call_ns: float
+    product_ns_per_token: float  # weight-gradient products of one token
+    weight_ns_per_token: float  # weight-gradient pass, for one token
+    weight_call_ns: float  # weight-gradient pass, constant of a micro-batch
+    saved_ns_per_token: float  # what the input-gradient pass saves, for one token
+    saved_call_ns: float  # what the input-gradient pass saves, constant of a micro-batch
 
 
 def split_backward(linear: LinearCost) -> SplitBackward:
-    """Divides the linear part of backward: inputs' pass = backward - saved, and weights' pass."""
+    """Divide the linear part of backward into an input-gradient and a weight-gradient pass."""
     tp, layers = linear.parallel.tp, linear.num_layers
     alpha = linear.profile.collective(Collective.ALL_GATHER, span_ranks=tp).alpha_ns * (tp > 1)
     product = linear.weight_products_ns_per_token
@@ -412,7 +459,7 @@ def split_backward(linear: LinearCost) -> SplitBackward:
 
 
 def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices]:
-    """The linear part of one layer, by the kinds of passes that the schedule has."""
+    """Return the linear part of one layer, by the kinds of passes that the schedule has."""
     layers, ns_per_token = linear.num_layers, linear.ns_per_token
 
     def of_pass(suffix: str, call_ns: float) -> TermPrices:
@@ -447,10 +494,11 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
 
 
 def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]:
-    """Embedding on the first stage, head and loss on the last; by (kind, is last stage).
+    """Return prices of the embedding and of head and loss, by (kind of pass, is last stage).
 
-    TP sums the embedding's rows (a reduce-scatter; its adjoint gathers) and gathers the head's,
-    whose gradients it scatters in the same pass. The loss's few numbers a token are left out.
+    Under TP the embedding's rows are summed by a reduce-scatter, and gathered in backward. The
+    head's rows are gathered, and their gradients scattered in the same pass. The loss's few numbers
+    per token are left out.
     """
     forward, backward = cost.linear.embedding_ns_per_token
     head = {"head": cost.linear.head_ns_per_token}
@@ -469,7 +517,7 @@ def end_terms(cost: ProfiledWorkload) -> dict[tuple[PassKind, bool], TermPrices]
 def _end(
     cost: ProfiledWorkload, per_token: dict[str, float], *, gathers: int, scatters: int
 ) -> TermPrices:
-    """Adds TP's collectives, which nothing hides at the ends of the model."""
+    """Add TP's collectives, which nothing hides at the ends of the model."""
     tp = cost.parallel.tp
     if tp == 1:
         return TermPrices(per_token=per_token)
@@ -482,7 +530,10 @@ def _end(
 
 
 def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPrices]:
-    """Prices of sending activations or their gradients to a neighbour; TP ranks send their rows."""
+    """Return the price of sending activations or gradients to a neighbouring stage.
+
+    Each TP rank sends its rows. Prices are given inside and between nodes.
+    """
     parallel, profile = spec.parallel, cost.profile
     size = spec.model.hidden_size * DTYPE_BYTES[profile.dtype] / (parallel.tp * parallel.cp)
     out: dict[Scope, TermPrices] = {}
@@ -496,7 +547,14 @@ def message_terms(spec: RunSpec, cost: ProfiledWorkload) -> dict[Scope, TermPric
 
 
 def message_scope(parallel: ParallelSpec, sender: int, receiver: int, *, node: int) -> Scope:
-    """Scope of a message between two pipeline ranks; node: ranks of a node."""
+    """Return whether a message between two pipeline ranks stays inside a node.
+
+    Args:
+        parallel: Degrees of parallelism.
+        sender: Pipeline rank of the sender.
+        receiver: Pipeline rank of the receiver.
+        node: Ranks of a node.
+    """
     first, last = sorted((sender, receiver))
     group = parallel.tp * parallel.cp
     is_inside = first * group // node == ((last + 1) * group - 1) // node

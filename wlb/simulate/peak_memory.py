@@ -1,9 +1,9 @@
 """Peak memory of a pipeline rank, from the order of its passes.
 
-Forward keeps a stage's activations and its output; backward frees both, and the first one of a
-stage leaves gradients, to which later ones add. With a split backward, the inputs' pass frees them
-and leaves the inputs of linear layers and the gradients of their outputs for the weights' pass: as
-many bytes as forward keeps without recompute.
+Forward stores a stage's activations and its output, and backward frees both. A stage's first
+backward allocates its gradients, to which later ones add. With a split backward, the input-gradient
+pass frees activations and output. It leaves the inputs of linear layers and the gradients of their
+outputs for the weight-gradient pass, which are as many bytes as forward stores without recompute.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,19 +27,22 @@ from wlb.spec import RunSpec
 
 
 class PassBytes(NamedTuple):
-    """Bytes by micro-batch, [..., n]. kept: activations of a layer, or of a stage's layers, that
-    forward keeps. output: of a stage. waiting: what the inputs' pass of a layer, or of a stage's
-    layers, keeps for the weights' pass.
+    """Bytes that passes store, by micro-batch, [..., n].
+
+    They are those of one layer, or of all layers of a stage.
     """
 
-    kept: IntArray
-    output: IntArray
-    waiting: IntArray
+    kept: IntArray  # activations that forward stores
+    output: IntArray  # output of the stage
+    waiting: IntArray  # what the input-gradient pass stores for the weight-gradient pass
 
 
 def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
-    """Bytes of one layer's passes, of one with experts if there are any. tokens: of micro-batches
-    on all CP ranks, shape [..., n].
+    """Return the bytes of one layer's passes; if the model has experts, of a layer with experts.
+
+    Args:
+        spec: The run.
+        tokens: Tokens of each micro-batch on all CP ranks, shape [..., n].
     """
     return PassBytes(
         kept=_by_length(layer_activation_bytes, spec, tokens),
@@ -49,7 +52,7 @@ def pass_bytes(spec: RunSpec, tokens: IntArray) -> PassBytes:
 
 
 def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
-    """Bytes of the passes of each stage; tokens as in `pass_bytes`."""
+    """Return the bytes of each stage's passes; the arguments are those of `pass_bytes`."""
     kinds = [(pass_bytes(kind, tokens), counts) for kind, counts in layer_kinds(spec)]
     by_stage = list(zip(*(counts for _, counts in kinds), strict=True))
     made = {
@@ -66,6 +69,7 @@ def stage_bytes(spec: RunSpec, tokens: IntArray) -> list[PassBytes]:
 
 
 def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) -> IntArray:
+    """Return `bytes_of` for each number of tokens; it is computed once per distinct number."""
     values, place = np.unique(tokens, return_inverse=True)
     found = [bytes_of(spec, micro_batch_tokens=int(t)) for t in values]
     return np.array(found, np.int64)[place].reshape(tokens.shape)
@@ -74,9 +78,14 @@ def _by_length(bytes_of: Callable[..., int], spec: RunSpec, tokens: IntArray) ->
 def peak_held_bytes(
     order: Sequence[Action], stages: Sequence[PassBytes], gradients: Sequence[int] | None = None
 ) -> IntArray:
-    """Peak bytes of a rank with this order of passes, shape [...]: of activations and outputs, and
-    of gradients that a stage's first backward leaves. stages: their passes (`stage_bytes`).
-    gradients: bytes, by stage.
+    """Return the peak bytes that a rank stores with this order of passes, shape [...].
+
+    They are activations, stage outputs, and gradients from a stage's first backward on.
+
+    Args:
+        order: The rank's passes.
+        stages: Bytes of the passes of each stage (`stage_bytes`).
+        gradients: Bytes of each stage's gradients; None: do not count them.
     """
     held = np.zeros(stages[0].kept.shape[:-1], np.int64)
     peak = held
@@ -99,9 +108,12 @@ def peak_held_bytes(
 
 
 def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
-    """Peak bytes of a pipeline rank in a step whose micro-batches have these lengths, with the
-    memory that attention kernels allocate. tokens: of its pipeline's micro-batches, on all CP
-    ranks.
+    """Return the peak bytes of a pipeline rank in a step, with attention kernels' workspaces.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        tokens: Tokens of each of its pipeline's micro-batches on all CP ranks.
     """
     lengths = np.array(tokens, np.int64)
     pp = spec.parallel.pp
@@ -112,8 +124,12 @@ def peak_of_step(spec: RunSpec, *, pp_rank: int, tokens: Sequence[int]) -> int:
 
 
 def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
-    """Bytes of a rank without activations, stage outputs and gradients; longest: tokens of a
-    micro-batch.
+    """Return the bytes of a rank besides activations, stage outputs and gradients.
+
+    Args:
+        spec: The run.
+        pp_rank: The pipeline rank.
+        longest: Tokens of the longest micro-batch.
     """
     estimate = memory_of_rank(spec, pp_rank=pp_rank, micro_batch_tokens=longest)
     held = estimate.activations_bytes + estimate.boundaries_bytes + estimate.gradients_bytes
@@ -121,8 +137,12 @@ def rest_bytes(spec: RunSpec, *, pp_rank: int, longest: int) -> int:
 
 
 def stage_gradients(spec: RunSpec, *, shards_only: bool = False) -> list[int]:
-    """Bytes of each stage's gradients on one rank. shards_only: every pass reduces them layer by
-    layer, so that no stage's are whole.
+    """Return the bytes of each stage's gradients on one rank.
+
+    Args:
+        spec: The run.
+        shards_only: Whether every pass reduces gradients layer by layer, so that only their shards
+            are stored.
     """
     made = [stage_gradient_bytes(spec, stage=stage) for stage in range(spec.num_stages)]
     if not shards_only:

@@ -1,17 +1,16 @@
-"""Programs of pipeline ranks, as the executor runs them, and the graph made of them.
+"""What each pipeline rank runs, as a program, and the graph of events made from the programs.
 
-A program lists a rank's passes with its transfers, waits, FSDP gathers and reductions; what each
-schedule does is described in wlb/simulate/README.md. Programs of interleaved schedules equal
-torch's lowered ones, action for action (tests/simulate/test_program.py).
+A program lists a rank's passes with its transfers, waits, FSDP gathers and reductions.
+wlb/simulate/README.md describes what each schedule does. Programs of interleaved schedules equal
+torch's lowered programs, action for action (tests/simulate/test_program.py).
 
-NCCL runs the operations of a communicator one after the other, in the order in which a rank posted
-them. A receive whose sender has not sent yet holds up everything that its rank posted later in that
-communicator. The graph therefore has an edge between two transfers of a rank that share one;
-`Wires` says which do.
+NCCL runs the operations of a communicator one after the other, in the order in which a rank posts
+them. So if a receive's sender has not sent yet, everything that the rank posts later on that
+communicator waits as well. The graph therefore has an edge between two transfers of a rank on the
+same communicator; `Wires` says which transfers share one.
 
-Collectives of TP, CP and EP need no such edges: all members post them in one order from one stream,
-so none is ready at all members before the one in front of it. FSDP's gathers and reductions have
-edges (`channel` below).
+Collectives of TP, CP and EP need no such edges, because all members post them in the same order
+from one stream. FSDP's gathers and reductions have edges (`channel` in `_read`).
 """
 
 from collections import deque
@@ -29,17 +28,24 @@ ACTIVE_STAGES = 3
 
 
 class RunPass(NamedTuple):
+    """Runs a pass."""
+
     action: Action
 
 
 class Post(NamedTuple):
-    """Starts transfers that NCCL runs together; each is named by the pass whose output it moves."""
+    """Starts transfers that NCCL runs together.
+
+    A transfer is named by the pass whose output it moves.
+    """
 
     sends: tuple[Action, ...] = ()
     receives: tuple[Action, ...] = ()
 
 
 class Await(NamedTuple):
+    """Waits until these transfers are done."""
+
     messages: tuple[Action, ...]
 
 
@@ -50,7 +56,7 @@ class Gather(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """Gathers the layers after a stage's first while the first computes; awaited after that."""
+    """Gathers the layers behind a stage's first while the first computes, then waits for them."""
 
     stage: int
 
@@ -62,24 +68,28 @@ class Drop(NamedTuple):
 
 
 class ReduceAhead(NamedTuple):
-    """Reduces gradients of all layers but a stage's first during the next pass; then awaited."""
+    """Reduces the gradients of all layers but a stage's first beside the next pass; then waits."""
 
     stage: int
 
 
 class Reduce(NamedTuple):
+    """Reduces a stage's gradients; later instructions wait for it."""
+
     stage: int
 
 
 Instruction = RunPass | Post | Await | Gather | Prefetch | Drop | ReduceAhead | Reduce
+"""One entry of a program."""
 Program = list[Instruction]
+"""What one pipeline rank runs in a step, in order."""
 
 
 class Wires(StrEnum):
     """Which transfers of a pipeline rank share a communicator, and so a stream."""
 
-    LINKS = "links"  # those over the same link of the ring of ranks, as `wlb.parallel.mesh` has it
-    ONE = "one"  # all of them, as torch has it where NCCL starts eagerly (with a device_id)
+    LINKS = "links"  # transfers between the same two ranks, as in `wlb.parallel.mesh`
+    ONE = "one"  # all transfers, as in torch if NCCL starts eagerly (with a device_id)
 
 
 def step_graph(
@@ -90,21 +100,21 @@ def step_graph(
     has_fsdp: bool,
     wires: Wires = Wires.LINKS,
 ) -> tuple[Order, Graph]:
-    """The passes of every rank and the graph of a step.
+    """Return the passes of every rank and the graph of a step.
 
     Args:
         pipeline: Schedule and number of virtual stages.
-        pp: Pipeline ranks.
-        num_micro_batches: Of a pipeline.
+        pp: Number of pipeline ranks.
+        num_micro_batches: Micro-batches of a pipeline.
         has_fsdp: Whether parameters are sharded over dp x cp.
-        wires: Which transfers wait for each other.
+        wires: Which transfers share a communicator.
     """
     order = pipeline_order(pipeline, pp=pp, num_micro_batches=num_micro_batches)
     return order, _graph(rank_programs(pipeline.schedule, order, has_fsdp=has_fsdp), wires)
 
 
 def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[Program]:
-    """Each rank's program for its passes of `order`, up to the gradient norm."""
+    """Return each rank's program for its passes in `order`, up to the gradient norm."""
     pp = len(order)
     if looks_ahead(schedule, pp=pp):
         programs = _posted_early([list(_with_stages_ahead(passes)) for passes in order])
@@ -125,12 +135,12 @@ def rank_programs(schedule: Schedule, order: Order, *, has_fsdp: bool) -> list[P
 
 
 def looks_ahead(schedule: Schedule, *, pp: int) -> bool:
-    """Whether whole stages are gathered ahead, rather than layers of a rank's only stage."""
+    """Return whether whole stages are gathered ahead, rather than single layers."""
     return pp > 1 and schedule != Schedule.ONE_F_ONE_B
 
 
 def _input_of(action: Action, num_stages: int) -> Action | None:
-    """The message that this pass waits for, named by the pass on another rank that sends it."""
+    """Return the message that a pass waits for, named by the pass on another rank that sends it."""
     stage, kind, i = action
     if kind == PassKind.FORWARD and stage > 0:
         return Action(stage - 1, PassKind.FORWARD, i)
@@ -140,7 +150,7 @@ def _input_of(action: Action, num_stages: int) -> Action | None:
 
 
 def _receiver_of(action: Action, num_stages: int) -> int | None:
-    """The stage that a pass sends its output to."""
+    """Return the stage to which a pass sends its output."""
     if action.kind == PassKind.FORWARD and action.stage < num_stages - 1:
         return action.stage + 1
     if action.kind.sends_gradient and action.stage > 0:
@@ -149,8 +159,11 @@ def _receiver_of(action: Action, num_stages: int) -> int | None:
 
 
 def _posted_early(programs: Sequence[Program]) -> list[Program]:
-    """Adds messages to `programs`. Ranks take turns in rank order; a rank whose next input is not
-    sent yet skips its turn. A pass's send and the peer's receive are added at the same time.
+    """Add the messages to programs of an interleaved schedule.
+
+    Ranks take turns in rank order, and a rank skips its turn while its next input has not been
+    sent. A pass's send and its peer's receive are added at the same time. So a rank posts a receive
+    early, at the place that its own program has reached when the peer sends.
     """
     pp = len(programs)
     num_stages = 1 + max(i.action.stage for p in programs for i in p if isinstance(i, RunPass))
@@ -174,12 +187,12 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 sent.add(message)
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
-            raise ValueError(f"these passes wait for inputs that nobody sends: {', '.join(stuck)}")
+            raise ValueError(f"these passes wait for inputs that no rank sends: {', '.join(stuck)}")
     return out
 
 
 def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Program:
-    """The instruction with its wait; nothing while its input is not sent."""
+    """Return an instruction and the wait before it; nothing while its input has not been sent."""
     if not isinstance(instruction, RunPass):
         return [instruction]
     needed = _input_of(instruction.action, num_stages)
@@ -189,11 +202,11 @@ def _ready(instruction: Instruction, sent: set[Action], num_stages: int) -> Prog
 
 
 def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruction]:
-    """The program of a rank with one stage under torch's `Schedule1F1B`.
+    """Yield the program of a rank with one stage under torch's `Schedule1F1B`.
 
-    Where forward and backward take turns, a pass's output is sent together with the receive of the
-    next pass's input, and both are awaited. Otherwise it is sent alone and awaited after the next
-    pass.
+    While forward and backward alternate, a pass's output is sent together with the receive of the
+    next pass's input, and the rank waits for both. Otherwise the output is sent alone, and the rank
+    waits for it after the next pass.
     """
 
     def sent_by(action: Action | None) -> tuple[Action, ...]:
@@ -222,7 +235,7 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
 
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
-    """A rank's passes with the FSDP collectives of torch's pipeline runtime."""
+    """Yield a rank's passes with the FSDP collectives of torch's pipeline runtime."""
     last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
     for k, action in enumerate(passes):
@@ -237,13 +250,13 @@ def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
 
 
 def _with_layers_ahead(program: Program, stage: int) -> Program:
-    """A single-stage rank's program with FSDP's own gathers and a reduction at the end."""
+    """Add to the program of a rank with one stage FSDP's gathers and a reduction at the end."""
     first = next(k for k, i in enumerate(program) if isinstance(i, RunPass))
     return [*program[:first], Gather(stage), Prefetch(stage), *program[first:], Reduce(stage)]
 
 
 def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
-    """The first `count` distinct stages of `passes`."""
+    """Return the first `count` distinct stages of `passes`."""
     out: list[int] = []
     for action in passes:
         if action.stage not in out:
@@ -257,18 +270,20 @@ def _next_stages(passes: Sequence[Action], count: int) -> list[int]:
 class _Builder:
     """Collects nodes and their predecessors while programs are read."""
 
-    nodes: list[Node] = field(default_factory=list[Node])
-    before: list[set[int]] = field(default_factory=list[set[int]])
-    messages: dict[Action, int] = field(default_factory=dict[Action, int])
-    # The last transfers that a rank posted on a communicator, by rank and communicator.
+    nodes: list[Node] = field(default_factory=list[Node])  # the nodes so far
+    before: list[set[int]] = field(default_factory=list[set[int]])  # predecessors of each node
+    messages: dict[Action, int] = field(default_factory=dict[Action, int])  # node of each message
+    # the last transfers that a rank posted on a communicator, by (rank, communicator)
     busy: dict[tuple[int, int], set[int]] = field(default_factory=dict[tuple[int, int], set[int]])
 
     def add(self, node: Node, before: Iterable[int]) -> int:
+        """Add a node behind the nodes `before`, and return its index."""
         self.nodes.append(node)
         self.before.append(set(before))
         return len(self.nodes) - 1
 
     def message(self, message: Action) -> int:
+        """Return the node of a message, which is made at its first use."""
         if message not in self.messages:
             node = Node(NodeKind.MESSAGE, -1, message.stage, message)
             self.messages[message] = self.add(node, ())
@@ -277,8 +292,10 @@ class _Builder:
     def post(
         self, post: Post, rank: int, ready: set[int], wire_of: Callable[[Action], int]
     ) -> None:
-        """Let the transfers of `post` wait for `ready`, the nodes after which `rank` posts them,
-        and for the last ones that it posted on the same communicator.
+        """Add edges to the transfers of `post`.
+
+        They wait for the nodes in `ready`, after which `rank` posts them, and for the last
+        transfers that the rank posted on the same communicator.
         """
         started: dict[tuple[int, int], set[int]] = {}
         for message in (*post.sends, *post.receives):
@@ -292,28 +309,31 @@ class _Builder:
 
 
 def _graph(programs: Sequence[Sequence[Instruction]], wires: Wires) -> Graph:
-    made, pp = _Builder(), len(programs)
+    """Return the graph of all ranks' programs, then gradient norm, AdamW and overhead."""
+    builder, pp = _Builder(), len(programs)
 
     def wire_of(message: Action) -> int:
         return _link_of(message, pp) if wires == Wires.LINKS else 0
 
-    ends = [_read(made, rank, program, wire_of) for rank, program in enumerate(programs)]
-    norm = made.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
+    ends = [_read(builder, rank, program, wire_of) for rank, program in enumerate(programs)]
+    norm = builder.add(Node(NodeKind.NORM, -1, -1), set[int]().union(*ends))
     updates = {
-        made.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
+        builder.add(Node(NodeKind.OPTIMIZER, rank, -1), {norm}) for rank in range(len(programs))
     }
-    made.add(Node(NodeKind.OVERHEAD, -1, -1), updates)
-    graph, _ = sorted_graph(made.nodes, [sorted(b) for b in made.before])
+    builder.add(Node(NodeKind.OVERHEAD, -1, -1), updates)
+    graph, _ = sorted_graph(builder.nodes, [sorted(b) for b in builder.before])
     return graph
 
 
 def _read(
-    made: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
+    builder: _Builder, rank: int, program: Sequence[Instruction], wire_of: Callable[[Action], int]
 ) -> set[int]:
-    """Adds the nodes of one rank's program; returns the nodes that end it."""
-    # point: nodes that have ended when the program gets here. gathered: the gather of each stage.
-    # channel: the last FSDP collective, for which the next one waits. hidden: collectives that run
-    # during the next pass.
+    """Add the nodes of one rank's program, and return the nodes that end it."""
+    # State while the program is read:
+    # - point: nodes that must end before the next instruction starts
+    # - gathered: the node that gathered each stage
+    # - channel: the last FSDP collective, for which the next one waits
+    # - hidden: collectives that run beside the next pass
     point: set[int] = set()
     gathered: dict[int, int] = {}
     channel: set[int] = set()
@@ -323,28 +343,28 @@ def _read(
             case RunPass(action):
                 before = point | ({gathered[action.stage]} if gathered else set[int]())
                 node = Node(NodeKind.PASS, rank, action.stage, action)
-                point = {made.add(node, before)} | hidden
+                point = {builder.add(node, before)} | hidden
                 hidden = set()
             case Post():
-                made.post(instruction, rank, point, wire_of)
+                builder.post(instruction, rank, point, wire_of)
             case Await(messages):
-                point = point | {made.message(m) for m in messages}
+                point = point | {builder.message(m) for m in messages}
             case Gather(stage):
                 node = Node(NodeKind.GATHER, rank, stage)
-                channel = {made.add(node, point | channel)}
+                channel = {builder.add(node, point | channel)}
                 gathered[stage] = next(iter(channel))
             case Prefetch(stage) | ReduceAhead(stage):
                 is_gather = isinstance(instruction, Prefetch)
                 kind = NodeKind.PREFETCH if is_gather else NodeKind.REDUCE_AHEAD
-                hidden = channel = {made.add(Node(kind, rank, stage), point | channel)}
+                hidden = channel = {builder.add(Node(kind, rank, stage), point | channel)}
             case Drop():
                 pass
             case Reduce(stage):
-                point = {made.add(Node(NodeKind.REDUCE, rank, stage), point | channel)}
+                point = {builder.add(Node(NodeKind.REDUCE, rank, stage), point | channel)}
     return point | channel
 
 
 def _link_of(message: Action, pp: int) -> int:
-    """The link that a message travels over; link i joins pipeline ranks i and i + 1, modulo pp."""
+    """Return the link that a message uses; link i connects pipeline ranks i and (i + 1) % pp."""
     first_stage = message.stage if message.kind == PassKind.FORWARD else message.stage - 1
     return first_stage % pp

@@ -1,6 +1,6 @@
-"""How far the simulator was off the training runs that others measured on H100s and published.
+"""The simulator's errors on training runs that others measured on H100s and published.
 
-`python -m experiments.beyond.published_runs` makes these numbers, and a test holds them to its
+`python -m experiments.beyond.published_runs` computes the errors, and a test compares them with its
 results. All runs are bfloat16 training of dense models on whole sequences; none packs documents.
 """
 
@@ -11,18 +11,21 @@ from wlb.spec import RunSpec
 
 
 class PublishedError(NamedTuple):
-    """How far predicted tokens per second were off, as shares of the measured ones."""
+    """Error of predicted tokens per second, relative to the published ones."""
 
-    runs: int  # published runs of this kind
-    largest: float
+    runs: int  # number of published runs of this kind
+    largest: float  # largest relative error
 
     def __str__(self) -> str:
         return f"step times of published runs were predicted within {self.largest:.0%}"
 
 
 BEST = "h100_runs"
-"""The profile whose products run as fast as in published runs. Its errors are those with constants
-that were fitted without the source of the run."""
+"""The profile that predicts published runs best.
+
+Its matrix products run as fast as in these runs. Its errors come from constants that were fitted
+without the source of the predicted run.
+"""
 ERRORS = {
     (BEST, False): PublishedError(19, 0.0966),
     (BEST, True): PublishedError(5, 0.0562),
@@ -31,13 +34,13 @@ ERRORS = {
     ("h100_sxm", False): PublishedError(19, 0.2506),
     ("h100_sxm", True): PublishedError(5, 0.2393),
 }
-"""By profile, and by whether the run has TP, CP or PP."""
+"""Errors by profile, and by whether the run has TP, CP or PP."""
 
 
 def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | None:
-    """The error of predictions like this one; None for profiles and for kinds of models that no
-    published run was predicted with. A profile for another power limit has that of the measured
-    board.
+    """Return the error of predictions like this one, or None if no published run is similar.
+
+    A profile for another power limit has the error of the measured board.
     """
     if _unlike_published(spec):
         return None
@@ -45,18 +48,18 @@ def published_error(spec: RunSpec, profile: KernelProfile) -> PublishedError | N
 
 
 def _unlike_published(spec: RunSpec) -> bool:
-    """Whether the model has layers of a kind that no published run had."""
+    """Return whether the model has a kind of layer that no published run had."""
     model = spec.model
     return bool(model.experts.num or model.sliding_window or model.linear.num_value_heads)
 
 
 def has_model_parallelism(spec: RunSpec) -> bool:
-    """Whether several ranks share a copy of the model, by TP, CP or PP."""
+    """Return whether several ranks share a copy of the model, by TP, CP or PP."""
     return spec.parallel.model_ranks > 1
 
 
 def trust_line(spec: RunSpec, profile: KernelProfile) -> str:
-    """A sentence for users: how far predictions of this kind were off published runs."""
+    """Return a sentence for users: how far predictions of this kind were from published runs."""
     error = published_error(spec, profile)
     if _unlike_published(spec):
         return (

@@ -1,7 +1,7 @@
-"""Simulates whole runs: planner and simulator over the same global batches, to their end.
+"""Simulate whole runs: planner and simulator process the same global batches, to their end.
 
-Documents that a policy holds back are flushed after the last batch, and the flush counts, so that
-delaying outliers cannot look like speed.
+Documents that a policy still delays after the last batch are trained in a flush. The flush counts,
+so that delaying outliers cannot look like speed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,72 +27,73 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunSimulation:
-    """The simulated steps of one run. step_time_s, tokens: [steps]. bubble: mean over pipelines,
-    [steps, pp]. peak_memory_bytes: [steps, pp]. model_flops: of all documents, both passes.
-    """
+    """The simulated steps of one run."""
 
-    label: str
-    simulator: Simulator
-    prices: StepPrices
-    metrics: tuple[StepMetrics, ...]
-    step_time_s: FloatArray
-    tokens: IntArray
-    bubble: FloatArray
-    peak_memory_bytes: IntArray
-    model_flops: float
+    label: str  # name of the run in tables
+    simulator: Simulator  # the simulator that made it
+    prices: StepPrices  # prices of all passes
+    metrics: tuple[StepMetrics, ...]  # predictions of each step, with simulated times
+    step_time_s: FloatArray  # time of each step, [steps]
+    tokens: IntArray  # tokens of each step, [steps]
+    bubble: FloatArray  # fraction of time outside passes, mean over pipelines, [steps, pp]
+    peak_memory_bytes: IntArray  # peak memory, [steps, pp]
+    model_flops: float  # model FLOPs of all documents, forward and backward
 
     @property
     def time_s(self) -> float:
+        """Seconds of all steps."""
         return float(self.step_time_s.sum())
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks."""
         return float(self.tokens.sum()) / self.time_s
 
     @property
     def standard_error(self) -> float:
-        """Of the time per token, as a share of it, with steps as independent; infinite for one
-        step.
+        """Relative standard error of the time per token; infinite for one step.
+
+        Steps are treated as independent samples.
         """
         num = self.step_time_s.size
         if num < 2:
             return float("inf")
-        # Of a ratio of two sums (Cochran 1977, Sampling Techniques, Eq. 6.13).
+        # The estimate is a ratio of two sums (Cochran 1977, Sampling Techniques, Eq. 6.13).
         residuals = self.step_time_s - self.tokens * (self.time_s / float(self.tokens.sum()))
         return float(np.sqrt((residuals**2).sum() * num / (num - 1))) / self.time_s
 
     def mfu(self, *, peak_tflops: float) -> float:
-        """Model FLOPs of the documents (not of full windows) over the GPUs' peak."""
+        """Return the model FLOPs of the documents (not of full windows) over the GPUs' peak."""
         gpus = self.simulator.spec.parallel.world_size
         return self.model_flops / self.time_s / (gpus * peak_tflops * 1e12)
 
     @property
     def mean_delay(self) -> float:
-        """Steps that a token waits on average."""
+        """Mean delay of a token in steps."""
         delays = [m.mean_delay * m.num_tokens for m in self.metrics]
         return float(sum(delays) / max(1, int(self.tokens.sum())))
 
     @property
     def imbalance(self) -> float:
-        """Time-weighted: sum of the slowest micro-batches' predicted work over sum of means."""
+        """Predicted work of the slowest micro-batches over the mean, summed over steps."""
         mean = sum(m.mean_workload_ns for m in self.metrics)
         return sum(m.max_workload_ns for m in self.metrics) / mean if mean else 1.0
 
     @property
     def mean_bubble(self) -> float:
-        """Time-weighted mean bubble of all pipeline ranks."""
+        """Mean bubble of all pipeline ranks, where longer steps weigh more."""
         return float((self.bubble.mean(axis=1) * self.step_time_s).sum()) / self.time_s
 
-    def again(self, step: int) -> Simulation:
-        """One of the steps, simulated again with its events."""
+    def simulation_of(self, step: int) -> Simulation:
+        """Simulate one of the steps a second time, to get its events."""
         return self.simulator.run(self.prices.select(slice(step, step + 1)))
 
     def balanced_time_s(self) -> float:
-        """Seconds of these steps under perfect balance (`StepPrices.balanced`)."""
+        """Return the seconds of these steps under perfect balance (`StepPrices.balanced`)."""
         return self.simulator.total_s(self.prices, StepPrices.balanced)
 
     def to_json(self) -> dict[str, Any]:
-        """Totals and step times as plain JSON values."""
+        """Return totals and step times as JSON values."""
         return {
             "label": self.label,
             "steps": int(self.step_time_s.size),
@@ -110,14 +111,21 @@ class RunSimulation:
 def sharded_steps(
     planner: Planner, *, dp: int, most: int | None = None, plans: Iterable[StepPlan] | None = None
 ) -> Iterator[ShardedStep]:
-    """Shards `plans` (None: all of the planner's), at most `most`, for all pipelines."""
+    """Shard steps for all pipelines.
+
+    Args:
+        planner: Plans and shards the run.
+        dp: Number of pipelines.
+        most: Most steps to return; None: all.
+        plans: The packed steps; None: all of the planner's.
+    """
     for plan in islice(planner.steps() if plans is None else plans, most):
         pipelines = tuple(planner.shard(plan, pipeline) for pipeline in range(dp))
         yield ShardedStep(plan=plan, pipelines=pipelines)
 
 
 def planner_of(spec: RunSpec, cost: ProfiledWorkload, batches: Sequence[GlobalBatch]) -> Planner:
-    """The planner of a run over these batches."""
+    """Return the planner of a run over these global batches."""
     return Planner.from_spec(spec, ListedBatches(batches), cost)
 
 
@@ -131,16 +139,19 @@ def simulate_run(
     wires: Wires = Wires.LINKS,
     fsdp: FsdpExecution = WLB_FSDP,
 ) -> RunSimulation:
-    """Simulates all steps made of `batches`, including the flush of documents that wait at the end.
+    """Simulate all steps made of `batches`, including the flush at the end.
 
     Args:
         spec: The run; `spec.parallel.dp` must be set.
         cost: Prices of the run's model and layout.
         batches: Global batches to plan.
         label: Name of the run in tables.
-        steps: The sharded steps, where they are known already.
-        wires: Transfers between pipeline ranks that wait for each other.
+        steps: The sharded steps, if they are known already.
+        wires: Which transfers between pipeline ranks share a communicator.
         fsdp: What the trainer does with sharded parameters.
+
+    Raises:
+        UserError: There are no batches.
     """
     simulator = Simulator(spec=spec, cost=cost, wires=wires, fsdp=fsdp)
     if steps is None:
@@ -153,7 +164,7 @@ def simulate_run(
         plans += [step.plan for step in chunk]
         metrics += parts[-1].metrics(chunk)
     if not parts:
-        raise UserError("no global batch was given; there is nothing to simulate")
+        raise UserError("there is no global batch to simulate; give at least one")
     return collected(parts, plans, tuple(metrics), label=label)
 
 
@@ -164,7 +175,14 @@ def collected(
     *,
     label: str = "",
 ) -> RunSimulation:
-    """Joins simulations of consecutive steps into one run; plans, metrics: of all steps."""
+    """Join simulations of consecutive steps into one run.
+
+    Args:
+        parts: The simulations.
+        plans: Plans of all steps.
+        metrics: Metrics of all steps.
+        label: Name of the run in tables.
+    """
     simulator = parts[0].simulator
     lengths = np.concatenate([plan.packing.attended for plan in plans])
     return RunSimulation(
@@ -181,8 +199,9 @@ def collected(
 
 
 def check_memory(run: RunSimulation) -> None:
-    """Raises UserError, naming rank and bytes, where a rank exceeds what plans may use of
-    `cluster.memory_gib`.
+    """Raise UserError if a rank needs more memory than plans may use.
+
+    The message names the rank and the bytes.
     """
     spec = run.simulator.spec
     budget = gpu_budget(spec)

@@ -1,14 +1,17 @@
-"""Costs of a step that do not depend on its documents: FSDP collectives, gradient norm, AdamW.
+"""Costs of a step that do not depend on its documents: FSDP collectives, gradient norm and AdamW.
 
-Parameters are gathered in the compute dtype and gradients reduced in float32 over dp x cp ranks,
-one collective a layer (FSDP2); embedding and head count among the layers of their stage. A layer's
-experts have a collective of their own, over the ranks that hold equal ones. With HSDP both are over
-the ranks of one copy, and shards of gradients are then all-reduced over copies. The norm reads the
-gradients and all-reduces a few bytes. AdamW is bound by memory: it reads weight, two moments and
-gradient and writes the first three, priced as the residual addition is.
+FSDP gathers parameters in the compute dtype and reduces gradients in float32, with one collective
+per layer (FSDP2), over dp x cp ranks. Embedding and head count as layers of their stage. A layer's
+experts have a separate collective over the ranks that have the same experts. With HSDP the
+collectives are over the ranks of one copy, and shards of gradients are then all-reduced over
+copies.
 
-With `fsdp.reshard_after_forward` every pass gathers its layers again, one ahead of the layer that
-computes. `FsdpExecution` says what other trainers do otherwise.
+The gradient norm reads the gradients and all-reduces a few bytes. AdamW is memory-bound: it reads
+weight, two moments and gradient and writes the first three, at the throughput of the residual
+addition.
+
+With `fsdp.reshard_after_forward` every pass gathers its layers, one layer ahead of the computation.
+`FsdpExecution` describes what other trainers do differently.
 """
 
 from collections.abc import Callable
@@ -28,38 +31,39 @@ from wlb.simulate.program import looks_ahead
 from wlb.spec import ParallelSpec, RunSpec
 
 Stages = tuple[int, ...]
+"""A value for each stage."""
 COLLECTIVE_NODES = frozenset(
     (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE, NodeKind.REDUCE_AHEAD)
 )
+"""Kinds of nodes that gather parameters or reduce gradients."""
 ADAMW_VALUES, NORM_VALUES = 7, 1
-"""float32 values read and written for one parameter."""
+"""Float32 values that AdamW and the gradient norm read and write for one parameter."""
 
 FSDP_SLOWDOWN = 0.32
-"""Seconds that computing loses for each second of FSDP's collectives beside it, because NCCL
-occupies SMs and memory bandwidth. Fitted to published runs
-(`experiments/beyond/published_runs`)."""
+"""Seconds that computation loses for each second of FSDP collectives that run beside it.
+
+NCCL occupies SMs and memory bandwidth. The value is fitted to published runs
+(`experiments/beyond/published_runs`).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpExecution:
     """How a trainer shards, reduces and updates parameters. The defaults are what wlb does."""
 
-    # Gradients are reduced after every backward pass, as FSDP does unless it is told to wait.
-    # False: after the last one of a step.
+    # True: gradients are reduced after every backward pass, FSDP's default. False: after a step's
+    # last one.
     reduces_every_pass: bool = False
-    # Bytes of a gradient's value while it is reduced.
-    gradient_bytes: int = GRADIENT_BYTES
-    # Bytes that copies of one parameter move on the GPU for each gather and each reduction: FSDP2
-    # copies out of the gathered buffer and into the reduced one, FSDP1 does not. Counted where
-    # passes gather for themselves, as the next two are.
+    gradient_bytes: int = GRADIENT_BYTES  # Bytes of one gradient value while it is reduced.
+    # Bytes per parameter that a gather copies on the GPU: FSDP2 copies out of the gathered buffer,
+    # FSDP1 does not. This and the next three fields only count with `fsdp.reshard_after_forward`.
     gather_copy_bytes: int = 0
-    reduce_copy_bytes: int = 0
-    # Whether backward gathers a layer while the one before it computes. False: after it.
+    reduce_copy_bytes: int = 0  # Bytes per parameter that a reduction copies on the GPU.
+    # True: backward gathers a layer while the one before it computes. False: after it.
     prefetches_backward: bool = True
-    # Seconds that computing loses for each second of a collective beside it. Counted where passes
-    # gather for themselves.
+    # Seconds that computation loses for each second of a collective beside it.
     slowdown: float = FSDP_SLOWDOWN
-    # float32 values that the optimizer reads and writes for one parameter: 7 in a fused kernel.
+    # Float32 values that the optimizer reads and writes per parameter; 7 in a fused kernel.
     update_values: int = ADAMW_VALUES
 
     def __post_init__(self) -> None:
@@ -67,35 +71,38 @@ class FsdpExecution:
 
 
 WLB_FSDP = FsdpExecution()
-"""What wlb itself does."""
+"""How wlb itself does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCosts:
-    """Prices of a step's work on sharded parameters; durations in ns.
+    """Prices of a step's work on sharded parameters.
 
-    With `fsdp.reshard_after_forward` every pass gathers its layers itself: the collectives are then
-    part of passes (`pass_ns`), and their own nodes take no time.
+    With `fsdp.reshard_after_forward` every pass gathers its layers. The collectives are then part
+    of the passes (`pass_ns`), and their nodes in the graph take no time.
     """
 
-    gather_ns: tuple[int, ...]  # by stage
-    reduce_ns: tuple[int, ...]  # by stage
-    norm_ns: int
-    optimizer_ns: tuple[int, ...]  # by pipeline rank
-    gather_parts: tuple[int, ...]  # layers of a stage, where all but one hide behind passes; or 1
-    reduce_parts: tuple[int, ...]  # likewise
-    layers: tuple[int, ...]  # by stage, at least 1
-    copy_ns: tuple[tuple[float, float], ...]  # by stage, for a gather and for a reduction
-    execution: FsdpExecution
+    gather_ns: tuple[int, ...]  # gathering all parameters of a stage, by stage
+    reduce_ns: tuple[int, ...]  # reducing all gradients of a stage, by stage
+    norm_ns: int  # gradient norm
+    optimizer_ns: tuple[int, ...]  # AdamW, by pipeline rank
+    # Number of equal gathers of a stage, by stage: its layers if all gathers but the first hide
+    # behind a pass, else 1.
+    gather_parts: tuple[int, ...]
+    reduce_parts: tuple[int, ...]  # The same for reductions.
+    layers: tuple[int, ...]  # layers by stage, at least 1
+    # copies of a stage's (gather, reduction) on the GPU, by stage
+    copy_ns: tuple[tuple[float, float], ...]
+    execution: FsdpExecution  # what the trainer does
     reshards: bool = False  # whether each pass gathers its layers
 
     def pass_ns(
         self, computes_ns: IntArray, stage: int, kind: PassKind, *, reduces: bool
     ) -> IntArray:
-        """Duration of a pass that gathers, and perhaps reduces, layer by layer.
+        """Return the duration of a pass that gathers, and perhaps reduces, layer by layer.
 
-        Each layer's collectives run beside the computation of one layer, so that what is longer
-        than it is waited for, and so are the first gather and the last reduction.
+        Each layer's collectives run beside the computation of one layer. The pass waits for the
+        part that takes longer than a layer, and for the first gather and the last reduction.
 
         Args:
             computes_ns: The pass without collectives of parameters.
@@ -104,7 +111,7 @@ class ShardCosts:
             reduces: Whether it reduces the gradients of its layers.
         """
         layers, execution = self.layers[stage], self.execution
-        # The weights' pass of a split backward needs no parameters.
+        # The weight-gradient pass of a split backward needs no parameters.
         gathers = kind != PassKind.BACKWARD_WEIGHT
         gather = self.gather_ns[stage] * gathers / layers
         reduce = self.reduce_ns[stage] * reduces / layers
@@ -118,7 +125,7 @@ class ShardCosts:
         return np.rint(out + execution.slowdown * hidden).astype(np.int64)
 
     def of(self, node: Node) -> int:
-        """Duration of a node that is neither a pass nor a message."""
+        """Return the duration of a node that is neither a pass nor a message."""
         if self.reshards and node.kind in COLLECTIVE_NODES:
             return 0
         match node.kind:
@@ -137,7 +144,7 @@ class ShardCosts:
 def shard_costs(
     spec: RunSpec, cost: ProfiledWorkload, execution: FsdpExecution = WLB_FSDP
 ) -> ShardCosts:
-    """Prices for a layout. execution: what the trainer does."""
+    """Return the prices for a layout; `execution` describes the trainer."""
     parallel, profile = spec.parallel, cost.profile
     parts = tuple(max(1, layers) for layers in spec.stage_layers)
     whole = (1,) * spec.num_stages
@@ -153,7 +160,7 @@ def shard_costs(
     experts = _sharing(spec, profile, sharing_ranks(spec), execution.gradient_bytes)
 
     def of_stages(of_dense: Callable[[float], float], of_held: Callable[[float], float]) -> Stages:
-        """A stage's collectives, one a layer and one for its experts."""
+        """Return a stage's collectives: one for each layer, and one for each layer's experts."""
         held_ns = of_held(of_experts) if of_experts else 0.0
         return tuple(
             round(layers * of_dense(count / layers) + num * held_ns)
@@ -187,8 +194,10 @@ def shard_costs(
 
 
 def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
-    """The sum over TP ranks of gradients of K's and V's projections, once a step, where several of
-    them hold one KV head (`wlb.parallel.data.finish_gradients`).
+    """Return the time to sum the gradients of K's and V's projections over TP ranks, once a step.
+
+    This is needed where several TP ranks have copies of one KV head
+    (`wlb.parallel.data.finish_gradients`).
     """
     model, copies = spec.model, spec.model.kv_copies(spec.parallel.tp)
     layers = max(
@@ -201,27 +210,29 @@ def _copied_keys_ns(spec: RunSpec, profile: KernelProfile) -> float:
 
 
 class _Sharing(NamedTuple):
-    """Ranks that share a parameter: `shards` of one copy, and `copies` of each shard."""
+    """The ranks that share a parameter, and the prices of their collectives."""
 
-    shards: int
-    copies: int
-    gather: CollectiveCost
-    scatter: CollectiveCost
-    add: CollectiveCost
-    dtype_bytes: int
-    gradient_bytes: int
+    shards: int  # ranks of one copy, each of which has one shard
+    copies: int  # copies of each shard (HSDP)
+    gather: CollectiveCost  # all-gather within a copy
+    scatter: CollectiveCost  # reduce-scatter within a copy
+    add: CollectiveCost  # all-reduce over copies
+    dtype_bytes: int  # bytes of one gathered value
+    gradient_bytes: int  # bytes of one reduced value
 
     def gather_ns(self, count: float) -> float:
+        """Return the time to gather `count` parameters."""
         return self.gather.time_ns(count * self.dtype_bytes, num_ranks=self.shards)
 
     def reduce_ns(self, count: float) -> float:
+        """Return the time to reduce the gradients of `count` parameters."""
         size = count * self.gradient_bytes
         within = self.scatter.time_ns(size, num_ranks=self.shards)
         return within + self.add.time_ns(size / self.shards, num_ranks=self.copies)
 
 
 def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes: int) -> _Sharing:
-    """How `shards` ranks of each copy share parameters."""
+    """Return how parameters are shared if each copy of them has `shards` ranks."""
     parallel, copies = spec.parallel, spec.parallel.fsdp_size // spec.shard_size
     node = profile.ranks_per_node
     of_copy = fsdp_span(parallel, node, spec.shard_size)
@@ -242,18 +253,23 @@ def _sharing(spec: RunSpec, profile: KernelProfile, shards: int, gradient_bytes:
 
 
 def _stored(spec: RunSpec, counts: list[int], pp_rank: int) -> int:
-    """Parameters that a rank updates, of stages with `counts` on a TP rank."""
+    """Count the parameters that a rank updates; `counts` are those of each stage on a TP rank."""
     stages = list(spec.stages_of(pp_rank))
     with_experts = sum(spec.stage_expert_layers[stage] for stage in stages)
     return stored_parameters(spec, sum(counts[stage] for stage in stages), with_experts)
 
 
 def fsdp_span(parallel: ParallelSpec, ranks_per_node: int, size: int | None = None) -> int:
-    """Number of consecutive ranks over which the FSDP group is as dense as inside a node. size: of
-    the group's ranks, those of one copy (HSDP); None: all.
+    """Return the number of consecutive ranks over which an FSDP group is spread evenly.
 
-    Its cp ranks are a tp group apart, its dp parts a pipeline: where a node holds several stages,
-    or part of one, only the ranks of one stage are members.
+    The members are as dense over that span as inside a node. Consecutive CP ranks are one TP group
+    apart and consecutive dp ranks one pipeline apart. If a node has several stages, or part of one,
+    only the ranks of one stage are members.
+
+    Args:
+        parallel: Degrees of parallelism.
+        ranks_per_node: Ranks of a node.
+        size: Ranks of one copy (HSDP); None: all ranks.
     """
     stage = parallel.tp * parallel.cp
     if size is not None and size < parallel.cp:

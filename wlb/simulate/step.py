@@ -1,4 +1,4 @@
-"""The simulator of training steps: prices a layout's graph and walks it, many steps at once.
+"""The simulator of training steps: it prices the events of a layout and adds up their times.
 
 All times follow from the kernel profile; nothing is measured. wlb/simulate/README.md lists what the
 model leaves out.
@@ -31,12 +31,14 @@ from wlb.spec import RunSpec, check
 
 T = TypeVar("T")
 COMMUNICATION = ("tp_comm", "cp_comm", "ep_comm")
+"""Terms of collectives, which are not kernel time."""
 CHUNK = 64
-"""Steps that one walk of the graph takes: its overhead is then small, and so is its memory."""
+"""Steps of one walk over the graph: enough to make its overhead small, and few enough for memory.
+"""
 
 
 def chunked(steps: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    """At most CHUNK steps at a time."""
+    """Yield the steps in groups of at most CHUNK."""
     coming = iter(steps)
     while chunk := tuple(islice(coming, CHUNK)):
         yield chunk
@@ -44,29 +46,33 @@ def chunked(steps: Iterable[T]) -> Iterator[tuple[T, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulator:
-    """Simulates steps of one run's layout; `spec.parallel.dp` must be filled in."""
+    """Simulates steps of one run's layout."""
 
-    spec: RunSpec
-    cost: ProfiledWorkload
-    # Transfers that wait for each other. wlb runs with LINKS; ONE prices what other trainers have.
+    spec: RunSpec  # the run; `spec.parallel.dp` must be set
+    cost: ProfiledWorkload  # prices of its model and layout
+    # Which transfers share a communicator. wlb runs with LINKS; ONE prices other trainers.
     wires: Wires = Wires.LINKS
-    # What the trainer does with sharded parameters.
-    fsdp: FsdpExecution = WLB_FSDP
-    order: Order = field(init=False)
-    graph: Graph = field(init=False, repr=False)
+    fsdp: FsdpExecution = WLB_FSDP  # what the trainer does with sharded parameters
+    order: Order = field(init=False)  # passes of each rank
+    graph: Graph = field(init=False, repr=False)  # the events of a step
+    # prices of collectives over the data-parallel axis and of the optimiser
     shards: ShardCosts = field(init=False)
 
     def __post_init__(self) -> None:
         check(self.spec)
         if self.spec.model.vocab_size < 1:
-            raise UserError("model.vocab_size is 0; set it to that of the tokenizer")
+            raise UserError(
+                "model.vocab_size is 0; set it to the size of the tokenizer's vocabulary"
+            )
         if self.spec.parallel.dp < 1:
             raise UserError(
                 f"parallel.dp = {self.spec.parallel.dp} means all available ranks; set it to the "
                 f"number of pipelines to simulate"
             )
         if self.cost.parallel != self.spec.parallel or self.cost.model != self.spec.model:
-            raise ValueError("the cost model is of another model or layout; make it with this spec")
+            raise ValueError(
+                "the cost was made for another model or layout; make it from this spec"
+            )
         order, graph = step_graph(
             self.spec.pp,
             pp=self.spec.parallel.pp,
@@ -78,18 +84,18 @@ class Simulator:
         with_experts = enumerate(self.spec.stage_expert_layers)
         meeting = replace(
             graph,
-            meets=self.spec.parallel.meeting_pipelines,
-            meeting_stages=frozenset(stage for stage, layers in with_experts if layers),
+            pipelines_per_ep_group=self.spec.parallel.pipelines_per_ep_group,
+            stages_with_experts=frozenset(stage for stage, layers in with_experts if layers),
         )
         object.__setattr__(self, "graph", meeting)
         object.__setattr__(self, "shards", shard_costs(self.spec, self.cost, self.fsdp))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
-        """Durations of all passes of `steps`."""
+        """Price all passes of `steps`."""
         return step_prices(steps, self.spec, self.cost)
 
     def run(self, prices: StepPrices) -> "Simulation":
-        """Simulates the steps of `prices`."""
+        """Simulate the steps that `prices` describes."""
         durations = self._durations(prices)
         return Simulation(
             simulator=self,
@@ -99,17 +105,22 @@ class Simulator:
         )
 
     def total_s(self, prices: StepPrices, change: Callable[[StepPrices], StepPrices]) -> float:
-        """Seconds of all steps after `change` is applied to their prices."""
+        """Return the seconds of all steps with changed prices.
+
+        Args:
+            prices: Prices of the steps.
+            change: Changes prices, for example `StepPrices.balanced`.
+        """
         starts = range(0, prices.shape[0], CHUNK)
         changed = (change(prices.select(slice(i, i + CHUNK))) for i in starts)
         return sum(float(self.run(part).step_time_s.sum()) for part in changed)
 
     def _sharded(self, computes_ns: IntArray, action: Action) -> IntArray:
-        """Duration of a pass with the collectives of parameters that are part of it."""
+        """Add to a pass the collectives of parameters that are part of it."""
         if not self.shards.reshards:
             return computes_ns
         is_last = action.micro_batch == self.spec.micro_batches_per_pipeline - 1
-        # A split backward leaves gradients of weights to its second pass.
+        # A split backward computes weight gradients in its second pass only.
         makes = (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT)
         return self.shards.pass_ns(
             computes_ns,
@@ -119,10 +130,12 @@ class Simulator:
         )
 
     def _durations(self, prices: StepPrices) -> IntArray:
+        """Return the duration of each node, [nodes, steps, dp], in ns."""
         steps, dp, _, _ = prices.shape
         out = np.zeros((len(self.graph.nodes), steps, dp), np.int64)
         messages = {scope: prices.message_ns(scope) for scope in prices.message}
         known: dict[tuple[object, ...], IntArray] = {}
+        # Mean time in passes of a pipeline rank, from which the overhead at the end is computed.
         busy = np.zeros(steps)
         for i, node in enumerate(self.graph.nodes):
             if node.kind == NodeKind.OVERHEAD:
@@ -151,25 +164,26 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulation:
-    """Simulated steps. durations_ns, ends_ns: [nodes, steps, dp]; other arrays: steps first."""
+    """The events of simulated steps."""
 
-    simulator: Simulator
-    prices: StepPrices
-    durations_ns: IntArray
-    ends_ns: IntArray
+    simulator: Simulator  # the simulator that made it
+    prices: StepPrices  # prices of the passes
+    durations_ns: IntArray  # duration of each node, [nodes, steps, dp]
+    ends_ns: IntArray  # end of each node after the start of its step, [nodes, steps, dp]
 
     @property
     def num_steps(self) -> int:
+        """Number of simulated steps."""
         return self.durations_ns.shape[1]
 
     @property
     def step_time_s(self) -> FloatArray:
-        """Shape [steps]."""
+        """Time of each step, shape [steps]."""
         return self.ends_ns.max(axis=(0, 2)) * 1e-9
 
     @property
     def busy_s(self) -> FloatArray:
-        """Time in passes of each pipeline rank (its slowest CP rank), [steps, dp, pp]."""
+        """Time in passes on the slowest CP rank of each pipeline rank, [steps, dp, pp]."""
         graph = self.simulator.graph
         steps, dp = self.durations_ns.shape[1:]
         out = np.zeros((steps, dp, self.simulator.spec.parallel.pp))
@@ -179,12 +193,12 @@ class Simulation:
 
     @property
     def bubble(self) -> FloatArray:
-        """Share of the step outside passes, of each pipeline rank, [steps, dp, pp]."""
+        """Fraction of the step that each pipeline rank spends outside passes, [steps, dp, pp]."""
         return 1 - self.busy_s / self.step_time_s[:, None, None]
 
     @property
     def attention_s(self) -> FloatArray:
-        """Time of attention kernels, both passes, of each rank, [steps, dp, pp, cp]."""
+        """Time in attention kernels of each rank, both passes, [steps, dp, pp, cp]."""
         steps, dp, _, cp = self.prices.shape
         out = np.zeros((steps, dp, self.simulator.spec.parallel.pp, cp))
         for stage in range(len(self.prices.layers)):
@@ -205,7 +219,7 @@ class Simulation:
         return out
 
     def _kernels_s(self, terms: TermPrices) -> FloatArray:
-        """Kernel time of one stage's linear work, all micro-batches, [steps, dp]."""
+        """Return the kernel time of one stage's linear work, all micro-batches, [steps, dp]."""
         skipped = (*COMMUNICATION, CALLS)
         token_ns = sum(ns for name, ns in terms.per_token.items() if name not in skipped)
         call_ns = sum(ns for name, ns in terms.per_call.items() if name not in skipped)
@@ -214,10 +228,11 @@ class Simulation:
 
     @property
     def peak_activation_bytes(self) -> IntArray:
-        """Peak of the pipeline that holds most, [steps, pp]."""
+        """Peak activations of the fullest pipeline, [steps, pp]."""
         return self._peaks(None)
 
     def _peaks(self, gradients: list[int] | None) -> IntArray:
+        """Return peak activations, plus gradients if given by stage in bytes, [steps, pp]."""
         held = stage_bytes(self.simulator.spec, self.prices.tokens)
         peaks = [
             peak_held_bytes(passes, held, gradients).max(axis=1) for passes in self.simulator.order
@@ -226,8 +241,10 @@ class Simulation:
 
     @property
     def peak_memory_bytes(self) -> IntArray:
-        """Peak of resident bytes, [steps, pp]: activations and gradients from the step's own
-        passes, all else as `wlb.memory` estimates it for its longest micro-batch.
+        """Peak of resident bytes, [steps, pp].
+
+        Activations and gradients follow from the passes of the step. All other memory is estimated
+        by `wlb.memory` for the step's longest micro-batch.
         """
         spec = self.simulator.spec
         shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
@@ -238,7 +255,7 @@ class Simulation:
         return out
 
     def metrics(self, steps: Sequence[ShardedStep]) -> tuple[StepMetrics, ...]:
-        """The planner's predictions of `steps` with their simulated times and sharding."""
+        """Return the planner's predictions of `steps`, with their simulated times and shardings."""
         times = self.step_time_s.tolist()
         return tuple(
             replace(
@@ -253,6 +270,7 @@ class Simulation:
         )
 
     def _cp_imbalance(self, step: int) -> float:
+        """Return the attention time of the slowest CP ranks over the mean, in one step."""
         both = self.prices.attention_forward_ns[step] + self.prices.attention_backward_ns[step]
         mean = float(both.mean(axis=2).sum())
         return float(both.max(axis=2).sum()) / mean if mean else 1.0

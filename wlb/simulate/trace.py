@@ -1,9 +1,10 @@
-"""Simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Write simulated steps in Chrome's trace format, for Perfetto (ui.perfetto.dev).
 
-Each pipeline rank of each pipeline is a process with threads for passes (named as in schedules,
-`2F0`), messages and collectives; process 0 shows the steps and the critical path. Events on that
-path have category `critical`: `select * from slice where category glob '*critical*'`. Files are
-written event by event (about 300 bytes and 20 us each), so that thousands of GPUs need no memory.
+Each pipeline rank of each pipeline is a process with threads for passes (named like `2F0`),
+messages and collectives. Process 0 shows the steps and the critical path. Events on that path have
+the category `critical`: `select * from slice where category glob '*critical*'`. Files are written
+event by event (about 300 bytes and 20 us each), so that a trace of thousands of GPUs needs little
+memory.
 """
 
 import json
@@ -20,10 +21,11 @@ from wlb.simulate.step import Simulation
 
 TraceEvent = dict[str, Any]
 
-STEPS, PASSES, MESSAGES, COLLECTIVES = 0, 1, 2, 3
+STEPS, PASSES, MESSAGES, COLLECTIVES = 0, 1, 2, 3  # thread ids
 CRITICAL = "critical path"
+"""Name of the process and of the thread that show the critical path."""
 OVERLAPPING = 100
-"""First thread id of messages that overlap others."""
+"""First thread id of messages that overlap other messages."""
 _PASS_WORDS = {
     PassKind.FORWARD: "forward",
     PassKind.BACKWARD: "backward",
@@ -39,9 +41,13 @@ def write_trace(
     steps: Sequence[int] | None = None,
     first_step: int = 0,
 ) -> int:
-    """Writes `steps` (None: all) one after the other; returns the number of events.
+    """Write steps one after the other, and return the number of events.
 
-    first_step: number that the simulation's first step is shown with.
+    Args:
+        path: The file to write.
+        simulation: The simulated steps.
+        steps: Indices of the steps; None: all.
+        first_step: Number with which the first simulated step is shown.
     """
     chosen = range(simulation.num_steps) if steps is None else steps
     _check(simulation, chosen)
@@ -73,10 +79,12 @@ def _header(simulation: Simulation, steps: Sequence[int]) -> dict[str, Any]:
 
 def _check(simulation: Simulation, steps: Sequence[int]) -> None:
     if not steps:
-        raise UserError("no step was asked for")
+        raise UserError("no step to write; give at least one")
     for step in steps:
         if not 0 <= step < simulation.num_steps:
-            raise UserError(f"step {step} is none of the {simulation.num_steps} simulated")
+            raise UserError(
+                f"step {step} was not simulated; give one from 0 to {simulation.num_steps - 1}"
+            )
 
 
 def _events(simulation: Simulation, steps: Sequence[int], first_step: int) -> Iterator[TraceEvent]:
@@ -92,7 +100,7 @@ def _events(simulation: Simulation, steps: Sequence[int], first_step: int) -> It
 
 
 def _name_events(simulation: Simulation, *, lanes: int) -> Iterator[TraceEvent]:
-    """Events that name and order processes and threads."""
+    """Yield the events that name and order processes and threads."""
     yield from _name_event(0, "process", CRITICAL)
     yield from _name_event(0, "thread", "steps", tid=STEPS)
     yield from _name_event(0, "thread", CRITICAL, tid=PASSES)
@@ -120,16 +128,18 @@ def _pid(pipeline: int, rank: int, pp: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """A step's events. offset_ns: the step's start. lanes: most concurrent messages of a rank."""
+    """Makes the events of one step."""
 
-    simulation: Simulation
-    step: int
-    offset_ns: int
-    name: str
+    simulation: Simulation  # the simulated steps
+    step: int  # index of the step
+    offset_ns: int  # start of the step in the trace
+    name: str  # name of the step in the trace
+    # (node, pipeline) pairs on the critical path
     critical: frozenset[tuple[int, int]] = field(init=False)
-    senders: dict[Action, int] = field(init=False)
+    senders: dict[Action, int] = field(init=False)  # node of each pass
+    # thread of each message, by (node, pipeline)
     tids: dict[tuple[int, int], int] = field(init=False)
-    lanes: int = field(init=False)
+    lanes: int = field(init=False)  # most messages of a rank at the same time
 
     def __post_init__(self) -> None:
         simulation, graph = self.simulation, self.simulation.simulator.graph
@@ -144,6 +154,7 @@ class _Step:
         self.tids, self.lanes = self._message_tids()
 
     def events(self) -> Iterator[TraceEvent]:
+        """Yield all events of the step."""
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         total = int(self.simulation.ends_ns[:, self.step].max())
         yield self._complete(self.name, "step", (0, STEPS), (0, total), {"step": self.name})
@@ -163,7 +174,7 @@ class _Step:
         pp = self.simulation.simulator.spec.parallel.pp
         tid = COLLECTIVES if node.action is None else PASSES
         tid = self.tids.get((i, pipeline), tid)
-        # Collective end nodes are stored once and drawn on every rank.
+        # Collectives of all ranks are one node, which is drawn on every rank.
         for rank in [node.rank] if node.rank >= 0 else range(pp):
             at = (_pid(pipeline, rank, pp), tid)
             yield self._complete(name, category, at, (start, stop), args)
@@ -172,7 +183,7 @@ class _Step:
             yield self._complete(name, category, (0, PASSES), (start, stop), where | args)
 
     def _arrow(self, i: int, node: Node, pipeline: int) -> Iterator[TraceEvent]:
-        """An arrow from the sending to the receiving pass; viewers need its ends inside them."""
+        """Yield an arrow from the sending to the receiving pass; its ends must lie in passes."""
         graph, parallel = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel
         assert node.action is not None
         to_stage = node.stage + (1 if node.action.kind == PassKind.FORWARD else -1)
@@ -190,7 +201,7 @@ class _Step:
             yield event | ({"bp": "e"} if phase == "f" else {})
 
     def _label(self, i: int, node: Node, pipeline: int) -> tuple[str, dict[str, Any]]:
-        """Name and arguments of an event."""
+        """Return the name and the arguments of an event."""
         if node.action is None:
             name = NAMES[node.kind] + (f" of stage {node.stage}" if node.stage >= 0 else "")
             return name, {"step": self.name}
@@ -218,7 +229,15 @@ class _Step:
         times_ns: tuple[int, int],
         args: dict[str, Any],
     ) -> TraceEvent:
-        """A complete event. at: process and thread. times_ns: relative to the step's start."""
+        """Return an event with a start and a duration.
+
+        Args:
+            name: Name of the event.
+            category: Categories, separated by commas.
+            at: Process and thread.
+            times_ns: Start and stop, relative to the start of the step.
+            args: What a viewer shows about the event.
+        """
         start, stop = times_ns
         event: TraceEvent = {"name": name, "cat": category, "ph": "X", "pid": at[0], "tid": at[1]}
         event |= {"ts": self._us(start), "dur": (stop - start) / 1000, "args": args}
@@ -234,7 +253,7 @@ class _Step:
         return stop - int(self.simulation.durations_ns[i, self.step, pipeline]), stop
 
     def _message_tids(self) -> tuple[dict[tuple[int, int], int], int]:
-        """Assigns each message to the first thread without another one in flight."""
+        """Assign each message to the first thread that has no other message at that time."""
         graph, dp = self.simulation.simulator.graph, self.simulation.simulator.spec.parallel.dp
         by_rank: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         for i in graph.indices(NodeKind.MESSAGE):

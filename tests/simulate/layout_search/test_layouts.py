@@ -53,9 +53,9 @@ def test_all_layouts_of_two_devices() -> None:
     ]
     assert all(c.spec.tokens_per_step == N * WINDOW for c in found.candidates)
     assert all(check(c.spec) is c.spec for c in found.candidates)
-    # 80 GiB leave all the room without recompute: the other ways are not tried.
+    # Without recompute 80 GiB leave all the memory that packing can use: no other way is tried.
     (refusal,) = found.refusals.values()
-    assert lacks(refusal.reason, "less recompute", "all the room") == []
+    assert lacks(refusal.reason, "less recompute", "all the memory") == []
     assert refusal.count == 2 * len(named)
 
 

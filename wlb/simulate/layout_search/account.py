@@ -1,10 +1,15 @@
-"""Divides the time of simulated steps into terms that add up to it.
+"""Divide the time of simulated steps into terms that add up to it.
 
-Work of the mean pipeline rank, with every micro-batch and CP rank at the mean (`work_terms`, needs
-no graph), plus the pipeline bubble and exposed collectives over the data-parallel axis, from the
-critical path of one mean step (`even_terms`), plus the imbalance of micro-batches and of CP ranks
-(`account`). The first two nearly bound what packing and sharding can reach: a step whose short
-micro-batches come first and last can be slightly faster than an even one.
+The terms are, in this order:
+
+1. Work of the mean pipeline rank, if every micro-batch and CP rank is at the mean (`work_terms`;
+   needs no graph).
+2. The pipeline bubble and exposed collectives over the data-parallel axis, from the critical path
+   of one mean step (`even_terms`).
+3. The imbalance of micro-batches and of CP ranks (`account`).
+
+The first two are nearly a lower bound of what packing and sharding can reach. A step whose short
+micro-batches come first and last can be slightly faster.
 """
 
 from dataclasses import replace
@@ -17,15 +22,22 @@ from wlb.simulate.step import Simulator
 from wlb.spec import Recompute
 
 RECOMPUTE = "recompute"
+"""Term of recomputation."""
 BUBBLE = "bubble"
+"""Term of the pipeline bubble."""
 MICRO_BATCHES = "imbalance of micro-batches"
+"""Term of the time that unequal micro-batches cost."""
 CP_RANKS = "imbalance of CP ranks"
+"""Term of the time that unequal CP ranks cost."""
 TermSeconds = dict[str, float]
-"""Seconds by name."""
+"""Seconds by term."""
 
 
 def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
-    """Seconds in passes of the mean pipeline rank, in the one step and pipeline of `prices`."""
+    """Return the seconds in passes of the mean pipeline rank.
+
+    `prices` must have one step and one pipeline.
+    """
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     attention = prices.attention_forward_ns.sum() + prices.attention_backward_ns.sum()
     pp = cost.parallel.pp
@@ -43,7 +55,10 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
 
 
 def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
-    """Seconds by term of the one step and pipeline of `prices`, whose micro-batches are equal."""
+    """Return seconds by term of a step whose micro-batches are equal.
+
+    `prices` must have one step and one pipeline.
+    """
     simulation = simulator.run(prices)
     graph = simulator.graph
     out = work_terms(prices, simulator.cost)
@@ -60,7 +75,7 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
 
 
 def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeconds:
-    """Seconds by term of all steps of `prices`, which took `time_s` in total."""
+    """Return seconds by term of all steps of `prices`, which took `time_s` in total."""
     steps = prices.shape[0]
     out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
     even = sum(out.values())
@@ -73,13 +88,13 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
 
 
 def mean_prices(prices: StepPrices) -> StepPrices:
-    """Prices of one step of one pipeline whose micro-batches are the mean of all."""
+    """Return prices of one step of one pipeline whose micro-batches are the mean of all."""
     first = (slice(1), slice(1), slice(None), slice(1))
     return prices.evened((0, 1, 2, 3)).changed(lambda x: x[first[: x.ndim]])
 
 
 def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload) -> None:
-    """Moves the time of recomputation from the terms of backward to `RECOMPUTE`."""
+    """Move the time of recomputation from the terms of backward to `RECOMPUTE`."""
     if cost.recompute == Recompute.NONE:
         return
     plain = replace(cost.linear, recompute=Recompute.NONE)

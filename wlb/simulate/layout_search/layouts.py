@@ -1,9 +1,10 @@
-"""Enumerates the layouts of a number of devices, with the reasons why others cannot work.
+"""Enumerate the layouts of a number of devices, with the reasons why others cannot work.
 
-Degrees are divisors whose product is the number of devices; each is tried with every schedule,
-number of virtual stages and recompute that `wlb.spec.check`, the schedule and memory allow. More
-recompute is dropped once less of it leaves packing all the room that it can use. A layout must hold
-a step whose micro-batches are all one window; `Candidate.caps` is the room for longer ones.
+A layout is degrees of TP, CP, PP, DP and EP, a schedule, a number of virtual stages and a kind of
+recompute. Degrees are divisors whose product is the number of devices. Each combination that
+`wlb.spec.check`, the schedule and memory allow becomes a candidate. A layout must have memory for a
+step in which all micro-batches are one window; `Candidate.caps` says how much longer they may be.
+More recompute is not tried once less recompute leaves packing all the memory that it can use.
 """
 
 import math
@@ -17,28 +18,26 @@ from wlb.simulate.peak_memory import rest_bytes
 from wlb.spec import Policy, Recompute, RunSpec, Schedule, check
 
 MOST_S_MAX, MOST_STEP_TOKENS = 2.0, 1.5
-"""Room beyond which packing gains nothing: S_max in windows, T in global batches."""
+"""Caps beyond which packing gains nothing: S_max in windows, T in global batches."""
 AXES = ("tp", "cp", "pp", "dp")
 EP = "ep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoices:
-    """Values that a search may choose from; an empty tuple allows everything that divides. ep: for
-    models with experts.
-    """
+    """Values that a search may choose from; an empty tuple allows every divisor."""
 
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
-    ep: tuple[int, ...] = ()
+    ep: tuple[int, ...] = ()  # only for models with experts
     virtual_stages: tuple[int, ...] = ()
     schedules: tuple[Schedule, ...] = tuple(Schedule)
     recompute: tuple[Recompute, ...] = tuple(Recompute)
 
     def check(self, gpus: int) -> None:
-        """Raises UserError for a degree that no layout of `gpus` devices has."""
+        """Raise UserError if no layout of `gpus` devices has one of these degrees."""
         for axis in (*AXES, EP):
             for degree in getattr(self, axis):
                 if degree < 1 or gpus % degree:
@@ -56,21 +55,21 @@ class LayoutChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A layout that fits. need_bytes: of the fullest rank with micro-batches of one window. caps:
-    the longer ones that fit; None where only windows do.
-    """
+    """A layout that fits into memory."""
 
-    spec: RunSpec
-    need_bytes: int
+    spec: RunSpec  # the run with this layout
+    need_bytes: int  # memory of the fullest rank if micro-batches are one window
+    # longest micro-batches and steps that fit; None if only single windows fit
     caps: TokenCaps | None
 
     @property
     def name(self) -> str:
+        """Name of the layout."""
         return name_of(self.spec)
 
     @property
     def has_all_room(self) -> bool:
-        """Whether packing has all the room that it can use."""
+        """Whether memory leaves packing all the tokens that it can use."""
         if self.caps is None or self.caps.s_max < MOST_S_MAX * self.spec.data.context_window:
             return False
         most = MOST_STEP_TOKENS * self.spec.tokens_per_step
@@ -79,24 +78,25 @@ class Candidate:
 
 @dataclass(slots=True, kw_only=True)
 class Refusal:
-    """Layouts that were refused for one reason; name, message: of the first one."""
+    """Layouts that were refused for one reason."""
 
-    reason: str
-    name: str
-    message: str
-    count: int = 0
+    reason: str  # the reason
+    name: str  # name of the first layout
+    message: str  # error message of the first layout
+    count: int = 0  # number of layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooLarge:
-    """A layout that lacks `missing_bytes` of plannable memory on pipeline rank `rank`."""
+    """A layout that needs more memory than plans may use."""
 
-    spec: RunSpec
-    missing_bytes: int
-    rank: int
+    spec: RunSpec  # the run with this layout
+    missing_bytes: int  # bytes that are missing on the fullest rank
+    rank: int  # the fullest pipeline rank
 
     @property
     def message(self) -> str:
+        """How many bytes are missing, as a sentence."""
         stages = self.spec.stages_of(self.rank)
         return (
             f"{name_of(self.spec)}: pipeline rank {self.rank} (stages "
@@ -107,13 +107,17 @@ class TooLarge:
 
 @dataclass(slots=True, kw_only=True)
 class Layouts:
-    """candidates: in a fixed order. refusals: by reason. too_large: those memory refused."""
+    """Results of the enumeration."""
 
+    # layouts that fit, in a fixed order
     candidates: list[Candidate] = field(default_factory=list[Candidate])
+    # refused layouts by reason
     refusals: dict[str, Refusal] = field(default_factory=dict[str, Refusal])
+    # layouts that need too much memory
     too_large: list[TooLarge] = field(default_factory=list[TooLarge])
 
     def refuse(self, reason: str, spec: RunSpec, message: str) -> None:
+        """Count a refused layout."""
         known = self.refusals.setdefault(
             reason, Refusal(reason=reason, name=name_of(spec), message=message)
         )
@@ -121,37 +125,48 @@ class Layouts:
 
 
 def name_of(spec: RunSpec) -> str:
-    """ "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none"; with experts also ep."""
+    """Return a layout's name: "tp 8 cp 8 pp 4 dp 1 interleaved_1f1b v 5 recompute none".
+
+    With experts it also has ep.
+    """
     return f"{degrees_of(spec)} {pipeline_of(spec)} recompute {spec.training.recompute}"
 
 
 def degrees_of(spec: RunSpec) -> str:
+    """Return the degrees of parallelism as text: "tp 8 cp 8 pp 4 dp 1"."""
     axes = (*AXES, EP) if spec.model.experts.num else AXES
     return " ".join(f"{axis} {getattr(spec.parallel, axis)}" for axis in axes)
 
 
 def pipeline_of(spec: RunSpec) -> str:
+    """Return the schedule and virtual stages as text."""
     if spec.parallel.pp == 1:
         return "no pipeline"
     return f"{spec.pp.schedule} v {spec.pp.virtual_stages}"
 
 
 def planned_bytes(spec: RunSpec) -> int:
-    """Bytes of a device that plans may use."""
+    """Return the bytes of a device that plans may use."""
     return int(planned_gib(spec) * GIB)
 
 
 def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
-    """Candidates for `spec` on `gpus` devices; all train its number of windows a step.
+    """Return the candidates for a run on `gpus` devices; all train equally many windows per step.
 
-    Raises UserError, with the counts or the closest layout, where nothing is left.
+    Args:
+        spec: The run.
+        gpus: Number of devices.
+        choices: Values to choose from.
+
+    Raises:
+        UserError: No layout is possible. The message has the reasons or the closest layout.
     """
     choices.check(gpus)
     if spec.fsdp.shard_size:
         raise UserError(
-            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are searched with parameters that "
-            f"all of dp x cp share, because each layout divides into other copies; search with "
-            f"fsdp.shard_size = 0 and set it for the one you take"
+            f"fsdp.shard_size = {spec.fsdp.shard_size}: layouts are searched with parameters "
+            f"sharded over all of dp x cp, because the sizes of copies depend on the layout; "
+            f"search with fsdp.shard_size = 0 and set it for the layout that you choose"
         )
     _check_expert_degrees(spec, choices)
     out = Layouts()
@@ -179,8 +194,10 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 
 
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
-    """`spec` with a degree of EP; as many of `asked`'s stages as divide a rank's experts, and its
-    load of experts as far as a rank of so few can have it.
+    """Return `spec` with a degree of EP, and with settings of experts that this degree allows.
+
+    They are as many of the asked stages (`ep.stages`) as divide the experts of a rank, and the
+    asked load (`cost.expert_load`), but at most the EP degree, which is the largest load possible.
     """
     stages = 1 if ep == 1 else math.gcd(asked.ep.stages, spec.model.experts.num // ep)
     return replace(
@@ -192,6 +209,7 @@ def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
 
 
 def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (tp, cp, pp, dp) whose product is the number of devices."""
     for tp in choices.tp or divisors(gpus):
         for cp in choices.cp or divisors(gpus // tp):
             for pp in choices.pp or divisors(gpus // tp // cp if gpus % (tp * cp) == 0 else 1):
@@ -201,6 +219,7 @@ def _degrees(gpus: int, choices: LayoutChoices) -> Iterator[tuple[int, int, int,
 
 
 def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
+    """Raise UserError if a degree of EP does not divide the experts."""
     num = spec.model.experts.num
     for ep in choices.ep:
         if not num:
@@ -215,7 +234,7 @@ def _check_expert_degrees(spec: RunSpec, choices: LayoutChoices) -> None:
 
 
 def _expert_degrees(spec: RunSpec, choices: LayoutChoices) -> tuple[int, ...]:
-    """Degrees of EP that divide the experts and the ranks of a stage; 1 for a dense model."""
+    """Return the degrees of EP that divide the experts and the ranks of a stage; (1,) if dense."""
     if not spec.model.experts.num:
         return (1,)
     possible = divisors(math.gcd(spec.model.experts.num, spec.parallel.expert_ranks))
@@ -223,12 +242,14 @@ def _expert_degrees(spec: RunSpec, choices: LayoutChoices) -> tuple[int, ...]:
 
 
 def divisors(n: int) -> tuple[int, ...]:
+    """Return all divisors of n."""
     return tuple(d for d in range(1, n + 1) if n % d == 0)
 
 
 def _is_refused(spec: RunSpec, out: Layouts) -> bool:
-    """Whether no pipeline of this layout can work. Axes are checked one by one, so that the reason
-    names the axis that is wrong by itself.
+    """Return whether no pipeline of this layout can work.
+
+    Axes are checked one by one, so that the reason names the axis that is wrong by itself.
     """
     one = replace(spec.parallel, tp=1, cp=1, pp=1, dp=1)
     plain = replace(spec.pp, schedule=Schedule.INTERLEAVED_1F1B, virtual_stages=1)
@@ -254,7 +275,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
 
 
 def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
-    """`spec` with every schedule and number of virtual stages."""
+    """Yield `spec` with every schedule and number of virtual stages."""
     pp = spec.parallel.pp
     if pp == 1:
         if not choices.virtual_stages or 1 in choices.virtual_stages:
@@ -269,12 +290,15 @@ def _pipelines(spec: RunSpec, choices: LayoutChoices) -> Iterator[RunSpec]:
 
 
 def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
-    """Adds `spec` with each kind of recompute, least first, until one has all the room."""
+    """Add `spec` with each kind of recompute that fits into memory, least recompute first.
+
+    Kinds behind the first one with all the memory that packing can use are refused.
+    """
     has_all_room = False
     for recompute in (r for r in Recompute if r in choices.recompute):
         made = replace(spec, training=replace(spec.training, recompute=recompute))
         if has_all_room:
-            out.refuse("less recompute leaves all the room that packing can use", made, "")
+            out.refuse("less recompute leaves all the memory that packing can use", made, "")
             continue
         need, rank = need_of(made)
         if need > planned_bytes(made):
@@ -288,7 +312,7 @@ def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
 
 
 def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
-    """Room for packing within planned memory; None where a window is all that fits."""
+    """Return the caps of packing in the memory that plans may use; None if only windows fit."""
     packing = replace(spec.packing, policy=Policy.BOUNDED, s_max=MOST_S_MAX)
     try:
         caps = token_caps(replace(spec, packing=packing), memory_bytes=planned_bytes(spec))
@@ -301,8 +325,9 @@ def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
 
 
 def need_of(spec: RunSpec) -> tuple[int, int]:
-    """(bytes, rank) of the fullest pipeline rank with micro-batches of one window, or of the mean
-    length where packing makes more of them.
+    """Return (bytes, rank) of the fullest pipeline rank if micro-batches are one window.
+
+    If packing makes more micro-batches than windows, their mean length is taken.
     """
     tokens = -(-spec.tokens_per_step // spec.num_micro_batches)
     needs: list[tuple[int, int]] = []
@@ -315,7 +340,7 @@ def need_of(spec: RunSpec) -> tuple[int, int]:
 
 
 def _nothing(gpus: int, out: Layouts) -> str:
-    """The message for a search without candidates."""
+    """Return the error message of a search without candidates."""
     if out.too_large:
         closest = min(out.too_large, key=lambda t: (t.missing_bytes, name_of(t.spec)))
         return (

@@ -11,28 +11,31 @@ from wlb.simulate.layout_search.layouts import Candidate
 from wlb.spec import PackingSection, Policy, Remainder, RunSpec, Strategy, check
 
 QUEUES = ((0.2, 0.63), (0.4,))
-"""Outlier queue thresholds tried in addition to a run's own, in windows."""
+"""Thresholds of outlier queues to try besides a run's own, in windows."""
 POLICIES = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED, Policy.ORIGINAL)
+"""Policies that can be tried."""
 CHOSEN = (Policy.BOUNDED, Policy.VAR_LEN, Policy.FIXED)
-"""`original` is tried on request only: it cuts documents at windows and so skips the attention over
-the cuts, which is less work rather than faster work."""
+"""Policies that are tried by default.
+
+`original` is tried on request only. It cuts documents at windows and so skips attention over the
+cuts, which is less work rather than faster work.
+"""
 STRATEGIES = (Strategy.BALANCED, Strategy.HYBRID, Strategy.ADAPTIVE)
+"""Sharding strategies that are tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingChoices:
-    """Values to try. s_max in windows and step_tokens in global batches (0 = no cap), as in
-    [packing], are lowered as far as memory requires. queues: thresholds of Algorithm 1,
-    micro_batches: per window, weight_delays: of zero-bubble; each in addition to the run's own or
-    1.
-    """
+    """Values to try. Caps are lowered as far as memory requires."""
 
-    policies: tuple[Policy, ...] = CHOSEN
-    s_max: tuple[float, ...] = (1.25, 1.5, 2.0)
-    step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)
+    policies: tuple[Policy, ...] = CHOSEN  # packing policies
+    s_max: tuple[float, ...] = (1.25, 1.5, 2.0)  # S_max in windows
+    step_tokens: tuple[float, ...] = (0.0, 1.1, 1.5)  # T in global batches; 0: no cap
+    # thresholds of Algorithm 1, besides the run's own
     queues: tuple[tuple[float, ...], ...] = QUEUES
-    strategies: tuple[Strategy, ...] = STRATEGIES
-    micro_batches: tuple[float, ...] = (1.25, 1.5)
+    strategies: tuple[Strategy, ...] = STRATEGIES  # sharding strategies
+    micro_batches: tuple[float, ...] = (1.25, 1.5)  # micro-batches per window, besides 1
+    # delays of zero-bubble's weight-gradient passes, besides the run's own
     weight_delays: tuple[int, ...] = (2, 4)
 
     def __post_init__(self) -> None:
@@ -41,13 +44,13 @@ class PackingChoices:
                 raise UserError(f"{name} is empty; give at least one to try")
         low = [f for f in self.micro_batches if not f > 1]
         if low:
-            raise UserError(f"micro_batches = {low[0]} a window must be above 1")
+            raise UserError(f"micro_batches = {low[0]} per window must be above 1")
         unknown = [p for p in self.policies if p not in POLICIES]
         if unknown:
-            raise UserError(f"policy {unknown[0]} is not tried; use {', '.join(POLICIES)}")
+            raise UserError(f"policy {unknown[0]} cannot be tried; use {', '.join(POLICIES)}")
 
     def packings(self, candidate: Candidate) -> list[PackingSection]:
-        """Return a layout's packings; longer micro-batches are tried only where they fit."""
+        """Return the packings to try with a layout; longer micro-batches only if they fit."""
         base = candidate.spec.packing.ungrouped
         out: list[PackingSection] = []
         for policy in self.policies:
@@ -58,8 +61,10 @@ class PackingChoices:
         return out
 
     def first(self, candidate: Candidate) -> list[PackingSection]:
-        """The packing of each policy that layouts are ranked with: most room, capped T; the first
-        that finds room counts.
+        """Return the packing of each policy with which layouts are compared first.
+
+        It has the largest S_max, and the largest T among the choices that cap T. A layout uses the
+        first policy that fits.
         """
         best: dict[Policy, PackingSection] = {}
         for made in self.packings(candidate):
@@ -69,23 +74,24 @@ class PackingChoices:
         return list(best.values())
 
     def more_micro_batches(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """`spec` with more micro-batches than windows, where that is possible and useful."""
+        """Yield `spec` with more micro-batches than windows, if that is possible and useful."""
         if spec.parallel.pp == 1 or not spec.packing.varies_lengths:
             return
         dp = max(1, spec.parallel.dp)
         windows = spec.num_windows // dp
         for number in sorted({math.ceil(round(windows * f, 6)) for f in self.micro_batches}):
             packing = replace(spec.packing, num_micro_batches=number * dp)
-            # A schedule may need rounds of equal size.
+            # The schedule may not allow this number: it may need rounds of equal size.
             with suppress(UserError):
                 yield check(replace(spec, packing=packing))
 
     def later_weights(self, spec: RunSpec) -> Iterator[RunSpec]:
-        """`spec` with the weights' passes of zero-bubble delayed further."""
+        """Yield `spec` with zero-bubble's weight-gradient passes delayed further."""
         for delay in self.weight_delays if spec.splits_backward else ():
             yield replace(spec, pp=replace(spec.pp, weight_delay=delay))
 
     def _capped(self, section: PackingSection, spec: RunSpec) -> Iterator[PackingSection]:
+        """Yield `section` with each combination of caps, and of queues for Algorithm 1."""
         section = replace(section, memory_gib=planned_gib(spec))
         for s_max in self.s_max:
             for step_tokens in self.step_tokens:
@@ -102,6 +108,6 @@ class PackingChoices:
 
 
 def with_settings(spec: RunSpec, packing: PackingSection, strategy: Strategy) -> RunSpec:
-    """`spec` with this packing and sharding; remainders of documents are merged into chunks."""
+    """Return `spec` with this packing and sharding; left-over tokens are merged into chunks."""
     sharding = replace(spec.sharding, strategy=strategy, remainder=Remainder.MERGED)
     return replace(spec, packing=packing, sharding=sharding)

@@ -1,10 +1,16 @@
 """The search of `wlb tune layout`: layout, recompute, packing and sharding for some devices.
 
-Candidates pass the depths of `trial.py`, then `tune` (every packing choice) and `polish` (all
-shardings, close policies, more micro-batches, later weights' passes; the `top` best only). A depth
-bounds the next from below within SLACK, so each takes candidates best first until the rest cannot
-be among the `top` best; `Search.is_cut` says where MOST_TUNED ended that. Deterministic: no clock,
-no dependence on the number of workers, ties by name. 1,000 candidates take about a core-minute.
+Candidates pass through depths that are more and more exact and expensive: `work`, `even` and
+`packed` (`trial.py`), then `tune` (every packing choice), then for the `top` best `polish` (all
+shardings, other policies that are nearly as fast, more micro-batches, later weight-gradient
+passes).
+
+A time at one depth is a lower bound of the time at the next, up to SLACK. So each depth takes the
+candidates in the order of their bounds, until the rest cannot be among the `top` best.
+`Search.is_cut` says whether MOST_TUNED ended this earlier.
+
+The search is deterministic: it uses no clock, its result does not depend on the number of workers,
+and ties are broken by name. 1,000 candidates take about one minute on one core.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +25,13 @@ from wlb.simulate.layout_search.workers import Workers
 from wlb.spec import RunSpec
 
 SLACK = 0.03
+"""Fraction by which a time may be shorter than the bound of the depth before."""
 BLOCK_WALKED, BLOCK_PACKED, BLOCK_TUNED = 128, 32, 8
+"""Candidates of one block at each depth; a depth may stop after a block."""
 MOST_TUNED = 32
+"""Most candidates that are tuned, unless `top` is larger."""
 NEARLY = 1.02
-"""Policies within this factor of a layout's best packing are sharded too."""
+"""Policies within this factor of a layout's best packing are also simulated with their spans."""
 
 Progress = Callable[[str, int], None]
 """Called with the name of a depth and the number of candidates that passed it."""
@@ -30,59 +39,61 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A layout with its best packing and sharding. best: None where none keeps the delay. packed:
-    best `packed` trial of each policy. in_time: best one of each policy that keeps the delay.
-    """
+    """A layout with its best packing and sharding."""
 
-    name: str
-    best: Trial | None
-    packed: tuple[Trial, ...]
-    in_time: tuple[Trial, ...]
+    name: str  # name of the layout
+    best: Trial | None  # the fastest trial within the delay limit; None if there is none
+    packed: tuple[Trial, ...]  # fastest `packed` trial of each policy
+    in_time: tuple[Trial, ...]  # fastest `packed` trial of each policy within the delay limit
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """Results of a search by candidates' names. is_cut: candidates that might be among the best
-    were not tried.
-    """
+    """Results of a search, by name of the candidate."""
 
-    layouts: Layouts
+    layouts: Layouts  # all candidates and refused layouts
+    # first bound of each candidate
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
+    # second bound of each candidate
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
+    # trial with the first packing choice
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
-    tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
-    own: Trial | None = None
-    is_cut: bool = False
+    tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])  # best packing and sharding
+    own: Trial | None = None  # the user's run as it is
+    is_cut: bool = False  # whether candidates were not tried that might be among the best
 
     @property
     def ranking(self) -> list[Trial]:
-        """The best trial of each layout that was tuned, fastest first."""
+        """The best trial of each tuned layout, fastest first."""
         best = [t.best for t in self.tuned.values() if t.best is not None]
         return sorted(best, key=lambda t: (t.time_s, t.name))
 
     def bound_s(self, name: str) -> float:
-        """The tightest known bound of a candidate."""
+        """Return the tightest known bound of a candidate's time."""
         known = self.even.get(name) or self.work[name]
         return known.time_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuner:
-    """Searches layouts. top: number of best layouts that must be right. max_delay_mean: steps that
-    a token may wait on average.
-    """
+    """Searches layouts."""
 
-    sample: BatchSample
-    choices: PackingChoices
-    workers: Workers
-    top: int = 10
-    max_delay_mean: float = 0.5
-    progress: Progress = lambda what, more: None
+    sample: BatchSample  # global batches on which layouts are compared
+    choices: PackingChoices  # packings and shardings to try
+    workers: Workers  # processes that run the trials
+    top: int = 10  # number of best layouts that must be right
+    max_delay_mean: float = 0.5  # most steps that a token may be delayed on average
+    progress: Progress = lambda what, more: None  # called after each group of trials
 
     def search(self, layouts: Layouts, own: RunSpec | None = None) -> Search:
-        """Runs all depths. own: a run that is also simulated as it is.
+        """Run all depths.
 
-        Raises UserError where no packing of any layout keeps the delay.
+        Args:
+            layouts: The candidates.
+            own: A run that is also simulated as it is; None: there is none.
+
+        Raises:
+            UserError: No packing of any layout keeps the delay limit.
         """
         known = Search(layouts=layouts)
         if own is not None:
@@ -111,14 +122,14 @@ class Tuner:
         return known
 
     def pack(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Packs candidates with their first choice; times of those that find room."""
+        """Pack candidates with their first choice, and return the times of those that fit."""
         todo = [c for c in candidates if c.name not in known.packed]
         found = self._run(todo, _pack_one, "packed", self.choices)
         known.packed.update({trial.layout: trial for trial in found if trial is not None})
         return [known.packed[c.name].time_s for c in candidates if c.name in known.packed]
 
     def tune(self, candidates: Sequence[Candidate], known: Search) -> list[float]:
-        """Tries every packing, shards the best; times of layouts that keep the delay."""
+        """Try every packing, shard the best, and return the times within the delay limit."""
         todo = [c for c in candidates if c.name not in known.tuned]
         found = self._run(todo, _tune_one, "tuned", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})
@@ -126,7 +137,7 @@ class Tuner:
         return [trial.time_s for trial in best if trial is not None]
 
     def polish(self, names: Sequence[str], known: Search) -> None:
-        """Tries all shardings, close policies and longer pipelines of tuned layouts."""
+        """Try all shardings, policies that are nearly as fast, and more micro-batches."""
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
         found = self._run(todo, _polish_one, "polished", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})
@@ -134,6 +145,7 @@ class Tuner:
     def _outline(
         self, candidates: Sequence[Candidate], known: dict[str, Outline], *, is_walked: bool
     ) -> list[float]:
+        """Compute a bound of each candidate and return the times."""
         what = "walked" if is_walked else "priced"
         found = self._run(candidates, TrialRunner.outline, what, is_walked)
         known.update({outline.name: outline for outline in found})
@@ -148,13 +160,25 @@ class Tuner:
         block: int,
         most: int | None = None,
     ) -> bool:
-        """Evaluates blocks of the candidates that have bounds until the rest is too slow; returns
-        whether `most` ended it.
+        """Evaluate candidates in blocks, in the order of their bounds.
+
+        It stops when the rest cannot be among the `top` best.
+
+        Args:
+            bounds: Bounds by name of the candidate; others are left out.
+            layouts: The candidates.
+            evaluate: Evaluates a block and returns times.
+            block: Candidates in a block.
+            most: Most candidates to evaluate; None: no limit.
+
+        Returns:
+            Whether `most` ended it.
         """
         found = [c for c in layouts.candidates if c.name in bounds]
         found.sort(key=lambda c: (bounds[c.name].time_s, c.name))
         times: list[float] = []
         for start in range(0, len(found), block):
+            # The time of the last of the `top` best so far; slower bounds need not be evaluated.
             enough = sorted(times)[self.top - 1] if len(times) >= self.top else float("inf")
             part = [
                 c
@@ -171,7 +195,7 @@ class Tuner:
     def _run(
         self, items: Sequence[Any], function: Callable[..., Any], what: str, *arguments: Any
     ) -> list[Any]:
-        """Results of `function(runner, item, *arguments)`, by groups that share prices."""
+        """Return `function(runner, item, *arguments)` for each item, grouped by equal prices."""
         groups: dict[Any, list[Any]] = {}
         for item in items:
             groups.setdefault(pricing_key(_spec_of(item)), []).append(item)
@@ -183,10 +207,11 @@ class Tuner:
         return out
 
     def _too_late(self, known: Search) -> str:
+        """Return the error message if no layout keeps the delay limit."""
         trials = [trial for tuned in known.tuned.values() for trial in tuned.packed]
         if not trials:
             return (
-                "no layout has room for any of the packing policies; allow fixed or original "
+                "no layout has memory for any of the packing policies; allow fixed or original "
                 "(--policies), or more recompute"
             )
         least = min(trials, key=lambda t: (t.mean_delay, t.name))
@@ -198,10 +223,11 @@ class Tuner:
 
 
 GroupTask = tuple[BatchSample, Callable[..., Any], Sequence[Any], tuple[Any, ...]]
+"""Sample, function, items with equal prices, and further arguments."""
 
 
 def _run_group(task: GroupTask) -> list[Any]:
-    """Results of `function(runner, item, *arguments)` for items that share prices."""
+    """Run a task: return `function(runner, item, *arguments)` for each of its items."""
     sample, function, items, arguments = task
     runner = TrialRunner.of(_spec_of(items[0]), sample)
     return [function(runner, item, *arguments) for item in items]
@@ -264,7 +290,7 @@ def _polish_one(
 
 
 def _faster(best: Trial, other: Trial | None) -> Trial:
-    """The faster trial; ties go to `best`."""
+    """Return the faster trial, or `best` if they are equal."""
     return other if other is not None and other.time_s < best.time_s else best
 
 

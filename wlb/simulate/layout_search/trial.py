@@ -1,10 +1,15 @@
-"""Simulates one layout with its packing and sharding on a sample of global batches.
+"""Simulate one layout with its packing and sharding on a sample of global batches.
 
-Four depths, each more exact and more expensive: `work` (work of the mean pipeline rank, no graph: a
-lower bound), `even` (one mean step through the graph), `packed` (every step packed, attention
-spread evenly over CP ranks) and `sharded` (`simulate_run`: the result that counts). All give
-seconds a global batch, flush included, so layouts compare on the same documents. Layouts of equal
-degrees and recompute share plans and spans where memory gives them equal S_max and T.
+There are four depths, each more exact and more expensive:
+
+- `work`: work of the mean pipeline rank, without a graph; a lower bound.
+- `even`: one mean step through the graph.
+- `packed`: every step is packed, and attention is spread evenly over CP ranks.
+- `sharded`: every step is packed and sharded (`simulate_run`); the result that counts.
+
+All give seconds per global batch with the flush included, so layouts are compared on the same
+documents. Layouts with equal degrees and recompute share plans and spans if memory gives them equal
+S_max and T.
 """
 
 from collections.abc import Sequence
@@ -28,22 +33,23 @@ from wlb.simulate.step import Simulator, chunked
 from wlb.spec import Policy, RunSpec
 
 RETRIES = 3
-"""Attempts of a trial, each with less packing memory if the one before exceeded the plan."""
+"""Attempts of a trial; each has less memory for packing if the one before exceeded the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchSample:
-    """Global batches that every trial packs. device: whose profile `cost.profile = auto` takes."""
+    """Global batches that every trial packs."""
 
-    batches: tuple[GlobalBatch, ...]
-    device: str
+    batches: tuple[GlobalBatch, ...]  # the global batches
+    device: str  # "cpu" or "cuda", whose profile is used if `cost.profile` is "auto"
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of all batches."""
         return sum(batch.documents.num_tokens for batch in self.batches)
 
     def pieces(self, window: int) -> IntArray:
-        """Lengths of all documents, cut at the window as packing does."""
+        """Return the lengths of all documents, cut at the window as packing does."""
         lengths = np.concatenate([batch.documents.length for batch in self.batches])
         whole = np.full(int((lengths // window).sum()), window, np.int64)
         rest = lengths % window
@@ -52,13 +58,14 @@ class BatchSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A bound of a layout's time. terms: seconds a global batch."""
+    """A lower bound of a layout's time."""
 
-    name: str
-    terms: TermSeconds
+    name: str  # name of the layout
+    terms: TermSeconds  # seconds per global batch, by term
 
     @property
     def time_s(self) -> float:
+        """Seconds per global batch."""
         return sum(self.terms.values())
 
 
@@ -66,37 +73,37 @@ _FIGURES = (
     *("tokens_per_s", "mfu", "bubble", "imbalance", "mean_delay", "max_delay"),
     *("peak_memory_bytes", "fullest_rank"),
 )
-"""Fields of a trial that are in its JSON under their own names."""
+"""Fields of a trial that its JSON has under their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A layout simulated on the sample. time_s, balanced_s, terms: seconds a global batch. caps:
-    S_max and T of packing. is_sharded: False where CP ranks were assumed even.
-    """
+    """A layout simulated on the sample."""
 
-    spec: RunSpec
-    is_sharded: bool
-    num_steps: int
-    time_s: float
-    balanced_s: float
-    terms: TermSeconds
+    spec: RunSpec  # the run with this layout, packing and sharding
+    is_sharded: bool  # False: CP ranks were assumed even
+    num_steps: int  # simulated steps, with the flush
+    time_s: float  # seconds per global batch
+    balanced_s: float  # seconds per global batch under perfect balance
+    terms: TermSeconds  # seconds per global batch, by term
     tokens_per_s: float
     mfu: float
-    bubble: float
+    bubble: float  # mean fraction of time outside passes
     imbalance: float
-    mean_delay: float
-    max_delay: int
-    peak_memory_bytes: int
-    fullest_rank: int
-    caps: TokenCaps
+    mean_delay: float  # steps
+    max_delay: int  # steps
+    peak_memory_bytes: int  # peak of the fullest rank
+    fullest_rank: int  # the pipeline rank with the highest peak
+    caps: TokenCaps  # S_max and T of the packing
 
     @property
     def name(self) -> str:
+        """Name of the layout, packing and sharding."""
         return f"{name_of(self.spec)} {self.packing} {self.spec.sharding.strategy}"
 
     @property
     def layout(self) -> str:
+        """Name of the layout."""
         return name_of(self.spec)
 
     @property
@@ -106,12 +113,14 @@ class Trial:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak is within the memory that plans may use."""
         return self.peak_memory_bytes <= planned_bytes(self.spec)
 
     @property
     def packing(self) -> str:
-        """The policy with its caps, "bounded S 1.5 T 1.1", and M micro-batches where these are not
-        as many as windows.
+        """The policy with its caps, such as "bounded S 1.5 T 1.1".
+
+        "M 12" follows if there are 12 micro-batches instead of one per window.
         """
         section, window = self.spec.packing, self.spec.data.context_window
         if not section.varies_lengths:
@@ -127,6 +136,7 @@ class Trial:
         return out + (f" price {section.delay_price:.2g}" if section.delay_price else "")
 
     def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return {
             "layout": self.layout,
             "packing": self.packing,
@@ -143,23 +153,26 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialRunner:
-    """Runs trials of layouts that price documents alike; caches the plans and spans they share."""
+    """Runs trials of layouts with equal prices, and caches the plans and spans that they share."""
 
-    sample: BatchSample
-    cost: ProfiledWorkload
+    sample: BatchSample  # global batches
+    cost: ProfiledWorkload  # prices of the layouts
+    # packed steps, by packing section and caps
     plans: dict[tuple[Any, ...], tuple[StepPlan, ...]] = field(
         default_factory=dict[tuple[Any, ...], tuple[StepPlan, ...]]
     )
+    # sharded steps, by packing section, caps and sharding section
     spans: dict[tuple[Any, ...], tuple[ShardedStep, ...]] = field(
         default_factory=dict[tuple[Any, ...], tuple[ShardedStep, ...]]
     )
 
     @classmethod
     def of(cls, spec: RunSpec, sample: BatchSample) -> "TrialRunner":
+        """Return a runner for layouts with the prices of `spec`."""
         return cls(sample=sample, cost=workload_for(spec, sample.device))
 
     def outline(self, candidate: Candidate, is_walked: bool) -> Outline:
-        """The bound `even` (walked) or `work`."""
+        """Return the bound `even` (if `is_walked`: through the graph) or `work`."""
         spec = candidate.spec
         prices = _even_prices(spec, self.cost, self.sample)
         if is_walked:
@@ -169,24 +182,28 @@ class TrialRunner:
         return Outline(name=candidate.name, terms=terms)
 
     def packed(self, spec: RunSpec) -> Trial | None:
-        """A `packed` trial; None where memory leaves packing no room."""
+        """Run a `packed` trial; None if packing does not fit into memory."""
         return self._within_memory(spec, is_sharded=False)
 
     def sharded(self, spec: RunSpec) -> Trial | None:
-        """A `sharded` trial; None where memory leaves packing no room."""
+        """Run a `sharded` trial; None if packing does not fit into memory."""
         return self._within_memory(spec, is_sharded=True)
 
     def as_it_is(self, spec: RunSpec) -> Trial:
-        """A `sharded` trial without a memory limit."""
+        """Run a `sharded` trial without a memory limit."""
         return self._try(spec, is_sharded=True)
 
     def _within_memory(self, spec: RunSpec, *, is_sharded: bool) -> Trial | None:
+        """Run a trial; if it exceeds the memory limit, retry with less memory for packing.
+
+        Returns None if packing never fits.
+        """
         limit = planned_bytes(spec)
         for _ in range(RETRIES):
             try:
                 trial = self._try(spec, is_sharded=is_sharded)
             except UserError:
-                # Memory leaves packing no room to catch up.
+                # Memory leaves no tokens with which packing could catch up.
                 return None
             if trial.fits:
                 return trial
@@ -200,6 +217,7 @@ class TrialRunner:
         return None
 
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
+        """Run a trial; it packs only if no earlier trial had equal packing."""
         caps = effective_caps(spec)
         key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
@@ -214,6 +232,7 @@ class TrialRunner:
         return _trial(run, caps, is_sharded=is_sharded, num_batches=len(self.sample.batches))
 
     def _spans(self, spec: RunSpec, packing: tuple[Any, ...]) -> tuple[ShardedStep, ...]:
+        """Shard the steps of a packing, or return them from the cache."""
         key = (*packing, spec.sharding)
         if key not in self.spans:
             planner = Planner.from_spec(spec, ListedBatches(self.sample.batches), self.cost)
@@ -223,15 +242,15 @@ class TrialRunner:
 
 
 def pricing_key(spec: RunSpec) -> tuple[int, int, int, int, int, str, bool]:
-    """Specs with equal keys give documents equal prices."""
+    """Return a key that is equal for runs that give documents equal prices."""
     p = spec.parallel
-    # Weights' gradients in passes of their own hide no transfer of experts' rows.
+    # Weight gradients in separate passes cannot hide transfers of experts' rows.
     hides_less = p.ep > 1 and spec.splits_backward
     return p.tp, p.cp, p.pp, p.dp, p.ep, str(spec.training.recompute), hides_less
 
 
 def effective_caps(spec: RunSpec) -> TokenCaps:
-    """S_max and T of packing; the window for policies that pack to it."""
+    """Return S_max and T of a run's packing; S_max is the window for policies that pack windows."""
     if spec.packing.varies_lengths:
         s_max, step_tokens = caps_of(spec)
         return TokenCaps(s_max=s_max, step_tokens=step_tokens)
@@ -239,7 +258,7 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 
 
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
-    """Prices of one mean step of one pipeline."""
+    """Return the prices of one mean step of one pipeline."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)
@@ -263,7 +282,7 @@ def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> 
 
 
 def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorkload) -> StepPrices:
-    """Prices of packed steps with every micro-batch's attention spread evenly over CP ranks."""
+    """Return the prices of packed steps if attention is spread evenly over CP ranks."""
     dp, n, cp = spec.parallel.dp, spec.micro_batches_per_pipeline, spec.parallel.cp
     tokens = np.zeros((len(plans), dp, n), np.int64)
     for s, plan in enumerate(plans):
@@ -287,7 +306,7 @@ def packed_prices(plans: Sequence[StepPlan], spec: RunSpec, cost: ProfiledWorklo
 
 
 def _packed_run(simulator: Simulator, plans: tuple[StepPlan, ...]) -> RunSimulation:
-    """`simulate_run` without sharding."""
+    """Simulate packed steps without sharding."""
     spec, cost = simulator.spec, simulator.cost
     parts = [simulator.run(packed_prices(chunk, spec, cost)) for chunk in chunked(plans)]
     return collected(parts, plans, tuple(plan.predicted for plan in plans))
@@ -316,4 +335,5 @@ def _trial(run: RunSimulation, caps: TokenCaps, *, is_sharded: bool, num_batches
 
 
 def _short(value: float) -> str:
+    """Return a number with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,9 +1,10 @@
-"""Explains why other layouts lost: the best of each family against the winner, term by term.
+"""Explain why other layouts lost: compare the best of each family with the winner, term by term.
 
-A family is a degree of TP, CP or PP, a schedule, a kind of recompute, or the run's own layout.
-Layouts are compared at the same depth (both tuned, or both packed with the first choice); term
-differences add up to the time difference, so the terms that grew most are the reason. Where memory
-refuses a whole family, the closest layout and the bytes it lacks are named.
+A family is all layouts with one degree of TP, CP, PP or EP, one schedule or one kind of recompute,
+or the run's own layout. Two layouts are compared at the same depth of the search (both tuned, or
+both packed with the first choice). Differences of terms add up to the difference of time, so the
+terms that grew most are the reason. If no layout of a family fits into memory, the closest one and
+the missing bytes are named.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,13 @@ from wlb.simulate.layout_search.trial import Trial, TrialRunner
 from wlb.spec import Recompute, RunSpec, Schedule
 
 OWN = "the run's own layout"
+"""Label of the family that has only the layout of the user's run."""
 COMPARED = ("tp", "cp", "pp", "ep")
+"""Axes whose degrees are families."""
 WORTH_NAMING = 0.1
-"""A term is named if it is at least this share of all growth."""
+"""A term is named if it is at least this fraction of all growth."""
 MOST_NAMED = 3
+"""Most terms that are named."""
 WORDS = {
     "gemm": "matrix products",
     "elementwise": "element-wise operators",
@@ -37,16 +41,15 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loser:
-    """A family that lost. trial: its best, None where nothing fits. behind: its time over the
-    winner's at the same depth, minus 1.
-    """
+    """A family that lost."""
 
-    label: str
-    why: str
-    trial: Trial | None = None
-    behind: float = 0.0
+    label: str  # name of the family
+    why: str  # the terms that made it slower, or why it does not fit
+    trial: Trial | None = None  # its best layout; None if none fits
+    behind: float = 0.0  # its time over the winner's at the same depth, minus 1
 
     def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return {
             "family": self.label,
             "why": self.why,
@@ -57,15 +60,23 @@ class Loser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
-    """The winner's layout with other policies and other shardings, all `sharded`."""
+    """The winner's layout with other settings, simulated with all spans (`TrialRunner.sharded`)."""
 
-    policies: tuple[Trial, ...]
-    strategies: tuple[Trial, ...]
+    policies: tuple[Trial, ...]  # the best trial of each packing policy
+    strategies: tuple[Trial, ...]  # one trial of each sharding strategy
 
 
 def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) -> list[Loser]:
-    """The families that the winner does not belong to. own: a run whose layout is a family. node:
-    ranks of a node. Packs the best candidate of a family, tunes that of the own layout, if needed.
+    """Return the families to which the winner does not belong.
+
+    The best candidate of each family is packed first if it was not yet; the run's own layout is
+    tuned.
+
+    Args:
+        tuner: Runs the missing trials.
+        known: Results of the search.
+        own: The user's run, whose layout is a family; None: leave it out.
+        node: Ranks of a node.
     """
     winner = known.ranking[0]
     families = _families(known.layouts, winner.spec, own)
@@ -81,7 +92,7 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
 
 
 def references_of(tuner: Tuner, winner: Trial) -> References:
-    """Trials of the winner's layout with every policy and every sharding strategy."""
+    """Simulate the winner's layout with every policy and every sharding strategy."""
     spec, choices = winner.spec, tuner.choices
     runner = TrialRunner.of(spec, tuner.sample)
     candidate = Candidate(spec=spec, need_bytes=0, caps=winner.caps)
@@ -105,14 +116,20 @@ def references_of(tuner: Tuner, winner: Trial) -> References:
 
 
 def difference(loser: TermSeconds, winner: TermSeconds) -> TermSeconds:
-    """Seconds by which the loser's terms exceed the winner's, largest first."""
+    """Return the seconds by which the loser's terms exceed the winner's, largest first."""
     names = dict.fromkeys([*winner, *loser])
     found = {name: loser.get(name, 0.0) - winner.get(name, 0.0) for name in names}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
-    """The terms that grew most and the one that shrank most, as text."""
+    """Return the terms that grew most, and the term that shrank most, as text.
+
+    Args:
+        loser: The slower layout.
+        winner: The faster layout.
+        node: Ranks of a node.
+    """
     terms = difference(loser.terms, winner.terms)
     grown = sum(s for s in terms.values() if s > 0)
     named = [(n, s) for n, s in terms.items() if s > 0 and s >= WORTH_NAMING * grown][:MOST_NAMED]
@@ -124,6 +141,7 @@ def reasons(loser: Trial, winner: Trial, *, node: int) -> str:
 
 
 def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
+    """Return a term's readable name with the property of the layout that explains it."""
     text, parallel = WORDS.get(name, name), loser.spec.parallel
     if name == "tp_comm" and parallel.tp > node:
         text += f" (groups over {-(-parallel.tp // node)} nodes)"
@@ -138,7 +156,10 @@ def _words(name: str, loser: Trial, winner: Trial, node: int) -> str:
 
 
 def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[str, list[Candidate]]:
-    """Candidates by family without the winner's families; empty where nothing fits."""
+    """Return candidates by family, without the winner's families.
+
+    A family of which no layout fits into memory has an empty list.
+    """
     out: dict[str, list[Candidate]] = {}
     own_label = "" if own is None else f"{OWN}, {degrees_of(own)}"
     if own is not None and degrees_of(own) != degrees_of(winner):
@@ -160,18 +181,19 @@ def _families(layouts: Layouts, winner: RunSpec, own: RunSpec | None) -> dict[st
 
 
 def _labels(spec: RunSpec) -> list[str]:
-    """Return all families that a layout may belong to."""
+    """Return all families to which a layout may belong."""
     degrees = [f"{axis} {getattr(spec.parallel, axis)}" for axis in COMPARED]
     return [f"{OWN}, {degrees_of(spec)}", *degrees, *_pipeline_labels(spec)]
 
 
 def _pipeline_labels(spec: RunSpec) -> list[str]:
+    """Return the families of a layout's schedule and recompute."""
     recompute = f"recompute {spec.training.recompute}"
     return [recompute] if spec.parallel.pp == 1 else [str(spec.pp.schedule), recompute]
 
 
 def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
-    """The fastest candidate at the deepest depth that any of them reached."""
+    """Return the fastest candidate at the deepest depth that any of them reached."""
 
     def key(candidate: Candidate) -> tuple[int, float, str]:
         name = candidate.name
@@ -186,6 +208,7 @@ def _likeliest(group: Sequence[Candidate], known: Search) -> Candidate:
 
 
 def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, node: int) -> Loser:
+    """Compare the best candidate of a family with the winner."""
     if best is None:
         return Loser(label=label, why=_does_not_fit(label, known.layouts))
     tuned = known.tuned.get(best.name)
@@ -194,7 +217,7 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
     elif best.name in known.packed and winner.layout in known.packed:
         trial, against = known.packed[best.name], known.packed[winner.layout]
     else:
-        return Loser(label=label, why=f"{best.name}: no packing setting finds room in its memory")
+        return Loser(label=label, why=f"{best.name}: no packing setting fits into its memory")
     return Loser(
         label=label,
         why=reasons(trial, against, node=node),
@@ -204,6 +227,7 @@ def _compared(label: str, best: Candidate | None, known: Search, winner: Trial, 
 
 
 def _does_not_fit(label: str, layouts: Layouts) -> str:
+    """Say why no layout of a family is possible."""
     found = [large for large in layouts.too_large if label in _labels(large.spec)]
     if not found:
         return "no such layout is possible or within the restrictions"

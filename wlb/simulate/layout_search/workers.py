@@ -1,4 +1,4 @@
-"""Runs independent tasks on several processes; results keep the order of the tasks."""
+"""Run independent tasks on several processes; results keep the order of the tasks."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,10 @@ R = TypeVar("R")
 
 @dataclass(slots=True, kw_only=True)
 class Workers:
-    """A context manager. jobs = 1 runs in this process; else functions and tasks must pickle."""
+    """A context manager for processes; with jobs = 1 tasks run in this process.
+
+    With more jobs, functions and tasks must pickle.
+    """
 
     jobs: int = 1
     pool: ProcessPoolExecutor | None = field(default=None, init=False)
@@ -30,7 +33,7 @@ class Workers:
             self.pool = ProcessPoolExecutor(
                 self.jobs,
                 mp_context=get_context("spawn"),
-                initializer=signal.signal,  # this process handles Ctrl-C
+                initializer=signal.signal,  # workers ignore Ctrl-C; this process handles it
                 initargs=(signal.SIGINT, signal.SIG_IGN),
             )
         return self
@@ -41,7 +44,7 @@ class Workers:
             self.pool = None
 
     def each(self, function: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-        """Yields results in the order of the tasks, each as soon as it is there."""
+        """Yield results in the order of the tasks, each as soon as it is available."""
         if self.pool is None or len(tasks) < 2:
             return map(function, tasks)
         return self.pool.map(function, tasks)
