@@ -97,7 +97,7 @@ def test_a_format_of_pictures_that_is_none_is_refused(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "step.xyz", "demo", "--synthetic", "wlb_paper"]) == 2
-    assert "step.xyz: xyz is no format of pictures; use .png" in capsys.readouterr().err
+    assert "step.xyz: matplotlib cannot write xyz pictures; use .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [60, 80])

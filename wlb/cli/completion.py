@@ -44,6 +44,7 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb completion`."""
     parser = commands.add_parser(
         "completion",
         help="print a script that completes commands and keys in bash or zsh",
@@ -55,6 +56,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Print the script and return the exit status."""
     parsers: dict[str, argparse.ArgumentParser] = options.commands.choices
     script = _SCRIPT.format(
         shell=options.shell,
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Options of a command and of its own commands, whose names come first."""
+    """Yield the options of a command; names and options of its subcommands follow them."""
     for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
         yield from (name for name in action.option_strings if name.startswith("--"))
         if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]

@@ -40,6 +40,7 @@ should be, or close to a limit. Exit status: 0 without a fail, 3 with one, 2 for
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb doctor`."""
     parser = commands.add_parser(
         "doctor",
         help="examine GPUs, kernels and network before a run",
@@ -62,6 +63,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if not options.timeout > 0:
         raise UserError(f"--timeout = {options.timeout:g} must be above 0")
     check_outputs(options.json, needs_plots=False)
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
-    """Prints and writes the findings, in rank 0's process."""
+    """Print and write the findings; called in rank 0's process."""
     from wlb.doctor import Verdict, counts, is_failed
 
     summary = {str(verdict): count for verdict, count in counts(findings).items()}
@@ -113,7 +115,7 @@ def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any])
 
 
 def _answer(name: str, findings: Sequence[Any]) -> str:
-    """Whether the run can start here, in a sentence, with the checks that speak against it."""
+    """Say in a sentence whether the run can start here, and which checks failed or warned."""
     from wlb.doctor import Verdict
 
     of = {v: [f for f in findings if f.verdict == v] for v in (Verdict.FAIL, Verdict.WARN)}

@@ -16,7 +16,12 @@ _UNUSED = "systems steps step in_order device trace timeline over_memory strict 
 
 
 def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> None:
-    """UserError for options that have no effect with --run. defaults: of all options."""
+    """Raise a UserError if options are given that have no effect with --run.
+
+    Args:
+        options: The command line.
+        defaults: The defaults of all options.
+    """
     given = [
         name if name == "NAME" else f"--{name.replace('_', '-')}"
         for name, dest in (*((n, n) for n in _UNUSED.split()), ("NAME", "name"))
@@ -30,6 +35,7 @@ def refuse_others(options: argparse.Namespace, defaults: argparse.Namespace) -> 
 
 
 def show(options: argparse.Namespace) -> int:
+    """Simulate the run's steps, print them beside the measured ones, and return the exit status."""
     with output.needs_train_extra("--run needs"):
         from wlb.validation.recorded import simulate_recorded
     other = [o for o in options.overrides if not o.startswith(_PROFILE)]

@@ -1,4 +1,4 @@
-"""`wlb init`: print a preset as a TOML file of one's own, with every key and its meaning."""
+"""`wlb init`: print a preset as a TOML file to edit, with every key and its meaning."""
 
 import argparse
 from typing import Any
@@ -8,8 +8,8 @@ from wlb.cli.system import with_system
 from wlb.spec import KNOWN_SYSTEMS, load, presets, to_commented_toml
 
 _DESCRIPTION = """\
-Print a preset, or a TOML file, as a file of your own: what it sets, and below a comment on each of
-them all other keys with their defaults, commented out. The file trains the same run.
+Print a preset, or a TOML file, as a file of your own. It has the keys that the preset sets, and all
+other keys with their defaults, commented out. Every key is explained. The file trains the same run.
 
   wlb init demo > my.toml
   wlb init 7b_128k --system wlb --set parallel.dp=4 training.steps=20000 > my.toml
@@ -17,6 +17,7 @@ them all other keys with their defaults, commented out. The file trains the same
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb init`."""
     parser = commands.add_parser(
         "init",
         help="print a preset as a file of your own, with every key explained",
@@ -32,6 +33,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
     made_by = f"wlb {' '.join(options.words)}"
     print(to_commented_toml(spec, comments=(f"Made by {made_by}.",)), end="")

@@ -1,4 +1,4 @@
-"""`wlb COMMAND ...`, the same as `python -m wlb` (and `python -m wlb.train` for `wlb train`)."""
+"""The command line: `wlb COMMAND ...`, which is the same as `python -m wlb COMMAND ...`."""
 
 import argparse
 import sys
@@ -39,12 +39,22 @@ _COMMANDS = (init, prepare, train, doctor, pack, plan, simulate, tune, rehearse,
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return 0 on success, 1 for a failed run, 2 for bad input, 3 for an examination
-    that found a fault and a dry run that does not fit, 4 for a run that was asked to end early and
-    saved, 130 if interrupted.
+    """Run a command and return its exit status.
 
-    A UserError, or an OSError of a user's path, is one line on stderr; any other exception is a bug
-    and keeps its traceback.
+    A UserError, or an OSError of a user's path, prints one line on stderr. Any other exception is a
+    defect of wlb and keeps its traceback.
+
+    Args:
+        arguments: Words of the command line without the program's name; None means `sys.argv`.
+
+    Returns:
+        The exit status:
+        - 0: success
+        - 1: a run failed
+        - 2: the input was wrong
+        - 3: an examination found a fault, or a dry run does not fit in memory
+        - 4: a run was stopped early by a signal or a file, and has saved
+        - 130: interrupted
     """
     never_fail_to_encode(sys.stdout)
     parser, commands = parser_of()
@@ -77,20 +87,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Shortens messages, which quote the value of an option whatever its length."""
+    """A parser that shortens its messages, because they quote an option's value of any length."""
 
     def error(self, message: str) -> NoReturn:
         super().error(shortened(message))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Python 3.11 leaves "--" out, and the option's value is an empty list.
+        # Python 3.11 drops the word "--" and would use an empty list as the option's value.
         if action.nargs is None and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
 
 
 def _command_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.ArgumentParser:
-    """The parser of the command, or of its own command, that the words name."""
+    """Return the parser of the command, or of the subcommand, that the words name."""
     for word in words:
         for action in parser._actions:  # argparse has no public list
             if isinstance(action, argparse._SubParsersAction) and word in action.choices:
@@ -100,7 +110,7 @@ def _command_of(parser: argparse.ArgumentParser, words: list[str]) -> argparse.A
 
 
 def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """Ends with the command's usage, and an option that may be meant."""
+    """Exit with the command's usage, and the known option that may be meant."""
     name = unknown[0].split("=")[0]
     if not name.startswith("-"):
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -109,7 +119,7 @@ def _refuse_unknown(command: argparse.ArgumentParser, unknown: list[str]) -> NoR
 
 
 def parser_of() -> tuple[argparse.ArgumentParser, Any]:
-    """The parser of the command line, and its commands."""
+    """Return the parser of the command line, and its commands."""
     parser = _Parser(
         prog="wlb",
         description="Workload-balanced 4-D parallelism for LLM training.",
@@ -127,7 +137,7 @@ def parser_of() -> tuple[argparse.ArgumentParser, Any]:
 
 @contextmanager
 def _one_line_warnings(command: str) -> Generator[None]:
-    """Print a warning of an old key without the source line of wlb that raised it."""
+    """Print warnings about old configuration keys without the source line that raised them."""
     before = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any) -> None:

@@ -1,4 +1,4 @@
-"""Declare options in one call each: flags, texts, values whose type is that of their default."""
+"""Helpers that declare command-line options: flags, texts, and numbers with defaults."""
 
 import argparse
 from collections.abc import Callable
@@ -9,13 +9,15 @@ from wlb.plan.errors import shortened
 from wlb.plan.numerals import real_of, size_of, whole_of
 
 MOST = 10**9
-"""Largest number that an option takes, unless it names another."""
+"""Largest number that an option accepts, unless the option has another limit."""
 MOST_PROCESSES = 4096
 
 
 def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str], Any]:
-    """The type of an option for numbers of at most `most` in magnitude, beyond which a command
-    would not end; infinity means "no limit" where a command permits it.
+    """Return a parser of numbers, for the `type` of an option.
+
+    Numbers of a magnitude above `most` are refused, because a command would not end with them.
+    Infinity is accepted; commands that permit it take it as "no limit".
     """
     what = "a whole number" if kind is int else "a number"
 
@@ -28,13 +30,13 @@ def number(kind: type[int] | type[float], most: float = MOST) -> Callable[[str],
             raise argparse.ArgumentTypeError(f"{shortened(text, 40)} must be at most {most}")
         return value
 
-    # argparse names the type in messages by it.
+    # argparse uses the function's name in its messages.
     parsed.__name__ = kind.__name__
     return parsed
 
 
 def size(text: str) -> int:
-    """The type of an option for a number of bytes, such as 5GB."""
+    """Parse a number of bytes such as 5GB, for the `type` of an option."""
     try:
         return size_of(text)
     except ValueError as error:
@@ -47,16 +49,24 @@ def add_flag(parser: Any, name: str, text: str) -> None:
 
 
 def add_text(parser: Any, name: str, metavar: str, text: str, **more: Any) -> None:
-    """Add an option that takes a text or a file's name. more: keywords of `add_argument`."""
+    """Add an option that takes a text or a file's name; `more` goes to `add_argument`."""
     parser.add_argument(name, metavar=metavar, help=text, **more)
 
 
 def add_value(
     parser: Any, name: str, usual: Any, text: str, *, most: float = MOST, **more: Any
 ) -> None:
-    """Add an option with a default, which is shown and decides the type. usual: the default; an
-    enumeration member offers all members, a tuple takes several values. most: largest number. more:
-    keywords of `add_argument`, which override these.
+    """Add an option with a default, which decides the option's type and is shown in its help.
+
+    Args:
+        parser: A parser or a group of one.
+        name: The option, with its dashes.
+        usual: The default. For an enumeration member all members are choices; a tuple takes several
+            values.
+        text: The help text.
+        most: Largest number.
+        **more: Further arguments of `add_argument`; they override those that follow from the
+            default.
     """
     kind: Any = type(usual)
     shown, settings = usual, {"default": usual}
@@ -71,12 +81,12 @@ def add_value(
 
 
 def add_overrides(parser: Any, **more: Any) -> None:
-    """Add --set, whose values `options.overrides` holds in order."""
+    """Add --set; `options.overrides` then lists its values in order."""
     more = {"nargs": "+", "action": "extend", "default": [], **more}
     parser.add_argument("--set", dest="overrides", **more)
 
 
 def add_json(parser: Any, what: str) -> None:
-    """Add --json [FILE]."""
+    """Add --json [FILE]; `what` says in the help what is written."""
     text = f"{what} as JSON, to stdout or a file"
     add_text(parser, "--json", "FILE", text, nargs="?", const="-")

@@ -1,4 +1,4 @@
-"""Output that commands share: JSON, text for any stream, written files, missing packages."""
+"""Output that commands share: JSON, text that any stream can encode, files, missing packages."""
 
 import argparse
 import codecs
@@ -20,15 +20,20 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def never_fail_to_encode(stream: Any) -> None:
-    """Let a stream escape characters that it cannot encode (`escaped`), such as those of a file's
-    name on a terminal of ASCII: an error would come when the work is done.
+    """Make a stream escape characters that it cannot encode (`escaped`).
+
+    A file's name may have such characters, for example on an ASCII terminal, and without this an
+    error would occur after all work is done.
     """
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors=ESCAPED)
 
 
 def escaped(error: UnicodeError) -> tuple[str, int]:
-    """A handler of encoding errors that writes what TOML and JSON read back in quoted strings."""
+    """Replace characters that cannot be encoded by escapes that TOML and JSON strings understand.
+
+    This is a handler for `codecs.register_error`.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     codes = map(ord, error.object[error.start : error.end])
@@ -40,12 +45,16 @@ codecs.register_error(ESCAPED, escaped)
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file. Bytes of a file's name that are no UTF-8 are escaped."""
+    """Write a UTF-8 file; bytes of file names that are not valid UTF-8 are escaped."""
     Path(path).write_text(text, "utf-8", ESCAPED)
 
 
 def write_json(options: argparse.Namespace, data: dict[str, Any]) -> bool:
-    """Write `data` to --json, if given; True if stdout has it and takes nothing else."""
+    """Write `data` to where --json says, if anywhere.
+
+    Returns:
+        Whether it was printed to stdout; the caller then must not print anything else.
+    """
     if options.json is None:
         return False
     text = json.dumps(data, indent=1, allow_nan=False)
@@ -64,19 +73,24 @@ def print_written(console: Console, *paths: str | None) -> None:
 
 
 def check_figure(path: str | None) -> None:
-    """Raise UserError, before any work, for a picture's format that matplotlib does not write."""
+    """Raise a UserError, before any work, for a picture format that matplotlib cannot write."""
     suffix = Path(path or "").suffix.removeprefix(".")
     if not suffix:
         return
     from matplotlib.backend_bases import FigureCanvasBase
 
     if suffix.lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise UserError(f"{path}: {suffix} is no format of pictures; use .png, .svg or .pdf")
+        raise UserError(
+            f"{path}: matplotlib cannot write {suffix} pictures; use .png, .svg or .pdf"
+        )
 
 
 @contextmanager
 def needs_train_extra(what: str) -> Generator[None]:
-    """Raise UserError for a package that an import in this block lacks; what: "training needs"."""
+    """Turn a missing package that this block imports into a UserError with the remedy.
+
+    `what` begins the message, such as "training needs".
+    """
     try:
         yield
     except ModuleNotFoundError as error:

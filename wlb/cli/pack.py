@@ -1,4 +1,4 @@
-"""`wlb pack`: pack an epoch of a token store offline, for `packing.packs`; needs no torch."""
+"""`wlb pack`: pack an epoch of a token store in advance, for `packing.packs`; needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -19,6 +19,7 @@ from wlb.spec import METHODS, load
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb pack`."""
     parser = commands.add_parser(
         "pack",
         help="pack an epoch of a token store offline, for packing.packs",
@@ -36,6 +37,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     spec = load(options.name, options.overrides)
     if not spec.data.store:
         raise UserError("data.store is empty; name the store to pack by --set data.store=PREFIX")
@@ -54,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _table(packs: Packs, store: TokenStore) -> Table:
+    """Return a table that describes the packed epoch."""
     lengths = store.lengths[packs.rows]
     ends = offsets_of(lengths)[packs.offsets]
     tokens = np.diff(ends)

@@ -1,4 +1,4 @@
-"""`wlb plan`: pack and shard a user's document lengths with every policy; needs no torch."""
+"""`wlb plan`: pack and shard document lengths with every packing policy; needs no torch."""
 
 import argparse
 import math
@@ -54,10 +54,11 @@ from wlb.spec import PackingSection, Policy, Remainder, RunSpec, load
 
 SHARDED_STEPS = 8
 MOST_SOLVED = 32
-"""Global batches for solver rows; each solve takes seconds."""
+"""Most global batches that the solver packs, because each takes it seconds."""
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb plan`."""
     parser = commands.add_parser(
         "plan",
         help="compare packing policies on document lengths",
@@ -85,12 +86,15 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    # 1. Load the run and the documents.
     _check(options)
     given = load(options.name, options.overrides)
     spec = sources.filled_in(given, options)
     source = sources.open_source(options, spec)
     cost, priced = _prices(options, spec)
     batches = sources.batches_of(options, spec, source)
+    # 2. Pack the documents with every policy, and shard them with every strategy.
     sections = {variant.label: variant.section for variant in variants_of(spec)}
     own = next(iter(sections))
     # The status is shown only if stderr is a terminal.
@@ -99,11 +103,14 @@ def run(options: argparse.Namespace) -> int:
         if options.ilp:
             runs += _solved(options, spec, batches, cost)
     sharding = _sharding(spec, batches, cost)
+    # 3. Describe the documents and the setting.
     facts = sources.facts_shown(source, batches, spec)
     setting = _setting(spec, cost, len(batches), priced=priced)
     masks_labels = sources.masks_labels(source)
     stream = _stream(options, source, batches)
     more = weight_remark(runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels)
+    # 4. Compare with the usual loader: how much does the best policy save, and the run as it is
+    # set?
     first: list[str] = []
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget
@@ -133,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
         first.append(f"By packing alone, as {options.name} is set: {gain}.")
     elif options.out:
         raise UserError("--out: no step of the usual loader to compare with; give more --steps")
+    # 5. Write the page and the JSON, or print the tables.
     if options.html:
         page = packing_page(
             title=f"Packing {source.name} in windows of {spec.data.context_window:,} tokens",
@@ -169,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse wrong options before any work."""
+    """Refuse invalid options before any work."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     sources.check_outputs(
         options.json, options.html, needs_plots=bool(options.html), settings=options.out
@@ -184,7 +192,7 @@ def _check(options: argparse.Namespace) -> None:
 def _prices(
     options: argparse.Namespace, spec: RunSpec
 ) -> tuple[ProfiledWorkload | CountedWorkload, str]:
-    """What documents cost, and by what in words: a kernel profile, or a config.json's FLOPs."""
+    """Return the cost model, and a description of it: a kernel profile or a config.json's FLOPs."""
     if options.model:
         model = counted(options.model)
         return workload_of_model(model), f"FLOPs of {model}"
@@ -199,17 +207,21 @@ def _simulated(
     batches: list[GlobalBatch],
     best: PackingSection,
 ) -> list[SavedShare]:
-    """Shares of the usual trainer's GPU hours that whole simulated steps save: with the best
-    policy, and as the run is set.
+    """Simulate whole steps and return the saved shares of the usual loader's GPU hours.
+
+    Returns:
+        The share that the best policy saves, and the share that the run saves as it is set.
     """
     some = batches[: batches_to_compare(spec)]
     with console(stderr=True).status("simulating"):
-        # The run's own section is not changed, so that the figure is `wlb simulate`'s.
+        # If the run's packing is already the best, simulate the run unchanged, so that the figure
+        # equals the one of `wlb simulate`.
         ours = [spec if best == spec.packing else packed_by(spec, best), spec]
         return simulated_shares(cost, some, usual=usual, ours=ours)
 
 
 def _shares_of(simulated: Sequence[SavedShare]) -> dict[str, float | None]:
+    """Return the shares as entries of the JSON output."""
     first, second = (*simulated, None, None)[:2]
     return {
         "simulated": first and first.saved,
@@ -228,8 +240,19 @@ def _take_away(
     *,
     masks_labels: bool,
 ) -> list[str]:
-    """Write the best policy's run to --out; else a sentence on how to, if it saves anything.
-    section: of that policy. shares: of GPU hours that whole simulated steps save.
+    """Write the best policy's settings to --out, or describe in a sentence how to write them.
+
+    Args:
+        options: The command line.
+        given: The run as the user wrote it.
+        saving: The best policy and the usual loader.
+        section: The best policy's [packing] section.
+        why: What was found, for a comment in the file.
+        shares: Saved shares of GPU hours from simulated steps; None without a simulation.
+        masks_labels: Whether the store marks which tokens are trained.
+
+    Returns:
+        At most one sentence; none if the best policy saves nothing.
     """
     if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []
@@ -253,7 +276,7 @@ def _verdict(
     saving: Saving,
     shares: list[SavedShare] | None,
 ) -> str:
-    """The first line: what balance is worth, for which model on which GPUs."""
+    """Return the first line: what balance saves, for which model on which GPUs."""
     if isinstance(cost, CountedWorkload):
         setting = f"FLOPs of {options.model}"
         return verdict(saving, setting=setting, simulated=None, error=None)
@@ -272,7 +295,7 @@ def _verdict(
 def _assumes(
     options: argparse.Namespace, spec: RunSpec, cost: ProfiledWorkload | CountedWorkload
 ) -> tuple[str, str]:
-    """What a page's figures rest on: whose prices, and for how many GPUs."""
+    """Return what a page's figures assume: the profile, and the model with its number of GPUs."""
     if isinstance(cost, CountedWorkload):
         return "FLOPs", f"of {options.model}; collectives and pipelines left out"
     gpus = spec.parallel.world_size
@@ -282,6 +305,7 @@ def _assumes(
 
 
 def _provenance(options: argparse.Namespace, setting: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the names and values that a page lists last."""
     return [
         ("command", output.command_of(options)),
         ("settings", f"{options.name} {' '.join(options.overrides)}".strip()),
@@ -301,7 +325,7 @@ def _show(
     own: str,
     more: list[str],
 ) -> None:
-    """Prints the answer, what the documents are, and the policies; with --all all there is."""
+    """Print the answer, the documents and the policies; with --all also every column and remark."""
     # Markup is off because a file's name may have brackets.
     screen = console(markup=False)
     for line in (*first, *facts):
@@ -325,7 +349,7 @@ def _show(
 def _solved(
     options: argparse.Namespace, spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel
 ) -> list[PackingRun]:
-    """Make solver rows, each after a greedy row on the same windows."""
+    """Pack the first batches with the ILP solver, each time after a greedy packer."""
     some = batches[:MOST_SOLVED]
     out: list[PackingRun] = []
     fixed = [v for v in variants_of(spec) if v.section.policy == Policy.FIXED]
@@ -356,9 +380,10 @@ def _stream(options: argparse.Namespace, source: LengthSource, batches: list[Glo
 
 
 def _sharding(spec: RunSpec, batches: list[GlobalBatch], cost: WorkloadModel) -> dict[str, Any]:
-    """Compare sharding strategies on the first steps of the run's own packing.
+    """Compare all sharding strategies on the first steps of the run's packing.
 
-    over_ideal: attention time of the slowest rank over that of the uncut documents / cp.
+    `over_ideal` in the result is the attention time of the slowest rank over an ideal: the
+    attention time of uncut documents, divided by cp.
     """
     cp, own = spec.parallel.cp, str(spec.sharding.strategy)
     if cp == 1:
@@ -414,7 +439,7 @@ def _counted(counts: Counter[str]) -> str:
 def _needed_share(
     plans: Sequence[ShardingPlan], cost: WorkloadModel, *, row_multiple: int
 ) -> float:
-    """Rows that the busiest ranks need over those that an all-gather brings."""
+    """Return the rows that the busiest ranks read over the rows that an all-gather would bring."""
     gathered = sum(
         rows_gathered(
             plan, local_tokens=local_tokens(plan.num_tokens, cp=plan.cp, row_multiple=row_multiple)
@@ -426,6 +451,7 @@ def _needed_share(
 
 
 def _setting(spec: RunSpec, cost: WorkloadModel, steps: int, *, priced: str) -> dict[str, Any]:
+    """Return what was packed, how it was priced, and the layout, for the output."""
     window = spec.data.context_window
     attention, linear = (int(f([window])[0]) for f in (cost.attention_ns, cost.linear_ns))
     return {

@@ -24,7 +24,7 @@ CHAT_DEFAULTS = ChatChoice()
 
 SYNTHETIC_WINDOW = 131072
 MOST_WINDOW = 1 << 28
-"""A document is made in memory, in 64-bit tokens."""
+"""Most tokens of a drawn document, which is made in memory as 64-bit integers."""
 READING_OPTIONS = {
     "--vocab-size": "vocab_size",
     "--sample-bytes": "sample_bytes",
@@ -32,9 +32,10 @@ READING_OPTIONS = {
     "--heldout-fraction": "heldout_fraction",
     "--processes": "processes",
 }
-"""Options of reading that --synthetic does not take, and their fields of PrepareOptions."""
+"""Options about reading files, which --synthetic does not accept, and their fields of
+PrepareOptions."""
 MOST_KEYS = 8
-"""Most keys of messages that the report names."""
+"""Most unknown keys of messages that the report lists."""
 TEXT_OPTIONS = {
     "--documents": "policy",
     "--text-key": "text_key",
@@ -42,17 +43,18 @@ TEXT_OPTIONS = {
     "--bos": "bos",
     "--eos": "eos",
 }
-"""Options that have no meaning with --chat, and their fields of PrepareOptions."""
+"""Options that --chat does not accept, and their fields of PrepareOptions."""
 
 CHAT_OPTIONS = {
     f"--{field.name.replace('_', '-')}": field.name
     for field in fields(ChatChoice)
     if field.name != "template"
 }
-"""Options that need --chat, and their fields of ChatChoice; None where they are not given."""
+"""Options that need --chat, and their fields of ChatChoice. An option that is not given is None."""
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb prepare`."""
     parser = commands.add_parser(
         "prepare",
         help="turn text, JSONL, JSON or Parquet into a token store",
@@ -165,9 +167,11 @@ def _add_synthetic(group: Any) -> None:
 
 
 def _chat(options: argparse.Namespace) -> ChatChoice | None:
-    """Return the choice that --chat makes, None without it; UserError for options that do not fit.
+    """Return the choices about conversations, or None without --chat.
 
-    Options of text have no effect on conversations, and options of conversations none on text.
+    Raises:
+        UserError: An option about conversations is given without --chat, or one about plain text
+            with it.
     """
     if options.chat is None:
         if given := _written(options, CHAT_OPTIONS):
@@ -189,7 +193,7 @@ def _chat(options: argparse.Namespace) -> ChatChoice | None:
 
 
 def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
-    """Return those options of `names` that differ from their defaults, as a user writes them."""
+    """Return the options of `names` that differ from their defaults, as a user would type them."""
     words: list[str] = []
     for option, name in names.items():
         value = getattr(options, name)
@@ -199,6 +203,7 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     # Markup is off because names of files may have brackets.
     screen = console(markup=False)
     if options.synthetic is not None:
@@ -223,7 +228,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _texts(options: argparse.Namespace, screen: Console) -> int:
-    """Make a store of INPUTs and describe it."""
+    """Make a store of the INPUTs, print a description of it, and return the exit status."""
     chat = _chat(options)
     if options.tokenizer is None:
         is_folder = chat is not None and Path(chat.template).is_dir()
@@ -232,8 +237,7 @@ def _texts(options: argparse.Namespace, screen: Console) -> int:
     asked = PrepareOptions(**{**given, "inputs": tuple(options.inputs)})
     try:
         made = _prepare(asked, chat)
-    # A worker process died.
-    except RuntimeError as failure:
+    except RuntimeError as failure:  # a worker process died
         screen.print(f"wlb prepare: {failure}")
         return 1
     screen.print(_table(made))
@@ -248,7 +252,11 @@ def _texts(options: argparse.Namespace, screen: Console) -> int:
 
 
 def _synthetic(options: argparse.Namespace, screen: Console) -> int:
-    """Make a store of drawn lengths; UserError for what that needs or does not take."""
+    """Make a store of documents of drawn lengths.
+
+    Raises:
+        UserError: An option is missing, or is given that has no meaning for drawn documents.
+    """
     if options.out is None or options.tokens is None:
         raise UserError("--synthetic needs --out PREFIX and --tokens N, the size of the store")
     if options.inputs:
@@ -286,7 +294,7 @@ def _synthetic(options: argparse.Namespace, screen: Console) -> int:
 
 
 def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
-    """Prepare the store with a bar of progress on stderr."""
+    """Prepare the store, with a progress bar on stderr."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -310,12 +318,13 @@ def _prepare(options: PrepareOptions, chat: ChatChoice | None) -> StoreReport:
 
 
 def _verify(prefix: str, screen: Console) -> None:
+    """Check a store and print that it is intact."""
     verify_store(prefix)
     screen.print(f"{prefix}: {TokenStore(prefix).summary}; checksum and vocabulary are right")
 
 
 def _table(made: StoreReport) -> Table:
-    """Describe the stores in a table. A row is left out if its value is empty."""
+    """Return a table that describes the stores; rows without a value are left out."""
     megabytes = made.num_bytes / 1e6
     heldout = f"{made.num_heldout_documents:,} documents, {made.num_heldout_tokens:,} tokens"
     trained = unknown = text = ""
@@ -355,7 +364,7 @@ def _table(made: StoreReport) -> Table:
 
 
 def _unread(counts: dict[str, int]) -> str:
-    """The keys of messages that were not read, the most frequent first."""
+    """List the keys of messages that were not read, the most frequent first."""
     found = {n.removeprefix(UNREAD): counts[n] for n in counts if n.startswith(UNREAD)}
     names = sorted(found, key=lambda name: (-found[name], name))
     shown = [f"{n!r} of {found[n]:,} messages" for n in names[:MOST_KEYS]]

@@ -1,4 +1,4 @@
-"""`wlb profile`, the same as `python -m wlb.profile`: measure kernels and fit a kernel profile."""
+"""`wlb profile` (or `python -m wlb.profile`): measure kernels and fit a kernel profile."""
 
 import argparse
 import datetime
@@ -22,6 +22,7 @@ SWEEP = ".sweep.jsonl"
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb profile`."""
     parser = commands.add_parser(
         "profile",
         help="measure kernels on this machine and fit the cost model",
@@ -63,6 +64,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     # Importing torch takes seconds, and most commands do not need it.
     with needs_train_extra("profiling needs"):
         from wlb.parallel import world as worlds
@@ -115,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _names(options: argparse.Namespace, device_name: str) -> tuple[Path, str]:
+    """Return the file of the profile and the profile's name."""
     file = options.out if options.out is not None and not options.out.is_dir() else None
     name = options.name or (file.stem if file is not None else short_name(device_name))
     out = options.out or Path(f"{name}.json")
@@ -135,6 +138,7 @@ def _finish(
     screen: Console,
     begin: float,
 ) -> None:
+    """Fit the profile to the measurements, print its errors, and write it with plots and log."""
     from wlb.cost.profile_file import save_profile
     from wlb.profile import SweepOrigin, build
 
@@ -166,7 +170,10 @@ def _finish(
 
 
 def visible_gpus(device: str) -> int | None:
-    """Return the number of GPUs; None for one, because a job with one GPU does not see its node."""
+    """Return the number of GPUs of this node; None if it is unknown.
+
+    A job that was given one GPU does not see the others of its node, so one GPU means unknown.
+    """
     import torch
 
     count = torch.cuda.device_count() if device == "cuda" else 0
@@ -174,17 +181,18 @@ def visible_gpus(device: str) -> int | None:
 
 
 def plots_folder(out: Path) -> Path:
-    """The folder of a profile's plots, beside it."""
+    """Return the folder of a profile's plots, next to the profile."""
     return out.with_name(f"{out.stem}_plots")
 
 
 def _written(options: argparse.Namespace, out: Path) -> str:
-    """Names of what a sweep writes."""
+    """Return the names of all files that the command writes."""
     plots = [] if options.no_plots else [f"{plots_folder(out)}/"]
     return ", ".join([str(out), *plots, *(str(out.with_suffix(s)) for s in (".log", SWEEP))])
 
 
 def _draw(built: Any, settings: Any, folder: Path) -> None:
+    """Draw the plots of a profile into a folder."""
     from wlb.report.profile.plots import profile_figures
     from wlb.report.profile.points import HeldPoint
 
@@ -204,6 +212,7 @@ def _draw(built: Any, settings: Any, folder: Path) -> None:
 
 
 def _attention_table(built: Any) -> Table:
+    """Return a table of the errors of held-out attention calls."""
     numbers = ("heads", "size", "launch us", "pairs (q, kv)", "varlen batches", "test-retest")
     title = "Attention: mean (95%, worst) error of held-out predictions, both passes"
     table = new_table(title, labels=["kernel"], texts=["blocks"], numbers=numbers)
@@ -230,11 +239,12 @@ def _attention_table(built: Any) -> Table:
 
 
 def blocks_words(table: Any) -> str:
-    """Whether a call's errors are those of prices with the cost of its grid of blocks."""
+    """Say whether the table prices the grid of blocks that a call launches."""
     return "priced" if table.blocks else "no price"
 
 
 def _error(residuals: dict[str, float], name: str) -> str:
+    """Format the mean, 95th percentile and maximum of a relative error."""
     values = [residuals.get(f"{name}_{part}") for part in ("mape", "p95", "max")]
     if None in values:
         return "not measured"
@@ -243,6 +253,7 @@ def _error(residuals: dict[str, float], name: str) -> str:
 
 
 def _linear_table(built: Any) -> Table:
+    """Return a table of what was fitted for everything except attention."""
     table = new_table("The linear part, forward / backward", texts=["term"], numbers=["fitted"])
     profile = built.profile
     for name, surface in (("forward", profile.gemm.forward), ("backward", profile.gemm.backward)):

@@ -1,4 +1,4 @@
-"""`wlb rehearse`: run ranks of a cluster's job on fake GPUs, on one CPU."""
+"""`wlb rehearse`: run ranks of a cluster's job on fake GPUs, on one machine without a GPU."""
 
 import argparse
 from pathlib import Path
@@ -33,6 +33,7 @@ compiled once."""
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb rehearse`."""
     parser = commands.add_parser(
         "rehearse",
         help="run ranks of a cluster's job on fake GPUs",
@@ -54,6 +55,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     check_at_least("--steps", options.steps, 1)
     check_at_least("--jobs", options.jobs, 1)
     overrides = with_system(options.name, options.overrides, options.system)

@@ -1,4 +1,4 @@
-"""`wlb report`: write the page of a run, compare runs, or say what ended one; needs no torch."""
+"""`wlb report`: write the page of a run, compare runs, or say why one failed; needs no torch."""
 
 import argparse
 from datetime import datetime
@@ -17,6 +17,7 @@ from wlb.report.tables import console
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb report`."""
     parser = commands.add_parser(
         "report",
         help="a run's page: loss, speed, balance, ranks, a step's timeline; a table of several",
@@ -48,6 +49,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if options.failure:
         return _failure([Path(folder) for folder in options.folders])
     is_one = len(options.folders) == 1
@@ -69,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_page(options: argparse.Namespace, records: RunRecords) -> None:
+    """Write the HTML page of one run."""
     out = Path(options.out or records.folder / "report.html")
     sources.check_outputs(str(out), needs_plots=False)
     command = output.command_of(options)
@@ -77,7 +80,7 @@ def _write_page(options: argparse.Namespace, records: RunRecords) -> None:
 
 
 def _started(folder: Path) -> str:
-    """When the start began that a report is of, "" without records of one."""
+    """Return when the last start of a run began, in words; "" if it left no records."""
     records = newest_records(folder)
     if not records.exists():
         return ""
@@ -89,7 +92,9 @@ def _failure(folders: list[Path]) -> int:
     """Print what ended the last start of each run."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder; give that of a run: run.output_dir/run.name")
+            raise UserError(
+                f"{folder} is no folder; give the folder of a run: run.output_dir/run.name"
+            )
         report = compose_report(folder)
         text = report.text if report else "no rank of it left a record of a failure; see the log"
         print(f"{folder}{_started(folder)}: {text}")

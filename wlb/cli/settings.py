@@ -1,4 +1,4 @@
-"""What `wlb plan` and `wlb tune packing` recommend, as a TOML file and as a command line."""
+"""Recommended settings of `wlb plan` and `wlb tune packing`, as a TOML file and as options."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,8 +12,14 @@ from wlb.spec.methods import kept_method
 def packed_as(
     given: RunSpec, section: PackingSection, options: argparse.Namespace, *, is_constant: bool
 ) -> RunSpec:
-    """The run with other packing, and the store that was planned. section: of a filled-in run.
-    is_constant: labels of unequal steps are to be weighed alike.
+    """Return the run with another packing, and with the token store that was planned.
+
+    Args:
+        given: The run as the user wrote it.
+        section: The recommended [packing] section, with all values filled in.
+        options: The command line; --corpus names the store.
+        is_constant: Set training.loss_normalizer = constant, so that labels weigh the same in all
+            steps.
     """
     data, training = given.data, given.training
     if options.corpus:
@@ -25,7 +31,7 @@ def packed_as(
 
 
 def as_toml(spec: RunSpec, options: argparse.Namespace, *, why: str) -> str:
-    """The file's text; why: a sentence on what was found."""
+    """Return the text of a TOML file; `why` says in a comment what was found."""
     comments = (why, f"found by: {output.command_of(options)}")
     return to_toml(spec, comments=comments, whole=())
 
@@ -33,14 +39,20 @@ def as_toml(spec: RunSpec, options: argparse.Namespace, *, why: str) -> str:
 def all_keys(
     options: argparse.Namespace, overrides: Sequence[str], *, is_constant: bool
 ) -> list[str]:
-    """KEY=VALUE of the user and of the recommendation, as --set takes them."""
+    """Return KEY=VALUE for --set: the user's, then the recommended ones."""
     more = ["training.loss_normalizer=constant"] if is_constant else []
     store = [f"data.store={options.corpus}"] if options.corpus else []
     return [*options.overrides, *store, *overrides, *more]
 
 
 def priced_model(options: argparse.Namespace, spec: RunSpec, profile: str) -> str:
-    """Which model at which prices; says so where NAME was left out. spec: filled in."""
+    """Say which model was priced with which profile, and whether that model is only the default.
+
+    Args:
+        options: The command line.
+        spec: The run, with all values filled in.
+        profile: Name of the kernel profile.
+    """
     size = spec.model.num_parameters
     words = f"{options.name} ({size / 1e9:.3g} billion parameters) at prices of profile {profile}"
     if options.name not in options.words:

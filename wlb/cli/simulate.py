@@ -36,10 +36,11 @@ from wlb.simulate.published import published_error, trust_line
 from wlb.spec import KNOWN_SYSTEMS, USUAL, RunSpec, load, system_overrides
 
 REPLAYED_SHORTEST_S = 0.04
-"""Shortest wait of a replay; its overhead of 1 to 2 ms per pass is small beside it."""
+"""Shortest pass of a replay in seconds. The overhead of 1 to 2 ms a pass is small beside it."""
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb simulate`."""
     parser = commands.add_parser(
         "simulate",
         help="simulate a run on a cluster",
@@ -81,12 +82,13 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     if options.recorded:
         finished_run.refuse_others(options, options.defaults)
     if options.json == "-" and options.replay is not None:
         raise UserError(
-            "--replay prints a table, but --json without a file owns stdout; give --json a FILE, "
-            "or leave one of them out"
+            "--replay prints a table, and --json without a file prints to stdout too; give --json "
+            "a FILE, or leave one of them out"
         )
     written = (options.json, options.trace, options.timeline)
     sources.check_outputs(*written, needs_plots=bool(options.timeline))
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
         runs.append(_fastest(options, alternatives, batches, label))
     own = runs[-1]
     step = _chosen(options, own)
-    simulation = own.again(step)
+    simulation = own.simulation_of(step)
     _write(options, simulation, step)
     spec = own.simulator.spec
     gain = gain_of(spec, batches, own.simulator.cost)
@@ -116,13 +118,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def priced_spec(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in the values that training would fill in."""
+    """Fill in the values that training would fill in, and switch the planner's baseline off."""
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     return sources.filled_in(spec, options)
 
 
 def _alternatives(options: argparse.Namespace, spec: RunSpec, system: str) -> list[RunSpec]:
-    """Return the alternatives of a system on this layout."""
+    """Return the configurations that a system may use, on the run's layout."""
     return [
         replace(
             priced_spec(load(options.name, [*options.overrides, *overrides]), options),
@@ -162,6 +164,7 @@ def _fastest(
 
 
 def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
+    """Return the step to explain: --step, or the step of median time."""
     count = made.step_time_s.size
     if options.step is None:
         return int(np.argsort(made.step_time_s, kind="stable")[count // 2])
@@ -171,6 +174,7 @@ def _chosen(options: argparse.Namespace, made: RunSimulation) -> int:
 
 
 def _write(options: argparse.Namespace, simulation: Simulation, step: int) -> None:
+    """Write the trace and the timeline, if they are requested."""
     if options.trace:
         write_trace(options.trace, simulation, first_step=step)
     if options.timeline:
@@ -188,7 +192,16 @@ def _show(
     source: str,
     gain: BalanceGain,
 ) -> None:
-    """Write --json, and print the tables unless stdout has it. gain: of the run's own packing."""
+    """Write --json, and print the tables unless JSON went to stdout.
+
+    Args:
+        options: The command line.
+        runs: The systems to compare with, and the run itself as the last one.
+        simulation: The step that is explained.
+        step: Its number.
+        source: Name of the documents.
+        gain: Predicted gain of the run's packing.
+    """
     own, cost = runs[-1], runs[-1].simulator.cost
     data = {
         "command": output.command_of(options),
@@ -228,7 +241,7 @@ def _show(
 
 
 def _answer(runs: list[RunSimulation]) -> str:
-    """How much time the run saves over the first system, in a sentence."""
+    """Say in a sentence how much time the run saves over the first system."""
     first, own = runs[0], runs[-1]
     spec, gpus = own.simulator.spec, own.simulator.spec.parallel.world_size
     share = 1 - first.tokens_per_s / own.tokens_per_s
@@ -246,6 +259,7 @@ def _answer(runs: list[RunSimulation]) -> str:
 def _replay(
     options: argparse.Namespace, batches: Sequence[GlobalBatch], runs: list[RunSimulation]
 ) -> int:
+    """Execute simulated passes as timed waits on real processes, and print how long steps took."""
     with output.needs_train_extra("--replay needs"):
         from wlb.validation.replay_step import compare, waits_of
     check_at_least("--replay", options.replay, 1)

@@ -1,4 +1,4 @@
-"""Sources of document lengths for `wlb plan`, `wlb tune` and `wlb simulate`."""
+"""Document lengths for `wlb plan`, `tune` and `simulate`: from files, stores, or drawn."""
 
 import argparse
 from collections.abc import Sequence
@@ -34,19 +34,19 @@ from wlb.spec import USUAL, RunSpec, load, presets, system_overrides
 
 MOST_PASSES = 1000
 MOST_TOKENS = 1 << 40
-"""Most tokens of all global batches together; more would take days to plan."""
+"""Most tokens of all global batches together. More would take days to plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredSource(LengthSource):
-    """Documents of a token store. masks_labels: the store marks the tokens that are trained."""
+    """Documents of a token store."""
 
-    masks_labels: bool
+    masks_labels: bool  # whether the store marks which tokens are trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlendedSource(StoredSource):
-    """Token stores mixed by weights of tokens. lengths: of all their documents."""
+    """Several token stores mixed by weights; `lengths` has the documents of all of them."""
 
     stores: BlendedStore
 
@@ -57,9 +57,15 @@ def add_arguments(
     steps: int | None = None,
     steps_default: str = "enough for about 2,048 micro-batches, at least 8",
 ) -> Any:
-    """Add the arguments of a run and of one source; return the sources' group, to add others.
+    """Add the arguments that choose a run and one source of document lengths.
 
-    steps: None if the command chooses it, as `steps_default` describes.
+    Args:
+        parser: The command's parser.
+        steps: Default of --steps; None if the command chooses it.
+        steps_default: Description of that choice, for the help.
+
+    Returns:
+        The group of the sources, to which a command may add others.
     """
     parser.add_argument(
         "name",
@@ -95,7 +101,7 @@ def add_arguments(
 
 
 def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
-    """Open the requested lengths; UserError if they cannot be planned."""
+    """Open the source of document lengths; UserError if it cannot be planned."""
     if options.steps is None:
         options.steps = batches_to_compare(spec)
     check_at_least("--steps", options.steps, 1)
@@ -114,6 +120,7 @@ def open_source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
 
 
 def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
+    """Open the file, family or store that the options or the run name."""
     if options.lengths:
         return lengths_of_file(options.lengths)
     if options.synthetic:
@@ -132,12 +139,12 @@ def _source(options: argparse.Namespace, spec: RunSpec) -> LengthSource:
 
 
 def _store_of(options: argparse.Namespace, spec: RunSpec) -> StoreName:
-    """The store that was asked for, or that of the run."""
+    """Return the store of --corpus, or else the run's."""
     return options.corpus or spec.data.blend or spec.data.store
 
 
 def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
-    """Choose lengths like the paper's, and say so, where no documents are given."""
+    """Draw lengths like the paper's if no documents are given, and print that they are drawn."""
     if options.lengths or options.synthetic or _store_of(options, spec):
         return
     options.synthetic = DRAWN
@@ -148,14 +155,14 @@ def _draw_if_none(options: argparse.Namespace, spec: RunSpec) -> None:
 
 
 def usual_of(options: argparse.Namespace, spec: RunSpec) -> RunSpec:
-    """The same run as Megatron-LM and torchtitan would train it (`wlb.spec.USUAL`)."""
+    """Return the same run as Megatron-LM and torchtitan would train it (`wlb.spec.USUAL`)."""
     (overrides,) = system_overrides(USUAL, planned_gib=planned_gib(spec))
     made = filled_in(load(options.name, [*options.overrides, *overrides]), options)
     return replace(made, parallel=spec.parallel)
 
 
 def masks_labels(source: LengthSource) -> bool:
-    """Whether the documents are from a store that marks the tokens that are trained."""
+    """Return whether the documents are from a store that marks which tokens are trained."""
     return isinstance(source, StoredSource) and source.masks_labels
 
 
@@ -181,15 +188,14 @@ def batches_of(
     elif options.in_order:
         raise UserError(f"--in-order: {source.name} are mixed and have no order; leave it out")
     else:
-        # Only lengths are used, as for a single store: predicted times do not depend on which
-        # tokens are trained.
+        # Lengths are enough: predicted times do not depend on which tokens are trained.
         lengths = [LengthSource(name=s.prefix, lengths=s.lengths) for s in source.stores.stores]
         stream = BlendedBatches(lengths, source.stores.weights, **data)
     return [batch for batch, _ in islice(stream.iterate(), options.steps)]
 
 
 def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
-    """Return name, share of a step's tokens, and number of tokens of each store."""
+    """Return each store's name, its share of a step's tokens, and its number of tokens."""
     if not isinstance(source, BlendedSource):
         return [(source.name, 1.0, source.num_tokens)]
     stores, weights = source.stores.stores, source.stores.weights
@@ -200,7 +206,7 @@ def _parts(source: LengthSource) -> list[tuple[str, float, int]]:
 
 
 def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str, float]:
-    """Return the passes over each store that `batches` contain, by its name."""
+    """Return how many passes over each store the batches contain, by the store's name."""
     parts = _parts(source)
     read = np.zeros(len(parts), np.int64)
     for batch in batches:
@@ -209,21 +215,25 @@ def passes_of(source: LengthSource, batches: Sequence[GlobalBatch]) -> dict[str,
 
 
 def facts_shown(source: LengthSource, batches: Sequence[GlobalBatch], spec: RunSpec) -> SourceFacts:
-    """Return the facts about `lengths_shown`, for tables and pages."""
+    """Return facts about `lengths_shown`, for tables and pages."""
     lengths = lengths_shown(source, batches)
     return facts_of(source.name, lengths, window=spec.data.context_window)
 
 
 def lengths_shown(source: LengthSource, batches: Sequence[GlobalBatch]) -> IntArray:
-    """Return the source's lengths; for a blend those in `batches`, so that its weights count."""
+    """Return the source's lengths; for a blend those in `batches`, which follow its weights."""
     if not isinstance(source, BlendedSource):
         return source.lengths
     return np.concatenate([batch.documents.length for batch in batches])
 
 
 def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = None) -> None:
-    """Raise UserError, before any work, if a file cannot be written or plots cannot be drawn.
-    settings: an output for settings, which may be a .toml file.
+    """Raise a UserError, before any work, if a file cannot be written or plots cannot be drawn.
+
+    Args:
+        *paths: Files to write; None for those that are not requested.
+        needs_plots: Whether matplotlib is needed.
+        settings: A file for settings, which unlike the others may be a .toml file.
     """
     for path in paths:
         if path in presets() or (path and path.endswith(".toml")):
@@ -239,9 +249,7 @@ def check_outputs(*paths: str | None, needs_plots: bool, settings: str | None = 
 
 
 def filled_in(spec: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Fill in the values that training would fill in: dp (1 rank if unknown), vocabulary size,
-    S_max.
-    """
+    """Fill in values as training would: dp (1 if unknown), vocabulary size, and S_max."""
     spec = replace(spec, parallel=replace(spec.parallel, dp=max(1, spec.parallel.dp)))
     spec = with_vocabulary(spec, options)
     return with_s_max(spec, planned_gib=planned_gib(spec))

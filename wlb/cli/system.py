@@ -1,4 +1,4 @@
-"""`--system`: the overrides of a system, with the alternative that memory leaves room for."""
+"""`--system NAME`: expands to --set overrides, in the alternative for which memory suffices."""
 
 import sys
 from dataclasses import replace
@@ -9,10 +9,15 @@ from wlb.spec import RunSpec, load, system_choices
 
 
 def with_system(name: str, overrides: list[str], system: str) -> list[str]:
-    """Return overrides of `system` ("" = none), then `overrides`, which win and may set the memory.
+    """Return the overrides of a system, followed by the user's, which win.
 
-    Of its alternatives the first that leaves packing room is taken; stderr tells if it is another
-    than the first.
+    Of the system's alternatives, the first that leaves packing enough memory is chosen. If it is
+    not the first one, a line on stderr says so. The user's overrides may change the memory.
+
+    Args:
+        name: Preset or TOML file of the run.
+        overrides: The user's KEY=VALUE.
+        system: Name of the system; "" for none.
     """
     if not system:
         return overrides
@@ -32,6 +37,9 @@ def with_system(name: str, overrides: list[str], system: str) -> list[str]:
 
 
 def _with_vocabulary(spec: RunSpec) -> RunSpec:
-    """Fill in the vocabulary size of data.corpus; a store, which may have another, is not open."""
+    """Fill in the vocabulary size of data.corpus, because no store is opened here.
+
+    The size of a store's vocabulary may be another one.
+    """
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))

@@ -1,4 +1,4 @@
-"""`wlb train`: train a preset or TOML file; `--dry-run` only describes the run."""
+"""`wlb train`: train a preset or TOML file; `--dry-run` only plans and simulates the run."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ many local processes as the layout needs.
   wlb train path/to/run.toml --dry-run                                time, days, memory, first plan
   wlb train path/to/run.toml --resume                                 continue the run
   torchrun --nproc-per-node 8 -m wlb train path/to/run.toml           under torchrun
-  torchrun --max-restarts 3 ... -m wlb train run.toml --resume auto   go on after a rank died
+  torchrun --max-restarts 3 ... -m wlb train run.toml --resume auto   continue after a rank died
 
 A layout, key or corpus that cannot work is refused before a rank starts. run.output_dir/run.name
 holds metrics.jsonl (one line per step: measured, predicted, the usual loader's), checkpoints/
@@ -49,7 +49,7 @@ causal attention, without recomputation and padding."""
 
 
 STOPPED = 4
-"""Exit status of a run that was asked to end before its last step, and has saved."""
+"""Exit status of a run that was stopped early by a signal or a file, and has saved."""
 COMMON = (
     "run.name",
     "run.output_dir",
@@ -96,11 +96,11 @@ COMMON = (
     "checkpoint.interval",
     "checkpoint.keep",
 )
-"""Keys of `wlb train --help`: those that presets and README.md vary."""
+"""Keys that `wlb train --help` lists: those that presets and the top-level README vary."""
 
 
 class _HelpOfAllKeys(argparse.Action):
-    """Prints the command's help with every key, and exits as `--help` does."""
+    """An option that prints the help with every key, and exits as `--help` does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parser.epilog = _keys_help([key.name for key in list_keys(RunSpec)])
@@ -109,6 +109,7 @@ class _HelpOfAllKeys(argparse.Action):
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parser of `wlb train`."""
     parser = commands.add_parser(
         "train",
         help="train a preset or a TOML file",
@@ -147,20 +148,22 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     started_s = time.time()
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
     for name, given in (("--calibrate", options.calibrate), ("--resume", options.resume)):
         if options.dry_run and given is not None:
             raise UserError(f"{name} needs a run that trains; leave --dry-run out")
     if options.dry_run:
-        # Neither torch nor a GPU is needed, so that it answers at once on any machine.
+        # A dry run imports no torch and uses no GPU, so it answers quickly on any machine.
         return 0 if dry_run.show(spec, console(markup=False)) else 3
-    # Signals are handled from here on, because importing torch takes seconds.
+    # Handle signals from here on, because importing torch takes seconds.
     with Signals(answers=True) as signals:
         return _train(spec, options, signals, started_s)
 
 
 def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started_s: float) -> int:
+    """Train, and turn failures of the run into a message and an exit status."""
     with needs_train_extra("training needs"):
         from wlb.launch.local import RankFailure
         from wlb.train import start
@@ -184,12 +187,13 @@ def _train(spec: RunSpec, options: argparse.Namespace, signals: Signals, started
         print(f"wlb train: {failure}", file=sys.stderr)
         return 1
     finally:
-        # A rank that was killed while it drew a live table leaves the cursor hidden.
+        # A rank that is killed while it draws a live table leaves the cursor hidden.
         screen.show_cursor()
     return STOPPED if stopped else 0
 
 
 def _keys_help(names: Sequence[str]) -> str:
+    """Return the help text of configuration keys, grouped by section."""
     keys = list_keys(RunSpec)
     shown = [key for key in keys if key.name in names]
     title = "keys of a TOML file and of --set (section.key, default, unit)"

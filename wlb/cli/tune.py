@@ -1,12 +1,11 @@
-"""`wlb tune packing`: tune packing on sample documents (Section 4.2); needs no torch.
+"""`wlb tune packing`: search packing settings for given documents (Section 4.2); needs no torch.
 
-`wlb tune layout` is in `wlb.cli.tune_layout`.
+The search of layouts, `wlb tune layout`, is in `wlb.cli.tune_layout`.
 """
 
 import argparse
 import math
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,13 +24,11 @@ from wlb.packing.study.tune import (
     S_MAX,
     STEP_TOKENS,
     THRESHOLDS,
-    Tuning,
     TuningGrid,
     finish,
     tune_points,
 )
 from wlb.plan import check_at_least, check_between
-from wlb.report.packing.plots import tuning_figure
 from wlb.report.packing.choice import (
     PackingChoice,
     choice_table,
@@ -39,6 +36,7 @@ from wlb.report.packing.choice import (
     in_words,
     switch_verdict,
 )
+from wlb.report.packing.plots import tuning_figure
 from wlb.report.packing.tables import tuning_table, uneven, weight_remark
 from wlb.report.tables import console
 from wlb.simulate import simulate_run
@@ -47,6 +45,7 @@ from wlb.spec import Policy, RunSpec, load
 
 
 def add_parser(commands: Any) -> None:
+    """Add the parsers of `wlb tune packing` and `wlb tune layout`."""
     parser = commands.add_parser(
         "tune",
         help="find packing settings for document lengths, or a layout for a cluster",
@@ -83,6 +82,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run `wlb tune packing` and return its exit status."""
+    # 1. Load the run, and keep the candidates that fit in memory.
     _check(options)
     spec = sources.filled_in(load(options.name, options.overrides), options)
     s_max, left_out = _fitting(options, spec)
@@ -94,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
         step_tokens=tuple(options.step_tokens),
         prices=tuple(options.prices),
     )
+    # 2. Try all settings on the same documents.
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
     cost = workload_for(spec, options.device)
@@ -111,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         tuning_figure(tuning).savefig(options.plot, dpi=150)
     facts = sources.facts_shown(source, batches, spec)
+    # 3. Write the recommended setting as a command and as TOML.
     best, masks_labels = tuning.recommended, sources.masks_labels(source)
     is_constant = not masks_labels and uneven(best.summary, spec.training.loss_normalizer)
     keys = settings.all_keys(options, best.overrides, is_constant=is_constant)
@@ -120,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
     why = f"recommended: {best.summary.label}; predicted for {model}"
     if options.out:
         output.write_text(options.out, settings.as_toml(chosen, options, why=why))
+    # 4. Compare it with the usual loader and with the run as it is set, by whole simulated steps.
     usual_row, own_row = (
         measure(made(spec, cost), batches, cost=cost).summary for made in (baseline_for, packer_for)
     )
@@ -133,6 +137,7 @@ def run(options: argparse.Namespace) -> int:
     switch = share_saved(ours, own)
     hours = {"recommended": share_saved(ours, usual).saved, "own": share_saved(own, usual).saved}
     gain = gain_over(usual_row, own_row)
+    # 5. Write the JSON, or print the answer.
     data = {
         "balance": gain.to_json(),
         "hours": {**hours, "switch": switch.saved, "switch_error": switch.error},
@@ -157,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
         screen.print(line)
     screen.print(choice_table(choices))
     screen.print(f"Recommended: {in_words(filled.packing)}.")
-    # A command that is copied must be one line.
+    # Do not fold the command, because it is meant to be copied.
     screen.print(f"Use it: {command}", soft_wrap=True)
     if not options.corpus:
         screen.print(
@@ -185,8 +190,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, ...], list[str]]:
-    """The candidates for S_max whose micro-batches fit a GPU's memory, and a line on the others;
-    all of them on a CPU, and where none fits.
+    """Return the candidates for S_max that fit a GPU's memory, and a line about the others.
+
+    On a CPU, or if none fits, all candidates are returned.
     """
     given = tuple(options.s_max)
     if options.device == "cpu":
@@ -208,7 +214,7 @@ def _fitting(options: argparse.Namespace, spec: RunSpec) -> tuple[tuple[float, .
 
 
 def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
-    """Whether the recommended setting fits a GPU's memory, in a sentence; nothing on a CPU."""
+    """Say in a sentence whether the recommended setting fits a GPU's memory; nothing on a CPU."""
     if options.device == "cpu":
         return []
     need, planned = memory_estimate(chosen).total_bytes, gpu_budget(chosen).planned_bytes
@@ -222,7 +228,7 @@ def _fits(options: argparse.Namespace, chosen: RunSpec) -> list[str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse wrong options before any work."""
+    """Refuse invalid options before any work."""
     check_between("--delay-budget", options.delay_budget, 0, math.inf)
     check_at_least("--rows", options.rows, 1)
     sources.check_outputs(

@@ -38,11 +38,12 @@ from wlb.spec import Recompute, RunSpec, Schedule, load, resolve_dp, to_toml
 
 STEPS = (32, 12)
 MICRO_BATCHES = 256
-"""Approximate number of micro-batches packed by default, within STEPS (most, fewest)."""
+"""Micro-batches to simulate by default, approximately. The number of steps follows from it, within
+STEPS (most, fewest)."""
 
 
 def add_parser(what: Any) -> None:
-    """Add the parser below `wlb tune`."""
+    """Add the parser of `wlb tune layout`."""
     parser = what.add_parser(
         "layout",
         help="layout, recompute, packing and sharding for a number of devices",
@@ -95,6 +96,7 @@ def _add_restrictions(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
     started = time.monotonic()
     _check(options)
     given = load(options.name, options.overrides)
@@ -102,10 +104,12 @@ def run(options: argparse.Namespace) -> int:
     if options.steps is None:
         most, fewest = STEPS
         options.steps = min(most, max(fewest, MICRO_BATCHES // spec.num_micro_batches))
+    # 1. Load the run as it is set, for comparison, and the documents.
     as_given = replace(spec, packing=given.packing, pp=given.pp)
     own, own_note = _own(as_given, options.gpus)
     source = sources.open_source(options, spec)
     batches = sources.batches_of(options, spec, source)
+    # 2. Search the layouts.
     narrowed, packings = _choices(options)
     layouts = layouts_of(spec, gpus=options.gpus, choices=narrowed)
     first = layouts.candidates[0].spec
@@ -136,6 +140,7 @@ def run(options: argparse.Namespace) -> int:
             references=references_of(tuner, known.ranking[0]),
             own_note=own_note or _own_note(known),
         )
+    # 3. Write the winner, and print the results.
     facts = sources.facts_shown(source, batches, spec)
     title = (
         f"{options.name} on {options.gpus} devices, {spec.tokens_per_step:,} tokens a step, "
@@ -148,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse wrong options before any work."""
+    """Refuse invalid options before any work."""
     check_at_least("--gpus", options.gpus, 1)
     check_at_least("--top", options.top, 1)
     check_at_least("--jobs", options.jobs, 0, " (0 = as many as cores)")
@@ -157,8 +162,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
-    """Set the number of micro-batches that all layouts share, and the vocabulary size that training
-    would fill in.
+    """Return the run from which all layouts are derived.
+
+    All layouts share its micro-batches and its vocabulary size, which is filled in as training
+    would.
     """
     window = given.data.context_window
     dp_of_own = given.parallel.dp or max(1, options.gpus // given.parallel.model_ranks)
@@ -179,7 +186,7 @@ def _searched(given: RunSpec, options: argparse.Namespace) -> RunSpec:
 
 
 def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
-    """Return the run's own settings if they fit `gpus` devices, otherwise None and the reason."""
+    """Return the run as it is set if that fits `gpus` devices; otherwise None and the reason."""
     try:
         own = resolve_dp(spec, gpus)
         own = with_s_max(own, planned_gib=planned_gib(own))
@@ -191,6 +198,7 @@ def _own(spec: RunSpec, gpus: int) -> tuple[RunSpec | None, str]:
 
 
 def _own_note(known: Search) -> str:
+    """Return a remark if the run's present settings do not fit in memory; otherwise ""."""
     own = known.own
     if own is None or fits_own_devices(own):
         return ""
@@ -202,6 +210,7 @@ def _own_note(known: Search) -> str:
 
 
 def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices]:
+    """Return the choices of layouts and of packings that the options permit."""
     numbers = (*AXES, EP, "virtual_stages")
     layouts = LayoutChoices(
         **{name: tuple(sorted(set(getattr(options, name)))) for name in numbers},
@@ -217,7 +226,7 @@ def _choices(options: argparse.Namespace) -> tuple[LayoutChoices, PackingChoices
 
 
 def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> str:
-    """Return the winner as a run, without the values that training fills in itself."""
+    """Return the winner as a TOML file, without the values that training fills in."""
     spec, winner = winning_spec(given, report.winner.spec), report.winner
     comments = (
         f"{winner.layout}",
@@ -229,7 +238,7 @@ def _toml(options: argparse.Namespace, given: RunSpec, report: LayoutReport) -> 
 
 
 def winning_spec(given: RunSpec, found: RunSpec) -> RunSpec:
-    """Return `given` with the settings that the search chose."""
+    """Return `given` with the settings that the search found."""
     return replace(
         given,
         parallel=found.parallel,
@@ -251,7 +260,7 @@ def _show(
     profile: KernelProfile,
     seconds: float,
 ) -> None:
-    """Write --json, and print the tables unless stdout has it."""
+    """Write --json, and print the tables unless JSON went to stdout."""
     data = {
         "command": output.command_of(options),
         "version": program_version(),

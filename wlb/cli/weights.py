@@ -10,10 +10,11 @@ from wlb.cli.output import needs_train_extra
 from wlb.spec import Dtype
 
 MOST_NAMES = 5
-"""Most tensors that a warning names."""
+"""Most tensors that a warning lists."""
 
 
 def add_parsers(commands: Any) -> None:
+    """Add the parsers of `wlb export` and `wlb import`."""
     exporting = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
@@ -53,6 +54,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def run_export(options: argparse.Namespace) -> int:
+    """Run `wlb export` and return its exit status."""
     made = _room().export(
         Path(options.source),
         Path(options.out),
@@ -71,6 +73,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def run_import(options: argparse.Namespace) -> int:
+    """Run `wlb import` and return its exit status."""
     room = _room()
     made = room.import_folder(Path(options.source), Path(options.out))
     spec = made.model.spec
@@ -92,7 +95,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def _not_finite(counts: dict[str, int]) -> str:
-    """The warning about weights that are NaN or infinite."""
+    """Return the warning about weights that are NaN or infinite."""
     shown = [f"{name} ({number:,})" for name, number in counts.items()][:MOST_NAMES]
     more = f" and {len(counts) - MOST_NAMES} more tensors" if len(counts) > MOST_NAMES else ""
     return (
