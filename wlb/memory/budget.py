@@ -26,7 +26,7 @@ COMMUNICATOR_GIB = 0.5625
 """Memory of one NCCL communicator on a rank.
 
 A communicator has two connections (a ring, and a tree or NVLink SHARP) with 24 channels of 12 MiB
-each (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB).
+each (4 MiB Simple, 4.7 MiB LL128 and 0.5 MiB LL, in pages of 2 MiB; NCCL's src/init.cc).
 """
 ALLOCATOR_GAPS = 0.06
 """Fraction of the memory for tensors that torch's caching allocator cannot fill.
