@@ -533,8 +533,10 @@ def test_bad_input_under_torchrun_stops_every_rank(tiny: Path) -> None:
 def test_a_machine_without_gpus_is_said_first() -> None:
     """Where the settings are meant for GPUs, and not where a CPU was asked for."""
     no_gpus = DeviceChoice("cpu", "0 GPUs for 64 ranks on this machine")
-    said = start._why(load("7b_128k"), no_gpus, None)
+    said = start._describe_ranks(load("7b_128k"), no_gpus, None)
     assert said.startswith("This machine does not have the GPUs that 7b_128k is meant for")
     assert "--dry-run predicts it" in said
     for spec in (load("demo"), load("7b_128k", ["run.device=cpu"])):
-        assert start._why(spec, no_gpus, None).startswith(f"{spec.parallel.world_size} local ranks")
+        assert start._describe_ranks(spec, no_gpus, None).startswith(
+            f"{spec.parallel.world_size} local ranks"
+        )

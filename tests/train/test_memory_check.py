@@ -19,7 +19,7 @@ from wlb.packing import caps_of
 from wlb.parallel import world as worlds
 from wlb.spec import RunSpec, apply, load, system_choices
 from wlb.train import dry_run, start
-from wlb.train.memory_check import budget_of, given_beyond, hold_against, measured_budget, within
+from wlb.train.memory_check import budget_of, check_budget, given_beyond, measured_budget, within
 
 LAYOUT = {"parallel": {"dp": 1, "pp": 2}, "pp": {"schedule": "1f1b"}}
 
@@ -81,12 +81,12 @@ def test_the_rank_and_bytes_are_those_of_the_estimate(corpus: Path, tmp_path: Pa
     estimate = memory_estimate(spec)
     needs = f"pipeline rank {estimate.pp_rank} needs about {estimate.total_bytes:,} bytes"
     with pytest.raises(ValueError, match=needs):
-        hold_against(spec, budget_of(spec, "cpu"))
+        check_budget(spec, budget_of(spec, "cpu"))
     exactly = Budget(gib=estimate.total_bytes / GIB, source="here")
-    (line,) = hold_against(spec, exactly)
+    (line,) = check_budget(spec, exactly)
     assert line.startswith(f"memory: pipeline rank {estimate.pp_rank} needs most, about ")
     with pytest.raises(ValueError, match="that plans may use of"):
-        hold_against(spec, replace(exactly, gib=exactly.gib * 0.99))
+        check_budget(spec, replace(exactly, gib=exactly.gib * 0.99))
 
 
 def test_caps_on_a_step_count(corpus: Path, tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_caps_on_a_step_count(corpus: Path, tmp_path: Path) -> None:
     needs = [memory_estimate(s, step_tokens=s.packing.step_tokens_of(512)) for s in (spec, capped)]
     assert needs[1].activations_bytes < needs[0].activations_bytes
     between = Budget(gib=sum(n.total_bytes for n in needs) / 2 / GIB, source="here")
-    assert len(hold_against(capped, between)) == 1
+    assert len(check_budget(capped, between)) == 1
     with pytest.raises(ValueError, match="that plans may use of"):
-        hold_against(spec, between)
+        check_budget(spec, between)
 
 
 def test_where_nothing_is_known_nothing_is_said(corpus: Path, tmp_path: Path) -> None:
     spec = small_spec(tmp_path, corpus)
     assert budget_of(spec, "cpu") is None
-    assert hold_against(spec, None) == []
+    assert check_budget(spec, None) == []
 
 
 def test_a_gpu_has_its_own_memory(
@@ -163,7 +163,7 @@ def test_packing_plans_with_what_the_device_has(preset: str) -> None:
         assert figure in line
     for aside in (" 1 GiB", "2.81 GiB", "4.52 GiB"):
         assert aside in line
-    assert len(hold_against(planned, budget)) == 1
+    assert len(check_budget(planned, budget)) == 1
     assert within(planned, budget) == (planned, [])
     assert within(spec, None) == (spec, [])
 

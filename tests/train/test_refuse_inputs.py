@@ -12,7 +12,7 @@ from wlb.spec import ExpertsSpec, ModelSpec, RopeScaling, Scoring, to_dict
 from wlb.spec.keys import REMOVED, RemovedKeyWarning
 from wlb.train import refuse, refuse_inputs
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.refuse_inputs import SHAPES, hold_stores
+from wlb.train.refuse_inputs import SHAPES, check_stores
 
 
 def made(prefix: Path, *, tokenizer: str | None = None, **options: Any) -> str:
@@ -39,12 +39,12 @@ def test_a_heldout_store_of_another_tokenizer_is_refused(
     evaluated = small_spec(tmp_path, tmp_path, model={"vocab_size": 512})
     message = rf"ours and .*theirs of data\.store and data\.heldout_store .*\({differing}\)"
     with pytest.raises(ValueError, match=message):
-        hold_stores(evaluated, train=ours, heldout=theirs)
+        check_stores(evaluated, train=ours, heldout=theirs)
     blend = (f"{ours}:1", f"{made(tmp_path / 'more', **train)}:1")
     with pytest.raises(ValueError, match=r"of data\.blend and data\.heldout_store have different"):
-        hold_stores(evaluated, train=blend, heldout=theirs)
+        check_stores(evaluated, train=blend, heldout=theirs)
     never = small_spec(tmp_path, tmp_path, model={"vocab_size": 512}, eval={"steps": 0})
-    hold_stores(never, train=ours, heldout=theirs)
+    check_stores(never, train=ours, heldout=theirs)
 
 
 def test_stores_that_do_not_name_a_tokenizer_may_be_held_out(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_stores_that_do_not_name_a_tokenizer_may_be_held_out(tmp_path: Path) -> 
     store.store_path(foreign, ".json").unlink()
     spec = small_spec(tmp_path, tmp_path, model={"vocab_size": 320})
     for train, heldout in [(known, unnamed), (unnamed, known), (known, foreign), (foreign, known)]:
-        hold_stores(spec, train=train, heldout=heldout)
+        check_stores(spec, train=train, heldout=heldout)
 
 
 def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -66,12 +66,12 @@ def test_a_heldout_store_with_more_tokens_than_the_model_is_refused(tmp_path: Pa
         r"model\.vocab_size = 319 is smaller than the 320 entries of the held-out store .*heldout"
     )
     with pytest.raises(ValueError, match=message):
-        hold_stores(spec, train=foreign, heldout=heldout)
+        check_stores(spec, train=foreign, heldout=heldout)
 
 
 HARMLESS = {
     "init_std": "drawn weights are replaced by the checkpoint's",
-    "experts.balance": "its state begins anew; `hold_weights` refuses a change from bias",
+    "experts.balance": "its state begins anew; `check_weights` refuses a change from bias",
     "experts.aux_coefficient": "of training alone",
     "experts.z_loss": "of training alone",
 }

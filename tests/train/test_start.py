@@ -123,7 +123,7 @@ def as_given_ranks(world: World, spec: RunSpec) -> list[float]:
         asked = start._Request(
             resume=None, calibrate=None, console=console, started_s=0.0, signals=signals
         )
-        start._given_ranks(spec, world, asked)
+        start._join_ranks(spec, world, asked)
     return limits_s
 
 

@@ -19,7 +19,7 @@ from wlb.plan import UserError
 from wlb.train.checkpoint.folder import list_complete
 from wlb.train.checkpoint.room import most_at_once
 from wlb.train.job import directory_of
-from wlb.train.memory_check import GIB, budget_of, estimate_of, hold_against, within
+from wlb.train.memory_check import GIB, budget_of, check_budget, estimate_of, within
 
 PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
@@ -126,7 +126,7 @@ def memory(patient: Patient) -> Finding:
         room = budget.planned_gib if budget else planned_gib(spec)
         filled = with_s_max(spec, planned_gib=room)
         filled, _ = within(filled, budget)
-        hold_against(filled, budget)
+        check_budget(filled, budget)
         need = estimate_of(filled).total_bytes
     except UserError as error:
         remedy = "training.recompute, a smaller data.context_window, or more ranks (parallel.*)"

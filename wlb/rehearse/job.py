@@ -20,7 +20,7 @@ from wlb.plan import PipelinePlan, StepPlan, UserError
 from wlb.planner import Planner
 from wlb.spec import Device, LinearBackend, RunSpec, resolve_dp
 from wlb.train.job import Job
-from wlb.train.memory_check import budget_of, hold_against, within
+from wlb.train.memory_check import budget_of, check_budget, within
 from wlb.train.refuse import refuse_early
 from wlb.train.stores import Stores, open_stores, ready
 
@@ -55,7 +55,7 @@ def prepare(spec: RunSpec, folder: Path, *, steps: int) -> Rehearsal:
     budget = budget_of(spec, "cuda")
     spec = with_s_max(spec, planned_gib=budget.planned_gib if budget else None)
     spec, _ = within(spec, budget)
-    hold_against(spec, budget)
+    check_budget(spec, budget)
     planner = refuse_early(
         spec, train=stores.train, heldout=stores.heldout, device="cuda", resume=None, init_from=None
     )

@@ -1,3 +1,5 @@
+"""Runs `wlb train` for `python -m wlb.train`."""
+
 import sys
 
 from wlb.cli import main

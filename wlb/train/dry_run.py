@@ -1,8 +1,9 @@
-"""`wlb train --dry-run`: what a run would be and take, without any rank, document or torch.
+"""`wlb train --dry-run`: what a run would be and take, without starting ranks or importing torch.
 
-It speaks of the machines that the run is meant for: the devices of its kernel profile and
-[cluster], not of the one that it is called on. Of a named store the index is read, for its lengths
-and vocabulary; data.corpus is not opened, and lengths are drawn instead.
+The figures are for the machines that the run is meant for (the devices of its kernel profile and of
+[cluster]), not for the machine that runs the command. Of a store that the run names, only the index
+is read, for lengths and vocabulary. `data.corpus` is not opened; lengths are drawn at random
+instead.
 """
 
 import math
@@ -33,43 +34,52 @@ from wlb.simulate.published import published_error, trust_line
 from wlb.spec import Device, RunSpec, resolve_dp
 from wlb.train.checkpoint.room import most_at_once
 from wlb.train.memory_check import ROUNDING, caps_line, estimate_of, too_much, within
-from wlb.train.refuse_inputs import begins_with, hold_stores, hold_weights, refuse_snapshots
+from wlb.train.refuse_inputs import begins_with, check_stores, check_weights, refuse_snapshots
 from wlb.train.stores import Stores, named_stores, ready, with_vocabulary
 from wlb.train.telemetry.sinks import refuse_missing
 
 
 class _Documents(NamedTuple):
-    """Global batches from which the run is predicted, and where their lengths are from."""
+    """The documents from which the run is predicted."""
 
-    batches: list[GlobalBatch]
-    note: str
+    batches: list[GlobalBatch]  # their global batches
+    note: str  # where their lengths come from, for the table
 
 
 def show(spec: RunSpec, console: Console) -> bool:
-    """Print what a run of `spec` would do on as many ranks as its layout has, the answer first.
+    """Print what a run would do on as many ranks as its layout has, the answer first.
+
+    Args:
+        spec: The run.
+        console: Where it is printed.
 
     Returns:
-        Whether its memory fits, as far as that of the machines is known.
+        Whether the run fits into memory; true if the memory of the machines is not known.
+
+    Raises:
+        UserError: If training would refuse the run for its telemetry, stores or checkpoints.
     """
     refuse_missing(spec)
     device = _device(spec)
     refuse_snapshots(spec, device)
     stores = named_stores(spec)
     spec = _filled(spec, stores)
-    told = _told_budget(spec, device)
-    budget = told or gpu_budget(spec)
-    known = None if device == "cpu" and told is None else budget
+    # Without cluster.memory_gib, the memory of the profile's GPU is assumed. For a CPU there is no
+    # such assumption.
+    given = _cluster_budget(spec, device)
+    budget = given or gpu_budget(spec)
+    known = None if device == "cpu" and given is None else budget
     spec = with_s_max(spec, planned_gib=known.planned_gib if known else None)
-    spec, lines = within(spec, told)
+    spec, lines = within(spec, given)
     estimate = estimate_of(spec)
     fits = known is None or estimate.total_bytes <= budget.planned_bytes * ROUNDING
     if not fits:
         lines.append(f"memory: {too_much(estimate, budget)}")
     begin = begins_with(spec)
     if stores is not None:
-        hold_stores(spec, train=stores.train, heldout=stores.heldout)
+        check_stores(spec, train=stores.train, heldout=stores.heldout)
     if begin is not None:
-        hold_weights(spec.model, begin, "checkpoint.init_from")
+        check_weights(spec.model, begin, "checkpoint.init_from")
     made, documents = _forecast(spec, stores, device)
     answer = _verdict(made, budget if known else None, fits=fits)
     console.print(answer, soft_wrap=True, markup=False)
@@ -87,8 +97,12 @@ def show(spec: RunSpec, console: Console) -> bool:
 
 
 def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
-    """Whether the run fits, what it takes, and what to try first if it does not fit. budget: None
-    where the memory of the machines is not known.
+    """Say whether the run fits, how long it takes, and what to try first if it does not fit.
+
+    Args:
+        made: The prediction.
+        budget: Memory that plans may use; None if the memory of the machines is not known.
+        fits: Whether the estimate is within the budget.
     """
     spec, estimate = made.spec, estimate_of(made.spec)
     need = _size(estimate.total_bytes)
@@ -112,8 +126,9 @@ def _verdict(made: Forecast, budget: Budget | None, *, fits: bool) -> str:
 
 
 def _device(spec: RunSpec) -> str:
-    """The kind of device that the figures are for. run.device = auto means GPUs, unless
-    cost.profile is auto as well and this machine has none.
+    """Return the kind of device that the figures are for, "cpu" or "cuda".
+
+    run.device = auto means GPUs here, unless cost.profile is auto too and this machine has no GPU.
     """
     if spec.run.device == Device.AUTO and spec.cost.profile == "auto":
         return "cuda" if machine_name("cuda") else "cpu"
@@ -121,15 +136,15 @@ def _device(spec: RunSpec) -> str:
 
 
 def _filled(spec: RunSpec, stores: Stores | None) -> RunSpec:
-    """The spec with dp and the vocabulary size that training would fill in."""
+    """Fill in the data-parallel size and the vocabulary size, as training would."""
     world_size = spec.parallel.world_size
     if stores is not None:
         return ready(spec, stores, world_size)
     return with_vocabulary(resolve_dp(spec, world_size))
 
 
-def _told_budget(spec: RunSpec, device: str) -> Budget | None:
-    """The budget of cluster.memory_gib, beyond which a run is refused; None if it is not set."""
+def _cluster_budget(spec: RunSpec, device: str) -> Budget | None:
+    """Return the memory that `cluster.memory_gib` allows a rank; None if it is not set."""
     given = spec.cluster.memory_gib
     if not given:
         return None
@@ -138,7 +153,10 @@ def _told_budget(spec: RunSpec, device: str) -> Budget | None:
 
 
 def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Forecast, _Documents]:
-    """Predict the run from so many global batches that the standard error is below `ENOUGH`."""
+    """Predict the run from enough global batches for a standard error below `ENOUGH`.
+
+    It stops earlier at `MOST_MICRO_BATCHES` or when the documents run out.
+    """
     cost, count = workload_for(spec, device), steps_to_simulate(spec)
     most = max(count, MOST_MICRO_BATCHES // spec.num_micro_batches)
     while True:
@@ -147,13 +165,14 @@ def _forecast(spec: RunSpec, stores: Stores | None, device: str) -> tuple[Foreca
         error = made.simulation.standard_error
         if error <= ENOUGH or count >= most or len(documents.batches) < count:
             return made, documents
-        # The first steps' own error is not known well, so that it is not trusted to go far.
+        # The error of a few steps is itself uncertain, so one round takes at most eight times as
+        # many steps as the last.
         needed = 1.1 * count * (error / ENOUGH) ** 2
         count = min(most, max(2 * count, math.ceil(min(needed, 8 * count))))
 
 
 def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
-    """count: global batches."""
+    """Return `count` global batches, from the run's store or with drawn lengths."""
     batch: dict[str, Any] = {"tokens_per_batch": spec.tokens_per_step, "seed": spec.run.seed}
     if stores is not None:
         stream = open_batches(stores.train, epochs=spec.data.epochs, **batch)
@@ -173,12 +192,12 @@ def _documents(spec: RunSpec, stores: Stores | None, count: int) -> _Documents:
 
 
 def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
-    """A sentence on the machine that the figures are for."""
+    """Describe the machine that the figures are for, as part of a sentence."""
     profile, ranks = made.cost.profile, made.spec.parallel.world_size
-    asked = "run.device = cpu was asked for"
+    reason = "run.device = cpu was asked for"
     if made.spec.run.device == Device.AUTO:
-        asked = "run.device = auto, and this machine has no NVIDIA driver"
-    kind = f"CPU processes, each with cores of its own ({asked})" if made.is_cpu else "GPUs"
+        reason = "run.device = auto, and this machine has no NVIDIA driver"
+    kind = f"CPU processes, each with cores of its own ({reason})" if made.is_cpu else "GPUs"
     memory = f"{budget.gib:g} GiB ({budget.source})" if known else "unknown memory"
     chosen = ""
     if made.spec.cost.profile == "auto" and not made.is_cpu:
@@ -190,6 +209,7 @@ def _machine(made: Forecast, budget: Budget, known: Budget | None) -> str:
 
 
 def _facts(made: Forecast, documents: str, machine: str) -> Table:
+    """Return the table of figures: parameters, ranks, time, checkpoints, documents and machine."""
     spec, p = made.spec, made.spec.parallel
     table = facts_table(f"{spec.run.name}: dry run, nothing was started")
     size = spec.model.num_parameters
@@ -224,6 +244,7 @@ def _facts(made: Forecast, documents: str, machine: str) -> Table:
 
 
 def _checkpoints(made: Forecast) -> str:
+    """Describe the size of a checkpoint and the disk space that the run needs."""
     one, most = made.checkpoint_bytes, most_at_once(made.spec)
     return (
         f"{_size(one)} each, room for {_size(most * one)} needed: {made.spec.checkpoint.keep} "
@@ -232,21 +253,23 @@ def _checkpoints(made: Forecast) -> str:
 
 
 def _experts_rows(made: Forecast) -> str:
+    """Describe the time of experts' all-to-alls in a step."""
     spec = made.spec
     num = spec.micro_batches_per_pipeline
     tokens = spec.tokens_per_step // max(1, spec.parallel.dp)
-    whole, waited = (ns / 1e6 for ns in made.cost.linear.routed_rows_ns(tokens, num))
+    whole, exposed = (ns / 1e6 for ns in made.cost.linear.routed_rows_ns(tokens, num))
     layers = spec.stage_expert_layers
     most = max(sum(layers[s] for s in spec.stages_of(rank)) for rank in range(spec.parallel.pp))
     stages = "one stage" if spec.ep.stages == 1 else f"{spec.ep.stages} stages"
     return (
         f"{whole:,.0f} ms of all-to-alls a step over EP {spec.parallel.ep}, in {stages}: ranks "
-        f"wait for {waited:,.0f} ms, the rest is predicted to hide behind products; the host reads "
-        f"numbers of rows {num * most} times"
+        f"wait for {exposed:,.0f} ms, the rest is predicted to hide behind products; the host "
+        f"reads numbers of rows {num * most} times"
     )
 
 
 def _large(count: int) -> str:
+    """Return a count in words, such as "1.5 billion"."""
     for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.3g} {name}"
@@ -254,12 +277,12 @@ def _large(count: int) -> str:
 
 
 def _duration(days: float) -> str:
-    """Days, and smaller units where they are less than one."""
+    """Return a time in days, and also in the unit that suits it if it is less than a day."""
     return _spelled(days) if days >= 1 else f"{days:.2g} days ({_spelled(days)})"
 
 
 def _spelled(days: float) -> str:
-    """The time in the largest unit of which there is one."""
+    """Return a time in days, hours, minutes or seconds: the largest unit that it fills."""
     if days >= 1:
         return f"{days:,.1f} days"
     seconds = days * DAY_S
@@ -276,6 +299,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _layout(spec: RunSpec) -> Table:
+    """Return the table of pipeline ranks with their stages, layers and ranks."""
     # The grid has shape [pp, dp, cp, tp].
     grid = rank_grid(spec.parallel)
     table = new_table(
@@ -290,16 +314,18 @@ def _layout(spec: RunSpec) -> Table:
 
 
 def _range(ranks: list[int]) -> str:
+    """Return "4-7" for consecutive numbers, "none" for an empty list."""
     if not ranks:
         return "none"
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _memory(spec: RunSpec, budget: Budget) -> Table:
+    """Return the table of the fullest rank's memory and of what plans may use."""
     estimate = estimate_of(spec)
     table = facts_table(f"Memory of the fullest rank (pipeline rank {estimate.pp_rank}), estimated")
     for name, size in estimate.terms.items():
-        if size >= estimate.total_bytes / 1000:  # less says nothing
+        if size >= estimate.total_bytes / 1000:  # leave out negligible terms
             table.add_row(name.removesuffix("_bytes").replace("_", " "), _size(size))
     table.add_row("total", _size(estimate.total_bytes), end_section=True)
     table.add_row(budget.source, f"{budget.gib:.3f} GiB")
@@ -311,6 +337,7 @@ def _memory(spec: RunSpec, budget: Budget) -> Table:
 
 
 def _first_step(made: Forecast, console: Console) -> None:
+    """Print the plan of the first step and its imbalance."""
     plan = made.first.plan
     console.print(_plan(made.spec, made.first.pipelines[0]))
     p = plan.predicted
@@ -324,6 +351,7 @@ def _first_step(made: Forecast, console: Console) -> None:
 
 
 def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
+    """Return the table of one pipeline's micro-batches."""
     of_several = f" of {spec.parallel.dp} pipelines" if spec.parallel.dp > 1 else ""
     has_keys = spec.parallel.cp > 1
     table = new_table(
@@ -357,11 +385,14 @@ def _plan(spec: RunSpec, pipeline: PipelinePlan) -> Table:
 
 
 def _sharded(sharding: ShardingPlan) -> str:
-    """Its strategy and, with several CP ranks, its exchange of keys."""
+    """Describe a micro-batch's sharding strategy and, with several CP ranks, its exchange."""
     return sharding.strategy + (f", {sharding.exchange}" if sharding.cp > 1 else "")
 
 
 def _most_keys(spec: RunSpec, sharding: ShardingPlan, rows: int) -> int:
-    """Bytes of K and V of a layer while they travel, on the CP rank with most."""
+    """Return the bytes of one layer's keys and values during their exchange.
+
+    They are counted on the CP rank that has the most, its sent and received rows together.
+    """
     ranks = range(sharding.cp)
     return max(sum(key_bytes(spec, sharding, rank=r, local_tokens=rows)) for r in ranks)

@@ -1,7 +1,7 @@
-"""Held-out loss: forward only, through the same pipeline and context parallelism.
+"""Held-out loss: forward passes through the same pipeline and context parallelism.
 
-The evaluation plans from the beginning of the held-out store, in Plain-4D's windows, so that the
-loss depends on the weights alone and not on the packing policy under study.
+Each evaluation starts at the beginning of the held-out store and packs plain windows (the paper's
+Plain-4D). So the loss depends on the weights alone and not on the packing policy under study.
 """
 
 from itertools import islice
@@ -19,7 +19,16 @@ from wlb.train.telemetry.wall import Phase
 
 
 class Evaluator:
-    """Evaluates on the first eval.steps global batches of the held-out store."""
+    """Evaluates on the first `eval.steps` global batches of the held-out store.
+
+    Args:
+        spec: The run, with the attention kernel that prices its plans.
+        store: Prefix of the held-out token store.
+        executor: Runs the forward passes.
+
+    Attributes:
+        plans: Plans of all pipelines and of this rank's pipeline, by step.
+    """
 
     def __init__(self, spec: RunSpec, store: str, executor: Executor) -> None:
         self.executor = executor
@@ -32,11 +41,12 @@ class Evaluator:
         ]
 
     def run(self) -> float:
-        """Mean loss per labelled token, the same on every rank."""
+        """Return the mean loss per target, the same on every rank."""
         mesh = self.executor.mesh
         total = torch.zeros((), dtype=torch.float64, device=mesh.device)
         for _, pipeline in self.plans:
             loss = self.executor.evaluate(pipeline, self.reader)
+            # TP ranks have copies of the loss, so one of them counts it.
             if mesh.at.tp == 0:
                 total += loss.double()
         dist.all_reduce(total)
@@ -44,8 +54,10 @@ class Evaluator:
 
 
 class EvaluateHeldOut(Hook):
-    """Evaluates before a new run's first step, at eval.interval (updates) or eval.interval_tokens
-    (document tokens), and at the end unless the run was stopped.
+    """Evaluates before a new run's first step, when due, and at the end of the run.
+
+    It is due every `eval.interval` updates, or every `eval.interval_tokens` document tokens if that
+    is set. A run that was stopped does not evaluate at its end.
     """
 
     phase = Phase.EVALUATION
@@ -55,15 +67,18 @@ class EvaluateHeldOut(Hook):
         self._tokens_before = 0
 
     def begin(self, run: RunContext) -> None:
+        """Evaluate a new run before its first step."""
         self._tokens_before = run.progress.num_tokens if run.progress else 0
         if run.job.resume is None and not run.stop:
             self._evaluate(run)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """Evaluate if it is due."""
         if step.updated and self._is_due(run, step.plan):
             self._evaluate(run)
 
     def end(self, run: RunContext) -> None:
+        """Evaluate the trained weights, unless the run was stopped."""
         if not run.stop:
             self._evaluate(run)
 
@@ -71,9 +86,9 @@ class EvaluateHeldOut(Hook):
         tokens = run.spec.eval.interval_tokens
         if not tokens:
             return run.is_due(run.spec.eval.interval)
-        # `_tokens_before` was set at the last updated step, so that a threshold which skipped steps
-        # crossed is due now. After a rollback it may exceed the tokens before this step; hence the
-        # minimum.
+        # `_tokens_before` is the count after the last updated step. If steps without an update
+        # crossed a multiple of the interval, it is due now. After a rollback `_tokens_before` may
+        # be larger than the count before this step, hence the minimum.
         done = plan.progress.num_tokens
         before = min(self._tokens_before, done - plan.packing.num_tokens)
         self._tokens_before = done

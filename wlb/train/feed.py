@@ -1,4 +1,8 @@
-"""Plans for one rank, from the planner process of its node."""
+"""Plans for one rank, from the planner process of its node.
+
+One process per node plans ahead of training and serves all ranks of the node. Every node plans the
+same steps, so nodes exchange no plans.
+"""
 
 import time
 from pathlib import Path
@@ -16,15 +20,26 @@ from wlb.planner.service import PlanClient, PlannerProcess
 from wlb.spec import RunSpec
 
 STEPS_AHEAD = 3
-"""Steps that the planner makes ahead of the requested one. More of them hide a slow step of the
-planner, and hold more plans in memory. At least 2: the loop looks at the step after the next."""
+"""Steps that the planner makes ahead of the requested one.
+
+More steps hide a slow step of the planner, and keep more plans in memory. At least 2, because the
+loop looks at the step after the next."""
 
 
 class PlanFeed:
-    """Gives this rank its steps in order, and lets it look at those that follow.
+    """Gives this rank its steps in order, and lets it look at the steps that follow.
 
-    All ranks construct it together; the first of a node owns the planner process. waited_ns: time
-    spent in `next` and `peek` since the caller last set it to 0.
+    All ranks construct it together. The first rank of a node starts the planner process.
+
+    Args:
+        spec: The run, with the attention kernel that prices its plans.
+        store: Name of the token store.
+        world: This rank's place among the processes of the launcher.
+        mesh: This rank's place in the layout.
+        state: The planner's state in the checkpoint that the run resumes from; None for a new run.
+
+    Attributes:
+        waited_ns: Time spent in `next` and `peek` since the caller last set it to 0.
     """
 
     def __init__(
@@ -34,7 +49,8 @@ class PlanFeed:
         if world.rank == 0:
             token = [Address.new().key.decode()]
         dist.broadcast_object_list(token, src=0, group=host_group())
-        # Local ranks have a rendezvous file, in a folder that their launcher removes.
+        # Local ranks place the socket beside their rendezvous file, in a folder that their launcher
+        # removes.
         shared = world.rendezvous_file
         folder = str(Path(shared).parent) if shared else ""
         address = Address.new(token[0] or "", world.node_rank, folder)
@@ -49,6 +65,7 @@ class PlanFeed:
                 address=address,
                 silence_s=SILENCE_S,
             )
+        # The planner of every node listens before a client connects.
         dist.barrier(host_group())
         # Rank 0 alone writes the planner's state to checkpoints.
         self._client = PlanClient(
@@ -57,19 +74,32 @@ class PlanFeed:
         self.waited_ns = 0
 
     def next(self) -> tuple[StepPlan, PipelinePlan] | None:
+        """Return the next step, as the plan of all pipelines and of this rank's pipeline.
+
+        Returns:
+            Both plans, or None after the last step.
+        """
         begin = time.perf_counter_ns()
         item = self._client.next()
         self.waited_ns += time.perf_counter_ns() - begin
         return item
 
     def peek(self, steps_ahead: int) -> list[tuple[StepPlan, PipelinePlan]]:
-        """The plan `steps_ahead` after the one `next` gave last, in a list; empty past the end."""
+        """Return a plan ahead of the step that `next` returned last, without consuming it.
+
+        Args:
+            steps_ahead: 1 for the step that `next` returns next.
+
+        Returns:
+            A list with the plan; empty past the end of the data.
+        """
         begin = time.perf_counter_ns()
         item = self._client.peek(steps_ahead)
         self.waited_ns += time.perf_counter_ns() - begin
         return [] if item is None else [item]
 
     def close(self) -> None:
+        """Disconnect, and end the planner process if this rank started it."""
         self._client.close()
         if self._process is not None:
             self._process.close()

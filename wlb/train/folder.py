@@ -1,4 +1,4 @@
-"""A run's folder: claimed for this process, with an older run of the same name moved aside."""
+"""Claims a run's folder for this process, and moves an older run of the same name aside."""
 
 import tempfile
 from collections.abc import Iterator
@@ -21,17 +21,25 @@ from wlb.train.faults.stop import by_hand
 from wlb.train.job import Job, directory_of
 from wlb.train.stores import DOCSTRINGS, STDLIB
 
-_TRIED_BYTES = 1 << 12
+_TRIED_BYTES = 1 << 12  # written once, to find out whether the folder can be written
 
 
 def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
-    """Lock the run's folder and try to write there; an older run of the name is moved aside.
-    UserError where nothing can be written, or another process trains that run.
+    """Lock the run's folder and try to write there. Move an older run of the name aside.
+
+    Args:
+        job: The run.
+        console: Where messages are printed.
+        lock: The lock of the run's folder, which may be locked already.
+
+    Raises:
+        UserError: If nothing can be written there, or another process trains that run.
     """
     with claiming(job.spec):
         lock.take()
         remove_left_tokens(job.directory)
         if _move_older_aside(job, console):
+            # The lock moved away with the older folder, so the new folder is locked as well.
             lock.take_next()
         _forget_stop(job.spec.run, console)
         with tempfile.TemporaryFile(dir=job.directory) as file:
@@ -39,8 +47,10 @@ def claim_directory(job: Job, console: Console, lock: RunLock) -> None:
 
 
 def _forget_stop(run: RunSection, console: Console) -> None:
-    """Remove the file that ended an earlier job of this name. Only the lock's holder does, because
-    a job that still waits for the lock would remove the request to the one that trains.
+    """Remove a stop file that ended an earlier job of this name.
+
+    Only the process that has the lock may do this. A job that still waits for the lock would remove
+    a request that is meant for the running job.
     """
     file = by_hand(run)
     if file.exists():
@@ -50,7 +60,7 @@ def _forget_stop(run: RunSection, console: Console) -> None:
 
 @contextmanager
 def claiming(spec: RunSpec) -> Iterator[None]:
-    """Makes an OSError of the run's folder a UserError with the remedy."""
+    """Turn an OSError in the block into a UserError that names run.output_dir."""
     try:
         yield
     except OSError as error:
@@ -62,7 +72,7 @@ def claiming(spec: RunSpec) -> Iterator[None]:
 
 
 def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
-    """UserError for an input of the run in `directory`, which is about to be moved aside."""
+    """Raise UserError if an input of the run lies in a folder that will be moved aside."""
     folder = directory.absolute()
     for key, path in _inputs(spec):
         given = Path(path).absolute()
@@ -74,8 +84,12 @@ def refuse_inputs_in(directory: Path, spec: RunSpec) -> None:
 
 
 def _move_older_aside(job: Job, console: Console) -> bool:
-    """Move an older run of the name aside; True if there was one. On resume the folder stays, and
-    only checkpoints later than the resumed one are renamed.
+    """Move the folder of an older run of the name aside.
+
+    A resumed run keeps its folder; only checkpoints later than the resumed one are renamed.
+
+    Returns:
+        Whether a folder was moved.
     """
     directory = job.directory
     if job.resume is not None:
@@ -93,7 +107,7 @@ def _move_older_aside(job: Job, console: Console) -> bool:
 
 
 def _inputs(spec: RunSpec) -> Iterator[tuple[str, str]]:
-    """Paths that a run reads, by their keys."""
+    """Yield the paths that a run reads, with their keys."""
     data = spec.data
     yield "cost.profile", spec.cost.profile
     yield "checkpoint.init_from", spec.checkpoint.init_from

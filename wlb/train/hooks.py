@@ -1,9 +1,10 @@
 """Hooks: everything that watches training, called at named events of the loop.
 
-`wlb.train.loop` trains; everything that measures, records, shows, evaluates or saves is a `Hook`.
-`wlb.train.watchers` lists a run's hooks in the order of their calls, which is the same on all ranks
-because some of them communicate. Modelled on OLMo-core's callbacks
-(https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).
+`wlb.train.loop` trains. Everything that measures, records, shows, evaluates or saves is a `Hook`.
+`wlb.train.watchers` lists a run's hooks in the order of their calls. The order is the same on all
+ranks, because some hooks communicate.
+
+Modelled on OLMo-core's callbacks (https://github.com/allenai/OLMo-core, olmo_core/train/callbacks).
 """
 
 from dataclasses import dataclass, field
@@ -27,48 +28,43 @@ from wlb.train.telemetry.wall import Phase, WallTimes
 
 
 class LoadedRun(NamedTuple):
-    """A run as of the checkpoint that was loaded. steps_done: updates of its weights."""
+    """What a loaded checkpoint says of its run."""
 
-    saved_in: Path
-    steps_done: int
-    state: PlannerState
+    saved_in: Path  # the checkpoint's folder
+    steps_done: int  # updates of its weights
+    state: PlannerState  # the planner's state, from which planning continues
 
 
 @dataclass(slots=True, kw_only=True)
 class RunContext:
-    """State that the loop and its hooks share on a rank.
-
-    progress: after the last executed step, None before the first. steps_done: updates of the
-    weights. saved: the state that the newest checkpoint holds, if any. tally: sums for the
-    summary. stop: source of a request to end early, the same on all ranks. records_ns: thread time
-    that hooks took in `record` and telemetry has not counted yet. wall: where this rank's time
-    goes.
-    """
+    """State that the loop and its hooks share on one rank."""
 
     job: Job
     mesh: Mesh
-    position: Position
-    report: RunReport
-    feed: PlanFeed
-    inputs: InputPrefetcher
+    position: Position  # where the rank notes what it is doing, for reports of failures
+    report: RunReport  # the screen and the files of records; silent except on rank 0
+    feed: PlanFeed  # plans of the coming steps
+    inputs: InputPrefetcher  # tensors of the coming steps
+    # Planner's state after the last executed step; None before the first.
     progress: PlanProgress | None = None
-    steps_done: int = 0
-    saved: PlanProgress | None = None
-    tally: Tally = field(default_factory=Tally)
-    stop: Stop = Stop.NO
-    records_ns: int = 0
-    wall: WallTimes = field(init=False)
+    steps_done: int = 0  # updates of the weights so far
+    saved: PlanProgress | None = None  # progress that the newest checkpoint has; None without one
+    tally: Tally = field(default_factory=Tally)  # sums over steps, for the summary
+    stop: Stop = Stop.NO  # source of a request to end early, the same on all ranks
+    records_ns: int = 0  # CPU time of hooks' `record` that telemetry has not counted yet
+    wall: WallTimes = field(init=False)  # wall time of this rank by phase
 
     def __post_init__(self) -> None:
         self.wall = WallTimes(started_s=self.job.started_s, ready_s=self.job.ready_s)
 
-    def go_on(self, loaded: LoadedRun) -> None:
-        """Take over what a loaded checkpoint says of the run."""
+    def resume_from(self, loaded: LoadedRun) -> None:
+        """Continue from the steps and the planner's state of a loaded checkpoint."""
         self.steps_done = loaded.steps_done
         self.progress = self.saved = PlanProgress.of(loaded.state)
 
     @property
     def spec(self) -> RunSpec:
+        """The configuration of the run."""
         return self.job.spec
 
     @property
@@ -77,8 +73,12 @@ class RunContext:
         return self.steps_done == self.spec.training.steps or not self.feed.peek(1)
 
     def is_due(self, interval: int) -> bool:
-        """Whether the number of updates is a multiple of `interval` (0: never); False after the
-        last one, which `Hook.end` follows.
+        """Return whether the number of updates is a multiple of `interval`.
+
+        After the last update it is false, because `Hook.end` follows and does the same work.
+
+        Args:
+            interval: Updates between events; 0 means never.
         """
         is_end = self.steps_done == self.spec.training.steps
         return bool(interval) and self.steps_done % interval == 0 and not is_end
@@ -86,57 +86,62 @@ class RunContext:
 
 @dataclass(slots=True, kw_only=True)
 class ExecutedStep:
-    """A step that was executed and counts."""
+    """A step that was executed and was not rolled back."""
 
-    plan: StepPlan
-    pipeline: PipelinePlan
-    sums: StepSums
-    loss: float  # mean over valid labels, in nats
-    updated: bool  # False where the step had no label, or was skipped as not finite
-    began_s: float  # by time.perf_counter
-    waited_ns: int  # for plans, before it began
-    telemetry: Telemetry | None = None  # set by `MeasureSteps` in steps that compute something
+    plan: StepPlan  # what all pipelines trained
+    pipeline: PipelinePlan  # the part of the plan that this rank's pipeline trained
+    sums: StepSums  # the step's sums over all ranks
+    loss: float  # mean over targets, in nats
+    updated: bool  # False if the step had no target or was skipped as not finite
+    began_s: float  # time.perf_counter when it began
+    waited_ns: int  # time that this rank waited for plans before the step began
+    telemetry: Telemetry | None = None  # set by `MeasureSteps` if the step computed something
+    # This rank's times (`TelemetryMeter.own_ns`); None in the warm-up.
     own_ns: np.ndarray | None = None
-    """This rank's times in it (`TelemetryMeter.own_ns`), None in the warm-up."""
 
 
 class RefusedStep(NamedTuple):
-    """A step whose sums are not finite. action: skip it, or go back to `saved_in`, a checkpoint."""
+    """A step whose loss or gradient norm is not finite."""
 
     plan: StepPlan
     sums: StepSums
-    action: OnNonfinite
-    saved_in: Path | None = None
+    action: OnNonfinite  # SKIP or ROLLBACK
+    saved_in: Path | None = None  # newest checkpoint, to which a rollback returns; None without one
 
 
 class Hook:
-    """Watches a run on one rank. All ranks call each event together, so a hook may communicate; it
-    prints and writes on rank 0 only (`RunReport` is silent elsewhere). phase: what the time of its
-    events counts as, but for `record`, which is part of a step.
+    """Watches a run on one rank. Subclasses override the events that they need.
+
+    All ranks call each event together, so a hook may communicate. It prints and writes through
+    `RunReport`, which is silent except on rank 0.
     """
 
+    # Phase that the time of its events is counted under. `record` is always part of its step.
     phase: ClassVar[Phase | None] = None
 
     def begin(self, run: RunContext) -> None:
-        """Before the first step, once all ranks hold the same plans."""
+        """Called before the first step, once all ranks agree on the first plans."""
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
-        """A step updates nothing. If it is skipped, `record` follows, else `rolled_back`."""
+        """Called for a step whose sums are not finite and which updates nothing.
+
+        `record` follows if the step is skipped, `rolled_back` if the run returns to a checkpoint.
+        """
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
-        """Weights, optimiser and `run.progress` are those of the checkpoint `saved_in` again."""
+        """Called once weights, optimiser and `run.progress` are those of `saved_in`."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
-        """After each executed step. The time of these calls is reported as telemetry's own."""
+        """Called after each executed step. Its time is reported as telemetry's overhead."""
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        """After all records of a step, for work that takes long: evaluating, saving."""
+        """Called after all records of a step, for slow work such as evaluating or saving."""
 
     def end(self, run: RunContext) -> None:
-        """After the last step; `run.stop` says whether the run was asked to end."""
+        """Called after the last step. `run.stop` says whether the run was asked to end."""
 
     def close(self) -> None:
-        """Releases files, also after an error."""
+        """Called at the end to release files, also after an error."""
 
     def finished(self, run: RunContext) -> None:
-        """After a run that raised nothing, when records and the live display are closed."""
+        """Called after a run without errors, when records and live display are closed."""

@@ -9,35 +9,34 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Arguments of a rank. spec: with dp and the vocabulary size filled in. resume: the
-    checkpoint to go on from. init_from: the checkpoint whose weights a new run begins with.
-    calibrate: the kernel profile to write when training has ended. started_s, ready_s: Unix
-    times at which the run began, and at which ranks could begin.
-    falls_back: an earlier checkpoint may take the place of a damaged one. verbose: all columns and
-    rows are shown.
-    """
+    """What every rank of a run is started with."""
 
-    spec: RunSpec
-    train_store: StoreName
-    heldout_store: str
-    resume: Path | None
-    title: str
-    started_s: float
-    ready_s: float = 0.0
+    spec: RunSpec  # with the data-parallel size and the vocabulary size filled in
+    train_store: StoreName  # name of the token store, or of a blend of stores
+    heldout_store: str  # prefix of the held-out token store; "" without one
+    resume: Path | None  # checkpoint to resume from; None for a new run
+    title: str  # first line on the screen
+    started_s: float  # Unix time at which the command began
+    ready_s: float = 0.0  # Unix time at which ranks could begin; 0 if not known
+    # Kernel profile to write when training has ended; None to write none.
     calibrate: Path | None = None
+    # Checkpoint whose weights a new run begins with; None for random weights.
     init_from: Path | None = None
-    falls_back: bool = False
+    falls_back: bool = False  # whether an earlier checkpoint may replace a damaged one on resume
+    # Whether the screen shows all columns of steps and all rows of the summary.
     verbose: bool = False
 
     @property
     def directory(self) -> Path:
+        """The run's folder."""
         return directory_of(self.spec)
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
         return self.directory / "checkpoints"
 
 
 def directory_of(spec: RunSpec) -> Path:
-    """A run's folder."""
+    """Return the folder of a run: `run.output_dir`/`run.name`."""
     return Path(spec.run.output_dir) / spec.run.name

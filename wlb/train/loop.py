@@ -1,6 +1,8 @@
 """The training loop of one rank: plan, load, forward and backward, reduce, update (Figure 2).
 
-Hooks (`wlb.train.hooks`) watch the steps; `wlb.train.watchers` lists them.
+A step waits for the device once, in the all-reduce of `StepReducer`. Everything that measures,
+records, evaluates or saves is a hook (`wlb.train.hooks`); `wlb.train.watchers` lists the hooks of a
+run.
 """
 
 import time
@@ -40,9 +42,16 @@ from wlb.train.watchers import hooks_of
 
 
 class Trainer:
-    """Runs a job on one rank; all ranks construct it and call `run` together.
+    """Runs a job on one rank. All ranks construct it and call `run` together.
 
-    position: receives the rank's activity. stop_request: requests to stop, also early ones.
+    Args:
+        job: The arguments that every rank of the run gets.
+        world: This rank's place among the processes of the launcher.
+        mesh: This rank's place in the 4-D layout, with its process groups.
+        position: Where the rank notes what it is doing, for reports of failures. Defaults to a
+            record that nobody else sees.
+        stop_request: Requests to stop, including those from before training. Defaults to one
+            without signals.
     """
 
     def __init__(
@@ -59,7 +68,8 @@ class Trainer:
         self.priced, profile = agree_on_kernel(spec, world, mesh, stores=self.reader.identity)
         self.position = position or Position()
         clock = StepClock.of(mesh.device)
-        # A checkpoint has every weight, or is refused.
+        # Weights are drawn at random only for a run that starts without a checkpoint: a checkpoint
+        # that lacks a weight is refused.
         draws = job.resume is None and job.init_from is None
         self.executor = Executor(spec, mesh, progress=self.position, timer=clock, draws=draws)
         self.optimizers = Optimizers(spec, dict(self.executor.stages))
@@ -89,11 +99,16 @@ class Trainer:
         )
 
     def run(self) -> Tally:
-        """Train until training.steps, the end of data or a request to stop."""
+        """Train until `training.steps`, the end of the data or a request to stop.
+
+        Returns:
+            Sums over the trained steps, for the summary.
+        """
         run = self.context
         with ExitStack() as opened:
             opened.enter_context(run.report)
             for hook in self.hooks:
+                # Hooks close in any case, also when another hook or a step raises.
                 opened.callback(hook.close)
             try:
                 with run.wall.phase(Phase.PLANNING):
@@ -127,6 +142,7 @@ class Trainer:
         sums = self._compute(plan, pipeline)
         run.stop = sums.stop
         action = self._reaction(plan, sums)
+        # The run now stands at the checkpoint, so this step is trained again from there.
         if action == OnNonfinite.ROLLBACK:
             return
         # A step without a label moves neither the optimiser nor the learning rate.
@@ -146,7 +162,8 @@ class Trainer:
             waited_ns=waited_ns,
         )
         self.position.enter("recording the step")
-        # Thread time does not count waits for ranks whose step is longer.
+        # CPU time of this thread, because wall time would count the wait for slower ranks in the
+        # hooks' collectives.
         begin_ns = time.thread_time_ns()
         for hook in self.hooks:
             hook.record(run, step)
@@ -156,11 +173,12 @@ class Trainer:
                 hook.after_step(run, step)
 
     def _compute(self, plan: StepPlan, pipeline: PipelinePlan) -> StepSums:
-        """Forward and backward of all micro-batches, and the step's sums over all ranks."""
+        """Run forward and backward of all micro-batches, and sum the step over all ranks."""
         run, scale = self.context, self.spec.loss_scale(plan.num_targets)
         loss = square = load = None
         if plan.num_targets:
             inputs = run.inputs.take(pipeline, loss_scale=scale)
+            # Load the next step's inputs while this step computes.
             run.inputs.start_next(run.feed)
             self.position.enter("computing")
             loss = self.executor.train_step(pipeline, self.reader, loss_scale=scale, inputs=inputs)
@@ -168,6 +186,7 @@ class Trainer:
             load = load_values(self.executor.stages.values(), self.spec.model.num_layers, self.mesh)
         self.position.enter("adding up loss and gradients' norm over all ranks")
         return self.reducer.reduce(
+            # Compare plans two steps ahead, before anything is loaded for that step.
             run.feed.peek(2),
             loss=loss,
             gradient_square=square,
@@ -177,8 +196,10 @@ class Trainer:
         )
 
     def _reaction(self, plan: StepPlan, sums: StepSums) -> OnNonfinite | None:
-        """None for a step that may update weights. One that is not finite updates nothing: it is
-        skipped, or the run rolls back to the newest checkpoint.
+        """Decide what follows a step: None lets it update the weights.
+
+        A loss or gradient that is not finite updates nothing. The step is then skipped, or the run
+        rolls back to the newest checkpoint.
         """
         if sums.is_finite:
             self.nonfinite.finite()
@@ -189,28 +210,37 @@ class Trainer:
         self.optimizers.clear()
         for hook in self.hooks:
             hook.refused(run, RefusedStep(plan, sums, action, newest))
+        # Drop plans and inputs of later steps, load the checkpoint, and plan from its state.
         if newest is not None and action == OnNonfinite.ROLLBACK:
             run.inputs.close()
             run.feed.close()
             with run.wall.phase(Phase.CHECKPOINTS):
                 loaded = self._load(newest)
-            run.go_on(loaded)
+            run.resume_from(loaded)
             run.feed, run.inputs = self._open_feed(loaded.state)
             for hook in self.hooks:
                 hook.rolled_back(run, newest)
         return action
 
     def _agree_on_first_plans(self) -> None:
-        """Compare the first two steps' plans and the evaluation's; `_compute` does later ones."""
+        """Compare the plans of the first two steps and of the evaluation across ranks.
+
+        `_compute` compares the plans of all later steps.
+        """
         run = self.context
         self.stop_request.steps_begin()
-        held = self.evaluator.plans if self.evaluator is not None else []
+        evaluation_plans = self.evaluator.plans if self.evaluator is not None else []
         run.stop = self.reducer.reduce(
-            [*run.feed.peek(1), *run.feed.peek(2), *held], stop=self.stop_request.signalled
+            [*run.feed.peek(1), *run.feed.peek(2), *evaluation_plans],
+            stop=self.stop_request.signalled,
         ).stop
 
     def _context(self) -> RunContext:
-        """Where the run begins: new, with the weights of a checkpoint, or going on from one."""
+        """Return the state at which the run begins.
+
+        A run begins anew, or with the weights of another run's checkpoint (`checkpoint.init_from`),
+        or resumes from its own checkpoint.
+        """
         loaded = self._load(self.job.resume) if self.job.resume is not None else None
         if loaded is None and self.job.init_from is not None:
             load_weights(self.job.init_from, self.mesh, stages=self.executor.stages)
@@ -232,16 +262,16 @@ class Trainer:
             inputs=inputs,
         )
         if loaded is not None:
-            run.go_on(loaded)
+            run.resume_from(loaded)
         return run
 
     def _load(self, saved_in: Path) -> LoadedRun:
-        """Load weights and optimiser from a checkpoint, or an older one if it is damaged."""
+        """Load weights and optimiser from a checkpoint, or from an older one if it is damaged."""
         self.position.enter(f"loading {saved_in.name}")
         trained = (self.executor.stages, self.optimizers, self.job.falls_back)
         steps_done, saved_in = load_sound(saved_in, self.mesh, *trained)
         self.job = replace(self.job, resume=saved_in)
-        # Data that had ended is read again, because the run may have more epochs now.
+        # `reopened` continues after the end of the data, because the run may have more epochs now.
         return LoadedRun(saved_in, steps_done, planner_state(saved_in).reopened())
 
     def _open_feed(self, state: PlannerState | None) -> tuple[PlanFeed, InputPrefetcher]:

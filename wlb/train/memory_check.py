@@ -1,10 +1,12 @@
 """Compares a run's estimated memory with its devices' before any rank computes.
 
-The estimate bounds resident memory (`wlb.memory`), with packing's S_max and T. It may take the
-memory that `wlb.memory.budget` leaves of a device besides CUDA's context, NCCL's buffers and the
-allocator's gaps. A run is refused by `cluster.memory_gib` if it is set, else by the memory of the
-smallest GPU; on CPU that is unknown, and nothing is refused. Plans never count on more than a GPU
-has.
+The estimate (`wlb.memory`) bounds the resident memory of the fullest rank, with packing's largest
+micro-batch (S_max) and largest step (T). It may take what `wlb.memory.budget` leaves of a device
+after CUDA's context, NCCL's buffers and the allocator's gaps.
+
+The limit is `cluster.memory_gib` if it is set, else the memory of the smallest GPU. On a CPU
+without `cluster.memory_gib` the limit is unknown, and nothing is refused. Plans never use more than
+a GPU has.
 """
 
 from dataclasses import replace
@@ -18,7 +20,7 @@ from wlb.spec import RunSpec
 
 
 def budget_of(spec: RunSpec, device: str) -> Budget | None:
-    """Memory of ranks on `device` ("cpu" or "cuda"); None if it is unknown."""
+    """Return the memory that ranks on `device` ("cpu" or "cuda") may use; None if unknown."""
     given = spec.cluster.memory_gib
     if device != "cuda":
         return cpu_budget(spec, gib=given, source="cluster.memory_gib") if given else None
@@ -26,8 +28,11 @@ def budget_of(spec: RunSpec, device: str) -> Budget | None:
 
 
 def measured_budget(spec: RunSpec) -> Budget | None:
-    """Memory of the smallest GPU here, whatever `cluster.memory_gib` says; None without a GPU."""
-    # Imported here, so that a dry run, which asks for no device, imports no torch.
+    """Return the memory of the smallest GPU of this machine; None without a GPU.
+
+    `cluster.memory_gib` is not considered.
+    """
+    # Imported here, so that a dry run, which needs no device, does not import torch.
     from wlb.parallel import world as worlds
 
     size = worlds.device_memory_bytes()
@@ -37,7 +42,7 @@ def measured_budget(spec: RunSpec) -> Budget | None:
 
 
 def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
-    """A warning for the log where `cluster.memory_gib` is more than a GPU has."""
+    """Return a warning if `cluster.memory_gib` is more than a GPU has, else an empty list."""
     given = spec.cluster.memory_gib
     if measured is None or given <= measured.gib:
         return []
@@ -48,7 +53,7 @@ def given_beyond(spec: RunSpec, measured: Budget | None) -> list[str]:
 
 
 def estimate_of(spec: RunSpec) -> MemoryEstimate:
-    """The estimate for the fullest rank, with packing's caps."""
+    """Estimate the memory of the fullest rank, with packing's limits on micro-batches and steps."""
     if not spec.packing.varies_lengths:
         return memory_estimate(spec)
     s_max, step_tokens = caps_of(spec)
@@ -56,11 +61,17 @@ def estimate_of(spec: RunSpec) -> MemoryEstimate:
 
 
 def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
-    """`spec` with packing.memory_gib lowered to what the device has, and a line if it was lowered:
-    systems and `wlb tune layout` compute it from cluster.memory_gib, of which a device may lack a
-    GiB.
+    """Lower `packing.memory_gib` to what the device has.
 
-    budget: of the device; on GPUs the measured one
+    `--system` and `wlb tune layout` compute the key from `cluster.memory_gib`, and a device may
+    have a GiB less.
+
+    Args:
+        spec: The run.
+        budget: Memory of the device, on GPUs as measured; None leaves the spec as it is.
+
+    Returns:
+        The spec, and a line for the log if the key was lowered.
     """
     if budget is None:
         return spec, []
@@ -72,9 +83,18 @@ def within(spec: RunSpec, budget: Budget | None) -> tuple[RunSpec, list[str]]:
     return lowered, [f"packing.memory_gib = {given:g} is lowered to {planned:g}: {why}"]
 
 
-def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
-    """Lines for the log; none without a budget. UserError if the estimate
-    exceeds what plans may use of it.
+def check_budget(spec: RunSpec, budget: Budget | None) -> list[str]:
+    """Compare the estimate with the memory that plans may use.
+
+    Args:
+        spec: The run.
+        budget: Memory of the device; None skips the comparison.
+
+    Returns:
+        Lines for the log; none without a budget.
+
+    Raises:
+        UserError: If the estimate exceeds the budget.
     """
     if budget is None:
         return []
@@ -90,7 +110,7 @@ def hold_against(spec: RunSpec, budget: Budget | None) -> list[str]:
 
 
 def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
-    """Describe which rank needs how much memory for which terms, and the remedies."""
+    """Describe which rank needs how much memory for what, and the remedies."""
     terms = sorted(estimate.terms.items(), key=lambda term: -term[1])
     listed = ", ".join(f"{n.removesuffix('_bytes')} {size_text(size)}" for n, size in terms if size)
     return (
@@ -103,7 +123,7 @@ def too_much(estimate: MemoryEstimate, budget: Budget) -> str:
 
 
 def caps_line(spec: RunSpec, budget: Budget) -> str:
-    """A line that says which micro-batches and steps fit the planned memory."""
+    """Describe the largest micro-batches and steps that fit the memory."""
     try:
         caps = token_caps(spec, memory_bytes=budget.planned_bytes)
     except UserError as error:

@@ -1,8 +1,8 @@
-"""The next steps' inputs, loaded while a step is computed.
+"""The next step's inputs, loaded while a step is computed.
 
-One thread reads tokens, builds index arrays and moves them, on a GPU in a stream of its own. The
-computing stream waits for that stream's event, and tensors are recorded on it, because the
-allocator would otherwise reuse their memory while they are read.
+One thread reads tokens, builds index arrays and moves them to the device, on a GPU in a stream of
+its own. The computing stream waits for an event of that stream. The tensors are recorded on the
+computing stream, because the allocator would otherwise reuse their memory while they are read.
 """
 
 import time
@@ -17,33 +17,45 @@ from wlb.plan import PipelinePlan
 from wlb.train.feed import PlanFeed
 
 STEPS_LOADED = 1
-"""Steps whose inputs are loaded ahead. One hides the loading behind a step; more only hold
-memory of the device."""
+"""Steps whose inputs are loaded ahead.
+
+One is enough to hide the loading behind a step; more only take device memory."""
 Loaded = tuple[StepInputs, torch.cuda.Event | None]
 
 
 class InputPrefetcher:
-    """Loads up to `STEPS_LOADED` steps ahead; `take` gives them in any order and loads a step that
-    was not started.
+    """Loads up to `STEPS_LOADED` steps ahead of training.
+
+    Args:
+        executor: Builds the inputs of a step.
+        reader: Reads tokens from the store.
+
+    Attributes:
+        exposed_ns: Time that the last `take` waited for its inputs.
     """
 
     def __init__(self, executor: Executor, reader: TokenReader) -> None:
         self.executor, self.reader = executor, reader
         self.exposed_ns = 0
-        """How long the last `take` waited."""
-        self._waiting: dict[int, Future[Loaded]] = {}
+        self._loading: dict[int, Future[Loaded]] = {}
         device = executor.mesh.device
         self._pool = device_thread("inputs", device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The loading stream reads the rotary frequencies, which the current stream wrote.
+        # The loading stream reads the rotary frequencies, which the current stream may still be
+        # writing.
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def start(self, plan: PipelinePlan, *, loss_scale: float) -> None:
-        """Begin to load `plan`, unless it is being loaded or `STEPS_LOADED` others are."""
-        if plan.step in self._waiting or len(self._waiting) >= STEPS_LOADED:
+        """Begin to load a step, unless it or `STEPS_LOADED` other steps are being loaded.
+
+        Args:
+            plan: This rank's part of the step.
+            loss_scale: Factor of the loss in the step.
+        """
+        if plan.step in self._loading or len(self._loading) >= STEPS_LOADED:
             return
-        self._waiting[plan.step] = self._pool.submit(self._load, plan, loss_scale)
+        self._loading[plan.step] = self._pool.submit(self._load, plan, loss_scale)
 
     def start_next(self, feed: PlanFeed) -> None:
         """Begin to load the next `STEPS_LOADED` steps."""
@@ -55,9 +67,16 @@ class InputPrefetcher:
                     self.start(pipeline, loss_scale=scale)
 
     def take(self, plan: PipelinePlan, *, loss_scale: float) -> StepInputs:
-        """Return the inputs of `plan`, or raise the exception of the loading thread."""
+        """Return the inputs of a step, and load them now if `start` was not called for it.
+
+        An exception of the loading thread is raised here.
+
+        Args:
+            plan: This rank's part of the step.
+            loss_scale: Factor of the loss in the step.
+        """
         begin = time.perf_counter_ns()
-        future = self._waiting.pop(plan.step, None)
+        future = self._loading.pop(plan.step, None)
         inputs, event = self._load(plan, loss_scale) if future is None else future.result()
         self.exposed_ns = time.perf_counter_ns() - begin
         if event is not None:
@@ -77,6 +96,6 @@ class InputPrefetcher:
         return inputs, event
 
     def close(self) -> None:
-        """Drop steps that were begun and not taken."""
+        """Drop steps that were loaded and not taken."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        self._waiting.clear()
+        self._loading.clear()

@@ -1,9 +1,20 @@
 """One all-reduce a step: the loss, counts, and proof that all ranks execute the same plans.
 
 Every node plans for itself, so different versions, configurations or data would cause a hang or
-wrong gradients. Therefore the digests of the plans two steps ahead are part of the all-reduce: a
-digest of 60 bits is four chunks of 15, and n numbers are equal exactly if n * sum(x^2) = sum(x)^2,
-in float64 for more than eight million ranks. Each pipeline has its own slots.
+wrong gradients. Therefore the all-reduce also compares digests of the plans two steps ahead, at no
+further communication.
+
+A sum can prove equality: n numbers are equal exactly if n * sum(x^2) = sum(x)^2. A digest of 60
+bits is cut into four chunks x of 15 bits, so that both sums are exact in float64 for more than
+eight million ranks.
+
+The vector that is reduced:
+
+    loss, squared gradient norm      2
+    loads of experts                 0 without experts
+    counts of `_counts`              5 and one per sharding strategy
+    requests to stop                 one per source
+    digests                          one slot for the packing, one per pipeline for its sharding
 """
 
 import math
@@ -21,50 +32,53 @@ from wlb.plan import ExpertLoad, FloatArray, KeyRows, PipelinePlan, StepPlan, ke
 from wlb.spec import ModelSpec
 from wlb.train.faults.stop import Stop
 
-_CHUNKS, _BITS = 4, 15
+_CHUNKS, _BITS = 4, 15  # chunks of a digest, and bits of each
 _STOPS = (Stop.FILE, Stop.SIGNAL)
 _SUMS = 2
-"""Loss and squared norm, before experts' loads and the counts."""
+"""Loss and squared gradient norm, the first values of the vector."""
 _BEFORE_STRATEGIES = 5
-"""Counts of a pipeline before those of its strategies."""
+"""Values of `_counts` before the one per strategy."""
 
+# Steps, each as the plan of all pipelines and of this rank's pipeline.
 Plans = list[tuple[StepPlan, PipelinePlan]]
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks hold different plans for the same step."""
+    """Ranks have different plans for the same step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSums:
-    """A step's sums over all ranks, equal on all of them. loss: token losses times loss_scale.
-    cp_imbalance: predicted attention time of the slowest CP rank over the mean rank, of all
-    micro-batches. shardings: micro-batches by strategy. key_rows: what CP ranks exchanged, None
-    without any. experts: None without them. stop: the strongest request to stop.
-    """
+    """A step's sums over all ranks, equal on all of them."""
 
-    loss: float
-    gradient_norm: float
+    loss: float  # sum of token losses, times loss_scale
+    gradient_norm: float  # global norm before clipping
+    # Predicted attention time of the slowest CP rank over the mean rank, summed over micro-batches.
     cp_imbalance: float
-    shardings: dict[str, int]
-    key_rows: KeyRows | None = None
-    experts: ExpertLoad | None = None
-    stop: Stop = Stop.NO
+    shardings: dict[str, int]  # micro-batches by sharding strategy
+    key_rows: KeyRows | None = None  # key rows that CP ranks exchanged; None if they exchanged none
+    experts: ExpertLoad | None = None  # loads of experts; None for a model without experts
+    stop: Stop = Stop.NO  # the strongest request to stop on any rank
 
     @property
     def is_finite(self) -> bool:
+        """Whether both the loss and the gradient norm are finite."""
         return math.isfinite(self.loss + self.gradient_norm)
 
 
 class StepReducer:
-    """Builds a rank's contribution, reduces it, and checks the digests."""
+    """Builds a rank's contribution to the all-reduce, reduces it, and compares the digests.
+
+    Args:
+        mesh: This rank's place in the layout, with its process groups.
+        strategies: Names of all sharding strategies, the same on all ranks.
+        model: The model. Its sliding layers exchange fewer key rows, and its experts have loads.
+            None counts neither.
+    """
 
     def __init__(
         self, mesh: Mesh, strategies: tuple[str, ...], model: ModelSpec | None = None
     ) -> None:
-        """model: whose sliding layers exchange fewer key rows and whose experts have loads; None:
-        without both.
-        """
         self.mesh, self.strategies = mesh, strategies
         self._sliding: dict[str, Any] = {}
         if model is not None and model.num_sliding_layers:
@@ -73,6 +87,8 @@ class StepReducer:
         self._num_layers = model.num_layers if model is not None and model.experts.num else 0
         ep = mesh.parallel.ep
         self._num_loads = num_load_values(self._num_layers, ep) if self._num_layers else 0
+        # Slot 0 is the packing, which all ranks share. Each further slot is one pipeline's
+        # sharding.
         self._slots = 1 + mesh.parallel.dp
         self._ranks = [mesh.world_size] + [mesh.parallel.model_ranks] * mesh.parallel.dp
 
@@ -86,33 +102,44 @@ class StepReducer:
         done: PipelinePlan | None = None,
         stop: Stop = Stop.NO,
     ) -> StepSums:
-        """Sums of a step; PlanMismatch on every rank if the plans in `ahead` differ anywhere.
+        """Sum a step over all ranks. A collective call.
 
-        loss, gradient_square, stop: this rank's share. expert_load: of its layers
-        (`wlb.parallel.expert_parallel.load_values`). done: the executed pipeline plan.
+        Args:
+            ahead: Plans of later steps, which are compared across ranks.
+            loss: This rank's loss; None for a step without targets.
+            gradient_square: This rank's share of the squared gradient norm.
+            expert_load: Loads of this rank's layers (`wlb.parallel.expert_parallel.load_values`).
+            done: This pipeline's plan of the step that was executed, for its counts.
+            stop: The request to stop that this rank has seen.
+
+        Returns:
+            The sums, equal on all ranks.
+
+        Raises:
+            PlanMismatch: If the plans in `ahead` differ on any rank. All ranks raise it.
         """
         mesh = self.mesh
         counts = self._counts(done) + [float(stop == kind) for kind in _STOPS]
         before = _SUMS + self._num_loads
         host = np.concatenate([np.zeros(before), counts, self._digests(ahead)])
-        # The copy does not wait for the device.
+        # The copy to the device is asynchronous.
         vector = copy_to_device(host, mesh.device)
-        # TP ranks hold copies of the loss.
+        # TP ranks have copies of the loss, so one of them adds it.
         if loss is not None and mesh.at.tp == 0:
             vector[0] = loss
         if gradient_square is not None:
             vector[1] = gradient_square
-        # All ranks of a stage know the same loads.
+        # All ranks of a stage know the same loads, so one of them adds them.
         at = mesh.at
         if expert_load is not None and (at.tp, at.cp, at.dp) == (0, 0, 0):
             vector[_SUMS:before] = expert_load
         dist.all_reduce(vector)
-        # This is the step's only wait for the device.
+        # The host waits for the device here, and nowhere else in the step.
         total = vector.tolist()
         num_values = before + len(counts)
         self._check(total[num_values:], ahead)
         slowest, mean, by_need, received, gathered, *rest = total[before:num_values]
-        counts, asked = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
+        counts, requests = rest[: -len(_STOPS)], rest[-len(_STOPS) :]
         return StepSums(
             loss=total[0],
             gradient_norm=math.sqrt(total[1]),
@@ -124,11 +151,11 @@ class StepReducer:
             if gathered
             else None,
             experts=self._expert_load(total[_SUMS:before]),
-            stop=max((k for k, n in zip(_STOPS, asked, strict=True) if n), default=Stop.NO),
+            stop=max((k for k, n in zip(_STOPS, requests, strict=True) if n), default=Stop.NO),
         )
 
     def _expert_load(self, values: list[float]) -> ExpertLoad | None:
-        """values: as in `wlb.parallel.expert_parallel.load_values`, of all stages."""
+        """Build the record from reduced `load_values` of all stages."""
         num = self._num_layers
         layers = tuple(layer for layer in range(num) if values[layer])
         if not layers:
@@ -142,13 +169,15 @@ class StepReducer:
         )
 
     def _counts(self, done: PipelinePlan | None) -> list[float]:
-        """Slowest and mean CP rank's predicted ns, key rows, and how often each strategy was
-        chosen.
+        """Return this pipeline's counts; zeros except on one rank of the pipeline.
+
+        They are the predicted attention time (ns) of the slowest and of the mean CP rank, the key
+        rows, and how often each strategy was chosen.
         """
         out = [0.0] * (_BEFORE_STRATEGIES + len(self.strategies))
         mesh = self.mesh
         if done is None or mesh.at.tp or mesh.at.cp or mesh.at.pp:
-            # One rank of each pipeline contributes its counts.
+            # One rank of each pipeline counts for all of its ranks.
             return out
         rows = key_rows(done.shardings, done.local_tokens, **self._sliding)
         out[2:_BEFORE_STRATEGIES] = [rows.num_by_need, rows.received, rows.gathered]
@@ -159,6 +188,7 @@ class StepReducer:
         return out
 
     def _digests(self, ahead: Plans) -> FloatArray:
+        """Return x and x^2 of each chunk, in this rank's slots. Other slots are zero."""
         out = np.zeros((self._slots, _CHUNKS, 2))
         plan_digest = pipeline_digest = 0
         for plan, pipeline in ahead:

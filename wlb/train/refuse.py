@@ -1,8 +1,8 @@
-"""Refuses a run before its ranks start, for the reasons and with the messages of ranks and
-planners.
+"""Refuses a run before its ranks start, for the same reasons as ranks and planners would.
 
-Opening the planners reads the stores' lengths and the kernel profile. Planning a resumed run's next
-step refuses a planner state of another corpus or seed.
+Opening the planners reads the stores' lengths and the kernel profile, so it finds what is wrong
+with either. Planning the next step of a resumed run finds a planner state of another corpus or
+seed.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ from wlb.plan import PlannerState, UserError
 from wlb.planner import Planner, hold_state, open_heldout_planner, open_planner
 from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.memory_check import budget_of, hold_against
-from wlb.train.refuse_inputs import hold_stores, hold_weights, model_of, refuse_snapshots
+from wlb.train.memory_check import budget_of, check_budget
+from wlb.train.refuse_inputs import check_stores, check_weights, model_of, refuse_snapshots
 from wlb.train.telemetry.sinks import refuse_missing
 
 MEANING = (
@@ -36,14 +36,14 @@ MEANING = (
     *("zero_centred_norms", "scaled_embeddings", "sliding_rope_theta", "rotary_share"),
     *("experts.per_token", "experts.scoring", "experts.normalised"),
 )
-"""Keys that `_meaning` takes besides those of rope_scaling."""
+"""Keys of a model that change its output but no weight's shape (`_meaning` adds rope_scaling)."""
 
 Probe = Callable[..., Any]
-"""Returns fn(*args) of a function that uses a GPU, in this process or in one of its own."""
+"""Calls `fn(*args)`, where `fn` uses a GPU, in this process or in a new one."""
 
 
 def probe_here(fn: Callable[..., Any], *args: Any) -> Any:
-    """The `Probe` of a process that will use the GPU anyway."""
+    """Call `fn` in this process. For a process that will use the GPU anyway."""
     return fn(*args)
 
 
@@ -57,29 +57,47 @@ def refuse_early(
     init_from: Path | None,
     probe: Probe = probe_here,
 ) -> Planner:
-    """UserError for a run that cannot work; else the planner of its steps, which was opened."""
+    """Refuse a run that cannot work.
+
+    Args:
+        spec: The run, with derived values filled in.
+        train: Name of the token store.
+        heldout: Prefix of the held-out store; "" without one.
+        device: Kind of device, "cpu" or "cuda".
+        resume: The checkpoint to resume from; None for a new run.
+        init_from: The checkpoint whose weights a new run begins with; None for random weights.
+        probe: Calls functions that use a GPU.
+
+    Returns:
+        The planner of the run's steps, which was opened for the checks.
+
+    Raises:
+        UserError: If the run cannot work, with the values and the remedy.
+    """
     refuse_missing(spec)
     refuse_snapshots(spec, device)
     if spec.training.compile:
         probe(refuse_uncompilable, spec.training.compile_backend, torch.device(device))
     priced = with_backend(spec, device)
     planner = open_planner(priced, train, device)
-    hold_stores(spec, train=train, heldout=heldout)
+    check_stores(spec, train=train, heldout=heldout)
     if spec.eval.steps and heldout:
         open_heldout_planner(priced, heldout, device)
     if init_from is not None:
-        hold_weights(spec.model, init_from, "checkpoint.init_from")
+        check_weights(spec.model, init_from, "checkpoint.init_from")
     if resume is not None:
-        hold_weights(spec.model, resume, "--resume")
+        check_weights(spec.model, resume, "--resume")
         state = checkpoint.planner_state(resume)
-        _hold_resumed(state, resume, planner)
+        _check_resumed(state, resume, planner)
         planner.next(state.reopened())
     return planner
 
 
-def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
-    """UserError unless a checkpoint's planner state agrees with itself, the data and the updates
-    that its weights had: at most one a step, since steps without labels update nothing.
+def _check_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None:
+    """Raise UserError unless a checkpoint's planner state fits itself, the data and the weights.
+
+    Weights have at most one update per step. They may have fewer, since steps without targets
+    update nothing.
     """
     hold_state(state, planner.source, own=planner.packers)
     run = checkpoint.read_run(saved_in)
@@ -89,7 +107,7 @@ def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None
             f"{state.next_step} steps; they are not of one save, so resume from another checkpoint"
         )
     found = {"next_step": state.next_step, "policy": state.carry.policy}
-    # Checkpoints of earlier versions do not say it.
+    # Checkpoints of earlier versions lack this entry.
     if (said := run.get("planner", found)) != found:
         raise UserError(
             f"{saved_in} was saved with {said} of its planner, its planner state has {found}; they "
@@ -98,7 +116,10 @@ def _hold_resumed(state: PlannerState, saved_in: Path, planner: Planner) -> None
 
 
 def with_backend(spec: RunSpec, device: str) -> RunSpec:
-    """The spec with the kernel that `auto` means on `device`, so that its table prices plans."""
+    """Replace the attention kernel `auto` by the kernel that it selects on `device`.
+
+    Plans are then priced from that kernel's table of the profile.
+    """
     kernel = kernel_of(spec, torch.device(device)).backend
     return replace(spec, kernels=replace(spec.kernels, attention=kernel))
 
@@ -106,11 +127,22 @@ def with_backend(spec: RunSpec, device: str) -> RunSpec:
 def agree_on_kernel(
     spec: RunSpec, world: World, mesh: Mesh, *, stores: object = None
 ) -> tuple[RunSpec, str]:
-    """The spec with the attention kernel that all ranks compute and price plans with, and the name
-    of the kernel profile. A collective call. stores: identity of this rank's, which must be equal.
+    """Compare kernels, profile and token stores across ranks. A collective call.
 
-    ValueError on all ranks if theirs differ, or if one cannot compute or lacks memory: devices and
-    installed packages may differ between nodes.
+    Devices and installed packages may differ between nodes, and ranks with different prices would
+    plan differently.
+
+    Args:
+        spec: The run.
+        world: This rank's place among the processes of the launcher.
+        mesh: This rank's place in the layout.
+        stores: Identity of the token stores that this rank reads.
+
+    Returns:
+        The spec with the attention kernel that all ranks use, and the name of the kernel profile.
+
+    Raises:
+        ValueError: If ranks differ, or if one cannot compute or lacks memory. All ranks raise it.
     """
     priced, profile, fused, linear, problem = spec, "", False, "", None
     try:
@@ -120,8 +152,8 @@ def agree_on_kernel(
         if spec.model.linear.num_value_heads:
             linear = str(linear_of(spec, mesh.device)[0])
         # Devices may differ between nodes, so every rank checks its own.
-        hold_against(spec, budget_of(spec, mesh.device.type))
-    # Every ValueError is caught, because the other ranks wait for this one.
+        check_budget(spec, budget_of(spec, mesh.device.type))
+    # Keep the error until `agree`: the other ranks wait for this one there.
     except ValueError as error:
         problem = error
     group = host_group() if world.world_size > 1 else None
@@ -133,8 +165,19 @@ def agree_on_kernel(
 
 
 def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
-    """Lines for the log: the attention kernel, whether kernels are fused, and why; and whether
-    products of experts wait. UserError for a kernel that cannot compute here.
+    """Describe for the log which kernels compute the run, and why.
+
+    Args:
+        spec: The run.
+        device: Kind of device.
+        probe: Calls functions that use a GPU.
+
+    Returns:
+        A line each on attention, fused kernels, linear-attention layers, and whether the host waits
+            for row counts of experts.
+
+    Raises:
+        UserError: If no kernel can compute the run on this device.
     """
     where = torch.device(device)
     lines = [kernel_of(spec, where).line, probe(fused_of, spec, where).line]
@@ -146,7 +189,7 @@ def computed_by(spec: RunSpec, device: str, probe: Probe = probe_here) -> str:
 
 
 def priced_by(planner: Planner) -> str:
-    """A line for the log: the kernel profile, its origin, and how it differs from the model."""
+    """Describe for the log which kernel profile prices plans, and how it differs from the model."""
     cost = priced_workload(planner)
     profile, kernel = cost.profile, cost.table.backends[0]
     line = (
@@ -157,13 +200,16 @@ def priced_by(planner: Planner) -> str:
 
 
 def priced_workload(planner: Planner) -> ProfiledWorkload:
-    """Return the workload model that prices a run's plans, always of a kernel profile."""
+    """Return the workload model that prices a run's plans. It always has a kernel profile."""
     assert isinstance(planner.cost, ProfiledWorkload)
     return planner.cost
 
 
 def model_change(model: ModelSpec, saved_in: Path) -> str:
-    """A line for the log if the same weights now make another model, else ""."""
+    """Return a line for the log if a checkpoint's weights now make another model, else "".
+
+    Long-context training, for example, resumes the same weights with another RoPE scaling.
+    """
     theirs = model_of(saved_in)
     ours, before = _meaning(model), _meaning(theirs)
     changed = [
@@ -175,12 +221,12 @@ def model_change(model: ModelSpec, saved_in: Path) -> str:
 
 
 def _meaning(model: ModelSpec) -> dict[str, object]:
-    """Keys that change a model's output and not its shapes, as long-context training does."""
+    """Return the keys, with values, that change a model's output but no weight's shape."""
     scaling = {f"rope_scaling.{key}": value for key, value in asdict(model.rope_scaling).items()}
-    # Bounds that are left out are those of the kind.
+    # Bounds that the spec leaves out have the default of the kind of scaling.
     scaling["rope_scaling.turns"] = model.rope_scaling.bounds
     named = {name: attrgetter(name)(model) for name in MEANING}
-    # Without experts their keys mean nothing.
+    # Without experts, the keys of experts have no effect.
     has_experts = model.experts.num > 0
-    kept = {n: v for n, v in named.items() if has_experts or not n.startswith("experts.")}
-    return kept | scaling
+    used = {n: v for n, v in named.items() if has_experts or not n.startswith("experts.")}
+    return used | scaling

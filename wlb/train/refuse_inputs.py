@@ -1,4 +1,7 @@
-"""Refuses stores, checkpoints and records that a run cannot have; without torch, for dry runs."""
+"""Refuses stores, checkpoints and settings of telemetry that a run cannot use.
+
+It needs no torch, so dry runs use it too.
+"""
 
 from operator import attrgetter
 from pathlib import Path
@@ -30,11 +33,17 @@ SHAPES = (
     "experts.shared",
     "experts.shared_gate",
 )
-"""Keys of a model by which its tensors have their names and shapes."""
+"""Keys of a model that decide the names and shapes of its tensors."""
 
 
-def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
-    """UserError for stores whose documents cannot be trained or evaluated."""
+def check_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
+    """Raise UserError for stores whose documents cannot be trained or evaluated.
+
+    Args:
+        spec: The run.
+        train: Name of the token store.
+        heldout: Prefix of the held-out store; "" without one.
+    """
     store = open_store(train)
     if not store.num_targets.any():
         has = "no trained token" if store.has_targets else "one token"
@@ -44,11 +53,11 @@ def hold_stores(spec: RunSpec, *, train: StoreName, heldout: str) -> None:
         )
     if spec.eval.steps and heldout:
         held_out = TokenStore(heldout)
-        _hold_vocabulary(spec, store, held_out)
+        _check_vocabulary(spec, store, held_out)
 
 
 def refuse_snapshots(spec: RunSpec, device: str) -> None:
-    """UserError for memory snapshots of a device that has no such allocator."""
+    """Raise UserError for `telemetry.snapshot_steps` on a device other than a GPU."""
     steps = list(spec.telemetry.snapshot_steps)
     if device == "cuda" or not steps:
         return
@@ -58,8 +67,8 @@ def refuse_snapshots(spec: RunSpec, device: str) -> None:
     )
 
 
-def _hold_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
-    """UserError for a held-out store whose tokens mean others than those that are trained."""
+def _check_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: TokenStore) -> None:
+    """Raise UserError for a held-out store with another tokenizer or a larger vocabulary."""
     stores = train.stores if isinstance(train, BlendedStore) else (train,)
     key = "data.blend" if isinstance(train, BlendedStore) else "data.store"
     check_tokenizers([*stores, heldout], f"{key} and data.heldout_store")
@@ -71,13 +80,19 @@ def _hold_vocabulary(spec: RunSpec, train: TokenStore | BlendedStore, heldout: T
 
 
 def begins_with(spec: RunSpec) -> Path | None:
-    """The checkpoint that checkpoint.init_from names, or None."""
+    """Return the checkpoint that `checkpoint.init_from` names, or None."""
     path = spec.checkpoint.init_from
     return checkpoint.resolve(Path(path), f"checkpoint.init_from = {path}") if path else None
 
 
-def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
-    """UserError for a checkpoint whose files are damaged or whose weights have other shapes."""
+def check_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
+    """Raise UserError for a checkpoint with damaged files or weights of other shapes.
+
+    Args:
+        model: The run's model.
+        saved_in: The checkpoint.
+        option: The option that names the checkpoint, for the message.
+    """
     checkpoint.check_files(saved_in)
     theirs = model_of(saved_in)
     for name in SHAPES:
@@ -96,6 +111,6 @@ def hold_weights(model: ModelSpec, saved_in: Path, option: str) -> None:
 
 
 def model_of(saved_in: Path) -> ModelSpec:
-    """The model that a checkpoint was saved for."""
+    """Return the model that a checkpoint was saved for."""
     saved = checkpoint.read_run(saved_in)["spec"]["model"]
     return apply(ModelSpec(), saved, source=str(saved_in), prefix="model.", is_stored=True)

@@ -1,8 +1,8 @@
 """From a spec to running ranks: stores, device, layout, folder, and which processes are the ranks.
 
-Under torchrun or Slurm the ranks are those given; otherwise as many local processes are started as
-the layout needs (a single rank runs in this one). A run that cannot work is refused before a rank
-computes.
+Under torchrun or Slurm, their processes are the ranks. Otherwise this process starts as many local
+ranks as the layout needs, or is itself the only rank. A run that cannot work is refused before any
+rank computes.
 """
 
 import time
@@ -31,7 +31,7 @@ from wlb.plan.tally import Tally
 from wlb.planner import Planner
 from wlb.spec import Device, Recompute, RunSpec, apply, resolve_dp
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.checkpoint.room import hold_room, strays_remark
+from wlb.train.checkpoint.room import check_disk_space, strays_remark
 from wlb.train.checkpoint.saves import unsaved_remark
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 from wlb.train.faults.lock import RunLock
@@ -40,7 +40,7 @@ from wlb.train.faults.stop import Signals, StoppedEarly, StopRequest
 from wlb.train.folder import claim_directory, claiming, refuse_inputs_in
 from wlb.train.job import Job, directory_of
 from wlb.train.loop import Trainer
-from wlb.train.memory_check import budget_of, given_beyond, hold_against, measured_budget, within
+from wlb.train.memory_check import budget_of, check_budget, given_beyond, measured_budget, within
 from wlb.train.optimizer import peak_missed, rate_change
 from wlb.train.refuse import (
     Probe,
@@ -61,14 +61,14 @@ _STOPPED = "stopped by a signal before training began: there is nothing to save"
 
 
 class _Request(NamedTuple):
-    """Arguments of a run besides its spec; resume and calibrate as `train` takes them."""
+    """The command's arguments besides the spec."""
 
-    resume: str | None
-    calibrate: str | None
+    resume: str | None  # value of --resume; None without it
+    calibrate: str | None  # value of --calibrate; None without it
     console: Console
-    started_s: float
-    signals: Signals
-    verbose: bool = False
+    started_s: float  # Unix time at which the command began
+    signals: Signals  # catches signals from before training
+    verbose: bool = False  # whether all columns and rows are shown
 
 
 def train(
@@ -85,59 +85,62 @@ def train(
 
     Args:
         spec: The run.
-        resume: Value of this option; None without it.
-        console: What is printed on.
-        calibrate: Value of this option; None without it.
-        signals: Those that are caught already; None: none are.
-        started_s: Unix time at which the command began; None: now.
+        resume: Value of the option --resume; None without it.
+        console: Where messages are printed.
+        calibrate: Value of the option --calibrate; None without it.
+        signals: The handler of signals, if the caller has installed one already.
+        started_s: Unix time at which the command began; None means now.
         verbose: Whether all columns of steps, and all rows of the summary, are shown.
 
     Returns:
         Whether the run was asked to end before its last step. Always false on ranks of torchrun or
-        Slurm.
+            Slurm.
     """
     started_s = time.time() if started_s is None else started_s
     if calibrate is not None:
         _refuse_calibration(spec)
         refuse_nowhere(Path(calibrate).parent)
     with Signals(answers=True) if signals is None else nullcontext(signals) as caught:
-        asked = _Request(resume, calibrate, console, started_s, caught, verbose)
+        request = _Request(resume, calibrate, console, started_s, caught, verbose)
         world = worlds.discover()
         try:
             if world is None:
-                return _own_ranks(spec, asked)
-            _given_ranks(spec, world, asked)
+                return _start_ranks(spec, request)
+            _join_ranks(spec, world, request)
         except StoppedEarly:
             console.print(_STOPPED)
             return world is None
     return False
 
 
-def _own_ranks(spec: RunSpec, asked: _Request) -> bool:
-    """Train in this process, or in as many local ones as the layout has ranks; whether the run was
-    asked to end early.
+def _start_ranks(spec: RunSpec, request: _Request) -> bool:
+    """Train in this process, or in as many local processes as the layout has ranks.
+
+    Returns:
+        Whether the run was asked to end early.
     """
     world_size = spec.parallel.world_size
     choice = worlds.choose_device(spec.run.device, local_ranks=world_size)
     checked = resolve_dp(spec, world_size)
-    asked.console.print(_why(checked, choice, None))
+    request.console.print(_describe_ranks(checked, choice, None))
     directory = directory_of(checked)
-    with asked.signals.early(), closing(RunLock(directory, asked.console)) as lock:
-        apart = world_size > 1 and choice.kind == "cuda"
-        probe = _in_own_process if apart else probe_here
-        job = _claimed_job(checked, world_size, choice, asked, lock, probe)
+    with request.signals.early(), closing(RunLock(directory, request.console)) as lock:
+        # A launcher that used a GPU itself would keep a CUDA context there until the run ends.
+        starts_gpu_ranks = world_size > 1 and choice.kind == "cuda"
+        probe = _in_new_process if starts_gpu_ranks else probe_here
+        job = _claimed_job(checked, world_size, choice, request, lock, probe)
         if world_size == 1:
-            request = StopRequest(checked.run, rank=0, signals=asked.signals)
-            return _started_rank(World(), job, choice.kind, request)
+            stop_request = StopRequest(checked.run, rank=0, signals=request.signals)
+            return _started_rank(World(), job, choice.kind, stop_request)
         with temporary_folder("stop") as folder:
-            told = folder / "told"
-            asked.signals.pass_on(told)
+            signal_file = folder / "signal"
+            request.signals.pass_on(signal_file)
             stopped = run_local(
                 local_rank,
                 world_size,
                 job,
                 choice.kind,
-                told,
+                signal_file,
                 device=choice.kind,
                 preload=[__name__],
                 records=records_of(directory, job.started_s),
@@ -145,8 +148,11 @@ def _own_ranks(spec: RunSpec, asked: _Request) -> bool:
         return any(stopped)
 
 
-def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
-    """Train on the ranks of torchrun or Slurm: rank 0 makes the stores, the others wait for it."""
+def _join_ranks(spec: RunSpec, world: World, request: _Request) -> None:
+    """Train on the ranks of torchrun or Slurm.
+
+    Rank 0 makes the token stores and claims the folder, while the other ranks wait for it.
+    """
     choice = worlds.choose_device(
         spec.run.device, local_ranks=world.local_world_size, one_gpu_each=world.one_gpu_each
     )
@@ -154,77 +160,95 @@ def _given_ranks(spec: RunSpec, world: World, asked: _Request) -> None:
     device = worlds.rank_device(world, choice.kind)
     _keep_flight_records(directory_of(checked), choice.kind)
     with ExitStack() as waiting:
-        waiting.enter_context(ended_by_signals(was_asked=asked.signals.came))
-        # The timeout bounds the rendezvous too, where ranks wait for one that failed before it.
+        waiting.enter_context(ended_by_signals(was_asked=request.signals.came))
+        # This timeout also limits the rendezvous, where ranks would wait for a rank that failed
+        # before it.
         with (
             worlds.in_group(world, device, timeout_s=spec.training.timeout_s),
-            closing(RunLock(directory_of(checked), asked.console)) as lock,
+            closing(RunLock(directory_of(checked), request.console)) as lock,
         ):
-            # Rank 0 may tokenise a corpus for hours while the others wait for its answer.
+            # Rank 0 may tokenise a corpus for hours before it broadcasts its answer.
             limit_collectives(max(PREPARE_TIMEOUT_S, spec.training.timeout_s))
             answer: list[Job | str | None] = [None]
             if world.rank == 0:
                 waiting.close()
-                asked.console.print(_why(checked, choice, world))
-                answer = [_answer(checked, world, choice, asked, lock)]
+                request.console.print(_describe_ranks(checked, choice, world))
+                answer = [_answer(checked, world, choice, request, lock)]
             dist.broadcast_object_list(answer, src=0, group=host_group())
             waiting.close()
             job = answer[0]
             if isinstance(job, Job):
                 limit_collectives(spec.training.timeout_s)
-                request = StopRequest(spec.run, rank=world.rank, signals=asked.signals)
-                run_rank(world, job, device, request)
+                stop_request = StopRequest(spec.run, rank=world.rank, signals=request.signals)
+                run_rank(world, job, device, stop_request)
     if isinstance(job, str):
         raise UserError(job)
 
 
 def _answer(
-    spec: RunSpec, world: World, choice: DeviceChoice, asked: _Request, lock: RunLock
+    spec: RunSpec, world: World, choice: DeviceChoice, request: _Request, lock: RunLock
 ) -> Job | str | None:
-    """What rank 0 tells the others, which wait for it: the job, a refusal, or None for a signal."""
+    """Return what rank 0 broadcasts to the waiting ranks.
+
+    Returns:
+        The job, the text of an error that refuses the run, or None if a signal ended it.
+    """
     try:
-        with asked.signals.early():
-            return _claimed_job(spec, world.world_size, choice, asked, lock, probe_here)
+        with request.signals.early():
+            return _claimed_job(spec, world.world_size, choice, request, lock, probe_here)
     except (UserError, OSError) as error:
         return str(error)
     except StoppedEarly:
-        asked.console.print(_STOPPED)
+        request.console.print(_STOPPED)
         return None
 
 
-def local_rank(world: World, job: Job, device_kind: str, told: Path | None = None) -> bool:
-    """Life of a local rank; whether the run was asked to end early. told: the file its launcher
-    makes when it is asked to stop.
+def local_rank(world: World, job: Job, device_kind: str, signal_file: Path | None = None) -> bool:
+    """Run one local rank from its start to its end.
+
+    Args:
+        world: This rank's place among the local ranks.
+        job: The arguments that every rank of the run gets.
+        device_kind: "cpu" or "cuda".
+        signal_file: The file that the launching process creates when it gets a signal.
+
+    Returns:
+        Whether the run was asked to end early.
     """
     _keep_flight_records(job.directory, device_kind)
     with Signals() as signals:
-        request = StopRequest(job.spec.run, rank=world.rank, signals=signals, told=told)
-        return _started_rank(world, job, device_kind, request)
+        stop_request = StopRequest(
+            job.spec.run, rank=world.rank, signals=signals, signal_file=signal_file
+        )
+        return _started_rank(world, job, device_kind, stop_request)
 
 
-def _started_rank(world: World, job: Job, device_kind: str, request: StopRequest) -> bool:
+def _started_rank(world: World, job: Job, device_kind: str, stop_request: StopRequest) -> bool:
     device = worlds.rank_device(world, device_kind)
     with worlds.in_group(world, device, timeout_s=job.spec.training.timeout_s):
-        return bool(run_rank(world, job, device, request).stopped)
+        return bool(run_rank(world, job, device, stop_request).stopped)
 
 
 def _keep_flight_records(directory: Path, device_kind: str) -> None:
-    """Have NCCL write its last operations to the run's logs when a collective times out."""
+    """Let NCCL write its last operations to the run's logs when a collective times out."""
     if device_kind == "cuda":
         worlds.set_flight_records(str(directory / LOGS / FLIGHT_RECORDS))
 
 
-def _in_own_process(fn: Callable[..., Any], *args: Any) -> Any:
-    """The result of `fn` from a process that ends, and with it its context on a GPU (0.5 GiB): a
-    launcher that made one would hold it, beside those of its ranks, until the run ends.
+def _in_new_process(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of `fn` from a new process that then ends.
+
+    Its CUDA context (0.5 GiB) ends with it. A launcher that used the GPU itself would keep a
+    context beside those of its ranks until the run ends.
     """
-    (result,) = run_local(_told, 1, fn, args, device="cuda", preload=[__name__])
+    (result,) = run_local(_result_or_error, 1, fn, args, device="cuda", preload=[__name__])
     if isinstance(result, UserError):
         raise result
     return result
 
 
-def _told(_: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _result_or_error(_: World, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return a UserError instead of raising it, so that it reaches the launcher unchanged."""
     try:
         return fn(*args)
     except UserError as error:
@@ -235,32 +259,35 @@ def _claimed_job(
     spec: RunSpec,
     world_size: int,
     choice: DeviceChoice,
-    asked: _Request,
+    request: _Request,
     lock: RunLock,
     probe: Probe,
 ) -> Job:
-    """The job, with its stores made and its folder claimed."""
-    # A corpus may take hours to tokenise, for nothing where the run's folder cannot be.
+    """Make the token stores, claim the run's folder, and return the job."""
+    # Check the folder first: tokenising a corpus may take hours.
     refuse_nowhere(lock.directory)
-    stores = open_stores(spec, asked.console)
-    asked.console.print(f"corpus: {stores.note}")
+    stores = open_stores(spec, request.console)
+    request.console.print(f"corpus: {stores.note}")
     if lock.directory.exists():
-        # The folder is locked first, because another process might still write the checkpoints that
-        # are read next.
+        # Lock the folder before its checkpoints are read, because another process might still be
+        # writing them.
         with claiming(spec):
             lock.take()
-        _tell_failure(lock.directory, asked.console)
-    job = _job(spec, stores, world_size, choice, asked, probe)
-    claim_directory(job, asked.console, lock)
+        _report_last_failure(lock.directory, request.console)
+    job = _job(spec, stores, world_size, choice, request, probe)
+    claim_directory(job, request.console, lock)
     new_records(job.directory, job.started_s)
     return job
 
 
-def _tell_failure(directory: Path, console: Console) -> None:
-    """Say what ended the run's last start, if it failed; the lock says that it is over."""
+def _report_last_failure(directory: Path, console: Console) -> None:
+    """Print why the last start of this run failed, if it did.
+
+    The caller has the run's lock, so that start is over.
+    """
     try:
         report = compose_report(directory)
-    # Whatever is wrong with old records must not keep a run from going on.
+    # Damaged records of an earlier start must not keep a run from resuming.
     except Exception as error:
         line = f"what ended the last start of this run cannot be read: {error!r}"
         console.print(line, markup=False)
@@ -276,22 +303,28 @@ def _job(
     stores: Stores,
     world_size: int,
     choice: DeviceChoice,
-    asked: _Request,
+    request: _Request,
     probe: Probe,
 ) -> Job:
-    console = asked.console
+    """Check that the run can work, print what was found, and return the job.
+
+    The steps: fill in derived values; compare memory; find the checkpoint to begin with; refuse
+    what cannot work; compare disk space; print one line for each finding.
+    """
+    console = request.console
     filled = ready(spec, stores, world_size)
     budget = budget_of(filled, choice.kind)
     measured = measured_budget(filled) if choice.kind == "cuda" else None
-    # Plans count on what is there, whatever the run may take before it is refused.
+    # Plans never use more than the device has, even if cluster.memory_gib allows the run more.
     least = min((b for b in (budget, measured) if b), key=lambda b: b.gib, default=None)
     filled = with_s_max(filled, planned_gib=least.planned_gib if least else None)
     filled, lowered = within(filled, least)
-    memory = given_beyond(filled, measured) + lowered + hold_against(filled, budget)
+    memory = given_beyond(filled, measured) + lowered + check_budget(filled, budget)
     directory = directory_of(spec)
-    saved, passed_over, falls_back = _resumed(spec, asked)
+    saved, passed_over, falls_back = _resumed(spec, request)
     init_from = None
     if saved is None:
+        # A resumed run continues its own weights, so checkpoint.init_from is for new runs only.
         init_from = begins_with(spec)
         refuse_inputs_in(directory, spec)
     planner = refuse_early(
@@ -304,10 +337,10 @@ def _job(
         probe=probe,
     )
     begun = saved or init_from
-    room = hold_room(directory / "checkpoints", filled, saved)
+    disk_space = check_disk_space(directory / "checkpoints", filled, saved)
     for line in (
         *(f"WARNING: {why}" for why in passed_over),
-        *room,
+        *disk_space,
         strays_remark(saved) if saved else "",
         *memory,
         computed_by(filled, choice.kind, probe),
@@ -326,20 +359,21 @@ def _job(
         heldout_store=stores.heldout,
         resume=saved,
         title=_title(filled, choice.kind),
-        started_s=asked.started_s,
+        started_s=request.started_s,
         ready_s=time.time(),
-        calibrate=_profile_to_write(spec, asked, planner),
+        calibrate=_profile_to_write(spec, request, planner),
         init_from=init_from,
         falls_back=falls_back,
-        verbose=asked.verbose,
+        verbose=request.verbose,
     )
 
 
-def _profile_to_write(spec: RunSpec, asked: _Request, planner: Planner) -> Path | None:
-    if asked.calibrate is None:
+def _profile_to_write(spec: RunSpec, request: _Request, planner: Planner) -> Path | None:
+    """Return the path of the kernel profile that --calibrate writes; None without --calibrate."""
+    if request.calibrate is None:
         return None
     return profile_path(
-        asked.calibrate,
+        request.calibrate,
         priced_by=priced_workload(planner).profile.name,
         folder=Path(spec.run.output_dir),
     )
@@ -354,12 +388,14 @@ def _title(spec: RunSpec, device: str) -> str:
     )
 
 
-def _resumed(spec: RunSpec, asked: _Request) -> checkpoint.ToResume:
+def _resumed(spec: RunSpec, request: _Request) -> checkpoint.ToResume:
+    """Return the checkpoint that --resume selects in the run's folder."""
     folder = directory_of(spec) / "checkpoints"
-    return checkpoint.resolve_resume(folder, asked.resume)
+    return checkpoint.resolve_resume(folder, request.resume)
 
 
 def _rate_change(spec: RunSpec, saved_in: Path) -> str:
+    """Return a warning if the resumed run continues at another learning rate, else ""."""
     run = checkpoint.read_run(saved_in)
     saved = {"training": run["spec"]["training"]}
     before = apply(RunSpec(), saved, source=str(saved_in), is_stored=True)
@@ -367,6 +403,7 @@ def _rate_change(spec: RunSpec, saved_in: Path) -> str:
 
 
 def _refuse_calibration(spec: RunSpec) -> None:
+    """Raise UserError for a run whose times --calibrate cannot fit."""
     telemetry, steps, recompute = spec.telemetry, spec.training.steps, spec.training.recompute
     if steps <= telemetry.warmup_steps:
         raise UserError(
@@ -376,12 +413,13 @@ def _refuse_calibration(spec: RunSpec) -> None:
     if recompute != Recompute.NONE:
         raise UserError(
             f"--calibrate fits forward and backward apart, but with training.recompute = "
-            f"{recompute} backward holds forward work; set training.recompute = none (with a "
+            f"{recompute} backward includes forward work; set training.recompute = none (with a "
             f"shorter data.context_window if that does not fit)"
         )
 
 
-def _why(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
+def _describe_ranks(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
+    """Return a line that names the ranks, the device and the reason for the device."""
     p = spec.parallel
     layout = f"TP {p.tp} x CP {p.cp} x PP {p.pp} x DP {max(1, p.dp)}"
     if world is not None:
@@ -401,10 +439,21 @@ def _why(spec: RunSpec, choice: DeviceChoice, world: World | None) -> str:
     return why
 
 
-def run_rank(world: World, job: Job, device: torch.device, request: StopRequest) -> Tally:
-    """Train `job` on this rank; all ranks call it together."""
+def run_rank(world: World, job: Job, device: torch.device, stop_request: StopRequest) -> Tally:
+    """Train a job on this rank. All ranks call it together.
+
+    Args:
+        world: This rank's place among the processes of the launcher.
+        job: The arguments that every rank of the run gets.
+        device: This rank's device.
+        stop_request: Requests to stop.
+
+    Returns:
+        Sums over the trained steps.
+    """
     if job.calibrate is not None and device.type == "cpu":
-        # Profiles are measured with one thread, whose CPU time is the work done.
+        # A profile's CPU times are those of one thread, so the run that is compared with them uses
+        # one.
         torch.set_num_threads(1)
     spec = job.spec
     if world.world_size > 1:
@@ -417,5 +466,6 @@ def run_rank(world: World, job: Job, device: torch.device, request: StopRequest)
     limit_collectives(spec.training.timeout_s)
     limit_collectives(spec.training.timeout_s, mesh)
     records = records_of(job.directory, job.started_s)
+    # From here on a failure is recorded, with what the rank was doing.
     with recorded(job.directory, records, world=world, mesh=mesh) as position:
-        return Trainer(job, world, mesh, position, request).run()
+        return Trainer(job, world, mesh, position, stop_request).run()

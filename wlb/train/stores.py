@@ -1,4 +1,4 @@
-"""The token stores of a run: those it names, or one made from `data.corpus` where it is missing."""
+"""The token stores of a run: the stores that it names, or a store made from `data.corpus`."""
 
 import os
 from dataclasses import dataclass, replace
@@ -13,23 +13,31 @@ from wlb.prepare import StoreReport, docstring_prefix, prepare, prepare_docstrin
 from wlb.spec import RunSpec, check, resolve_dp
 
 SPLIT_SEED = 0
-"""Seed of the choice of held-out documents; run.seed is not used, so that runs of several seeds
-share them."""
+"""Seed that selects the held-out documents.
+
+It does not depend on run.seed, so that runs with different seeds hold out the same documents."""
 DOCSTRINGS, STDLIB = "docstrings", "stdlib"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stores:
-    """Prefixes of a run's stores; heldout is "" if there is none. note: a line for the log."""
+    """The token stores of a run."""
 
-    train: StoreName
-    heldout: str
-    vocab_size: int
-    note: str
+    train: StoreName  # name of the store, or of a blend of stores
+    heldout: str  # prefix of the held-out store; "" without one
+    vocab_size: int  # of the model that trains on them
+    note: str  # description for the log
 
 
 def named_stores(spec: RunSpec) -> Stores | None:
-    """The stores that a run names, of which only the indices are read; None if it names none."""
+    """Open the stores that a run names, reading only their indices.
+
+    Returns:
+        The stores, or None if the run names none.
+
+    Raises:
+        UserError: If the vocabulary's size is unknown.
+    """
     name = spec.data.blend or spec.data.store
     if not name:
         return None
@@ -49,7 +57,7 @@ def named_stores(spec: RunSpec) -> Stores | None:
 
 
 def open_stores(spec: RunSpec, console: Console) -> Stores:
-    """The stores that a run names, or data.corpus's."""
+    """Return the stores that a run names, or make and return the store of `data.corpus`."""
     named = named_stores(spec)
     if named is not None:
         return named
@@ -78,6 +86,7 @@ def open_stores(spec: RunSpec, console: Console) -> Stores:
 
 
 def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
+    """Describe a store that was made or reused. `what` names its documents."""
     how = "reused" if made.reused else f"made in {made.time_s:.1f} s"
     return Stores(
         train=made.prefix,
@@ -88,9 +97,11 @@ def _stores_of(made: StoreReport, spec: RunSpec, what: str) -> Stores:
 
 
 def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
-    """The name of a run's token store, which may not have been made yet.
+    """Return the name of a run's token store, which may not have been made yet.
 
-    stores: the folder of stores that runs make; None = the run's own
+    Args:
+        spec: The run.
+        stores: The folder where stores are made; None for the run's own setting.
     """
     folder = stores or spec.run.stores_dir
     data = spec.data
@@ -102,6 +113,7 @@ def train_store(spec: RunSpec, *, stores: Path | None = None) -> StoreName:
 
 
 def _docstring_options(spec: RunSpec) -> dict[str, Any]:
+    """Return the options of `prepare_docstrings`, which also decide the store's name."""
     data = spec.data
     return {
         "vocab_size": data.bpe_vocab_size,
@@ -112,8 +124,9 @@ def _docstring_options(spec: RunSpec) -> dict[str, Any]:
 
 
 def _store_prefix(spec: RunSpec, folder: Path) -> Path:
-    """Prefix of data.corpus's store in the folder of stores: one for each corpus, vocabulary and
-    held-out share.
+    """Return the prefix of the store that is made from `data.corpus`.
+
+    Each combination of corpus, vocabulary and held-out share has a prefix of its own.
     """
     data = spec.data
     is_builtin = data.corpus == STDLIB
@@ -124,13 +137,22 @@ def _store_prefix(spec: RunSpec, folder: Path) -> Path:
 
 
 def with_vocabulary(spec: RunSpec) -> RunSpec:
-    """The spec with the vocabulary size of the BPE that would be trained on data.corpus."""
+    """Fill in the vocabulary size of the BPE that would be trained on `data.corpus`."""
     size = spec.model.vocab_size or spec.data.bpe_vocab_size
     return replace(spec, model=replace(spec.model, vocab_size=size))
 
 
 def ready(spec: RunSpec, stores: Stores, world_size: int) -> RunSpec:
-    """The spec with dp and vocabulary size filled in. UserError if the store does not fit it."""
+    """Fill in the data-parallel size and the vocabulary size.
+
+    Args:
+        spec: The run.
+        stores: The run's token stores.
+        world_size: Number of ranks.
+
+    Raises:
+        UserError: If the store has more entries than the model's vocabulary.
+    """
     spec = resolve_dp(spec, world_size)
     store = open_store(stores.train)
     if store.vocab_size and store.vocab_size > stores.vocab_size:

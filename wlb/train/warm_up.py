@@ -19,16 +19,20 @@ from wlb.spec import ExchangeChoice, RunSpec
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 GARBAGE_INTERVAL = 50
-"""Steps between collections of garbage. Rarer ones hold cycles of objects, and their tensors, for
-longer; each takes milliseconds of all ranks."""
+"""Steps between collections of garbage.
+
+Rarer collections keep reference cycles, and their tensors, in memory for longer. Each collection
+takes milliseconds on all ranks."""
 
 
 class ConnectRanks(Hook):
-    """Uses every communicator once, before hooks that communicate begin, and reports their
-    number.
+    """Uses every communicator once, before a hook communicates, and reports their number.
+
+    NCCL and Gloo connect ranks at the first call, which would otherwise lengthen the first step.
     """
 
     def begin(self, run: RunContext) -> None:
+        """Make a call on every communicator of this rank's mesh."""
         if dist.get_world_size() == 1:
             return
         run.position.enter("connecting communicators")
@@ -41,13 +45,14 @@ class ConnectRanks(Hook):
 
 
 class CompileAttention(Hook):
-    """Makes a small call of each kind for which the attention kernel compiles (FlashAttention-4).
+    """Compiles every variant of the attention kernel that the run needs (FlashAttention-4).
 
-    A kind that first came in a step would have all ranks wait there for seconds. The package keeps
-    what it compiled (`CUDA_DEFAULTS` of `wlb.parallel.world`), so a later start reads it.
+    A variant that first appeared in a step would have all ranks wait for seconds. The package
+    caches what it compiled (`CUDA_DEFAULTS` of `wlb.parallel.world`), so later starts read it.
     """
 
     def begin(self, run: RunContext) -> None:
+        """Make one small call for each variant."""
         device = run.mesh.device
         backend = BACKENDS[kernel_of(run.spec, device).kernel]
         if not isinstance(backend, FlashBackend):
@@ -68,11 +73,12 @@ class CompileAttention(Hook):
 def _compiled_calls(
     spec: RunSpec, backend: FlashBackend, device: torch.device
 ) -> Iterator[Segments]:
-    """Calls with and without windows and masks, as the run's layers make them."""
+    """Yield one small call for each window and mask that the run's layers use."""
     model, cp = spec.model, spec.parallel.cp
     heads, kv_heads = _heads(spec)
     slides = {model.slides(layer) for layer in range(model.num_layers)}
-    # With cp.overlap_stages, other ranks' keys need no mask; layers with a window make one call.
+    # With cp.overlap_stages, attention over other ranks' keys is a call of its own without a mask.
+    # Layers with a window make one call over all keys.
     no_mask = [(False, False)] if spec.cp.overlap and cp > 1 and False in slides else []
     for is_sliding, is_causal in [*product(sorted(slides), [True]), *no_mask]:
         for lengths in backend.compiled_calls(heads // kv_heads, is_causal=is_causal):
@@ -87,7 +93,7 @@ def _compiled_calls(
 
 
 def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: torch.device) -> None:
-    """Forward and backward with a rank's heads, outside of telemetry's clocks."""
+    """Run forward and backward with one rank's heads, outside of telemetry's clocks."""
     heads, kv_heads = _heads(spec)
 
     def zeros(rows: int, heads: int) -> Tensor:
@@ -101,17 +107,17 @@ def _attend(spec: RunSpec, backend: FlashBackend, segments: Segments, device: to
 
 
 def _heads(spec: RunSpec) -> tuple[int, int]:
-    """Query and key heads of a TP rank."""
+    """Return the numbers of query heads and key heads of one TP rank."""
     model, tp = spec.model, spec.parallel.tp
     return model.num_heads // tp, model.with_kv_copies(tp).num_kv_heads // tp
 
 
 class CollectGarbage(Hook):
-    """Collects garbage between steps, on all ranks after the same one, as torchtitan does.
+    """Collects garbage between steps, on all ranks after the same step, as torchtitan does.
 
-    Python's automatic collections come at other moments on each rank, and all ranks wait for each:
-    a full one walks all objects of torch and of the run. Those are frozen when training begins, so
-    that only objects of later steps are walked.
+    Python's automatic collections come at different moments on each rank, and all ranks wait for
+    each of them. A full collection walks all objects of torch and of the run. Objects that exist
+    when training begins are frozen, so that only later objects are walked.
     """
 
     def __init__(self) -> None:
@@ -119,6 +125,7 @@ class CollectGarbage(Hook):
         self._is_frozen = False
 
     def begin(self, run: RunContext) -> None:
+        """Freeze the existing objects and switch off automatic collections."""
         if gc.isenabled():
             gc.collect()
             gc.freeze()
@@ -126,11 +133,13 @@ class CollectGarbage(Hook):
             self._is_frozen = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """Collect every `GARBAGE_INTERVAL` steps."""
         self._num_steps += 1
         if self._num_steps % GARBAGE_INTERVAL == 0:
             gc.collect()
 
     def close(self) -> None:
+        """Restore automatic collections."""
         if self._is_frozen:
             gc.unfreeze()
             gc.enable()

@@ -29,8 +29,17 @@ def hooks_of(
     saves: SaveCheckpoints,
     stop_request: StopRequest,
 ) -> tuple[Hook, ...]:
-    """The same order on all ranks; rank 0 alone has hooks that do not communicate.
-    priced: the spec with the kernel that computes.
+    """Return the hooks of a run in the order in which every event calls them.
+
+    The order is the same on all ranks. Hooks that only rank 0 has do not communicate.
+
+    Args:
+        run: State that the hooks share with the loop.
+        priced: The spec with the attention kernel that computes, whose prices the plans have.
+        clock: Times the passes of each step.
+        evaluator: Computes the held-out loss; None if the run does not evaluate.
+        saves: The hook that saves checkpoints.
+        stop_request: Requests to stop, for the message at the end.
     """
     job, spec, mesh, places = run.job, run.spec, run.mesh, run.report.places
     measure = MeasureSteps(priced, mesh, clock)
@@ -39,25 +48,25 @@ def hooks_of(
         calibration = WriteProfile(Calibration(priced), job.calibrate, measure.meter)
     traces = spec.telemetry.trace_steps and mesh.rank == TRACED_RANK
     hooks = (
-        # This hook is first, because the others record its measurements.
+        # `MeasureSteps` is first, because the other hooks record its measurements.
         measure,
         RecordSteps(),
-        # Communicators are connected before hooks that communicate when they begin.
+        # Communicators are connected before the hooks that communicate in `begin`.
         ConnectRanks(),
         CompileAttention(),
         CountGraphs() if spec.training.compile else None,
         RecordRanks(RankMeter(priced, mesh, places), clock),
-        # Before checkpoints, so that none is saved of a store that was found wrong.
+        # Before checkpoints, so that no checkpoint is saved after a store was found damaged.
         VerifyStores(job.train_store, job.heldout_store) if mesh.rank == 0 else None,
         RecordLedger(Ledger(job.directory)) if spec.telemetry.ledger and mesh.rank == 0 else None,
-        # Before hooks that take long or save.
+        # Before slow hooks and saves, which would write to a folder that is gone.
         KeepFolder(job.directory) if mesh.rank == 0 else None,
         EvaluateHeldOut(evaluator) if evaluator is not None else None,
         saves,
         TellStop(stop_request),
         ShowSummary(),
         calibration,
-        # After the hooks whose work between steps is not to be in a trace.
+        # After all hooks that work between steps, so that their work is not in the trace.
         TraceSteps(job.directory, mesh.rank) if traces else None,
         SnapshotMemory(job.directory, mesh.rank) if spec.telemetry.snapshot_steps else None,
         # Garbage is collected last, when the other hooks have dropped their objects of the step.

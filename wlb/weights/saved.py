@@ -23,7 +23,7 @@ from wlb.plan import UserError
 from wlb.plan.read_file import WRONG_SHAPE, malformed
 from wlb.spec import ModelSpec, apply
 from wlb.train.checkpoint import folder as checkpoint
-from wlb.train.checkpoint.reading import TensorFiles, hold_files
+from wlb.train.checkpoint.reading import TensorFiles, check_headers
 from wlb.weights.names import CHECKPOINT_ROOT, Parameter, parameters_of
 
 # The signatures of torch.distributed.checkpoint (DCP) are typed incompletely.
@@ -62,7 +62,7 @@ def open_saved(folder: Path) -> SavedModel:
         spec.check()
         parameters = parameters_of(spec, run.get("imported", {}).get("model_type", ""))
     try:
-        hold_files(folder)
+        check_headers(folder)
         reader = TensorFiles(str(folder))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
     except UserError:

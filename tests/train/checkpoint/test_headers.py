@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from wlb.plan import UserError
-from wlb.train.checkpoint.headers import HeaderEntry, held_headers, read_header
+from wlb.train.checkpoint.headers import HeaderEntry, checked_headers, read_header
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 B = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
@@ -80,7 +80,7 @@ def test_parts_that_are_each_element_once_are_a_tensor(tmp_path: Path) -> None:
     for i, (shape, start) in enumerate([([2, 3], [0, 0]), ([2, 1], [0, 3]), ([1, 4], [2, 0])]):
         part(tmp_path / f"{i}.safetensors", shape, start)
     part(tmp_path / "9.safetensors", [0, 4], [3, 0])  # of a rank without rows
-    assert held_headers(tmp_path, remedy="")["w"] == HeaderEntry("F32", (3, 4), (0, 0))
+    assert checked_headers(tmp_path, remedy="")["w"] == HeaderEntry("F32", (3, 4), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -100,21 +100,21 @@ def test_parts_that_are_not_each_element_once_are_refused(
     for i, (shape, start) in enumerate(parts):
         part(tmp_path / f"{i}.safetensors", shape, start)
     with pytest.raises(UserError, match=said):
-        held_headers(tmp_path, remedy="")
+        checked_headers(tmp_path, remedy="")
 
 
 def test_parts_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     part(tmp_path / "0.safetensors", [2, 4], [0, 0])
     part(tmp_path / "1.safetensors", [2, 4], [2, 0], dtype="I32")
     with pytest.raises(UserError, match=r"has parts of \['F32', 'I32'\]"):
-        held_headers(tmp_path, remedy="")
+        checked_headers(tmp_path, remedy="")
 
 
 def test_a_file_that_does_not_say_where_its_tensors_belong_is_refused(tmp_path: Path) -> None:
     written(tmp_path / "x.safetensors", {"a": A, "b": B})
     with pytest.raises(UserError, match="does not say where its tensors belong"):
-        held_headers(tmp_path, remedy="")
+        checked_headers(tmp_path, remedy="")
     about = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [0]}})}
     written(tmp_path / "x.safetensors", {"__metadata__": about, "a": A, "b": B})
     with pytest.raises(UserError, match="lacks the key 'b'"):
-        held_headers(tmp_path, remedy="")
+        checked_headers(tmp_path, remedy="")

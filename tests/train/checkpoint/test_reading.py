@@ -16,7 +16,7 @@ from wlb.plan import UserError
 from wlb.spec import ExpertBalance, ExpertsSpec, ModelSpec
 from wlb.train.checkpoint import saver
 from wlb.train.checkpoint.folder import DamagedCheckpoint, write_manifest
-from wlb.train.checkpoint.reading import hold_files, hold_names
+from wlb.train.checkpoint.reading import check_headers, check_names
 
 MODEL = ModelSpec(vocab_size=256, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2)
 GEMMA = replace(MODEL, branch_norms=True, tied_embeddings=True)
@@ -33,21 +33,21 @@ def names_of(model: ModelSpec) -> set[str]:
 
 def test_a_checkpoint_of_the_same_model_holds_its_tensors() -> None:
     for model in (MODEL, GEMMA):
-        hold_names(HERE, names_of(model), model)
+        check_names(HERE, names_of(model), model)
 
 
 def test_tensors_that_the_model_lacks_are_refused_by_name() -> None:
     without = replace(GEMMA, branch_norms=False)
     message = r"has 4 tensors that this model does not have, such as .*layers\.0\..*norm\.weight"
     with pytest.raises(UserError, match=message) as caught:
-        hold_names(HERE, names_of(GEMMA), without)
+        check_names(HERE, names_of(GEMMA), without)
     # Nothing is damaged, so that no run goes back to an older checkpoint.
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 def test_tensors_that_the_checkpoint_lacks_are_refused_by_name() -> None:
     with pytest.raises(DamagedCheckpoint, match=r"it lacks 1, such as model\.norm\.weight"):
-        hold_names(HERE, names_of(MODEL) - {"model.model.norm.weight"}, MODEL)
+        check_names(HERE, names_of(MODEL) - {"model.model.norm.weight"}, MODEL)
 
 
 def test_the_state_of_experts_balance_may_be_another() -> None:
@@ -57,7 +57,7 @@ def test_the_state_of_experts_balance_may_be_another() -> None:
     ]
     for saved in models:
         for model in models:
-            hold_names(HERE, names_of(saved), model)
+            check_names(HERE, names_of(saved), model)
 
 
 def loading_fails(world: World, folder: Path) -> tuple[type[Exception], str, int]:
@@ -66,11 +66,11 @@ def loading_fails(world: World, folder: Path) -> tuple[type[Exception], str, int
 
     def counted(saved_in: Path) -> None:
         reads.append(saved_in)
-        hold_files(saved_in)
+        check_headers(saved_in)
 
     mesh: Any = SimpleNamespace(rank=world.rank, world_size=world.world_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "hold_files", counted)
+        patch.setattr(saver, "check_headers", counted)
         with pytest.raises(UserError) as caught:
             saver.load(folder, mesh, stages={}, optimizers=mesh)
     return type(caught.value), str(caught.value), len(reads)

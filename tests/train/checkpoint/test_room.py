@@ -59,14 +59,14 @@ def test_a_save_needs_room_for_one_more_than_are_kept(tmp_path: Path, fit: Fit) 
     spec = spec_in(tmp_path, keep=2)
     directory = tmp_path / "runs" / "small" / "checkpoints"
     fit(spec, 3.1)
-    assert room.hold_room(directory, spec, None) == []
+    assert room.check_disk_space(directory, spec, None) == []
     fit(spec, 2.9)
-    (told,) = room.hold_room(directory, spec, None)
+    (told,) = room.check_disk_space(directory, spec, None)
     words = [f"WARNING: {tmp_path} has ", "2 more fit", "3 more at once", "checkpoint.keep = 2"]
     assert lacks(told, *words) == []
     fit(spec, 0.9)
     with pytest.raises(UserError, match=r"run\.output_dir = .*not one could be saved; free room"):
-        room.hold_room(directory, spec, None)
+        room.check_disk_space(directory, spec, None)
 
 
 def test_saves_that_never_come_need_no_room(tmp_path: Path, fit: Fit) -> None:
@@ -74,34 +74,34 @@ def test_saves_that_never_come_need_no_room(tmp_path: Path, fit: Fit) -> None:
     for interval, count in ((0, 1.1), (4, 2.1), (3, 2.1)):
         spec = spec_in(tmp_path, keep=9, interval=interval)
         fit(spec, count)
-        assert room.hold_room(tmp_path, spec, None) == []
+        assert room.check_disk_space(tmp_path, spec, None) == []
         fit(spec, 1.1)
-        assert len(room.hold_room(tmp_path, spec, None)) == (interval > 0)
+        assert len(room.check_disk_space(tmp_path, spec, None)) == (interval > 0)
 
 
 def test_what_is_there_needs_no_room_again(tmp_path: Path, fit: Fit) -> None:
     spec = spec_in(tmp_path, keep=2)
     first, second, _ = made(tmp_path, 1, 2, 3)
     fit(spec, 1.1)
-    assert room.hold_room(tmp_path, spec, second) == []
-    (told,) = room.hold_room(tmp_path, spec, first)  # the later ones are put aside, and stay
+    assert room.check_disk_space(tmp_path, spec, second) == []
+    (told,) = room.check_disk_space(tmp_path, spec, first)  # the later ones are put aside, and stay
     assert "1 more fit, but the run will hold 2 more" in told
     fit(spec, 0.9)
-    assert len(room.hold_room(tmp_path, spec, second)) == 1  # the first one can be removed
+    assert len(room.check_disk_space(tmp_path, spec, second)) == 1  # the first one can be removed
     with pytest.raises(UserError, match="not one could be saved"):
-        room.hold_room(tmp_path, spec, first)
+        room.check_disk_space(tmp_path, spec, first)
     # What a crash left half-written is removed before the first save.
     partial = tmp_path / "partial-00000004"
     partial.mkdir()
     (partial / "shard").write_bytes(bytes(CHECKPOINT_BYTES * spec.model.num_parameters))
-    assert len(room.hold_room(tmp_path, spec, first)) == 1
+    assert len(room.check_disk_space(tmp_path, spec, first)) == 1
 
 
 def test_a_file_system_without_blocks_says_nothing_of_its_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 0))
-    assert room.hold_room(tmp_path, spec_in(tmp_path), None) == []
+    assert room.check_disk_space(tmp_path, spec_in(tmp_path), None) == []
 
 
 def test_the_only_sound_checkpoint_is_never_removed_for_room(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def test_a_request_is_a_signal_to_any_rank_or_a_file_that_rank_0_sees(tmp_path: 
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as signals:
         section = RunSection(stop_file=str(file))
-        first = StopRequest(section, rank=0, told=told)
-        second = StopRequest(section, rank=1, told=told, signals=signals)
+        first = StopRequest(section, rank=0, signal_file=told)
+        second = StopRequest(section, rank=1, signal_file=told, signals=signals)
         assert first.now() == second.now() == Stop.NO
         file.touch()
         assert (first.now(), second.now()) == (Stop.FILE, Stop.NO)
@@ -292,9 +292,9 @@ def test_a_launching_process_ends_at_once_until_its_ranks_begin(tmp_path: Path) 
         assert not told.exists()
         signals.came = False
         with signals.early():
-            StopRequest(RunSection(), rank=1, told=told).steps_begin()
+            StopRequest(RunSection(), rank=1, signal_file=told).steps_begin()
             assert not list(tmp_path.iterdir())
-            StopRequest(RunSection(), rank=0, told=told).steps_begin()
+            StopRequest(RunSection(), rank=0, signal_file=told).steps_begin()
             signal.raise_signal(signal.SIGUSR1)
         assert told.exists()
 

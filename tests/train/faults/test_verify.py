@@ -121,7 +121,7 @@ def test_a_run_that_ends_does_not_wait_for_the_rest_of_a_large_store(
 ) -> None:
     """The reader is held up until the run closes."""
     closing = threading.Event()
-    monkeypatch.setattr(verify, "_WAITED_BYTES", -1)
+    monkeypatch.setattr(verify, "_AWAITED_BYTES", -1)
     close = verify.VerifyStores.close
     count = verify.VerifyStores._end_if_closed
 

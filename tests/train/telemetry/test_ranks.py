@@ -21,8 +21,8 @@ from wlb.train.telemetry.clock import Cell, Pass, StepSpans
 from wlb.train.telemetry.ranks import (
     RankMeter,
     StragglerWatch,
-    drawn_ranks,
     gather_places,
+    timed_ranks,
     timeline_of,
 )
 
@@ -80,12 +80,12 @@ def test_the_slowest_straggler_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_few_ranks_are_drawn_whatever_the_layout() -> None:
-    assert drawn_ranks(ParallelSpec(tp=2, cp=2, pp=2, dp=1)) == (0, 4, 2, 6)
-    assert drawn_ranks(ParallelSpec(tp=8, cp=2, pp=4, dp=128)) == tuple(
+    assert timed_ranks(ParallelSpec(tp=2, cp=2, pp=2, dp=1)) == (0, 4, 2, 6)
+    assert timed_ranks(ParallelSpec(tp=8, cp=2, pp=4, dp=128)) == tuple(
         dp * 64 + pp * 16 + cp * 8 for dp in range(8) for cp in range(2) for pp in range(4)
     )
-    assert len(drawn_ranks(ParallelSpec(tp=8, cp=16, pp=16, dp=4))) == 64
-    assert len(drawn_ranks(ParallelSpec(tp=1, cp=1, pp=126, dp=4))) == 126
+    assert len(timed_ranks(ParallelSpec(tp=8, cp=16, pp=16, dp=4))) == 64
+    assert len(timed_ranks(ParallelSpec(tp=1, cp=1, pp=126, dp=4))) == 126
 
 
 def test_timelines_begin_with_the_first_rank_unless_clocks_disagree() -> None:

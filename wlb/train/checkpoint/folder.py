@@ -1,7 +1,8 @@
-"""Checkpoint folders `step-00000030`: find, describe and verify them (README.md lists their files).
+"""Checkpoint folders `step-00000030`: finds, describes and verifies them.
 
-manifest.json is written last, then the folder is renamed from `partial-...`, so a crash never
-leaves an incomplete checkpoint under the final name. Nothing is pickled.
+A checkpoint is written to a folder `partial-...`, its manifest.json last, and then renamed. So a
+crash never leaves an incomplete checkpoint under the final name. Nothing is pickled. README.md
+lists the files of a checkpoint.
 """
 
 import hashlib
@@ -19,14 +20,15 @@ from wlb.plan.read_file import malformed, read_json, read_object
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
-AUTO = "auto"
+AUTO = "auto"  # value of --resume for "the newest sound checkpoint, if there is any"
 _TENSORS = ".safetensors"
 _STEP = re.compile("[0-9]{1,18}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 SEEN_WITHIN_S = 60.0
-"""An NFS client may cache a folder's entries for this long (acdirmax)."""
+"""Seconds for which an NFS client may cache the entries of a folder (acdirmax)."""
 
 
+# Schemas of run.json.
 _MODEL: Schema = {"experts?": dict, "linear?": dict, "rope_scaling?": dict, OTHERS: ANYTHING}
 _IMPORTED: Schema = {
     "from?": str,
@@ -38,11 +40,11 @@ _IMPORTED: Schema = {
 }
 _RUN: Schema = {
     "step": COUNT,
-    # Of an import, only the model.
+    # An imported model has only the section of the model.
     "spec": ({"model": _MODEL, "training": dict, "data": dict, OTHERS: dict}, {"model": _MODEL}),
     "profile?": str,
     "written_by?": {OTHERS: (str, None)},
-    # Gradient norms, in checkpoints of older versions.
+    # Checkpoints of older versions have gradient norms here.
     "norms?": [float],
     "planner?": {"next_step": COUNT, "policy": str},
     "imported?": _IMPORTED,
@@ -50,24 +52,24 @@ _RUN: Schema = {
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not those that were saved."""
+    """A checkpoint whose files differ from those that were saved."""
 
 
 class ToResume(NamedTuple):
-    """The checkpoint that `--resume` names, None for a new run. passed_over: why newer ones were
-    not taken. falls_back: whether an older one may be loaded if this one is damaged.
-    """
+    """The checkpoint to resume from."""
 
-    checkpoint: Path | None
-    passed_over: tuple[str, ...] = ()
-    falls_back: bool = False
+    checkpoint: Path | None  # None for a new run
+    passed_over: tuple[str, ...] = ()  # why newer checkpoints were not taken
+    falls_back: bool = False  # whether an older one may be loaded if this one is damaged
 
 
 def folder_of(directory: Path, step: int) -> Path:
+    """Return the folder of the checkpoint after `step` updates."""
     return directory / f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
+    """Return the number of updates of a checkpoint, from its name."""
     return int(checkpoint.name[5:])
 
 
@@ -76,38 +78,47 @@ def list_complete(directory: Path) -> list[Path]:
     return sorted(p for p in directory.glob("step-*") if _STEP.fullmatch(p.name[5:]))
 
 
-def resolve_resume(directory: Path, asked: str | None) -> ToResume:
-    """Return the checkpoint that `--resume` names; UserError if there is none. One that a crash
-    left between its old and its new name is put back first.
+def resolve_resume(directory: Path, value: str | None) -> ToResume:
+    """Return the checkpoint that `--resume` selects.
 
-    asked: None = no --resume, "" = the newest, "auto" = the newest if any, else a step or a folder.
-    "auto" passes over newest ones that `check_files` refuses, if there is another.
+    A checkpoint that a crash left under a temporary name gets its name back first.
+
+    Args:
+        directory: Folder of the run's checkpoints.
+        value: Value of the option. None: no --resume; "": the newest; "auto": the newest that
+            `check_files` accepts, or a new run if there is none at all; otherwise a step or a
+            folder.
+
+    Raises:
+        UserError: If the selected checkpoint does not exist.
+        DamagedCheckpoint: With "auto", if all checkpoints are damaged.
     """
-    if asked is not None:
+    if value is not None:
         put_back(directory)
-    if asked == AUTO:
+    if value == AUTO:
         return _newest_sound(directory)
-    return ToResume(None if asked is None else _asked_for(directory, asked))
+    return ToResume(None if value is None else _named(directory, value))
 
 
 def replaced_of(directory: Path, step: int) -> Path:
-    """The temporary name of a checkpoint while a new one of the same step replaces it."""
+    """Return the temporary name of a checkpoint while a new one of the same step replaces it."""
     return directory / f"partial-replaced-{step:08d}"
 
 
 def put_back(directory: Path) -> None:
-    """Give checkpoints their names back whose replacement was never published."""
+    """Give checkpoints their names back whose replacement was never completed."""
     for replaced in directory.glob("partial-replaced-*"):
         number = replaced.name.rpartition("-")[2]
         if not _STEP.fullmatch(number):
             continue
         final = folder_of(directory, int(number))
-        # If its replacement is there, the old checkpoint may be half removed.
+        # If its replacement is complete, the old checkpoint may be partly removed already.
         if not final.exists():
             replaced.rename(final)
 
 
 def _newest_sound(directory: Path) -> ToResume:
+    """Return the newest checkpoint that `check_files` accepts, as for --resume auto."""
     passed_over: list[str] = []
     for checkpoint in reversed(list_complete(directory)):
         try:
@@ -122,7 +133,7 @@ def _newest_sound(directory: Path) -> ToResume:
 
 
 def sound_before(damaged: Path) -> Path | None:
-    """Return the newest checkpoint before `damaged` that `check_files` accepts."""
+    """Return the newest checkpoint before `damaged` that `check_files` accepts, or None."""
     for checkpoint in reversed(list_complete(damaged.parent)):
         if step_of(checkpoint) < step_of(damaged):
             try:
@@ -133,44 +144,57 @@ def sound_before(damaged: Path) -> Path | None:
     return None
 
 
-def _asked_for(directory: Path, asked: str) -> Path:
+def _named(directory: Path, value: str) -> Path:
+    """Return the checkpoint that --resume names: the newest for "", else a step or a folder."""
     found = list_complete(directory)
-    if not asked:
+    if not value:
         if not found:
             raise UserError(
                 f"--resume: no checkpoint in {directory}; start without --resume, or set run.name "
                 f"and run.output_dir to those of the run that should continue"
             )
         return found[-1]
-    wanted = folder_of(directory, int(asked)) if _STEP.fullmatch(asked) else Path(asked)
+    wanted = folder_of(directory, int(value)) if _STEP.fullmatch(value) else Path(value)
     if wanted.absolute() not in [path.absolute() for path in found]:
         there = ", ".join(path.name for path in found) or "none"
         raise UserError(
-            f"--resume {asked}: {wanted} is no checkpoint of this run; {directory} has {there}. To "
+            f"--resume {value}: {wanted} is no checkpoint of this run; {directory} has {there}. To "
             f"start a new run from its weights, set checkpoint.init_from"
         )
     return wanted
 
 
-def resolve(folder: Path, asked: str) -> Path:
-    """`folder` if it is a checkpoint, or a run folder's newest; else UserError about `asked`."""
+def resolve(folder: Path, option: str) -> Path:
+    """Return `folder` if it is a checkpoint, or the newest checkpoint of the run in `folder`.
+
+    Args:
+        folder: A checkpoint, or the folder of a run.
+        option: The option that names the folder, for the message.
+
+    Raises:
+        UserError: If it is neither.
+    """
     if (folder / RUN).is_file():
         return folder
     found = list_complete(folder / "checkpoints")
     if not found:
         raise UserError(
-            f"{asked} is neither a checkpoint (a folder with {RUN}) nor a run that has checkpoints"
+            f"{option} is neither a checkpoint (a folder with {RUN}) nor a run that has checkpoints"
         )
     return found[-1]
 
 
 def list_aside(directory: Path) -> list[Path]:
-    """Return checkpoints that a resume set aside, which no run removes."""
+    """Return checkpoints that a resume set aside. No run removes them."""
     return sorted(directory.glob("aside-*"))
 
 
 def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
-    """Remove partial checkpoints; rename those after `resumed`, and return the new paths."""
+    """Remove partial checkpoints, and rename checkpoints later than `resumed` to `aside-...`.
+
+    Returns:
+        The new paths of the renamed checkpoints.
+    """
     for partial in directory.glob("partial-*"):
         shutil.rmtree(partial)
     aside: list[Path] = []
@@ -182,33 +206,41 @@ def prepare_for_resume(directory: Path, resumed: Path) -> list[Path]:
 
 
 def planner_state(checkpoint: Path) -> PlannerState:
-    """Return the planner's state as it was saved; `Planner.steps` continues from it."""
+    """Return the planner's state as it was saved. `Planner.steps` continues from it."""
     path = checkpoint / PLANNER
     with malformed(path, "use another checkpoint"):
         return PlannerState.from_json(read_object(path, remedy="use another checkpoint"))
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
-    """Read `run.json`: "step" (executed steps), "spec", "profile" (name of the kernel profile),
-    "written_by" (versions of wlb and torch, and wlb's commit),
-    for a model imported from Hugging Face "imported", and in "planner" what planner.json must say
-    as well. Older checkpoints lack some.
+    """Read and check run.json.
+
+    Checkpoints of older versions lack some entries.
+
+    Returns:
+        "step" (updates of the weights), "spec", "profile" (name of the kernel profile),
+            "written_by" (versions of wlb and torch, and wlb's commit), "imported" (only for a model
+            imported from Hugging Face) and "planner" (what planner.json must agree with).
     """
     path, remedy = checkpoint / RUN, "use another checkpoint"
-    # "imported" holds a model's generation_config.json.
+    # `wide` allows the many keys of a model's generation_config.json in "imported".
     run = read_object(path, remedy=remedy, wide=True)
     hold_schema(run, _RUN, path, remedy=remedy)
     return run
 
 
 def is_import(checkpoint: Path) -> bool:
-    """Whether a checkpoint was imported, with only a model's weights, in the files' dtypes."""
+    """Return whether a checkpoint was imported.
+
+    It then has only a model's weights, in the dtypes of the imported files.
+    """
     return set(read_run(checkpoint)["spec"]) == {"model"}
 
 
 def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
-    """What run.json says of a checkpoint's planner.json: the step that comes next and the policy of
-    what waits.
+    """Return what run.json repeats of planner.json: the next step and the packing policy.
+
+    If the two files disagree, they are not of one save.
     """
     carry, ready = planner["carry"], planner["ready"]
     next_step = ready[0]["step"] if ready else carry["next_step"]
@@ -216,23 +248,30 @@ def planner_of(planner: dict[str, Any]) -> dict[str, Any]:
 
 
 def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_manifest(checkpoint: Path, files: dict[str, dict[str, Any]] | None = None) -> None:
-    """Write manifest.json and sync it to disk. files: known entries; None = read all files."""
+    """Write manifest.json and sync it to disk.
+
+    Args:
+        checkpoint: The folder.
+        files: Entries by file name. None reads all files of the folder.
+    """
     if files is None:
         files = {path.name: manifest_entry(path) for path in sorted(checkpoint.iterdir())}
     write_json(checkpoint / MANIFEST, {"files": files, "sha256": _digest_of(files)})
 
 
 def _digest_of(files: dict[str, dict[str, Any]]) -> str:
-    """SHA-256 of a manifest's own entries, whatever the order of its keys."""
+    """Return the SHA-256 of a manifest's entries, which does not depend on their order."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_entry(path: Path) -> dict[str, Any]:
+    """Return the size and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
@@ -245,8 +284,13 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """{"bytes", "sha256"} by file name; UserError if the manifest is absent, unreadable or lists no
-    whole checkpoint.
+    """Read and check manifest.json.
+
+    Returns:
+        {"bytes", "sha256"} by file name.
+
+    Raises:
+        DamagedCheckpoint: If it is absent, unreadable, or does not list a complete checkpoint.
     """
     path = checkpoint / MANIFEST
     try:
@@ -260,7 +304,7 @@ def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
         _refuse(path, 'has an entry that is not "NAME": {"bytes": N, "sha256": 64 digits}')
     if RUN not in files or not any(name.endswith(_TENSORS) for name in files):
         _refuse(path, f"lists no whole checkpoint, which has {RUN} and files *{_TENSORS}")
-    # Manifests of earlier versions have no digest of their own.
+    # Manifests of earlier versions have no digest of their entries.
     if found.get("sha256", _digest_of(files)) != _digest_of(files):
         _refuse(path, "is corrupt: its entries are not those that were saved")
     return files
@@ -277,8 +321,11 @@ def _is_entry(name: str, about: dict[str, Any]) -> bool:
 
 
 def check_files(checkpoint: Path) -> None:
-    """UserError for the first file that is missing, damaged or not the checkpoint's; checksums of
-    JSON files only.
+    """Check a checkpoint's files: their sizes, and the checksums of JSON files only.
+
+    Raises:
+        DamagedCheckpoint: For the first file that is missing, damaged, or was not saved with the
+            others.
     """
     files = read_manifest(checkpoint)
     _refuse_strays(checkpoint, files)
@@ -291,8 +338,10 @@ def check_files(checkpoint: Path) -> None:
 
 
 def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Torch reads every *.safetensors of the folder, so that one which a copy left behind would be
-    trained; JSON files of our names are read without being asked for.
+    """Refuse files that were not saved with the checkpoint but would be read.
+
+    torch reads every *.safetensors file of the folder, so a file that somebody copied there would
+    be trained. A JSON file of one of our names would be read too.
     """
     for path in _unlisted(checkpoint, files):
         if _is_read(path):
@@ -300,23 +349,26 @@ def _refuse_strays(checkpoint: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def harmless_strays(checkpoint: Path) -> list[str]:
-    """Names in a checkpoint's folder that were not saved with it and that nothing reads. Hidden
-    files, the file system's own, are left out.
+    """Return names of files that were not saved with a checkpoint and that nothing reads.
+
+    Hidden files, which file systems create, are left out.
     """
     unlisted = _unlisted(checkpoint, read_manifest(checkpoint))
     return [p.name for p in unlisted if not _is_read(p) and not p.name.startswith(".")]
 
 
 def _unlisted(checkpoint: Path, files: dict[str, dict[str, Any]]) -> list[Path]:
+    """Return the files of a checkpoint that are not in its manifest."""
     return [p for p in sorted(checkpoint.iterdir()) if p.name not in files and p.name != MANIFEST]
 
 
 def _is_read(path: Path) -> bool:
+    """Return whether loading a checkpoint would read a file of this name."""
     return path.suffix == _TENSORS or path.name in (PLANNER, RUN)
 
 
 def _damage(path: Path, num_bytes: int) -> str:
-    """Describe the defect of a file's size; "" if there is none."""
+    """Describe what is wrong with a file's size; "" if nothing is."""
     if not path.is_file():
         return "is missing"
     size = path.stat().st_size
@@ -324,8 +376,15 @@ def _damage(path: Path, num_bytes: int) -> str:
 
 
 def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: float) -> str:
-    """Name the files of `files` that this process does not see completely after `within_s`, or
-    "".
+    """Wait until this process sees all files of a save completely.
+
+    Args:
+        folder: The folder of the save.
+        files: Manifest entries by file name.
+        within_s: Seconds to wait.
+
+    Returns:
+        A description of the first file that is still missing or incomplete; "" if all are there.
     """
     end = time.monotonic() + within_s
     for name, about in files.items():
@@ -337,13 +396,17 @@ def first_unseen(folder: Path, files: dict[str, dict[str, Any]], *, within_s: fl
 
 
 def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """Wait for a checkpoint that another node may have just written; UserError after `within_s`."""
+    """Wait until this process sees a checkpoint that another node may have just written.
+
+    Raises:
+        UserError: If it is not complete after `within_s` seconds.
+    """
     end = time.monotonic() + within_s
     while True:
         try:
             files = read_manifest(checkpoint)
             break
-        # The checkpoint is absent, or not completely visible yet.
+        # The checkpoint is absent, or this node does not see all of it yet.
         except UserError:
             if time.monotonic() >= end:
                 raise
@@ -353,7 +416,13 @@ def await_files(checkpoint: Path, *, within_s: float = SEEN_WITHIN_S) -> None:
 
 
 def check_share(checkpoint: Path, *, index: int, num: int) -> None:
-    """Check the checksums of this reader's share of the large files: every num-th from `index`."""
+    """Check the checksums of one reader's share of the large files.
+
+    Args:
+        checkpoint: The folder.
+        index: The reader, who checks every `num`-th file from this one.
+        num: Number of readers.
+    """
     files = read_manifest(checkpoint)
     if index == 0:
         _refuse_strays(checkpoint, files)
@@ -363,12 +432,13 @@ def check_share(checkpoint: Path, *, index: int, num: int) -> None:
 
 
 def check_digest(path: Path, wanted: str) -> None:
-    """UserError where the file's SHA-256 is not `wanted`."""
+    """Raise DamagedCheckpoint if a file's SHA-256 is not `wanted`."""
     if file_digest(path) != wanted:
         _refuse(path, "is corrupt: its SHA-256 is not the manifest's")
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
+    """Raise DamagedCheckpoint, and name the checkpoint before it."""
     checkpoint = path.parent
     before = [p for p in list_complete(checkpoint.parent) if p.name < checkpoint.name]
     offer = "there is no checkpoint before it"

@@ -1,8 +1,9 @@
-"""Headers of safetensors files, held as a whole before a tensor is read.
+"""Checks the headers of a checkpoint's safetensors files before any tensor is read.
 
-The library takes the last of two entries of one name, and torch reads a checkpoint's files in any
-order: one that holds rows which another one holds too, or says another dtype of as many bytes,
-would be trained without a word.
+Every element of every tensor must be in the files exactly once, in one dtype. The safetensors
+library itself would take the last of two entries with the same name, and torch reads files in any
+order. So a file with rows that another file has too, or with a wrong dtype of the same size, would
+be trained unnoticed.
 """
 
 import struct
@@ -16,9 +17,11 @@ from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
 from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 
+# Entry of a header for data that are no tensor, and torch's key in it for offsets of shards.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
 _MOST_BYTES = 100_000_000
-"""Longest header that the library reads."""
+"""Longest header, in bytes, that the library reads."""
+# Bits of one element, by dtype.
 _BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -50,20 +53,28 @@ _HEADER: Schema = {
 
 
 class HeaderEntry(NamedTuple):
-    """A tensor as a header has it. start: of its rows in the whole tensor, in each dimension; empty
-    in files of others, whose tensors are whole.
-    """
+    """A tensor as a header describes it."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # in the notation of safetensors, such as "BF16"
+    shape: tuple[int, ...]  # of the part in this file
+    # First index of the part in the whole tensor, by dimension; empty for files not made by wlb,
+    # which have whole tensors.
     start: tuple[int, ...] = ()
 
 
-def read_header(path: Path, *, remedy: str, is_own: bool = False) -> dict[str, HeaderEntry]:
-    """The tensors of a safetensors file by name; UserError unless each byte is of one of them.
+def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[str, HeaderEntry]:
+    """Read the header of a safetensors file.
 
-    remedy: what to do about another file. is_own: of a checkpoint, whose headers say where the
-    tensors belong.
+    Args:
+        path: The file.
+        remedy: What the user can do if the file is damaged, for messages.
+        has_offsets: Whether the header must say where each part belongs, as in wlb's checkpoints.
+
+    Returns:
+        The tensors of the file by name.
+
+    Raises:
+        UserError: If the header is damaged, or if any byte belongs to no tensor or to two.
     """
     with path.open("rb") as file:
         begin = file.read(8)
@@ -80,7 +91,7 @@ def read_header(path: Path, *, remedy: str, is_own: bool = False) -> dict[str, H
     at = 0
     for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
         bits, (begin_at, end_at) = _BITS.get(entry["dtype"]), _pair(entry, where, name, remedy)
-        # A dtype of later versions is refused by those who read it.
+        # A dtype that is not known here is refused where it is read.
         need = (end_at - begin_at) * 8 if bits is None else prod(entry["shape"]) * bits
         if begin_at != at or need != (end_at - begin_at) * 8:
             raise UserError(
@@ -93,7 +104,7 @@ def read_header(path: Path, *, remedy: str, is_own: bool = False) -> dict[str, H
             f"{path} is not a whole safetensors file (its tensors have {at} bytes, of which {left} "
             f"are there); {remedy}"
         )
-    starts = _starts(about, data, where, remedy) if is_own else {}
+    starts = _starts(about, data, where, remedy) if has_offsets else {}
     return {
         name: HeaderEntry(entry["dtype"], tuple(entry["shape"]), starts.get(name, ()))
         for name, entry in data.items()
@@ -101,6 +112,7 @@ def read_header(path: Path, *, remedy: str, is_own: bool = False) -> dict[str, H
 
 
 def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[int, int]:
+    """Return the first byte of a tensor and the byte behind its last one."""
     offsets: list[int] = entry["data_offsets"]
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise UserError(f"{where}: {name} has data_offsets = {offsets}; {remedy}")
@@ -110,7 +122,7 @@ def _pair(entry: dict[str, Any], where: str, name: str, remedy: str) -> tuple[in
 def _starts(
     about: dict[str, str], tensors: dict[str, Any], where: str, remedy: str
 ) -> dict[str, tuple[int, ...]]:
-    """Where each tensor of a checkpoint's file begins in the whole one."""
+    """Return the first index of each part in its whole tensor, by name."""
     if _SHARDING not in about:
         raise UserError(f"{where} does not say where its tensors belong ({_SHARDING}); {remedy}")
     found = parse_json(about[_SHARDING], f"{_SHARDING} in {where}", remedy=remedy, unique=True)
@@ -124,25 +136,36 @@ def _starts(
     return starts
 
 
-def held_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
-    """The whole tensors of a checkpoint by name; UserError unless its files hold each element of
-    each tensor once, in one dtype.
+def checked_headers(folder: Path, *, remedy: str) -> dict[str, HeaderEntry]:
+    """Read the headers of all files of a checkpoint and compare them.
+
+    Args:
+        folder: The checkpoint.
+        remedy: What the user can do if it is damaged, for messages.
+
+    Returns:
+        The whole tensors by name.
+
+    Raises:
+        UserError: If an element of a tensor is missing or there twice, or if dtypes differ.
     """
     parts: dict[str, list[HeaderEntry]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        for name, entry in read_header(path, remedy=remedy, is_own=True).items():
+        for name, entry in read_header(path, remedy=remedy, has_offsets=True).items():
             parts.setdefault(name, []).append(entry)
     return {name: _whole(found, f"{folder}: {name}", remedy) for name, found in parts.items()}
 
 
 def _whole(parts: list[HeaderEntry], where: str, remedy: str) -> HeaderEntry:
+    """Join the parts of one tensor; UserError unless they cover each element exactly once."""
     dtypes, ranks = {p.dtype for p in parts}, {len(p.shape) for p in parts}
     if len(dtypes) > 1 or len(ranks) > 1:
         raise UserError(f"{where} has parts of {sorted(dtypes)} and {sorted(ranks)} axes; {remedy}")
     stops = [tuple(map(sum, zip(p.start, p.shape, strict=True))) for p in parts]
     shape = tuple(map(max, zip(*stops, strict=True)))
     if len(parts) > 1 or any(parts[0].start):
-        # The cells between the borders of parts, along each axis.
+        # Cut the tensor into cells at all borders of parts, along each axis. The parts fit if each
+        # cell is covered once.
         borders = [
             np.unique([*(p.start[axis] for p in parts), *(s[axis] for s in stops), 0])
             for axis in range(len(shape))

@@ -1,7 +1,8 @@
-"""Holds the folder of a run by its inode, so that saves reach it whatever becomes of its name.
+"""Keeps the folder of a run open, so that saves reach it even after it was renamed.
 
-torch creates all parents of the files that it writes. After a run's folder was removed or renamed,
-a save by name would create that name again, or end up in another run that has it now.
+torch creates all parent folders of the files that it writes. If a run's folder was removed or
+renamed, a save by path would create the path anew, or write into another run that now has this
+name.
 """
 
 import os
@@ -15,8 +16,12 @@ _DESCRIPTOR = re.compile(r"/proc/self/fd/\d+")
 
 
 class HeldFolder:
-    """A folder that stays open. path: leads to it in this process, also after it was renamed; in
-    one that was removed nothing can be made any more. RunError if it is not there.
+    """A folder that stays open. RunError if it does not exist.
+
+    Attributes:
+        name: The path by which it was opened.
+        path: A path that leads to it in this process, also after it was renamed. If it was removed,
+            no file can be created there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,13 +35,14 @@ class HeldFolder:
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def named(self, text: str) -> str:
-        """`text` with the folder's name in place of `path`, which may be that of another rank's
-        process.
+        """Replace `path` by the folder's name in a text, for messages.
+
+        The text may come from another rank, whose `path` has another number.
         """
         return _DESCRIPTOR.sub(lambda _: str(self.name), text)
 
     def close(self) -> None:
-        """Let go of it; may be called again."""
+        """Close the folder. May be called repeatedly."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -1,4 +1,7 @@
-"""Tensors of a checkpoint's files into those of the ranks, from any layout into any other."""
+"""Reads a checkpoint's files into the tensors of the ranks, from any layout into any other.
+
+Whatever torch or safetensors raises becomes one line that names the checkpoint.
+"""
 
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
@@ -20,16 +23,26 @@ from wlb.plan.read_file import WRONG_SHAPE, told
 from wlb.spec import ModelSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.folder import DamagedCheckpoint
-from wlb.train.checkpoint.headers import held_headers
+from wlb.train.checkpoint.headers import checked_headers
 
 _MODEL = "model."
-"""Begin of the names of a model's tensors in files."""
+"""Prefix of the names of a model's tensors in files."""
 
 
-def hold_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
-    """UserError unless a checkpoint's tensors `names` are those of all stages of `model`: a tensor
-    that is left unread, such as a norm's, would make another model without a word. The state of
-    experts' balance may differ, since it begins anew.
+def check_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of `model`.
+
+    A tensor that is left unread, such as the weight of a norm, would silently make another model.
+    The state of experts' balance may be missing or left over, since it can start anew.
+
+    Args:
+        saved_in: The checkpoint.
+        names: Names of its tensors.
+        model: The model, with all stages.
+
+    Raises:
+        UserError: If the checkpoint has tensors that the model lacks.
+        DamagedCheckpoint: If it lacks tensors of the model.
     """
     with torch.device("meta"):
         wanted = {f"{_MODEL}{name}" for name in Llama(model).state_dict()}
@@ -52,17 +65,20 @@ def hold_names(saved_in: Path, names: Collection[str], model: ModelSpec) -> None
         )
 
 
-def hold_files(saved_in: Path) -> None:
-    """Hold the headers of all files of a checkpoint against each other.
+def check_headers(saved_in: Path) -> None:
+    """Check the headers of all files of a checkpoint.
 
-    This takes 46 us for each tensor of each file, so one rank does it for all.
+    It takes 46 us for each tensor of each file, so one rank does it for all.
+
+    Args:
+        saved_in: The checkpoint.
 
     Raises:
-        DamagedCheckpoint: If the files do not hold each element of each tensor once.
+        DamagedCheckpoint: If the files do not have each element of each tensor exactly once.
         UserError: If a file cannot be read now.
     """
     try:
-        held_headers(saved_in, remedy="use another one")
+        checked_headers(saved_in, remedy="use another one")
     except UserError as error:
         raise DamagedCheckpoint(f"{saved_in} is not a whole checkpoint: {error}") from error
     except OSError as error:
@@ -70,10 +86,10 @@ def hold_files(saved_in: Path) -> None:
 
 
 class CheckpointReader:
-    """Reads the tensors of `saved_in`. names: of all of them, for which headers are read once.
+    """Reads the tensors of the checkpoint `saved_in`.
 
-    DamagedCheckpoint for files that are no tensors, or not those that are wanted; RunError for
-    those that cannot be read now.
+    Methods raise DamagedCheckpoint for files that do not have the wanted tensors, and RunError for
+    files that cannot be read now.
     """
 
     def __init__(self, saved_in: Path) -> None:
@@ -81,19 +97,28 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
+        """Names of all tensors. The headers are read only once."""
         with self._readable():
             return set(self._reader.read_metadata().state_dict_metadata)
 
     def load(self, tensors: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-        """Fill `tensors`, whole ones or DTensors, in place; a collective call. DamagedCheckpoint
-        for those of another dtype, unless they are of an import, which keeps that of its files.
+        """Fill tensors in place. A collective call.
+
+        Args:
+            tensors: Tensors or DTensors, by their names in files.
+            group: Ranks that load together; None for a single process.
+
+        Raises:
+            DamagedCheckpoint: If a dtype differs. Weights of an imported model are converted
+                instead.
         """
         with self._readable():
             known = self._reader.read_metadata().state_dict_metadata
-            self._hold_dtypes({n: known[n] for n in tensors if n in known}, tensors)
+            self._check_dtypes({n: known[n] for n in tensors if n in known}, tensors)
             state_dict_loader.load(tensors, storage_reader=self._reader, process_group=group)
 
-    def _hold_dtypes(self, known: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _check_dtypes(self, known: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Raise DamagedCheckpoint for tensors of another dtype than wanted."""
         is_import = checkpoint.is_import(self._saved_in)
         for name, about in known.items():
             saved, wanted = about.properties.dtype, tensors[name].dtype
@@ -106,10 +131,11 @@ class CheckpointReader:
 
     @contextmanager
     def _readable(self) -> Generator[None]:
+        """Turn exceptions of torch and safetensors into one line."""
         try:
             yield
         except CheckpointException as error:
-            # It derives from BaseException, so other handlers would not see it.
+            # It derives from BaseException, so the handler below would not catch it.
             raise self._refusal(next((c for c, _ in error.failures.values()), error)) from error
         except DamagedCheckpoint:
             raise
@@ -117,6 +143,7 @@ class CheckpointReader:
             raise self._refusal(error) from error
 
     def _refusal(self, cause: BaseException) -> Exception:
+        """Return the exception that explains `cause`."""
         if isinstance(cause, OSError):
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
@@ -126,11 +153,12 @@ class CheckpointReader:
 
 
 class TensorFiles(hf_storage.HuggingFaceStorageReader):
-    """Reads the headers of all files only once. `hold_files` comes before, on one rank."""
+    """torch's reader of safetensors files, which here reads the headers only once."""
 
     _known: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
+        """Return the names, shapes and places of all tensors."""
         if self._known is None:
             self._known = super().read_metadata()
         return self._known

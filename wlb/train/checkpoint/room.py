@@ -1,7 +1,6 @@
-"""Room on the disk for a run's checkpoints: how many are there at once, whether they fit, and which
-may be removed.
+"""Disk space for a run's checkpoints: how many there are at once, whether they fit, which may go.
 
-A save needs room for one checkpoint more than are kept, because older ones are removed only after
+A save needs space for one checkpoint more than are kept, because an old one is removed only after
 the new one is complete.
 """
 
@@ -17,22 +16,32 @@ from wlb.train.faults.disk_full import lack_of_room
 
 
 def most_at_once(spec: RunSpec) -> int:
-    """Checkpoints that the run's folder holds at most: those that are kept, and the one that is
-    written.
+    """Return how many checkpoints the run's folder has at most.
+
+    They are the checkpoints that are kept and the one that is being written.
     """
     return spec.checkpoint.keep + 1
 
 
 def to_prune(directory: Path, spec: RunSpec) -> list[Path]:
-    """Checkpoints to remove once a new one is complete: all but the newest."""
+    """Return the checkpoints to remove once a new one is complete: all but the newest."""
     return checkpoint.list_complete(directory)[: -spec.checkpoint.keep]
 
 
-def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]:
-    """A warning if fewer checkpoints fit than the run will hold at once; UserError if not one does.
+def check_disk_space(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]:
+    """Compare the free disk space with the checkpoints that the run will write.
 
-    directory: of checkpoints, which may be absent. resumed: the one that the run goes on from; its
-    predecessors stay, and what a crash left half-written goes away.
+    Args:
+        directory: Folder of the checkpoints, which may not exist yet.
+        spec: The run.
+        resumed: The checkpoint that the run resumes from; None for a new run. It and older ones
+            stay, and what a crash left half-written is removed.
+
+    Returns:
+        A warning if fewer checkpoints fit than there will be at once, else an empty list.
+
+    Raises:
+        UserError: If not even one fits.
     """
     folder, there, left = directory.absolute(), list[Path](), 0
     if resumed is not None:
@@ -42,7 +51,7 @@ def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]
     while not folder.exists():
         folder = folder.parent
     usage, one = shutil.disk_usage(folder), CHECKPOINT_BYTES * spec.model.num_parameters
-    # A file system without blocks, such as /proc, says nothing of its room.
+    # A file system without blocks, such as /proc, does not say how much space it has.
     if not usage.total:
         return []
     fit = (usage.free + left) // one
@@ -50,7 +59,7 @@ def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]
         f"{folder} has {size_text(usage.free + left)} free, and a checkpoint takes about "
         f"{size_text(one)}"
     )
-    # Of several checkpoints the oldest is removed if a save finds no room.
+    # With several checkpoints, a save that finds the disk full removes the oldest.
     if not fit and len(there) < 2:
         raise UserError(
             f"run.output_dir = {spec.run.output_dir}: {found}, so that not one could be saved; "
@@ -68,15 +77,18 @@ def hold_room(directory: Path, spec: RunSpec, resumed: Path | None) -> list[str]
 
 
 def _saves_to_come(spec: RunSpec, resumed: Path | None) -> int:
+    """Return how many checkpoints the rest of the run will write."""
     interval, steps = spec.checkpoint.interval, spec.training.steps
     done = checkpoint.step_of(resumed) if resumed is not None else 0
-    # The last save is that of the run's end.
+    # One save follows the last step.
     return 1 + (max(0, steps - 1) // interval - done // interval if interval else 0)
 
 
 def is_full(failure: BaseException) -> bool:
-    """Whether a save failed for lack of room. The same on all ranks if all know of the failure
-    (torch's CheckpointException lists it by rank).
+    """Return whether a save failed because the disk is full.
+
+    All ranks get the same answer if all have the same failure; torch's CheckpointException, for
+    example, lists the errors of all ranks.
     """
     failures = getattr(failure, "failures", None)
     if failures:
@@ -85,15 +97,16 @@ def is_full(failure: BaseException) -> bool:
 
 
 def says_full(error: BaseException | None) -> bool:
-    """Whether an error of this process, or what caused it, is a lack of room on the disk."""
+    """Return whether an error of this process, or its cause, means a full disk."""
     found = lack_of_room(error)
-    # A limit of file sizes does not move when other files are removed.
+    # Removing files does not help against a limit on file sizes.
     return found is not None and found.errno != errno.EFBIG
 
 
 def to_drop(directory: Path) -> Path | None:
-    """The oldest checkpoint, which may make room for a new one unless it is the only sound one;
-    None if none may.
+    """Return the oldest checkpoint that may be removed to make space; None if none may.
+
+    The newest sound checkpoint is never removed.
     """
     found = checkpoint.list_complete(directory)
     newest = next((path for path in reversed(found) if _is_sound(path)), None)
@@ -111,13 +124,14 @@ def _is_sound(path: Path) -> bool:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def aside_remark(directory: Path) -> str:
-    """A line for the log on checkpoints that were set aside, and take room until somebody removes
-    them; "" if there are none.
+    """Return a line about checkpoints that a resume set aside, with their sizes, else "".
+
+    No run removes them, so they take space until somebody does.
     """
     there = [
         f"{path.name} ({size_text(size_of(path))})" for path in checkpoint.list_aside(directory)
@@ -131,7 +145,7 @@ def aside_remark(directory: Path) -> str:
 
 
 def strays_remark(saved_in: Path) -> str:
-    """A line for the log on files in a checkpoint that are none of its own, "" without any."""
+    """Return a warning about files in a checkpoint that were not saved with it, else ""."""
     names = checkpoint.harmless_strays(saved_in)
     if not names:
         return ""

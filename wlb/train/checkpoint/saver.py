@@ -1,10 +1,11 @@
-"""Asynchronous checkpoints: training only copies its state to host memory.
+"""Asynchronous checkpoints: training only waits until its state is copied to host memory.
 
-A thread then writes the copy with torch.distributed.checkpoint and hashes the files; rank 0 writes
-the manifest and renames the folder. Ranks use a separate Gloo group, so that their messages do not
-mix with those of training. One save runs at a time. A save that fails leaves older checkpoints
-untouched, and every rank learns of it; one that finds the disk full removes the oldest of several
-and is tried once again.
+A thread then writes the copy with torch.distributed.checkpoint and hashes the files. Rank 0 writes
+the manifest and gives the folder its final name. The ranks use a separate Gloo group, so that
+messages of a save do not mix with those of training. One save runs at a time.
+
+A save that fails leaves older checkpoints untouched, and every rank learns of it. A save that finds
+the disk full removes the oldest checkpoint, if there are several, and is tried once more.
 """
 
 import contextlib
@@ -36,28 +37,32 @@ from wlb.spec import ModelSpec, RunSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.held_folder import HeldFolder
 from wlb.train.checkpoint.host_memory import give_back_freed
-from wlb.train.checkpoint.reading import CheckpointReader, hold_files, hold_names
+from wlb.train.checkpoint.reading import CheckpointReader, check_headers, check_names
 from wlb.train.checkpoint.room import is_full, says_full, to_drop, to_prune
 from wlb.train.checkpoint.tensors import (
     Stages,
     all_tensors,
-    asked_of,
     host_copy,
     rng_states,
     set_optimizers,
     set_rng,
     set_weights,
+    tensors_to_read,
     weights,
     without_copies,
 )
 from wlb.train.optimizer import Optimizers
 
 _TIMEOUT = timedelta(hours=2)
-"""Timeout of messages about a save: a rank may finish writing much later than others."""
+"""Timeout of messages about a save. One rank may finish writing much later than others."""
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; older ones are untouched. is_full: for lack of room."""
+    """A checkpoint could not be written. Older ones are untouched.
+
+    Attributes:
+        is_full: Whether the disk is full.
+    """
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
@@ -66,41 +71,44 @@ class CheckpointError(RunError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A finished save. stall_s: time that training's host waited, for the previous save too; a GPU
-    also spends the time of the copy. write_s: from the start of that wait to the end of the save.
-    num_bytes: of all ranks, on rank 0. error: why it failed, "" for a complete checkpoint. dropped:
-    name of the checkpoint that was removed because the disk was full, "" if none was.
-    """
+    """A save that ended, successfully or not."""
 
-    step: int
+    step: int  # updates of the weights
+    # Time that the host waited, also for the save before it; a GPU also spends the time of the
+    # copy.
     stall_s: float
-    write_s: float
-    num_bytes: int = 0
-    error: str = ""
-    dropped: str = ""
+    write_s: float  # time from the beginning of that wait to the end of the save
+    num_bytes: int = 0  # of all ranks' files; on rank 0 only
+    error: str = ""  # why it failed; "" for a complete checkpoint
+    dropped: str = ""  # checkpoint that was removed because the disk was full; "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """Arguments of the writing thread. tensors: a copy, complete after the event `copied` (None: at
-    once). began_s: by time.perf_counter.
-    """
+    """What the writing thread gets."""
 
     step: int
-    tensors: dict[str, Any]
+    tensors: dict[str, Any]  # the copy in host memory, by names in files
+    # Event after which the copy is complete; None if it is complete already.
     copied: torch.cuda.Event | None
+    # The planner's state as JSON; None on ranks that do not write it.
     planner: dict[str, Any] | None
-    began_s: float
-    stall_s: float
+    began_s: float  # time.perf_counter when training began to wait
+    stall_s: float  # time that training waited
 
 
 class CheckpointSaver:
-    """Saver of one rank; all ranks construct it and call the same methods in the same order.
+    """Saver of one rank. All ranks construct it and call the same methods in the same order.
 
-    directory: of the run's checkpoints, in the run's folder, which must exist: saves go into that
-    folder for as long as the saver is open, also after it was renamed. profile: name of the kernel
-    profile. origin: the checkpoint that the run started from; its record of an imported model is
-    copied.
+    Args:
+        directory: Folder of the checkpoints, in the run's folder. The run's folder must exist; it
+            stays open, so saves reach it even after it was renamed.
+        spec: The run, for run.json.
+        mesh: This rank's place in the layout.
+        stages: This rank's stages by number.
+        optimizers: Their optimisers.
+        profile: Name of the kernel profile, for run.json.
+        origin: Checkpoint that the run started from. Its record of an imported model is copied.
     """
 
     def __init__(
@@ -137,11 +145,15 @@ class CheckpointSaver:
     def save(
         self, step: int, state: PlannerState | None, *, began_s: float | None = None
     ) -> list[Saved]:
-        """Save after `step` executed steps, while training goes on; return the saves that
-        finished.
+        """Copy the state, and save it while training goes on.
 
-        state: the planner's, which rank 0 writes; other ranks may lack it. began_s: when training
-        began to wait, by time.perf_counter; default: now.
+        Args:
+            step: Updates so far.
+            state: The planner's state, which rank 0 writes. Other ranks may pass None.
+            began_s: When training began to wait, by time.perf_counter. None means now.
+
+        Returns:
+            The previous save in a list, unless `wait` has returned it already.
         """
         began_s = time.perf_counter() if began_s is None else began_s
         ended = self.wait()
@@ -160,40 +172,42 @@ class CheckpointSaver:
         return ended
 
     def poll(self) -> list[Saved]:
-        """Return the last save if it has finished, without waiting; `wait` returns it again."""
+        """Return the last save if it has ended, without waiting. `wait` returns it once more."""
         pending = self._pending
         return [pending.result()] if pending is not None and pending.done() else []
 
     def wait(self) -> list[Saved]:
-        """Wait for the current save and return it."""
+        """Wait for the current save and return it in a list; empty without one."""
         pending, self._pending = self._pending, None
         return [] if pending is None else [pending.result()]
 
     def finish_for_reading(self) -> None:
-        """Wait until the current save can be read on every rank; `wait` still returns it."""
+        """Wait until every rank can read the current save. `wait` still returns it."""
         if self._pending is not None:
             self._pending.result()
         dist.barrier(group=self._group)
 
     def close(self) -> None:
-        """Wait for the current save, and let go of the run's folder."""
+        """Wait for the current save, and release the run's folder."""
         self._pool.shutdown(wait=True)
         self._held.close()
 
     def _write(self, task: _Task) -> Saved:
+        """Write a save in the thread, and report failure in the result."""
         num_bytes, error, dropped = 0, "", list[str]()
         try:
             if task.copied is not None:
                 task.copied.synchronize()
-            num_bytes = self._write_with_room(task, dropped)
-        # Training continues without this checkpoint. DCP's exception is a BaseException.
+            num_bytes = self._write_or_make_space(task, dropped)
+        # Training continues without this checkpoint. torch's CheckpointException is a
+        # BaseException.
         except (Exception, CheckpointException) as failure:
             error = self._held.named(_cause_of(failure))
             if self.mesh.rank == 0:
                 with contextlib.suppress(OSError):
                     shutil.rmtree(self._partial(task.step), ignore_errors=True)
         write_s = time.perf_counter() - task.began_s
-        # Copies of earlier saves and tensors of earlier steps were freed.
+        # Training has freed copies of earlier saves and tensors of earlier steps.
         give_back_freed()
         return Saved(
             step=task.step,
@@ -207,25 +221,32 @@ class CheckpointSaver:
     def _partial(self, step: int) -> Path:
         return self.directory / f"partial-{step:08d}"
 
-    def _write_with_room(self, task: _Task, dropped: list[str]) -> int:
-        """Write; if the disk is full, once again without the oldest checkpoint, whose name is then
-        added to `dropped`.
+    def _write_or_make_space(self, task: _Task, dropped: list[str]) -> int:
+        """Write a save. If the disk is full, remove the oldest checkpoint and try once more.
+
+        Args:
+            task: The save.
+            dropped: Gets the name of the removed checkpoint.
+
+        Returns:
+            The size of the checkpoint in bytes.
         """
         try:
             return self._write_all(task)
         except (Exception, CheckpointException) as failure:
-            # All ranks know the same of it, so that they try again together.
+            # All ranks know of the same failure, so all of them try again together.
             if not is_full(failure):
                 raise
             self._on_rank_0(lambda: self._drop_oldest(task.step, dropped))
-            told = [dropped]
-            dist.broadcast_object_list(told, src=0, group=self._group)
-            dropped[:] = told[0]
+            shared = [dropped]
+            dist.broadcast_object_list(shared, src=0, group=self._group)
+            dropped[:] = shared[0]
             if not dropped:
                 raise
         return self._write_all(task)
 
     def _drop_oldest(self, step: int, dropped: list[str]) -> None:
+        """Remove the partial save and the oldest checkpoint that may be removed."""
         shutil.rmtree(self._partial(step), ignore_errors=True)
         oldest = to_drop(self.directory)
         if oldest is not None:
@@ -233,8 +254,9 @@ class CheckpointSaver:
             dropped.append(oldest.name)
 
     def _write_all(self, task: _Task) -> int:
+        """Write all files of a save, complete it, and return its size in bytes."""
         partial = self._partial(task.step)
-        self._on_rank_0(lambda: self._make_room(partial))
+        self._on_rank_0(lambda: self._make_folder(partial))
         state_dict_saver.save(
             task.tensors,
             storage_writer=hf_storage.HuggingFaceStorageWriter(str(partial), save_distributed=True),
@@ -245,26 +267,31 @@ class CheckpointSaver:
         return sum(about["bytes"] for about in files.values())
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0; CheckpointError on all ranks if it fails."""
-        said: list[tuple[str, bool]] = [("", False)]
+        """Run `action` on rank 0. If it fails, all ranks raise CheckpointError."""
+        failed: list[tuple[str, bool]] = [("", False)]
         if self.mesh.rank == 0:
             try:
                 action()
             except Exception as failure:
-                said = [(_cause_of(failure), says_full(failure))]
-        dist.broadcast_object_list(said, src=0, group=self._group)
-        what, is_without_room = said[0]
+                failed = [(_cause_of(failure), says_full(failure))]
+        dist.broadcast_object_list(failed, src=0, group=self._group)
+        what, is_disk_full = failed[0]
         if what:
-            raise CheckpointError(what, is_full=is_without_room)
+            raise CheckpointError(what, is_full=is_disk_full)
 
-    def _make_room(self, partial: Path) -> None:
+    def _make_folder(self, partial: Path) -> None:
+        """Make an empty folder for a save."""
         if partial.exists():
             shutil.rmtree(partial)
         self.directory.mkdir(exist_ok=True)
         partial.mkdir()
 
     def _all_files(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Manifest entries of all ranks; CheckpointError on all if one cannot read its files."""
+        """Gather the manifest entries of all ranks' files.
+
+        Raises:
+            CheckpointError: If a rank cannot read its files. All ranks raise it.
+        """
         own: dict[str, dict[str, Any]] | str
         try:
             paths = sorted(partial.glob(f"shard-{self.mesh.rank + 1:05d}-*"))
@@ -278,6 +305,7 @@ class CheckpointSaver:
         return {name: about for found in written for name, about in found.items()}
 
     def _complete(self, task: _Task, partial: Path, files: dict[str, dict[str, Any]]) -> None:
+        """Write the JSON files and the manifest, rename the folder, and remove old checkpoints."""
         assert task.planner is not None, "rank 0 gets the planner's state with every plan"
         planned = checkpoint.planner_of(task.planner)
         for name, data in (
@@ -286,7 +314,8 @@ class CheckpointSaver:
         ):
             checkpoint.write_json(partial / name, data)
             files[name] = checkpoint.manifest_entry(partial / name)
-        # Ranks hashed the files that they see; on an unshared folder rank 0 does not see them.
+        # Each rank hashed the files that it sees. If the folder is not shared, rank 0 does not see
+        # them.
         if problem := checkpoint.first_unseen(partial, files, within_s=checkpoint.SEEN_WITHIN_S):
             raise CheckpointError(
                 f"rank 0 on {socket.gethostname()} does not see the files of other ranks: "
@@ -300,7 +329,10 @@ class CheckpointSaver:
             _remove(old)
 
     def _publish(self, partial: Path, step: int) -> None:
-        """Give a whole checkpoint its name; one that has it stays until then."""
+        """Give a complete checkpoint its final name.
+
+        A checkpoint that has this name already is kept until then, so that a crash loses neither.
+        """
         final = checkpoint.folder_of(self.directory, step)
         replaced = checkpoint.replaced_of(self.directory, step)
         if final.exists():
@@ -317,18 +349,29 @@ class CheckpointSaver:
 
 
 def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) -> int:
-    """Load weights, optimiser and RNG state in place, from any layout, on all ranks together;
-    returns the executed steps. DamagedCheckpoint on all ranks for a file with a wrong checksum.
+    """Load weights, optimiser and random state in place, from any layout. A collective call.
+
+    Args:
+        saved_in: The checkpoint.
+        mesh: This rank's place in the layout.
+        stages: This rank's stages by number.
+        optimizers: Their optimisers.
+
+    Returns:
+        The number of updates that the weights have had.
+
+    Raises:
+        DamagedCheckpoint: If a file has a wrong checksum. All ranks raise it.
     """
     _verify(saved_in, mesh)
     tensors = all_tensors(stages, optimizers)
     rng = rng_states(mesh.rank)
     reader = CheckpointReader(saved_in)
     known = reader.names
-    hold_names(saved_in, known, _model(stages))
-    # A rank that the saved run did not have keeps its seeded RNG state.
+    check_names(saved_in, known, _model(stages))
+    # A rank that the saved run did not have keeps its seeded random state.
     rng = {name: value for name, value in rng.items() if name in known}
-    in_files = asked_of(saved_in, stages, tensors) | rng
+    in_files = tensors_to_read(saved_in, stages, tensors) | rng
     reader.load(in_files, host_group())
     set_weights(stages, tensors)
     set_optimizers(stages, optimizers, tensors)
@@ -341,8 +384,19 @@ def load(saved_in: Path, mesh: Mesh, *, stages: Stages, optimizers: Optimizers) 
 def load_sound(
     saved_in: Path, mesh: Mesh, stages: Stages, optimizers: Optimizers, falls_back: bool
 ) -> tuple[int, Path]:
-    """`load`, and the checkpoint that was loaded: with falls_back the newest that is not damaged,
-    from `saved_in` back. Damaged ones are then renamed, and rank 0 says so.
+    """Load a checkpoint, or with `falls_back` the newest one before it that is not damaged.
+
+    Damaged checkpoints are then renamed, and rank 0 prints a warning. A collective call.
+
+    Args:
+        saved_in: The checkpoint.
+        mesh: This rank's place in the layout.
+        stages: This rank's stages by number.
+        optimizers: Their optimisers.
+        falls_back: Whether an older checkpoint may replace a damaged one.
+
+    Returns:
+        The number of updates that the weights have had, and the checkpoint that was loaded.
     """
     while True:
         try:
@@ -359,6 +413,7 @@ def load_sound(
 
 
 def _set_aside(damaged: Path, why: str) -> Path | None:
+    """Rename a damaged checkpoint; return the newest sound one before it, or None."""
     before = checkpoint.sound_before(damaged)
     if before is not None:
         sys.stderr.write(f"wlb train: WARNING: {why}; going on from {before}\n")
@@ -369,16 +424,22 @@ def _set_aside(damaged: Path, why: str) -> Path | None:
 
 
 def load_weights(saved_in: Path, mesh: Mesh | None, *, stages: Stages) -> None:
-    """Load only weights, in place, from any layout, on all ranks; mesh: None for one process."""
+    """Load only weights, in place, from any layout. A collective call.
+
+    Args:
+        saved_in: The checkpoint.
+        mesh: This rank's place in the layout; None for a single process.
+        stages: This rank's stages by number.
+    """
     if mesh is None:
         checkpoint.check_share(saved_in, index=0, num=1)
-        hold_files(saved_in)
+        check_headers(saved_in)
     else:
         _verify(saved_in, mesh)
     tensors = weights(stages)
     reader = CheckpointReader(saved_in)
-    hold_names(saved_in, reader.names, _model(stages))
-    in_files = asked_of(saved_in, stages, tensors)
+    check_names(saved_in, reader.names, _model(stages))
+    in_files = tensors_to_read(saved_in, stages, tensors)
     reader.load(in_files, host_group())
     set_weights(stages, tensors)
 
@@ -388,17 +449,18 @@ def _model(stages: Stages) -> ModelSpec:
 
 
 def _verify(saved_in: Path, mesh: Mesh) -> None:
-    """Check a share of the checksums on each rank, and all headers on rank 0; if a rank has a
-    problem, all raise it.
+    """Check a checkpoint: each rank checks some files' checksums, and rank 0 checks all headers.
+
+    If one rank finds a problem, all ranks raise it.
     """
     problem = None
     try:
-        # Another node may not see the folder yet, because rank 0 may have just renamed it.
+        # Rank 0 may have renamed the folder just now, and another node may see that a little later.
         if mesh.world_size > 1:
             checkpoint.await_files(saved_in)
         checkpoint.check_share(saved_in, index=mesh.rank, num=mesh.world_size)
         if mesh.rank == 0:
-            hold_files(saved_in)
+            check_headers(saved_in)
     except UserError as error:
         problem = error
     group = host_group() if mesh.world_size > 1 else None
@@ -406,19 +468,19 @@ def _verify(saved_in: Path, mesh: Mesh) -> None:
         agree({"checkpoint": saved_in.name}, problem, group=group)
     except UserError as error:
         is_damaged = problem is None or isinstance(problem, checkpoint.DamagedCheckpoint)
-        told: list[Any] = [is_damaged]
+        all_damaged: list[Any] = [is_damaged]
         if group is not None:
-            told = [None] * group.size()
-            dist.all_gather_object(told, is_damaged, group=group)
-        if all(told):
+            all_damaged = [None] * group.size()
+            dist.all_gather_object(all_damaged, is_damaged, group=group)
+        # A problem of another kind, such as a file that one node cannot read, does not make the
+        # checkpoint damaged.
+        if all(all_damaged):
             raise checkpoint.DamagedCheckpoint(str(error)) from error
         raise
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """An event after all work that was submitted to the current stream so far; None without a
-    stream.
-    """
+    """Return a CUDA event after all submitted work of the current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -427,7 +489,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _cause_of(failure: BaseException) -> str:
-    """Return the cause inside torch's CheckpointException, which lists failures by rank."""
+    """Return the text of a failure; of torch's CheckpointException, the first rank's cause."""
     failures = getattr(failure, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(sorted(failures.items())))
@@ -436,8 +498,9 @@ def _cause_of(failure: BaseException) -> str:
 
 
 def _remove(checkpoint_folder: Path) -> None:
-    """Rename before removing, so that a crash leaves nothing like a checkpoint. A folder that
-    cannot be removed (on NFS while it is read) only costs space.
+    """Remove a checkpoint. It is renamed first, so that a crash leaves nothing that looks like one.
+
+    A folder that cannot be removed (on NFS while it is read) only costs space.
     """
     partial = checkpoint_folder.with_name(f"partial-old-{checkpoint_folder.name}")
     with contextlib.suppress(OSError):
@@ -446,7 +509,7 @@ def _remove(checkpoint_folder: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Sync a folder to disk, so that its file names survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,4 @@
-"""The hook that saves checkpoints while training goes on, and finds the checkpoint of a
-rollback.
-"""
+"""The hook that saves checkpoints during training and finds the checkpoint for a rollback."""
 
 import time
 from copy import deepcopy
@@ -18,13 +16,18 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.wall import Phase
 
 MOST_FAILED = 3
-"""Saves in a row that may fail before the run ends, because it trains unsaved. More of them outlast
-a longer disturbance of the disk, and lose more steps where it stays."""
+"""Failed saves in a row after which the run ends, because its progress is not saved.
+
+A larger number outlasts a longer disturbance of the disk, and loses more steps if the disk stays
+broken."""
 
 
 def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
-    """A line for the log if the run saves only when it ends, else "". saved_in: the checkpoint that
-    it goes on from.
+    """Return a warning if the run saves only when it ends, else "".
+
+    Args:
+        spec: The run.
+        saved_in: The checkpoint that it resumes from; None for a new run.
     """
     if spec.checkpoint.interval:
         return ""
@@ -38,8 +41,9 @@ def unsaved_remark(spec: RunSpec, saved_in: Path | None) -> str:
 
 
 class SaveCheckpoints(Hook):
-    """Saves every checkpoint.interval updates and at the end; all ranks save together. It ends the
-    run after MOST_FAILED saves in a row that failed.
+    """Saves every `checkpoint.interval` updates and at the end. All ranks save together.
+
+    It ends the run after `MOST_FAILED` failed saves in a row.
     """
 
     phase = Phase.CHECKPOINTS
@@ -48,50 +52,57 @@ class SaveCheckpoints(Hook):
         self.saver = saver
         self._reported: Saved | None = None
         self._failed_in_a_row = 0
+        # The summary's sums at each checkpoint that a rollback may return to, by updates.
         self._tallies: dict[int, Tally] = {}
-        """The tally as of each checkpoint that a rollback may lead to, by executed steps."""
 
     def begin(self, run: RunContext) -> None:
+        """Note the sums at the beginning, to which a rollback may return."""
         self._tallies[run.steps_done] = Tally()
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """Save if it is due, and report a save that has ended."""
         if step.updated and run.is_due(run.spec.checkpoint.interval):
             self._save(run)
-        self._tell(run, self.saver.poll())
+        self._report(run, self.saver.poll())
 
     def end(self, run: RunContext) -> None:
+        """Save the final state and wait for it."""
         self._save(run, is_last=True)
         self.saver.close()
 
     def newest(self, run: RunContext) -> Path | None:
-        """The newest complete checkpoint that rank 0, which publishes it, sees. Collective."""
+        """Return the newest complete checkpoint, or None. A collective call.
+
+        Rank 0 decides which one it is, because it is the rank that gives checkpoints their names.
+        """
         self.saver.finish_for_reading()
-        there = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []
-        newest = [there[-1].name if there else ""]
+        complete = checkpoint.list_complete(run.job.checkpoints) if run.mesh.rank == 0 else []
+        newest = [complete[-1].name if complete else ""]
         dist.broadcast_object_list(newest, src=0, group=host_group())
         return run.job.checkpoints / newest[0] if newest[0] else None
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        """Take the summary's sums back to the checkpoint."""
         run.saved = run.progress
         run.tally = run.tally.rolled_back(self._tallies[run.steps_done])
 
     def _save(self, run: RunContext, *, is_last: bool = False) -> None:
-        """Save unless this state is saved already; wait for the last save of a run."""
+        """Save unless this state is saved already; at the end also wait for the save."""
         run.position.enter("saving a checkpoint")
         began_s = time.perf_counter()
         ended = self.saver.wait()
         self._count(run, ended)
-        # States are compared instead of steps_done, because a step without a label changes only the
+        # Compare states instead of numbers of updates: a step without targets changes only the
         # state.
         is_new = run.progress is not None and run.progress is not run.saved
         if is_new and (is_last or not self._failed_too_often()):
             saved = self._begin(run, began_s)
-            # If its failure would end the run, training does not go on before it is known.
+            # If one more failure ends the run, wait for the result before training continues.
             if is_last or (self._failed_in_a_row and self._failed_too_often(more=1)):
                 saved += self.saver.wait()
             self._count(run, saved)
             ended += saved
-        self._tell(run, ended)
+        self._report(run, ended)
         if is_last and ended and ended[-1].error:
             raise CheckpointError(
                 f"the last checkpoint, after step {ended[-1].step}, could not be written: "
@@ -106,7 +117,7 @@ class SaveCheckpoints(Hook):
             )
 
     def _begin(self, run: RunContext, began_s: float) -> list[Saved]:
-        """Save the state of `run`; returns the save if it has ended."""
+        """Start to save the current state; return the save before it if that ended."""
         assert run.progress is not None
         if run.spec.training.on_nonfinite == OnNonfinite.ROLLBACK:
             self._tallies[run.steps_done] = deepcopy(run.tally)
@@ -115,21 +126,24 @@ class SaveCheckpoints(Hook):
         return self.saver.save(run.steps_done, state, began_s=began_s)
 
     def _count(self, run: RunContext, ended: list[Saved]) -> None:
-        """Count failures in a row. All ranks learn of one when they wait for it, none before."""
+        """Count failed saves in a row.
+
+        Ranks count a save when they wait for it, so all ranks count it at the same step.
+        """
         for saved in ended:
             self._failed_in_a_row = self._failed_in_a_row + 1 if saved.error else 0
             if saved.error:
                 run.saved = None
 
     def _failed_too_often(self, *, more: int = 0) -> bool:
-        """Whether the run ends, if `more` saves fail as well."""
+        """Return whether the run ends if `more` further saves fail."""
         return self._failed_in_a_row + more >= MOST_FAILED
 
-    def _tell(self, run: RunContext, ended: list[Saved]) -> None:
-        """Count and report saves that ended; `poll` and `wait` may return the same one twice."""
+    def _report(self, run: RunContext, ended: list[Saved]) -> None:
+        """Report saves that ended. `poll` and `wait` may return the same save twice."""
         for saved in ended:
             run.tally.saves.add(saved.step, saved.stall_s, saved.error)
-            # A rollback leads to the newest complete checkpoint, so earlier tallies are not needed.
+            # A rollback returns to the newest complete checkpoint, so older sums are not needed.
             if not saved.error:
                 for step in [s for s in self._tallies if s < saved.step]:
                     del self._tallies[step]

@@ -1,7 +1,8 @@
-"""Check that all ranks see the same run folder: rank 0 writes a token that every rank looks for.
+"""Checks that all ranks see the same run folder.
 
-Rank 0 holds the token's lock as long as it is needed, which the kernel releases when rank 0 is
-killed: the next start removes tokens that nobody holds.
+Rank 0 writes a small file, the token, and every rank looks for it. Rank 0 has the token locked
+while it is needed. If rank 0 is killed, the kernel releases the lock, and the next start removes
+tokens that are not locked.
 """
 
 import contextlib
@@ -26,8 +27,9 @@ _TOKEN = re.compile(r"\.token-[0-9a-f]{16}")
 
 
 def remove_left_tokens(directory: Path) -> None:
-    """Remove tokens in `directory` of processes that were killed. Where files cannot be locked
-    their owners cannot be told, and they stay.
+    """Remove tokens that killed processes left in `directory`.
+
+    On a file system without locks nobody can know whether a token is in use, so it stays.
     """
     for path in directory.glob(".token-*"):
         if _TOKEN.fullmatch(path.name):
@@ -36,6 +38,7 @@ def remove_left_tokens(directory: Path) -> None:
 
 
 def _remove_if_left(path: Path) -> None:
+    """Remove a token unless another process has it locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if lock(descriptor):
@@ -44,13 +47,13 @@ def _remove_if_left(path: Path) -> None:
         os.close(descriptor)
 
 
-def _made_and_held(path: Path) -> int:
-    """Make a token and lock it for this process; closing the descriptor lets go of it."""
+def _make_locked_token(path: Path) -> int:
+    """Make a token, lock it, and return its descriptor; closing that releases the lock."""
     for _ in attempts(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         with contextlib.suppress(NoLocks):
             lock(descriptor, waits=True)
-        # Another process may have taken it for left over before it was locked.
+        # Before it was locked, another process may have removed it as left over.
         if is_named(descriptor, path):
             return descriptor
         os.close(descriptor)
@@ -58,19 +61,25 @@ def _made_and_held(path: Path) -> int:
 
 
 def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WITHIN_S) -> None:
-    """UserError on all ranks if one does not see rank 0's files in the run's folder within
-    `within_s`: its shards of checkpoints would be lost. All ranks call it.
+    """Raise UserError on all ranks if a rank does not see rank 0's files in the run's folder.
+
+    Shards of checkpoints that such a rank writes would be lost. A collective call.
+
+    Args:
+        directory: The run's folder.
+        world: This rank's place among the processes of the launcher.
+        within_s: Seconds to wait for the files to appear.
     """
     token: list[str] = [secrets.token_hex(8)]
     dist.broadcast_object_list(token, src=0, group=host_group())
     path = directory / f".token-{token[0]}"
     problem: Exception | None = None
-    held = -1
+    descriptor = -1
     try:
         if world.rank == 0:
             make_folder(directory)
             remove_left_tokens(directory)
-            held = _made_and_held(path)
+            descriptor = _make_locked_token(path)
         end = time.monotonic() + within_s
         while not path.exists():
             if time.monotonic() >= end:
@@ -85,7 +94,7 @@ def refuse_unshared(directory: Path, world: World, *, within_s: float = SEEN_WIT
     try:
         agree({"run.output_dir": token[0]}, problem, group=host_group())
     finally:
-        if held >= 0:
+        if descriptor >= 0:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-            os.close(held)
+            os.close(descriptor)

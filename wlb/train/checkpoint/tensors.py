@@ -1,7 +1,7 @@
-"""The tensors of a rank's checkpoint files: gathered, copied to the host, and put back.
+"""The tensors of a rank's checkpoint files: collected, copied to the host, and set again on load.
 
-Weights are named `model.<name>`, the optimiser's state `optimizer.state.<name>.<moment>`, states of
-random generators `rng.<rank>.<device>`.
+Names in files: `model.<name>` for weights, `optimizer.state.<name>.<moment>` for the optimiser, and
+`rng.<rank>.<device>` for the states of random generators.
 """
 
 from pathlib import Path
@@ -20,11 +20,11 @@ from wlb.train.optimizer import Optimizers
 _FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
 _STATE = "state."
 
-Stages = dict[int, Llama]
+Stages = dict[int, Llama]  # this rank's stages, by number
 
 
 def weights(stages: Stages) -> dict[str, Any]:
-    """Return `model.<name>` of this rank's stages, shards as DTensors."""
+    """Return this rank's weights by their names in files; sharded ones are DTensors."""
     return {
         f"model.{name}": tensor
         for stage in stages.values()
@@ -33,7 +33,7 @@ def weights(stages: Stages) -> dict[str, Any]:
 
 
 def all_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
-    """Return weights and `optimizer.state.<name>.<moment>`, without hyper-parameters."""
+    """Return weights and optimiser state, without hyper-parameters."""
     out = weights(stages)
     for index, stage in stages.items():
         state = state_dict.get_optimizer_state_dict(
@@ -44,27 +44,38 @@ def all_tensors(stages: Stages, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def _has_copy(stages: Stages) -> bool:
-    """Whether the head here is a copy of another rank's embedding (`wlb.parallel.tied`)."""
+    """Return whether this rank's output head is a copy of another rank's embedding.
+
+    That is the case for tied embeddings if the first and the last stage are on different ranks
+    (`wlb.parallel.tied`).
+    """
     return any(s.spec.tied_embeddings and s.lm_head is not None for s in stages.values())
 
 
 def without_copies(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors to save: a tied head is saved once, as the embedding."""
+    """Return the tensors to save: a tied head is saved only once, as the embedding."""
     if not _has_copy(stages):
         return tensors
     return {name: tensor for name, tensor in tensors.items() if HEAD not in name}
 
 
 def _by_file_names(stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors by the names that they have in files: a tied head's is the embedding's."""
+    """Rename the tensors as they are named in files: a tied head is read as the embedding."""
     if not _has_copy(stages):
         return tensors
     return {name.replace(HEAD, EMBEDDING): tensor for name, tensor in tensors.items()}
 
 
-def asked_of(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors to read from a checkpoint, by their names there. The state of experts' balance is
-    left out, and begins anew, if the checkpoint has another `model.experts.balance`.
+def tensors_to_read(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors to read from a checkpoint, by their names there.
+
+    If the checkpoint has another `model.experts.balance`, the state of that balance is left out and
+    starts anew.
+
+    Args:
+        saved_in: The checkpoint.
+        stages: This rank's stages.
+        tensors: Tensors of the rank, which are read in place.
     """
     named = _by_file_names(stages, tensors)
     saved = checkpoint.read_run(saved_in)["spec"]["model"].get("experts", {}).get("balance")
@@ -74,12 +85,14 @@ def asked_of(saved_in: Path, stages: Stages, tensors: dict[str, Any]) -> dict[st
 
 
 def set_weights(stages: Stages, tensors: dict[str, Any]) -> None:
+    """Set weights and buffers from tensors by their names in files."""
     for stage in stages.values():
         names = [name for name, _ in (*stage.named_parameters(), *stage.named_buffers())]
         state_dict.set_model_state_dict(stage, {n: tensors[f"model.{n}"] for n in names})
 
 
 def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, Any]) -> None:
+    """Set the optimisers' moments from tensors by their names in files."""
     for index, stage in stages.items():
         optimizer = optimizers.by_stage[index]
         state = state_dict.get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -88,12 +101,15 @@ def set_optimizers(stages: Stages, optimizers: Optimizers, tensors: dict[str, An
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying to the host, of a DTensor its local part: the first `to` of each kind of
-    DTensor takes 2 ms, and torch's stagers deepcopy, which FSDP's parameters do not support.
+    """Start to copy a tensor to the host; of a DTensor, its local part.
 
-    From a GPU torch copies to pinned memory, and the copy is complete once the current stream has
-    reached it; later work of the stream may overwrite the tensor. torch keeps pinned memory for the
-    next save and rounds each tensor's up to a power of two. It has not run on a GPU.
+    From a GPU, torch copies to pinned memory. The copy is complete once the current stream has
+    reached it, and later work of the stream may overwrite the tensor. torch keeps pinned memory for
+    the next save and rounds the size of each tensor up to a power of two. This has not run on a
+    GPU.
+
+    The copy is made by hand because torch's stagers use deepcopy, which FSDP's parameters do not
+    support, and because `DTensor.to` takes 2 ms at its first call for each placement.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True, non_blocking=True)
@@ -102,7 +118,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rng_states(rank: int) -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators, uint8."""
+    """Return the states of this rank's random generators, as uint8 tensors."""
     states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -110,6 +126,7 @@ def rng_states(rank: int) -> dict[str, torch.Tensor]:
 
 
 def set_rng(states: dict[str, torch.Tensor], rank: int) -> None:
+    """Set this rank's random generators to saved states; without one they stay as they are."""
     for device, set_state in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
         if f"rng.{rank}.{device}" in states:
             set_state(states[f"rng.{rank}.{device}"])

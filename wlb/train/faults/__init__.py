@@ -1,1 +1,1 @@
-"""Interruptions of training: signals, locks, non-finite losses, failing ranks."""
+"""What interrupts training: signals, locks, non-finite losses, full disks, failing ranks."""

@@ -1,18 +1,19 @@
-"""A full disk in one line: what could not be written, and what to do."""
+"""Turns errors of a full disk into one line: which file could not be written, and what to do."""
 
 import errno
 
 from wlb.plan import RunError
 
+# No space, quota exceeded, file too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FullDisk(RunError):
-    """A file system, a quota or a limit of file sizes leaves no room."""
+    """A file system, a quota or a limit on file sizes left no space for a file."""
 
 
 def lack_of_room(error: BaseException | None) -> OSError | None:
-    """The error, or what caused it, that is a lack of room; else None."""
+    """Return the error, or the error that caused it, if it means a full disk; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _FULL:
             return error
@@ -21,7 +22,7 @@ def lack_of_room(error: BaseException | None) -> OSError | None:
 
 
 def full_disk(error: BaseException) -> FullDisk | None:
-    """The error in words where it, or what caused it, is a lack of room; else None."""
+    """Return a FullDisk that explains the error, or None if its cause is not a full disk."""
     cause = lack_of_room(error)
     if cause is None:
         return None

@@ -1,4 +1,7 @@
-"""End a run whose folder was removed or renamed: what it writes would be lost without a word."""
+"""Ends a run whose folder was removed or renamed.
+
+Without this check the run would continue, and what it writes would be lost silently.
+"""
 
 import errno
 import os
@@ -7,16 +10,18 @@ from pathlib import Path
 from wlb.plan import RunError
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
+# Errors of a path that does not lead to a folder any more.
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class FolderLost(RunError):
-    """The run's folder is not where it was."""
+    """The run's folder was removed or renamed."""
 
 
 class KeepFolder(Hook):
-    """Looks after each step whether `directory` is the folder that it was at the begin; on rank 0,
-    without communication. FolderLost if not, before anything is saved there.
+    """Checks after each step that `directory` is still the folder in which the run began.
+
+    It runs on rank 0, without communication, and raises FolderLost before anything is saved.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -24,15 +29,19 @@ class KeepFolder(Hook):
         self._began_as: tuple[int, int] | None = None
 
     def begin(self, run: RunContext) -> None:
+        """Note the folder's device and inode."""
         self._began_as = _identity(self.directory)
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """Check the folder."""
         self._check(run)
 
     def end(self, run: RunContext) -> None:
+        """Check the folder before the last checkpoint."""
         self._check(run)
 
     def finished(self, run: RunContext) -> None:
+        """Check the folder after everything was written."""
         self._check(run)
 
     def _check(self, run: RunContext) -> None:
@@ -46,7 +55,7 @@ class KeepFolder(Hook):
 
 
 def _identity(directory: Path) -> tuple[int, int] | None:
-    """Device and inode of a folder; None if there is none."""
+    """Return the device and inode of a folder; None if there is no such folder."""
     try:
         status = os.stat(directory)
     except OSError as error:

@@ -1,9 +1,11 @@
 """Lock of a run's folder: two trainings at a time would mix their checkpoints.
 
-The launching process, or rank 0 of ranks started by others, holds flocks of the folder itself,
-whatever names lead to it, and of the file `.lock` in it, which names the owner; they end with the
-process. NFS locks the file alone. An owner on another machine may be gone with it: a file server
-then keeps the lock for a while, which a requeued job waits for.
+The launching process, or rank 0 of ranks that torchrun or Slurm started, takes two flocks. One is
+on the folder itself, so that it is the same lock whatever path leads there. The other is on the
+file `.lock` in it, which names the owner; NFS can lock only this one. Both end with the process.
+
+An owner on another machine may have died with that machine. A file server then keeps its lock for a
+while, so a requeued job waits.
 """
 
 import contextlib
@@ -23,20 +25,21 @@ from wlb.plan import UserError
 
 NAME = ".lock"
 SAME_MACHINE_S = 2.0
-"""Time to wait for an owner on this machine, which may be ending."""
+"""Seconds to wait for an owner on this machine, which may be ending."""
 OTHER_MACHINE_S = 120.0
-"""Time to wait for an owner elsewhere: NFSv4 servers keep locks of a lost client for 90 s by
-default."""
+"""Seconds to wait for an owner on another machine.
+
+NFSv4 servers keep the locks of a lost client for 90 s by default."""
 
 
 class _Held(NamedTuple):
-    """Descriptors of a folder and of the lock file in it."""
+    """Open descriptors, which have the locks."""
 
-    folder: int
-    file: int
+    folder: int  # the run's folder
+    file: int  # the lock file in it
 
     def release(self) -> None:
-        """Remove the file, and let go of both."""
+        """Remove the lock file and release both locks."""
         with contextlib.suppress(OSError):
             os.unlink(NAME, dir_fd=self.folder)
         os.close(self.file)
@@ -44,7 +47,7 @@ class _Held(NamedTuple):
 
 
 class RunLock:
-    """Lock of the run in `directory`; `take` and `close` may be called repeatedly."""
+    """Lock of the run in `directory`. `take` and `close` may be called repeatedly."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory, self.console = directory, console
@@ -54,8 +57,12 @@ class RunLock:
         self._remedy = ""
 
     def take(self) -> None:
-        """Make the folder if it is absent and lock it. Waits for an owner that may be ending;
-        UserError names the process that trains the run.
+        """Lock the folder, and make it if it is absent.
+
+        Waits a moment for an owner that may be ending.
+
+        Raises:
+            UserError: If another process trains the run; the message names it.
         """
         begin = time.monotonic()
         while self._held is None:
@@ -75,7 +82,10 @@ class RunLock:
             time.sleep(0.1)
 
     def take_next(self) -> None:
-        """Take the folder that has this name now, after the one that is held was moved aside."""
+        """Lock the new folder of this name, after the locked one was moved aside.
+
+        The old lock is released only after the new one was taken.
+        """
         moved, self._held = self._held, None
         try:
             self.take()
@@ -84,12 +94,13 @@ class RunLock:
                 moved.release()
 
     def close(self) -> None:
-        """Remove the file and release the lock."""
+        """Remove the lock file and release the locks."""
         held, self._held = self._held, None
         if held is not None:
             held.release()
 
     def _attempt(self) -> bool:
+        """Try once to take both locks, without waiting."""
         with contextlib.ExitStack() as opened:
             try:
                 folder = make_and_open(self.directory)
@@ -97,10 +108,11 @@ class RunLock:
                 file = open_lock_file(self.path, folder)
                 opened.callback(os.close, file)
             except FileNotFoundError:
-                # The folder was moved aside or removed in between.
+                # The folder was moved aside or removed meanwhile.
                 return False
             if not self._is_locked(folder, file):
                 return False
+            # Another process may have replaced the folder or the file before it was locked here.
             if not (is_named(folder, self.directory) and is_named(file, self.path, folder)):
                 return False
             since = datetime.now().isoformat(timespec="seconds")
@@ -112,7 +124,13 @@ class RunLock:
         return True
 
     def _is_locked(self, folder: int, file: int) -> bool:
-        """Lock both as far as the file system can; say where it cannot. False if one is taken."""
+        """Lock the folder and the file, as far as the file system supports it.
+
+        Prints a message where locks are not supported.
+
+        Returns:
+            False if another process has one of the locks.
+        """
         problem = ""
         try:
             self._remedy = "train a copy of the folder, which has no lock"
@@ -137,11 +155,13 @@ class RunLock:
         return True
 
     def _say(self, text: str) -> None:
+        """Print a text unless it was printed before."""
         if text not in self._said:
             self._said.add(text)
             self.console.print(text)
 
     def _owner(self) -> dict[str, Any]:
+        """Read the lock file; an empty dictionary if it cannot be read."""
         try:
             with open(self.path, encoding="utf-8", opener=_open_no_link) as file:
                 found = json.load(file)

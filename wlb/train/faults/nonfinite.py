@@ -1,6 +1,6 @@
-"""Decide the reaction to a non-finite loss or gradient (`training.on_nonfinite`), and count skips.
+"""Decides what follows a non-finite loss or gradient (`training.on_nonfinite`), and counts skips.
 
-All ranks see the same sums, so they decide alike without communication.
+All ranks have the same sums, so all decide the same without communication.
 """
 
 from dataclasses import dataclass, field
@@ -8,22 +8,35 @@ from dataclasses import dataclass, field
 from wlb.spec import OnNonfinite
 
 MOST_SKIPPED = 10
-"""Updates in a row that may be skipped. A run that skips more has diverged, and each further step
-is wasted."""
+"""Steps in a row that may be skipped.
+
+A run that skips more has diverged, and further steps are wasted."""
 
 
 @dataclass(slots=True)
 class NonfiniteSteps:
-    """A step that fails again after a rollback is skipped, because the cause is then its documents
-    rather than a transient hardware fault.
+    """The reaction to steps that are not finite.
+
+    A step that fails once more after a rollback is skipped: its documents are then the cause, not a
+    transient hardware fault.
     """
 
-    action: OnNonfinite
-    _in_a_row: int = 0
-    _failed: set[int] = field(default_factory=set[int])
+    action: OnNonfinite  # the configured reaction
+    _in_a_row: int = 0  # steps skipped since the last finite one
+    _failed: set[int] = field(default_factory=set[int])  # steps that were not finite before
 
     def decide(self, step: int, *, loss: float, norm: float, has_checkpoint: bool) -> OnNonfinite:
-        """Return SKIP or ROLLBACK; FloatingPointError if the run has to stop."""
+        """Return SKIP or ROLLBACK for a step that is not finite.
+
+        Args:
+            step: Number of the step.
+            loss: Its loss, for the message.
+            norm: Its gradient norm, for the message.
+            has_checkpoint: Whether there is a checkpoint to roll back to.
+
+        Raises:
+            FloatingPointError: If the run has to stop.
+        """
         found = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.action == OnNonfinite.STOP:
             raise FloatingPointError(
@@ -46,5 +59,5 @@ class NonfiniteSteps:
         return OnNonfinite.SKIP
 
     def finite(self) -> None:
-        """A step was finite, so that skipped ones are counted anew."""
+        """Note a finite step, which ends a series of skipped steps."""
         self._in_a_row = 0

@@ -1,6 +1,7 @@
-"""Run a rank's training with its own log, its position, and a record of its failure.
+"""Runs a rank's training with a log of its own, its position, and a record of its failure.
 
-`wlb.launch.report` makes one report of what all ranks have left in the run's folder.
+The position says what the rank is doing. `wlb.launch.report` reads the records of all ranks and
+explains in one report what failed first and where the other ranks were.
 """
 
 import contextlib
@@ -24,10 +25,20 @@ from wlb.train.telemetry.appended import AppendedFile
 
 @contextlib.contextmanager
 def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Iterator[Position]:
-    """One rank's part of a run in `directory`, which gets the rank's position.
+    """Record the log, the position and a failure of this rank while the block runs.
 
     A failure is written to `records` first. A local rank then raises it, and its launcher ends the
-    others; a rank of torchrun or Slurm ends, which makes them end the others.
+    other ranks. A rank of torchrun or Slurm ends its process, which makes the launcher end the
+    others.
+
+    Args:
+        directory: The run's folder.
+        records: The folder for the records of this start of the run.
+        world: This rank's place among the processes of the launcher.
+        mesh: This rank's place in the layout.
+
+    Yields:
+        The rank's position, which the training updates.
     """
     c = mesh.at
     words = (
@@ -40,7 +51,8 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
         if not is_alone:
             opened.enter_context(rank_log(directory / LOGS, world.rank, words))
         if is_given:
-            # torchrun sends it to all ranks after one failed, before it kills them; so does srun.
+            # After a rank failed, torchrun and srun send SIGTERM to all ranks before they kill
+            # them. Each rank then writes its stack.
             path = stack_path(records, world.rank)
             with unless_unwritable(path):
                 opened.enter_context(stacks_to(path, signal.SIGTERM, chain=True))
@@ -58,14 +70,14 @@ def recorded(directory: Path, records: Path, *, world: World, mesh: Mesh) -> Ite
                 raise
             raise error from raised
         except BaseException:
-            # A signal ended this rank, as somebody asked.
+            # A signal ended this rank on request, which is not a failure.
             position.end()
             raise
         position.end()
 
 
 def _opened(records: Path, owner: SlotOwner) -> Position:
-    """This rank's position, which only it sees where the folder cannot take it."""
+    """Open this rank's position in `records`, or in memory if the folder cannot be written."""
     with unless_unwritable(records):
         records.mkdir(parents=True, exist_ok=True)
         return Position.opened(records, owner)
@@ -84,7 +96,7 @@ def _owner(world: World, words: str) -> SlotOwner:
 
 
 def _leave(failure: FailedRank, world: World) -> None:
-    """Say what failed, and end this process, so that its launcher ends the others."""
+    """Print the failure and end this process, so that its launcher ends the other ranks."""
     lines = [
         f"wlb train: rank {failure.rank} of {world.world_size} failed: {failure.error}",
         f"  in {failure.position}",
@@ -92,13 +104,19 @@ def _leave(failure: FailedRank, world: World) -> None:
     ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
-    # sys.exit would join threads that wait for lost ranks in a save or a collective.
+    # sys.exit would join threads, which may wait forever for lost ranks.
     os._exit(1)
 
 
 @contextlib.contextmanager
 def rank_log(folder: Path, rank: int, place: str) -> Iterator[None]:
-    """Copy stderr, and stdout except on rank 0, as written by Python, to `folder/rank-<n>.log`."""
+    """Copy Python's stderr, and on ranks other than 0 stdout, to `folder/rank-<n>.log`.
+
+    Args:
+        folder: Folder of the logs.
+        rank: This rank's number.
+        place: Description of the rank, for the first line of the log.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(AppendedFile(folder / f"rank-{rank}.log")) as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank}: {place}\n")

@@ -1,9 +1,10 @@
-"""Reads a run's stores whole beside its first steps, and ends the run if one is not what it says.
+"""Reads a run's token stores completely during its first steps, and ends the run if one is damaged.
 
-A store's description is read at its opening, and its files only piece by piece while documents are
-trained. So a flipped bit, or another `.bin` of equal size, would be trained without a word.
-`stores.json` in the run's folder keeps what was read, so that a resumed run reads only what changed
-since, and notices other tokens in stores that have no description. It reads on rank 0 alone.
+Opening a store reads only its description, and training reads its files piece by piece. A flipped
+bit, or another `.bin` of equal size, would otherwise be trained unnoticed.
+
+`stores.json` in the run's folder has the checksums. A resumed run reads only the files that changed
+since, and notices other tokens even in stores without a description. Only rank 0 reads.
 """
 
 import threading
@@ -22,18 +23,24 @@ from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 RECORD = "stores.json"
+# Of one store: its checksums, and size and time of change of each file.
 _SUMS: Schema = {"tokens": str, "targets": (str, None), "stamps": {OTHERS: [int]}}
-_WAITED_BYTES = 1 << 30
-"""What a run that ends still waits to be read; about a second."""
+_AWAITED_BYTES = 1 << 30
+"""If fewer bytes are unread when a run ends, it waits for them, for about a second."""
 
 
 class StoreCheck:
-    """Reads stores one after the other, and keeps what was found in a file.
+    """Reads stores one after the other, and writes what it found to a file.
 
-    stores: prefixes by what the run uses them for; each is opened when it is read. record: the
-    file. on_block: is called after each block; what it raises ends `run`. Attributes: skipped, the
-    stores that an earlier part of the run has read and that are unchanged; total_bytes, to be read;
-    done_bytes.
+    Args:
+        stores: Prefixes of the stores, by their use in the run. A store is opened when it is read.
+        record: The file of checksums.
+        on_block: Called after each block. An exception that it raises ends `run`.
+
+    Attributes:
+        skipped: Uses whose store was read earlier in the run and has not changed since.
+        total_bytes: Bytes to read.
+        done_bytes: Bytes read so far.
     """
 
     def __init__(
@@ -48,15 +55,15 @@ class StoreCheck:
         self.done_bytes = 0
 
     def run(self) -> None:
-        """Read all. UserError for the first store whose files are not what they should be."""
+        """Read all stores; UserError for the first one whose content is not as expected."""
         before = 0
         for use, prefix in self.stores.items():
-            # Opened here, so that its index is in memory no longer than it is read.
+            # Opened here, so that its index is in memory only while it is read.
             store = TokenStore(prefix)
             sums = check_store(store, self._progress(before)).to_json()
             before = self.done_bytes
             known = self.known.get(use, {})
-            # Without a description nothing else says which tokens earlier steps have trained.
+            # Without a description, only the record says which tokens earlier steps have trained.
             if store.info is None and known and known["tokens"] != sums["tokens"]:
                 raise UserError(
                     f"the tokens of {prefix} are others than when the run began: checksum "
@@ -64,7 +71,7 @@ class StoreCheck:
                     f"restore the store, or start a new run"
                 )
             self.known[use] = sums
-            # Renamed when it is whole, so that a kill leaves no half of it.
+            # Renamed when complete, so that a killed process leaves no partial record.
             written = self.record.with_name(f".{RECORD}.tmp")
             write_json(written, self.known)
             written.replace(self.record)
@@ -78,8 +85,9 @@ class StoreCheck:
 
 
 class VerifyStores(Hook):
-    """Runs a `StoreCheck` in a thread beside the first steps; a store
-    that is found wrong ends the run before its next checkpoint. On rank 0.
+    """Runs a `StoreCheck` in a thread during the first steps. For rank 0.
+
+    A damaged store ends the run before its next checkpoint.
     """
 
     def __init__(self, train: StoreName, heldout: str) -> None:
@@ -87,10 +95,11 @@ class VerifyStores(Hook):
         self._check: StoreCheck | None = None
         self._closed = threading.Event()
         self._problem: Exception | None = None
-        self._told = False
+        self._is_reported = False
         self._thread = threading.Thread(target=self._read, name="read stores", daemon=True)
 
     def begin(self, run: RunContext) -> None:
+        """Start to read the stores that changed since they were last read."""
         record = run.job.directory / RECORD
         self._check = StoreCheck(self._uses, record, self._end_if_closed)
         for use in self._check.skipped:
@@ -100,19 +109,21 @@ class VerifyStores(Hook):
             run.report.say(f"token stores: reading {size} beside the first steps")
             self._thread.start()
         else:
-            self._told = True
+            self._is_reported = True
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
-        self._tell(run)
+        """Report the result once, when all is read."""
+        self._report_if_done(run)
 
     def end(self, run: RunContext) -> None:
+        """Report the result, or warn if the run ends before all is read."""
         check = self._check
-        if check is None or self._told:
+        if check is None or self._is_reported:
             return
-        if check.total_bytes - check.done_bytes <= _WAITED_BYTES:
+        if check.total_bytes - check.done_bytes <= _AWAITED_BYTES:
             self._thread.join()
-        self._tell(run)
-        if not self._told:
+        self._report_if_done(run)
+        if not self._is_reported:
             run.report.say(
                 f"WARNING: token stores: training ended when {decimal(check.done_bytes)} of "
                 f"{decimal(check.total_bytes)} were read; `wlb prepare --verify PREFIX` "
@@ -120,18 +131,21 @@ class VerifyStores(Hook):
             )
 
     def close(self) -> None:
+        """End the reading thread."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _end_if_closed(self) -> None:
+        """Raise in the reading thread once the run has ended."""
         if self._closed.is_set():
             raise InterruptedError
 
-    def _tell(self, run: RunContext) -> None:
-        if self._told or self._thread.is_alive():
+    def _report_if_done(self, run: RunContext) -> None:
+        """Report the result if the thread has ended; UserError for a damaged store."""
+        if self._is_reported or self._thread.is_alive():
             return
-        self._told = True
+        self._is_reported = True
         if self._problem is not None:
             raise UserError(
                 f"token stores: {self._problem}; the steps of this run so far are not to be trusted"
@@ -139,19 +153,25 @@ class VerifyStores(Hook):
         run.report.say("token stores: they hold what their descriptions say")
 
     def _read(self) -> None:
+        """Body of the reading thread."""
         assert self._check is not None
         try:
             self._check.run()
         except InterruptedError:
             return
-        # An error of a disk is the run's as well; it is raised where the loop asks.
+        # Keep the error: the training thread raises it after its step.
         except (OSError, ValueError) as error:
             self._problem = error
 
 
 def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
-    """Prefixes of a run's stores by what it uses them for: `train`, or one for each of a blend, and
-    `held-out`.
+    """Return the prefixes of a run's stores by their use.
+
+    The uses are `train` (or `train 0`, `train 1`, ... for the parts of a blend) and `held-out`.
+
+    Args:
+        train: Name of the token store, or of a blend of stores.
+        heldout: Prefix of the held-out store; "" without one.
     """
     prefixes = [train] if isinstance(train, str) else [prefix for prefix, _ in parse_blend(train)]
     names = ["train"] if len(prefixes) == 1 else [f"train {i}" for i in range(len(prefixes))]
@@ -160,7 +180,7 @@ def uses_of(train: StoreName, heldout: str) -> dict[str, str]:
 
 
 def _read(record: Path) -> dict[str, Any]:
-    """What an earlier part of the run found, nothing if there was none."""
+    """Read what earlier parts of the run found; an empty dictionary without a record."""
     if not record.exists():
         return {}
     where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"

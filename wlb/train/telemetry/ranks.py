@@ -80,7 +80,7 @@ class RankMeter:
     def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
         self.spec, self.mesh = spec, mesh
         self._watch = StragglerWatch(spec, places)
-        self._drawn = drawn_ranks(spec.parallel)
+        self._drawn = timed_ranks(spec.parallel)
         self._clear()
 
     def _clear(self) -> None:
@@ -137,7 +137,7 @@ class RankMeter:
         return torch.from_numpy(packed)
 
 
-def drawn_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
+def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
     """TP rank 0 of as many pipelines as fit into MOST_TIMED, of CP rank 0 alone if need be."""
     # The grid has shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
