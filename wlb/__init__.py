@@ -1,9 +1,9 @@
 """wlb: workload-balanced 4-D parallelism for LLM training on packed documents.
 
-The names below are the public API of the planner: they import no torch, and keep their meaning
-within a minor version. They are imported when they are first used. Everything else is reachable by
-its room (`wlb.parallel`, `wlb.simulate`, ...) and may change. README.md has an example of
-`Planner.for_lengths`.
+The names that `__init__.pyi` lists are the planner's public API. They import no torch, and they
+keep their meaning within a minor version. Each is imported when it is first used. All other code is
+reached through its folder (`wlb.parallel`, `wlb.simulate`, ...) and may change at any time.
+README.md has an example with `Planner.for_lengths`.
 """
 
 from wlb.lazy import attach

@@ -1,3 +1,5 @@
+"""Run wlb's command line: `python -m wlb` does the same as `wlb`."""
+
 import sys
 
 from wlb.cli import main

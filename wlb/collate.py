@@ -1,4 +1,4 @@
-"""Alias of `wlb.adapters.collate`, where the collators are now; kept for one release."""
+"""Alias of `wlb.adapters.collate` for code that imports the old path; kept for one release."""
 
 import warnings
 from types import ModuleType

@@ -1,7 +1,8 @@
-"""Rooms whose names are imported when they are first used.
+"""Packages whose public names are imported when they are first used (Scientific Python's SPEC 1).
 
-A room's `__init__.pyi` says which file each of its names is from. Type checkers read it, and so
-does `attach` when the room is imported, as in Scientific Python's SPEC 1.
+The stub `__init__.pyi` beside a package's `__init__.py` says which file defines each public name.
+Type checkers read the stub, and so does `attach` when the package is imported. `import wlb` thus
+stays fast and imports no torch.
 """
 
 import ast
@@ -11,11 +12,16 @@ from pathlib import Path
 
 
 def attach(room: str) -> None:
-    """Give a package the names of the stub beside its `__init__.py`, each imported on first use.
+    """Add the names in a package's `__init__.pyi` to it, each imported on its first use.
 
-    No name may be that of a file in the room: importing the file would put it in the name's place.
+    A public name must differ from the package's file names. Python sets an imported submodule as an
+    attribute of its package, which would hide a function of the same name.
+
+    Args:
+        room: Import name of the package, such as "wlb.packing".
     """
     module = sys.modules[room]
+    # Lines `from FILE import NAME as NAME` of the stub, as NAME -> FILE.
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text("utf-8"))
     file_of = {
         alias.name: str(node.module)
@@ -28,6 +34,7 @@ def attach(room: str) -> None:
         if name not in file_of:
             raise AttributeError(f"module {room!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(file_of[name]), name)
+        # Later uses find the value in the module and do not come here.
         setattr(module, name, value)
         return value
 

@@ -1,8 +1,8 @@
-"""From the lengths of documents to a loss, on two ranks of this machine, with every step printed.
+"""A tour from document lengths to a loss on two local ranks, with every step printed.
 
-`python -m wlb.tour` takes ten seconds. Read this file from the top to the bottom: it calls the same
-functions as a run on a cluster, in the same order, and prints what goes from one to the next. The
-numbers in brackets are sections of the WLB-LLM paper (OSDI'25).
+Run `python -m wlb.tour`; it takes ten seconds on a CPU. The file is meant to be read from top to
+bottom. It calls the same functions in the same order as a run on a cluster, and prints what each
+step passes to the next. Numbers in brackets are sections of the WLB-LLM paper (OSDI'25).
 """
 
 import numpy as np
@@ -23,14 +23,16 @@ from wlb.plan import PipelinePlan, StepPlan, exchange_of
 from wlb.spec import RunSpec, apply, check
 
 LENGTHS = [38, 6, 4, 9, 12, 11, 3, 40, 5, 20, 7, 5]
-"""Tokens of each document. A corpus has millions of them; twelve show everything."""
-WINDOW = 40  # tokens of a context window: no document attends over more
-NUM_MICRO_BATCHES = 2
-CP = 2  # ranks that share a micro-batch (context parallelism)
+"""Tokens of each document. A corpus has millions; twelve are enough to show every step."""
+WINDOW = 40  # the context window: the longest document, in tokens
+NUM_MICRO_BATCHES = 2  # per step
+CP = 2  # context-parallel ranks, which share the tokens of each micro-batch
 
 COST = FlopsWorkload(quadratic_ns=1.0, linear_ns_per_token=15.0)
-"""What a document costs. In LLaMA2-7B attention costs as much as all other layers in a document of
-48,800 tokens. The documents here are short, so that it does here in one of 15."""
+"""Cost model: attention of an n-token document takes n^2 ns here, all other layers 15 n ns.
+
+Both are equal at 15 tokens. In LLaMA2-7B they are equal at 48,800 tokens; the documents of this
+tour are short, so attention is made expensive enough to matter."""
 
 SPEC = check(
     apply(
@@ -50,21 +52,23 @@ SPEC = check(
         source="the tour",
     )
 )
-"""The run: a decoder of two layers. A preset or a TOML file says the same things."""
+"""Configuration of the run, a decoder of two layers. Real runs use a preset or a TOML file."""
 
 
 class NoiseTokens:
-    """Where a rank reads the tokens of its rows. A run has a token store here."""
+    """Source of random tokens, in place of the token store that a real run reads."""
 
     def length(self, document: int) -> int:
+        """Return the number of tokens of a document."""
         return LENGTHS[document]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a document: noise, the same on every rank."""
+        """Return tokens [start, stop) of a document, the same on every rank."""
         return np.random.default_rng(document).integers(0, 64, LENGTHS[document])[start:stop]
 
 
 def say(title: str, *lines: object) -> None:
+    """Print a heading and its lines."""
     print(f"\n== {title}", *(f"   {line}" for line in lines), sep="\n")  # noqa: T201
 
 
@@ -72,9 +76,11 @@ def say(title: str, *lines: object) -> None:
 
 
 def costs() -> None:
-    """W(d) = W_a(d) + W_l(d): attention is quadratic in a document's length, the rest is linear.
+    """Print what each document costs: W(d) = W_a(d) + W_l(d) (Eq. 2).
 
-    Here a ratio of FLOPs prices both. A run takes a profile of its GPU's kernels instead.
+    W_a is the time of attention, quadratic in the document's length. W_l is the time of all other
+    layers, which is linear. Here both come from FLOPs; a real run takes them from a profile of its
+    GPU's kernels.
     """
     attention, linear = COST.attention_ns(LENGTHS), COST.linear_ns(LENGTHS)
     say(
@@ -91,7 +97,10 @@ def costs() -> None:
 
 
 def packed() -> tuple[Planner, StepPlan]:
-    """Balances work over micro-batches of unequal lengths; long documents may wait for a step."""
+    """Pack the documents into micro-batches of unequal lengths but nearly equal work.
+
+    Long documents may be delayed to a later step. Returns the planner and its first step.
+    """
     planner = Planner.for_lengths(
         LENGTHS,
         context_window=WINDOW,
@@ -119,11 +128,12 @@ def packed() -> tuple[Planner, StepPlan]:
 
 
 def sharded(planner: Planner, step: StepPlan) -> PipelinePlan:
-    """Divides each document over the CP ranks, two spans a rank: an early one and a late one.
+    """Divide each document over the CP ranks: every rank gets an early and a late span.
 
-    A span is a range of a document's rows that one rank computes. Late rows see more keys, so a
-    pair of an early and a late span costs the same on every rank. A run chooses between this
-    strategy and one that divides the whole micro-batch in this way ("adaptive"), by predicted time.
+    A span is a range of a document's rows that one rank computes. Late rows attend to more keys
+    than early rows, so one early plus one late span costs the same on every rank. A real run uses
+    the strategy "adaptive": it predicts the time of this strategy and of one that divides the whole
+    micro-batch in the same way, and takes the faster.
     """
     pipeline = planner.shard(step, pipeline=0)
     for batch, sharding, rows in zip(
@@ -148,7 +158,10 @@ def sharded(planner: Planner, step: StepPlan) -> PipelinePlan:
 
 
 def exchanged(pipeline: PipelinePlan) -> None:
-    """A row sees the earlier rows of its document, and some of them lie on other ranks."""
+    """Print which rows of keys travel between ranks, and what the attention kernel receives.
+
+    A row attends to the earlier rows of its document, and some of those are on other ranks.
+    """
     sharding, rows = pipeline.shardings[0], pipeline.local_tokens[0]
     exchange = exchange_of(sharding, local_tokens=rows)
     say("4. Rows of keys that micro-batch 0 moves, [receiver, sender]", exchange.rows[0].tolist())
@@ -158,7 +171,7 @@ def exchanged(pipeline: PipelinePlan) -> None:
             f"4. What rank {rank}'s attention kernel is given",
             f"cu_seqlens_q {stage.cu_seqlens_q.tolist()}: where each span's queries begin",
             f"cu_seqlens_k {stage.cu_seqlens_k.tolist()}: where its keys begin",
-            f"keys are these of the {CP} x {rows} rows that the all-gather brings:",
+            f"the all-gather brings {CP} x {rows} rows; the keys are these of them:",
             [] if stage.kv_index is None else stage.kv_index.tolist(),
         )
 
@@ -167,24 +180,24 @@ def exchanged(pipeline: PipelinePlan) -> None:
 
 
 def execute(world: World, pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """Trains the step on one rank of two; returns the loss of all ranks and a norm of gradients.
+    """Train the step on this rank; return the loss of all ranks and a norm of gradients.
 
-    The executor decides nothing. All shapes follow from the plan, which every rank has.
+    The executor decides nothing: every rank has the plan, and all shapes follow from it.
     """
     mesh = build_mesh(SPEC.parallel, torch.device("cpu"))
     executor = Executor(SPEC, mesh)
     loss = executor.train_step(pipeline, NoiseTokens(), loss_scale=1 / num_labels)
-    dist.all_reduce(loss)  # each rank has the loss of its own rows
+    dist.all_reduce(loss)  # each rank computed the loss of only the rows that it has
     weight = executor.named_parameters()["model.layers.0.self_attn.q_proj.weight"]
     assert weight.grad is not None
-    # FSDP2 has summed gradients over the ranks and keeps each rank's part of them.
+    # FSDP2 has summed the gradients over the ranks, and each rank keeps a shard of the sum.
     grad = weight.grad
     grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return loss.item(), grad.norm().item()
 
 
 def rows_of_ranks(pipeline: PipelinePlan) -> None:
-    """Prints the inputs of each rank: tokens of its rows, and as labels the tokens after them."""
+    """Print each rank's inputs: the tokens of its rows, and the next tokens as labels."""
     place = pipeline.micro_batches[0], pipeline.shardings[0]
     for rank in range(CP):
         inputs = (rank, pipeline.local_tokens[0], NoiseTokens())
@@ -196,7 +209,7 @@ def rows_of_ranks(pipeline: PipelinePlan) -> None:
 
 
 def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
-    """The same documents in one process, one after the other, without any plan."""
+    """Train the same documents one after the other in one process, without a plan."""
     model = build_reference(SPEC.model, seed=SPEC.run.seed)
     total = 0.0
     for document in np.concatenate([b.pieces.document for b in pipeline.micro_batches]).tolist():
@@ -213,6 +226,7 @@ def one_process(pipeline: PipelinePlan, num_labels: int) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Run the tour."""
     costs()
     planner, step = packed()
     pipeline = sharded(planner, step)

@@ -363,7 +363,7 @@ def test_it_stands_in_megatrons_schedulers_place_and_balances_better() -> None:
 
 
 def test_samples_that_cannot_be_scheduled_are_refused() -> None:
-    with pytest.raises(ValueError, match="sample 7 has 101 tokens, a micro-batch at most 100"):
+    with pytest.raises(ValueError, match="sample 7 has 101 tokens, more than a micro-batch may have"):
         BalancedScheduler(dp=1, max_tokens=100).get_groups_and_subsamples([(7, 101)])
     with pytest.raises(ValueError, match="1 samples cannot fill 2 micro-batches"):
         BalancedScheduler(dp=2, max_tokens=100).get_groups_and_subsamples([(0, 10)])

@@ -170,7 +170,7 @@ def test_rounding_by_the_rest_of_a_row_is_no_leak() -> None:
 
 def test_a_model_that_shows_nothing_is_told() -> None:
     with pytest.warns(
-        UserWarning, match="RunningSum: a token's logits do not depend on those before"
+        UserWarning, match="RunningSum: a token's logits do not depend on the tokens"
     ):
         check_documents_apart(RunningSum(weight=0.0), batch_of(PaddingFreeCollator()))
 

@@ -99,7 +99,7 @@ def test_context_parallelism_that_mixes_documents_is_refused(make: Callable[...,
     says = r"cp_size = 2 .* documents .* see each other; leave cp_size at 1, use Balance\(cp=2\)"
     with pytest.raises(UserError, match=says):
         trainer.get_train_dataloader()
-    with pytest.raises(UserError, match="sequence parallelism of 2 deals its own batches"):
+    with pytest.raises(UserError, match="sequence parallelism of 2 distributes"):
         make(world_size=4, sp=2).get_train_dataloader()
 
 

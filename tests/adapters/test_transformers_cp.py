@@ -234,7 +234,7 @@ def test_models_that_are_not_covered_are_refused_by_name(
 
 
 def test_a_model_without_decoder_and_too_few_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match="Linear is no transformers model with a decoder"):
+    with pytest.raises(ValueError, match="Linear is not a transformers model"):
         ContextParallel(torch.nn.Linear(2, 2), cp=1)
     with pytest.raises(
         ValueError, match="cp = 2 does not divide the number of processes, 1; start"

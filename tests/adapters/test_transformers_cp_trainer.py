@@ -26,7 +26,7 @@ START: dict[str, Any] = {
     [
         ({"average_tokens_across_devices": False}, "set average_tokens_across_devices=True"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor = 0\.1; set it to 0"),
-        ({"torch_compile": True}, "torch_compile, which was not tried; set torch_compile=False"),
+        ({"torch_compile": True}, "torch_compile, which is not tested; set torch_compile=False"),
         ({}, "cp = 2 does not divide the number of processes, 1"),
     ],
 )

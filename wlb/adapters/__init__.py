@@ -1,1 +1,1 @@
-"""The planner in other people's training loops: one thin file per library, imported by name."""
+"""The planner in other libraries' training loops: one module per library, imported by its name."""

@@ -1,36 +1,46 @@
-"""What a model's forward can be told of where documents begin, besides position_ids."""
+"""Find which arguments of a model's forward say where the documents of a packed row begin."""
 
 import inspect
 from typing import Any
 
 FLASH_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""For kernels of variable lengths, of attention and of recurrent layers; all or none of them."""
+"""Offsets and longest length of the documents, for FlashAttention and for recurrent layers.
+
+A model gets all four or none."""
 SEQ_IDX = "seq_idx"
-"""For short convolutions."""
+"""Index of each token's document, which short convolutions read."""
 _WRAPPERS = {
     "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine",
 }  # fmt: skip
-"""Classes, by name since DeepSpeed may be missing, that call the model in their `module`."""
+"""Wrappers that keep the model in their attribute `module`.
+
+They are compared by class name, because DeepSpeed may not be installed."""
 
 
 def boundary_keys(model: Any) -> tuple[str, ...]:
-    """Those of the keys that the model's forward takes, by name or by **kwargs.
+    """Return the boundary arguments that the model's forward accepts, by name or by **kwargs.
 
-    TRL sends all of them: linear attention, recurrent layers and convolutions of transformers read
-    no position_ids, and without these keys they compute a packed row as one document.
+    Linear attention, recurrent layers and convolutions of transformers do not read position_ids.
+    Without these arguments they compute a packed row as one document. TRL passes all of them.
+
+    Args:
+        model: The model, which may be wrapped (see `unwrapped`).
+
+    Returns:
+        Names from `FLASH_KEYS` and `SEQ_IDX`; empty if forward accepts none.
     """
     forward = getattr(unwrapped(model), "forward", None)
     if not callable(forward):
         return ()
-    taken = inspect.signature(forward).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+    accepted = inspect.signature(forward).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
         return (*FLASH_KEYS, SEQ_IDX)
-    flash = FLASH_KEYS if all(key in taken for key in FLASH_KEYS) else ()
-    return (*flash, *(key for key in (SEQ_IDX,) if key in taken))
+    flash = FLASH_KEYS if all(key in accepted for key in FLASH_KEYS) else ()
+    return (*flash, *(key for key in (SEQ_IDX,) if key in accepted))
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside of torch.compile, DDP, DataParallel, FSDP, DeepSpeed and PEFT."""
+    """Return the model inside torch.compile, DDP, DataParallel, FSDP, DeepSpeed and PEFT."""
     while True:
         kinds = {kind.__name__ for kind in type(model).__mro__}
         if "OptimizedModule" in kinds:

@@ -1,11 +1,14 @@
-"""transformers' Trainer, TRL's SFTTrainer and accelerate, with work balanced over ranks.
+"""Balanced training with transformers' Trainer, TRL's SFTTrainer and accelerate.
 
     trainer = balanced(SFTTrainer)(..., balance=Balance(context_window=8192))
 
-The library's loop stays; its batches become padding-free rows, balanced over ranks x accumulation
-steps by packing with delay. The first step begins with a probe that refuses models which let
-documents see each other. With `Balance(cp=2)` two processes share each micro-batch. Own loops:
-`BalancedBatchSampler`, `BalancedCollator.of_model(model)`, `check_documents_apart`.
+The library's loop stays as it is. Its batches are replaced by padding-free rows of several
+documents. Packing balances their work over ranks and accumulation steps, and may delay long rows to
+a later step.
+
+The first training step begins with a probe, which refuses models that let documents of a row see
+each other. With `Balance(cp=2)`, two processes share each micro-batch. For your own loop, use
+`BalancedBatchSampler`, `BalancedCollator.of_model(model)` and `check_documents_apart`.
 """
 
 import functools
@@ -35,32 +38,42 @@ from wlb.planner import LLAMA2_7B, Planner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How rows are packed; lengths in tokens, the same on all ranks.
+    """Options of packing for a Trainer. They must be the same on all ranks.
 
-    context_window: typical tokens of a micro-batch and limit of a row. s_max: limit of a
-    micro-batch, default 1.5 windows. step_tokens: limit of a step on all ranks. max_delay: most
-    steps that a row waits. cost: workload model; the default has LLaMA2-7B's ratio of attention to
-    linear FLOPs, `wlb.workload_of` makes one of a measured GPU. seed: of the shuffle. cp: processes
-    that share each micro-batch, which then may be cp times as long; their number must divide that
-    of all processes. strategy, exchange: of `ContextSharder`, read with cp > 1.
+    Lengths are in tokens.
     """
 
-    context_window: int
-    s_max: int | None = None
+    context_window: int  # typical length of a micro-batch, and longest row allowed
+    s_max: int | None = None  # longest micro-batch allowed; None means 1.5 context windows
+    # Most tokens of a step on all ranks. None means s_max for every micro-batch.
     step_tokens: int | None = None
-    max_delay: int = 10
+    max_delay: int = 10  # most steps that a row may be delayed
+    # Workload model. The default has LLaMA2-7B's ratio of attention to linear FLOPs;
+    # `wlb.workload_of` makes one for a measured GPU.
     cost: WorkloadModel = LLAMA2_7B
-    seed: int = 0
+    seed: int = 0  # seed of the shuffle
+    # Processes that share each micro-batch, which may then be cp times as long. It must divide the
+    # number of processes.
     cp: int = 1
-    strategy: str = "adaptive"
+    strategy: str = "adaptive"  # sharding strategy, see `ContextSharder`; used only if cp > 1
+    # Exchange of keys and values, see `ContextSharder`; used only if cp > 1.
     exchange: str = "gather"
 
     def planner(
         self, lengths: IntLike, *, num_ranks: int, accumulation_steps: int, epochs: int
     ) -> Planner:
-        """A planner over rows of these lengths; UserError for one above the window.
-        Every field but `exchange` is a keyword of `Planner.for_lengths`.
+        """Return a planner over rows of these lengths.
+
+        Args:
+            lengths: Tokens of each dataset row.
+            num_ranks: Data-parallel ranks.
+            accumulation_steps: Micro-batches of a rank in each step.
+            epochs: Times that the dataset is trained; 0 means without end.
+
+        Raises:
+            UserError: A row is longer than the context window.
         """
+        # Every field but `exchange` is a keyword argument of `Planner.for_lengths`.
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "exchange"}
         return Planner.for_lengths(
             lengths,
@@ -74,25 +87,32 @@ class Balance:
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Micro-batches of all ranks as lists of dataset rows, for accelerate to shard.
+    """Batch sampler that yields the micro-batches of all ranks, as lists of dataset rows.
 
-    DataLoader(dataset, batch_sampler=this, collate_fn=BalancedCollator.of_model(model)): after
-    accelerate's `prepare`, batch i belongs to process i % num_processes. Without accelerate, use
-    `of_rank`. With Balance's cp, each micro-batch comes cp times, for the consecutive processes
-    that share it.
+    Give it to DataLoader(dataset, batch_sampler=..., collate_fn=BalancedCollator.of_model(model)).
+    After accelerate's `prepare`, batch i belongs to process i % num_processes. Without accelerate,
+    use `of_rank`. If Balance has cp > 1, each micro-batch is repeated cp times, for the consecutive
+    processes that share it.
 
-    All epochs are planned as one stream: rows held back in one epoch come in the next, and every
-    row is trained once per epoch overall. An epoch iterates 1/epochs of all steps, rounded up,
-    because the Trainer asks for one epoch length; so the last epochs may be short or empty, and a
-    learning-rate schedule should be `num_steps` long. Steps depend on lengths and options only:
-    resuming needs no state besides skipped batches. Iterating past `epochs` is an IndexError.
+    All epochs are planned as one stream. A row that is delayed at the end of an epoch is trained in
+    the next one, and every row is trained once per epoch overall. The Trainer wants epochs of equal
+    length, so an epoch has 1/epochs of all steps, rounded up. The last epochs may therefore be
+    short or empty, and a learning-rate schedule should have `num_steps` steps.
 
-    lengths: tokens of each dataset row. num_ranks: data-parallel ranks, which are processes / cp.
-    accumulation_steps: micro-batches per rank and step. max_steps: stop there, after as many epochs
-    as it takes; `epochs` is not read, and steps are planned when their micro-batches are asked for.
+    Steps depend only on the lengths and the options. So a run resumes without saved state, by
+    skipping the batches that are done. Iterating past `epochs` raises IndexError.
+
+    Args:
+        lengths: Tokens of each dataset row.
+        balance: Options of packing.
+        num_ranks: Data-parallel ranks, which are the processes divided by cp.
+        accumulation_steps: Micro-batches of a rank in each step.
+        epochs: Times that the dataset is trained. Ignored if max_steps is given.
+        max_steps: Steps to train, over as many epochs as that takes. Steps are then planned one by
+            one, when their micro-batches are requested.
     """
 
-    # accelerate's BatchSamplerShard requires None for varying sizes.
+    # accelerate's BatchSamplerShard requires None where the sizes of batches vary.
     batch_size = None
     drop_last = False
 
@@ -126,38 +146,38 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._num_steps, self.epochs = self.dealt.num_steps, epochs
             self.steps_per_epoch = ceil(self._num_steps / epochs)
         else:
-            # A window of tokens comes for each micro-batch.
-            brought = self._num_micro_batches * balance.context_window
-            in_data = ceil(int(self.lengths.sum()) / brought)
+            # Each step reads one context window of tokens for each of its micro-batches.
+            tokens_read = self._num_micro_batches * balance.context_window
+            in_data = ceil(int(self.lengths.sum()) / tokens_read)
             self._num_steps, self.steps_per_epoch = max_steps, min(max_steps, in_data)
             self.epochs = ceil(max_steps / self.steps_per_epoch)
 
     @property
     def sampler(self) -> "BalancedBatchSampler":
-        """Itself; accelerate's loaders look for `set_epoch` here."""
+        """Return this sampler itself, because accelerate looks for `set_epoch` here."""
         return self
 
     @functools.cached_property
     def dealt(self) -> DealtRows:
-        """All steps as rows; with max_steps this plans those that were not iterated yet."""
+        """Return all steps as rows. With max_steps, this plans every step that remains."""
         return self._dealt_steps.all_rows()
 
     @property
     def num_steps(self) -> int:
-        """Steps of all epochs."""
+        """Return the number of steps of all epochs."""
         return self._num_steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate next, from 0."""
+        """Choose the epoch to iterate next, counted from 0."""
         self.epoch = epoch
 
     @property
     def num_processes(self) -> int:
-        """Data-parallel ranks times Balance's cp."""
+        """Return the number of processes: data-parallel ranks times cp."""
         return self._num_ranks * self.balance.cp
 
     def __len__(self) -> int:
-        """Micro-batches of the epoch on all processes."""
+        """Return the micro-batches of the chosen epoch on all processes."""
         return len(self._steps()) * self._num_micro_batches * self.balance.cp
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -165,19 +185,20 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self.warn_of_empty_epochs()
         for step in self._steps():
             for rows in self._dealt_steps.step(step):
+                # One copy for each process of a CP group.
                 for _ in range(self.balance.cp):
                     yield rows.tolist()
 
     def of_rank(self, rank: int) -> "RankBatches":
-        """One process's micro-batches, for loops without accelerate."""
+        """Return one process's micro-batches, for loops without accelerate."""
         return RankBatches(self, rank)
 
     def rank_balance(self) -> RankBalance:
-        """Predicted balance over all epochs."""
+        """Return the predicted balance over all epochs."""
         return RankBalance.of(self.dealt.work_ns(self.lengths, self.balance.cost))
 
     def warn_of_empty_epochs(self) -> None:
-        """UserWarning if there are fewer steps than epochs."""
+        """Warn if there are too few steps to give every epoch one."""
         filled = ceil(self.num_steps / max(1, self.steps_per_epoch))
         if 0 < filled < self.epochs:
             warnings.warn(
@@ -199,17 +220,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
 
 class RankBatches(Sampler[list[int]]):
-    """One process's micro-batches of a BalancedBatchSampler; it shares the sampler's epoch."""
+    """Micro-batches of one process of a `BalancedBatchSampler`, whose epoch it shares.
+
+    Args:
+        batches: The sampler of all processes.
+        rank: Rank of the process.
+    """
 
     def __init__(self, batches: BalancedBatchSampler, rank: int) -> None:
         if not 0 <= rank < batches.num_processes:
             raise UserError(
-                f"rank = {rank} is not one of the {batches.num_processes} that were planned for"
+                f"rank = {rank} is not one of the {batches.num_processes} processes of the plan"
             )
         self.batches, self.rank = batches, rank
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the shared sampler's epoch."""
+        """Choose the epoch of the shared sampler."""
         self.batches.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -222,17 +248,22 @@ class RankBatches(Sampler[list[int]]):
 
 
 class BalancedTrainer(PlannedTrainer):
-    """A mixin left of a Trainer: `class Mine(BalancedTrainer, SFTTrainer)`; see `balanced`.
+    """Mixin that makes a Trainer train balanced batches; see `balanced`.
 
-    data_collator, check_documents: of `PlannedTrainer`. UserError before training for settings that
-    would lose, repeat or mix rows or train masked tokens: packed datasets, loss masks that are not
-    in labels, streams, accelerate's dispatch_batches and split_batches, ranks that share a sequence
-    by other means than Balance's cp, losses that are not a mean over a step's tokens, and models
-    that let documents see each other. context: of Balance's cp, None with 1.
+    Put it before the Trainer: `class Mine(BalancedTrainer, SFTTrainer)`. Before training, it raises
+    UserError for settings that would lose, repeat or mix rows, or train masked tokens: packed
+    datasets, loss masks outside of labels, streams, accelerate's dispatch_batches and
+    split_batches, ranks that share a sequence by other means than Balance's cp, losses that are not
+    a mean over the tokens of a step, and models that let documents see each other.
+
+    Args:
+        balance: Options of packing.
+        *args: Of the Trainer.
+        **kwargs: Of the Trainer and of `PlannedTrainer`.
     """
 
-    balanced_batches: BalancedBatchSampler
-    context: ContextParallel | None
+    balanced_batches: BalancedBatchSampler  # set by `get_train_dataloader`
+    context: ContextParallel | None  # None if Balance has cp = 1
 
     def __init__(self, *args: Any, balance: Balance, **kwargs: Any) -> None:
         self.balance = balance
@@ -243,17 +274,18 @@ class BalancedTrainer(PlannedTrainer):
             names = ("cp", "strategy", "exchange", "cost")
             options = {name: getattr(balance, name) for name in names}
             self.context = context_of_trainer(self, **options)
-            # Its attention takes documents from the plan, in families that are tested.
+            # CP's attention reads document boundaries from the plan, and only model families with
+            # a test are accepted. So no probe is needed.
             self._is_to_be_checked = False
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        """The Trainer's DataLoader over balanced batches, prepared by its accelerator."""
+        """Return the Trainer's DataLoader over balanced batches, prepared by its accelerator."""
         args, collator = self.args, self._collator()
         if args.auto_find_batch_size:
             raise UserError(
                 "auto_find_batch_size = True lowers per_device_train_batch_size when memory runs "
-                "out, which changes no balanced micro-batch; set it to False, and lower Balance's "
-                "context_window or s_max"
+                "out, but that does not make balanced micro-batches smaller; set it to False, and "
+                "lower Balance's context_window or s_max"
             )
         rows, num_ranks = self._rows(collator), self._num_ranks(cp=self.balance.cp)
         batches = BalancedBatchSampler(
@@ -272,20 +304,24 @@ class BalancedTrainer(PlannedTrainer):
         return loader
 
     def set_initial_training_values(self: Any, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The Trainer's values, with the last (steps of the schedule) limited to planned steps."""
+        """Return the Trainer's values, with the schedule limited to the planned steps.
+
+        The Trainer computes its last value, the steps of the learning-rate schedule, from the
+        number of batches in an epoch, and would count steps that do not exist.
+        """
         theirs = cast(Any, super())
         *values, max_steps = theirs.set_initial_training_values(args, dataloader)
         return (*values, min(max_steps, max(1, self.balanced_batches.num_steps)))
 
 
 def balanced(trainer: type[Any]) -> type[Any]:
-    """A subclass of the Trainer that takes `balance=` and trains balanced batches."""
+    """Return a subclass of `trainer` that takes `balance=` and trains balanced batches."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedTrainer, trainer), {})
     return made
 
 
 def _check_rows(lengths: IntArray, balance: Balance) -> None:
-    """UserError for rows that cannot be trained whole, in words of the libraries."""
+    """Raise UserError for rows that cannot be trained whole."""
     if not lengths.size:
         raise UserError("train_dataset has no rows; give one that has some")
     if int(lengths.min()) < 1:
@@ -304,7 +340,7 @@ def _check_rows(lengths: IntArray, balance: Balance) -> None:
 
 
 def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> None:
-    """UserError for limits that no step could hold, with the options that decide them."""
+    """Raise UserError for limits that no step could satisfy; name the options to change."""
     check_at_least("number of processes", num_ranks, 1)
     check_at_least("gradient_accumulation_steps", accumulation_steps, 1)
     check_at_least("context_window of Balance", balance.context_window, 1)
@@ -315,11 +351,12 @@ def _check_sizes(balance: Balance, num_ranks: int, accumulation_steps: int) -> N
             f"Balance's s_max = {balance.s_max} is below its context_window = {window}, so a row "
             f"that fills it could never be placed; raise s_max"
         )
-    brought = num_ranks * accumulation_steps * window
-    if balance.step_tokens is not None and balance.step_tokens <= brought:
+    tokens_read = num_ranks * accumulation_steps * window
+    if balance.step_tokens is not None and balance.step_tokens <= tokens_read:
         raise UserError(
-            f"Balance's step_tokens = {balance.step_tokens} is not more than the {brought} tokens "
-            f"that come for each step ({num_ranks} processes x gradient_accumulation_steps = "
-            f"{accumulation_steps} x context_window = {window}), so rows held back could never be "
-            f"caught up; raise step_tokens or lower gradient_accumulation_steps"
+            f"Balance's step_tokens = {balance.step_tokens} is not more than the "
+            f"{tokens_read} tokens that are read for each step ({num_ranks} processes x "
+            f"gradient_accumulation_steps = {accumulation_steps} x context_window = {window}), so "
+            f"rows that were delayed could never be trained; raise step_tokens or lower "
+            f"gradient_accumulation_steps"
         )

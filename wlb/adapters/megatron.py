@@ -1,10 +1,11 @@
-"""Megatron-Core: packed (THD) micro-batches per context-parallel rank from a planner's steps.
+"""Packed (THD) micro-batches from a planner's steps, and a balanced scheduler, for Megatron-Core.
 
     steps = PackedSteps(planner, reader, dp_rank=dp_rank, cp=cp, tp=tp, config=config)
     data_iterator, num_microbatches, tokens, squares = steps.next()
 
-`next` returns what Megatron's `wrap_data_iterator` does, but every rank plans, so no lengths are
-gathered and no sample is sent. Transformer Engine (TE) shards every document head and tail.
+`next` returns what Megatron's `wrap_data_iterator` returns. Every rank plans the same steps, so
+ranks gather no lengths and send no samples. Transformer Engine (TE) shards every document over CP
+ranks by its own rule, head and tail; wlb balances only micro-batches and data-parallel ranks here.
 """
 
 import itertools
@@ -35,38 +36,59 @@ Shape = tuple[int, int, int]
 
 
 def check_loss(config: ModelParallelConfig) -> None:
-    """UserError where Megatron would average losses of micro-batches with unequally many tokens."""
+    """Raise UserError where Megatron would average the losses of micro-batches.
+
+    Balanced micro-batches have different numbers of tokens, so their average would weigh tokens
+    unequally.
+    """
     if getattr(config, "calculate_per_token_loss", None) is False:
         raise UserError(
-            "config.calculate_per_token_loss = False divides each micro-batch's loss by its own "
-            "tokens, so tokens of short micro-batches would weigh more; set it to True "
-            "(--calculate-per-token-loss) and let loss_func return (sum of losses, tokens, report)"
+            "config.calculate_per_token_loss = False divides each micro-batch's loss by that "
+            "micro-batch's tokens, so tokens of short micro-batches would weigh more; set it to "
+            "True (--calculate-per-token-loss) and let loss_func return (sum of losses, tokens, "
+            "report)"
         )
 
 
 def padded_lengths(lengths: IntArray, *, cp: int, tp: int = 1) -> IntArray:
-    """Padded document lengths of a THD batch: multiples of 2 x cp (of 1 for cp = 1).
+    """Return the padded length of each document, a multiple of 2 x cp (of 1 for cp = 1).
 
-    The last one is padded further, so that each rank's rows are a multiple of tp.
+    The last document gets more padding, so that each rank's rows are a multiple of tp.
+
+    Args:
+        lengths: Tokens of each document, shape [num_documents].
+        cp: Context-parallel ranks.
+        tp: Tensor-parallel ranks, which divide the rows where sequence parallelism is on.
     """
     multiple = 2 * cp if cp > 1 else 1
     out = -(-lengths // multiple) * multiple
-    whole = multiple * tp
-    out[-1] += -int(out.sum()) % whole
+    all_ranks = multiple * tp
+    out[-1] += -int(out.sum()) % all_ranks
     return out
 
 
 def thd_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, cp: int, tp: int = 1, pad_token_id: int = 0
 ) -> dict[str, Tensor]:
-    """A micro-batch for all CP ranks, with the keys of Megatron's packed batches; T with padding.
+    """Return a micro-batch for all CP ranks, with the keys of Megatron's packed batches.
 
-    tokens, labels, position_ids: int64 [1, T]. loss_mask: float32 [1, T], 0 on padding and tokens
-    that are not trained. cu_seqlens, cu_seqlens_padded: int32, shape [num_documents + 1].
-    max_seqlen: int32 [1], padded. An empty micro-batch becomes one document of padding.
+    T counts padding. An empty micro-batch becomes one document of padding.
+
+    Args:
+        micro_batch: The documents.
+        reader: Reads tokens and labels.
+        cp: Context-parallel ranks, which decide the padding.
+        tp: Tensor-parallel ranks, likewise.
+        pad_token_id: Token of the padding.
+
+    Returns:
+        tokens, labels, position_ids: int64 [1, T].
+        loss_mask: float32 [1, T], 0 on padding and on tokens that are not trained.
+        cu_seqlens, cu_seqlens_padded: int32 [num_documents + 1], without and with padding.
+        max_seqlen: int32 [1], the longest document with its padding.
     """
     flat = flatten_micro_batch(micro_batch, reader, options=FlatOptions(next_labels=True))
-    # An empty micro-batch has one document, its padding.
+    # `flatten_micro_batch` makes one document of padding out of an empty micro-batch.
     lengths = np.diff(flat.cu_seqlens).astype(np.int64)
     padded = padded_lengths(lengths, cp=cp, tp=tp)
     starts = offsets_of(padded)
@@ -90,8 +112,14 @@ def thd_batch(
 
 
 def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
-    """Rows of a CP rank: chunks `rank` and 2 * cp - 1 - rank of each document, as in TE's
-    `thd_get_partitioned_indices`.
+    """Return the rows of a CP rank: chunks `rank` and 2 * cp - 1 - rank of every document.
+
+    TE's `thd_get_partitioned_indices` gives the same rows.
+
+    Args:
+        cu_seqlens_padded: Offsets of the documents with padding, shape [num_documents + 1].
+        cp: Context-parallel ranks.
+        rank: This rank among them.
     """
     starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
     if cp == 1:
@@ -102,7 +130,10 @@ def cp_rows(cu_seqlens_padded: IntArray, *, cp: int, rank: int) -> IntArray:
 
 
 def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Tensor]:
-    """The batch with only the rank's rows; cu_seqlens stay those of all ranks."""
+    """Return the batch with only the rows of a CP rank.
+
+    cu_seqlens remain those of the whole documents, as TE expects them.
+    """
     starts = batch["cu_seqlens_padded"].numpy().astype(np.int64)
     rows = torch.from_numpy(cp_rows(starts, cp=cp, rank=rank))
     cut = ("tokens", "labels", "loss_mask", "position_ids")
@@ -110,7 +141,7 @@ def on_cp_rank(batch: dict[str, Tensor], *, cp: int, rank: int) -> dict[str, Ten
 
 
 def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
-    """Megatron's parameters for attention and RoPE in thd format; the same on every CP rank."""
+    """Return Megatron's parameters of attention and RoPE for THD; equal on all CP ranks."""
     longest = int(batch["max_seqlen"])
     return PackedSeqParams(
         qkv_format="thd",
@@ -124,12 +155,21 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams:
 
 
 class PackedSteps(PlannedRank):
-    """One data-parallel rank's part of each global step.
+    """One data-parallel rank's micro-batches of each global step.
 
-    planner: with dp = the data-parallel ranks and cp = 1, since TE shards. The state is the
-    planner's, equal on all ranks, and resumes exactly on any number of ranks. config: Megatron's,
-    with `calculate_per_token_loss = True`: micro-batches have unequally many tokens, and Megatron's
-    default weighs them equally. `loss_func` then returns (sum of losses, tokens, report).
+    The state is that of the planner and equal on all ranks, so a run resumes exactly on any number
+    of ranks.
+
+    Args:
+        planner: A planner with dp = the data-parallel ranks, and cp = 1 because TE shards.
+        reader: Reads tokens and labels.
+        dp_rank: This data-parallel rank.
+        cp: Context-parallel ranks.
+        tp: Tensor-parallel ranks.
+        pad_token_id: Token of the padding.
+        config: Megatron's. If given, `calculate_per_token_loss` must be True, because micro-batches
+            have different numbers of tokens and Megatron's default weighs them equally. `loss_func`
+            then returns (sum of losses, tokens, report).
     """
 
     def __init__(
@@ -147,11 +187,18 @@ class PackedSteps(PlannedRank):
             check_loss(config)
         super().__init__(planner, dp_rank)
         self.reader, self.cp, self.tp, self.pad_token_id = reader, cp, tp, pad_token_id
+        # The step of the last `next`, whose shapes `shapes` gives.
         self._plan = cast(StepPlan | None, None)
 
     def next(self) -> tuple[Iterator[dict[str, Tensor]], int, float, float]:
-        """THD batches in execution order, their number, tokens of the step on all ranks, and the
-        sum of squared document lengths (for Megatron's FLOPs). StopIteration at the end of data.
+        """Return the next step's micro-batches of this rank.
+
+        Returns:
+            An iterator over THD batches in execution order, their number, the tokens of the step on
+            all ranks, and the sum of squared document lengths, from which Megatron computes FLOPs.
+
+        Raises:
+            StopIteration: The data has ended.
         """
         plan = self.planner.next(self._state)
         if plan is None:
@@ -165,8 +212,14 @@ class PackedSteps(PlannedRank):
         return batches, plan.pipelines.shape[1], float(lengths.sum()), float((lengths**2).sum())
 
     def shapes(self, *, hidden_size: int, sequence_parallel: bool = False) -> list[Shape]:
-        """Shapes of the last step's activations between stages, [rows, 1, hidden], in execution
-        order, for `PlannedP2P.begin`.
+        """Return the activations' shapes between stages in the last step, for `PlannedP2P.begin`.
+
+        Args:
+            hidden_size: Width of the activations.
+            sequence_parallel: Whether TP ranks divide the rows.
+
+        Returns:
+            One [rows, 1, hidden_size] per micro-batch, in execution order.
         """
         if self._plan is None:
             raise RuntimeError("there is no step to give shapes of; call next first")
@@ -180,22 +233,27 @@ class PackedSteps(PlannedRank):
 
 
 class PlannedP2P(P2PCommunicator):
-    """Megatron's pipeline communicator with receive shapes from the plan, without exchanging them.
+    """Megatron's pipeline communicator that takes receive shapes from the plan.
 
-    For 1F1B without virtual stages, with `config.variable_seq_lengths = True`. Call `begin` before
-    every forward-backward. A step with more micro-batches than announced is a RuntimeError, with
-    fewer a RuntimeError in the next `begin`.
+    Ranks do not exchange shapes, which saves a round trip per message. It is for 1F1B without
+    virtual stages and with `config.variable_seq_lengths = True`. Call `begin` before every
+    forward-backward with the shapes of all its micro-batches. Receiving more raises RuntimeError at
+    once; receiving fewer raises it in the next `begin`.
     """
 
     _shapes: Sequence[Shape] = ()
-    _taken: Sequence[int] = (0, 0)
+    _num_received: Sequence[int] = (0, 0)  # micro-batches received so far: forward, backward
 
     def begin(self, shapes: Sequence[Shape]) -> None:
-        """shapes: those of this pipeline's micro-batches, in execution order."""
+        """Announce the next forward-backward.
+
+        Args:
+            shapes: Activation shape of each of this pipeline's micro-batches, in execution order.
+        """
         check_loss(self.config)
         if not self.config.variable_seq_lengths:
             raise UserError(
-                "config.variable_seq_lengths = False takes every micro-batch to have seq_length "
+                "config.variable_seq_lengths = False assumes that every micro-batch has seq_length "
                 "tokens; set it to True"
             )
         if self.virtual_pipeline_model_parallel_size is not None:
@@ -204,41 +262,53 @@ class PlannedP2P(P2PCommunicator):
                 f"{self.virtual_pipeline_model_parallel_size}: stages receive in another order; "
                 f"use Megatron's P2PCommunicator, which exchanges shapes"
             )
-        for taken in self._taken:
-            if 0 < taken < len(self._shapes):
+        for received in self._num_received:
+            if 0 < received < len(self._shapes):
                 raise RuntimeError(
-                    f"only {taken} of the last step's {len(self._shapes)} micro-batches were "
+                    f"only {received} of the last step's {len(self._shapes)} micro-batches were "
                     f"received; give PlannedP2P.begin the shapes of the micro-batches that run"
                 )
-        self._shapes, self._taken = list(shapes), [0, 0]
+        self._shapes, self._num_received = list(shapes), [0, 0]
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[list[int], list[int]]:
-        """Replaces a round trip; [0, 0, 0] if nothing is received."""
+        """Return the shapes to receive forward and backward; [0, 0, 0] where nothing is received.
+
+        This replaces Megatron's exchange of shapes between neighbouring stages.
+        """
         return self._known(0, receives=recv_prev), self._known(1, receives=recv_next)
 
-    def _known(self, way: int, *, receives: bool) -> list[int]:
-        """way: 0 forward, 1 backward."""
+    def _known(self, direction: int, *, receives: bool) -> list[int]:
+        """Return the next shape to receive.
+
+        Args:
+            direction: 0 for forward, 1 for backward.
+            receives: Whether anything is received.
+        """
         if not receives:
             return [0, 0, 0]
-        at = self._taken[way]
+        at = self._num_received[direction]
         if at >= len(self._shapes):
             raise RuntimeError(
                 "more micro-batches are received than PlannedP2P.begin got shapes for; call it "
-                "before "
-                "every forward-backward with the shapes of all its micro-batches"
+                "before every forward-backward with the shapes of all its micro-batches"
             )
-        self._taken = [n + (i == way) for i, n in enumerate(self._taken)]
+        self._num_received = [n + (i == direction) for i, n in enumerate(self._num_received)]
         return list(self._shapes[at])
 
 
 class BalancedScheduler:
-    """A drop-in for Megatron's schedulers of packed samples that balances work.
+    """Drop-in replacement for Megatron's schedulers of packed samples that balances work.
 
-    For loops that keep Megatron's sampling and must train each step's samples in that step. Nothing
-    is delayed, so a sample with more work than a rank's share leaves other ranks waiting.
-    max_tokens: limit of a micro-batch over all its CP ranks.
+    It is for loops that keep Megatron's sampling and must train each step's samples in that step.
+    As it delays no sample, one that has more work than a rank's share makes the other ranks wait.
+
+    Args:
+        dp: Data-parallel ranks.
+        cp: Context-parallel ranks.
+        max_tokens: Most tokens of a micro-batch over all its CP ranks.
+        cost: Workload model that prices the samples.
     """
 
     def __init__(
@@ -249,18 +319,26 @@ class BalancedScheduler:
     def get_groups_and_subsamples(
         self, sample_id_seqlens: Sequence[tuple[int, int]], config: Any = None
     ) -> Any:
-        """groups[i][r]: sample ids of rank r (of dp x cp) in its i-th micro-batch, never empty.
+        """Divide the samples of a step into micro-batches; there are as few as balance allows.
 
-        Ranks of a CP group share samples; there are as few micro-batches as balanced ranks need.
-        sample_id_seqlens: (id, tokens) of a step. Returns (groups, groups) if given a config, as
-        Megatron-Core 0.16 does. UserError for a sample above max_tokens and for too few samples.
+        Args:
+            sample_id_seqlens: Id and tokens of each sample of the step.
+            config: Megatron-Core 0.16 passes its configuration, and expects the groups twice.
+
+        Returns:
+            groups[i][r]: ids of the samples of rank r (of dp x cp) in its i-th micro-batch, never
+            empty. Ranks of a CP group have the same samples. With a config: (groups, groups).
+
+        Raises:
+            UserError: A sample is longer than max_tokens, or there are fewer samples than
+                micro-batches.
         """
         ids, lengths = np.array(sample_id_seqlens, np.int64).reshape(-1, 2).T
         if lengths.size and lengths.max() > self.max_tokens:
             bad = int(lengths.argmax())
             raise UserError(
-                f"sample {ids[bad]} has {lengths[bad]} tokens, a micro-batch at most "
-                f"{self.max_tokens}; cut the sample or raise max_tokens"
+                f"sample {ids[bad]} has {lengths[bad]} tokens, more than a micro-batch may have "
+                f"(max_tokens = {self.max_tokens}); cut the sample or raise max_tokens"
             )
         work = self.cost.workload_ns(lengths).tolist()
         parts = self._parts(lengths.tolist(), work)
@@ -272,40 +350,51 @@ class BalancedScheduler:
         return groups if config is None else (groups, groups)
 
     def _parts(self, lengths: list[int], work: list[int]) -> list[list[list[int]]]:
-        """Indices into `lengths` by rank and micro-batch, with as few micro-batches as possible.
+        """Return indices into `lengths` by rank and micro-batch, with as few micro-batches as fit.
 
-        Ranks are balanced first, because they wait for each other once per step.
+        Samples are balanced over ranks first and within a rank second, because ranks wait for each
+        other once per step.
         """
         every = list(range(len(lengths)))
         fewest = -(-sum(lengths) // (self.max_tokens * self.dp))
+        # Retry with one more micro-batch until the samples of every rank fit.
         for num in itertools.count(max(1, fewest)):
             ranks = spread(every, lengths, work, num=self.dp, most=num * self.max_tokens)
             made = (spread(r, lengths, work, num=num, most=self.max_tokens) for r in ranks or ())
             parts = [part for part in made if part is not None]
             if len(parts) == self.dp:
                 return parts
-        raise AssertionError("a micro-batch for every sample holds them all")
+        raise AssertionError("with one micro-batch per sample all samples fit")
 
 
 def spread(
     members: Sequence[int], lengths: list[int], work: list[int], *, num: int, most: int
 ) -> list[list[int]] | None:
-    """`members` in `num` bins of at most `most` tokens with work as equal as possible.
+    """Place samples in bins of at most `most` tokens with nearly equal work.
 
-    Algorithm 1's placement, then exchanges; None if a member finds no room. lengths, work: of all
-    samples.
+    Algorithm 1's greedy placement, then exchanges between bins.
+
+    Args:
+        members: Indices of the samples to place.
+        lengths: Tokens of all samples.
+        work: Predicted time of all samples.
+        num: Number of bins.
+        most: Most tokens of a bin.
+
+    Returns:
+        Indices of samples by bin; None if a sample fits into no bin.
     """
     order = sorted(members, key=lambda i: (-work[i], i))
     tokens, costs = [lengths[i] for i in order], [work[i] for i in order]
     rows, left = place(tokens, costs, num_micro_batches=num, s_max=most)
     if left:
         return None
-    bins = [[order[row] for row in of] for of in rows]
+    bins = [[order[row] for row in placed] for placed in rows]
     return refine(bins, lengths, work, s_max=most) if order else bins
 
 
 def fill_empty(parts: list[list[int]], work: list[int]) -> None:
-    """Move the lightest sample of the part with the most samples into each empty part, in place."""
+    """Move the lightest sample of the fullest part into each empty part, in place."""
     if sum(map(len, parts)) < len(parts):
         raise UserError(
             f"{sum(map(len, parts))} samples cannot fill {len(parts)} micro-batches, and Megatron "

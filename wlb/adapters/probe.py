@@ -1,10 +1,13 @@
-"""Whether a model keeps the documents of a packed row apart: asked of the model that trains.
+"""Test whether a model keeps the documents of a packed row apart, on the model that trains.
 
-    check_documents_apart(model, batch)   # of a loop's own, before its first step, on all ranks
+    check_documents_apart(model, batch)   # before the first step of your own loop, on all ranks
 
-Nothing in a configuration says it: masks, short convolutions and recurrent states each read
-boundaries in their own way or not at all, and a model that reads none trains across documents
-without a word. Here the first of two documents changes, and the second one's logits must not.
+No configuration says it: masks, short convolutions and recurrent states each read document
+boundaries in their own way or not at all. A model that ignores them trains across documents without
+an error. So the probe computes rows of two short documents and changes the first one:
+
+    row A   [first document | second document]
+    row B   [other document | second document]   the second document's logits must equal row A's
 """
 
 import contextlib
@@ -22,26 +25,37 @@ from wlb.parallel.collectives import agree
 from wlb.plan import UserError
 
 LENGTH = 16
-"""Tokens of each of the two documents; longer than short convolutions, within any table of
-positions."""
+"""Tokens of each of the two documents.
+
+More than a short convolution reads, and few enough for any model's table of positions."""
 LEAK = 1e-4
-"""Least share of what the change does within one document that is a leak."""
+"""Smallest effect on the other document that is a leak, relative to the effect within one document.
+
+The effect is the change of logits that new tokens in the first document cause."""
 NOISE = 8
-"""Least multiple of what a change behind a document does to it, which is rounding alone: experts'
-products have other sizes, and a choice of experts that is nearly a tie can tip."""
+"""A leak must exceed the effect of rounding by this factor.
+
+Rounding is measured as the effect of a change on the document before it, which causal attention
+makes zero. It is not zero in numerics: matrix products of experts change their sizes, and a nearly
+tied choice of experts can flip."""
 TRIES = 3
-"""Documents that must all show a leak, since rounding differs by chance from row to row."""
+"""Number of probes that must all show a leak, because rounding differs by chance between rows."""
 
 
 def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """UserError if the model's logits of a document depend on another one of its packed row.
+    """Raise UserError if a document's logits depend on another document of the packed row.
 
-    A collective call: all ranks make one for the same model, wrapped and placed as it trains, and
-    all raise if one finds a leak. batch: a micro-batch as the model gets it; the probe has its keys
-    that say where documents begin, and its tokens. A batch of padded rows is not probed. A few
-    forwards of 32 tokens run in evaluation mode and without gradients. Modes, buffers and the
-    state of random numbers are afterwards what they were.
+    This is a collective call. All ranks must make it for the same model, wrapped and placed as in
+    training, and all ranks raise if one of them finds a leak. It runs a few forwards of 32 tokens
+    in evaluation mode without gradients, and restores modes, buffers and the state of random
+    numbers.
+
+    Args:
+        model: The model that trains, with its wrappers.
+        batch: A micro-batch as the model gets it. The probe uses its tokens and those of its keys
+            that say where documents begin. A batch of padded rows is not probed.
     """
+    # Ranks agree on every branch, because a wrapped model's forward may communicate.
     if not _anywhere(_is_packed(batch)):
         return
     problem: UserError | None = None
@@ -50,7 +64,7 @@ def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
         while leaks and try_ < TRIES and problem is None:
             share = 0.0
             try:
-                share = _share(_callable(model), batch, try_)
+                share = _leaked_share(_callable(model), batch, try_)
             except Exception as error:
                 problem = _unknown(model, error)
             leaks, try_ = _anywhere(share > LEAK or problem is not None), try_ + 1
@@ -60,7 +74,10 @@ def check_documents_apart(model: nn.Module, batch: Mapping[str, Any]) -> None:
 
 
 def _is_packed(batch: Mapping[str, Any]) -> bool:
-    """Whether it is one row that says where documents begin; padded rows have a mask."""
+    """Return whether the batch is one row with document boundaries.
+
+    Padded rows have an attention mask.
+    """
     keys = ("position_ids", *FLASH_KEYS, SEQ_IDX)
     has_boundaries = any(batch.get(key) is not None for key in keys)
     tokens = batch.get("input_ids")
@@ -68,45 +85,51 @@ def _is_packed(batch: Mapping[str, Any]) -> bool:
     return is_row and has_boundaries and batch.get("attention_mask") is None
 
 
-def _share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
-    """What a change in the first document does to the second, over what it does where both are one
-    document; 0 if it is rounding.
+def _leaked_share(model: nn.Module, batch: Mapping[str, Any], try_: int) -> float:
+    """Return the effect of the first document on the second, relative to that within one document.
+
+    The result is 0 where the effect is not larger than rounding.
     """
     first, other, second = (_tokens(batch["input_ids"], 3 * try_ + i) for i in range(3))
     before = [_logits(model, batch, [x, second])[-LENGTH:] for x in (first, other)]
     behind = [_logits(model, batch, [second, x])[:LENGTH] for x in (first, other)]
     within = [_logits(model, batch, [x + second])[-LENGTH:] for x in (first, other)]
-    leaked, rounding, whole = _change(*before), _change(*behind), _change(*within)
-    if whole == 0:
+    # before: the changed document precedes the one that is compared. behind: it follows it, so that
+    # only rounding can differ. within: both are one document, so that the effect is full.
+    across, rounding, within_one = _change(*before), _change(*behind), _change(*within)
+    if within_one == 0:
         warnings.warn(
-            f"{type(unwrapped(model)).__name__}: a token's logits do not depend on those before "
-            f"it, as where weights begin at zero, so the probe cannot tell whether the documents "
-            f"of a packed row are kept apart",
+            f"{type(unwrapped(model)).__name__}: a token's logits do not depend on the tokens "
+            f"before it (perhaps its weights are zero at the start), so the probe cannot tell "
+            f"whether the documents of a packed row are kept apart",
             stacklevel=4,
         )
-    return leaked / whole if whole and leaked > NOISE * rounding else 0.0
+    return across / within_one if within_one and across > NOISE * rounding else 0.0
 
 
 def _change(one: Tensor, other: Tensor) -> float:
-    """Root mean square over the vocabulary, at the position of the second document that changes
-    most: a convolution of a few tokens changes its first ones only.
+    """Return the difference of logits at the position where it is largest.
+
+    Root mean square over the vocabulary, maximum over positions: a convolution over a few tokens
+    changes only the first ones of the second document.
     """
     return float((one - other).square().mean(-1).sqrt().max())
 
 
 def _tokens(input_ids: Tensor, which: int) -> list[int]:
-    """A document of the batch's own tokens, which are in the vocabulary; another one for each
-    `which`, different at every place.
+    """Return a document made of the batch's tokens, which are surely in the vocabulary.
+
+    Documents of different `which` differ at every position.
     """
     known = input_ids[0, : 4 * LENGTH].unique().tolist()
-    if len(known) == 1:  # ids below one that occurs are in the vocabulary too
+    if len(known) == 1:  # an id below one that occurs is in the vocabulary, too
         known.append(known[0] - 1 if known[0] else 1)
-    # Strides that differ keep a document from being the other one moved by some places.
+    # Use different strides, so that one probe document is never a shift of another.
     return [known[(which + (1 + which // 3) * i) % len(known)] for i in range(LENGTH)]
 
 
 def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]:
-    """A packed row with the batch's keys, on its device."""
+    """Return a packed row of these documents, with the batch's keys and on its device."""
     tokens, positions = batch["input_ids"], batch.get("position_ids")
     collator = PaddingFreeCollator(
         return_flash_attn_kwargs=batch.get("cu_seq_lens_q") is not None,
@@ -123,10 +146,10 @@ def _row(batch: Mapping[str, Any], documents: list[list[int]]) -> dict[str, Any]
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int]]) -> Tensor:
-    """Logits of a packed row's own tokens, [2 * LENGTH, vocabulary], float32."""
+    """Return the logits of a packed row's tokens, float32 [2 * LENGTH, vocabulary]."""
     row = _row(batch, documents)
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        row["use_cache"] = False  # transformers leaves the cache out of recomputed layers
+        row["use_cache"] = False  # recomputed layers of transformers have no cache
     out: Any = model(**row)
     logits: Any = getattr(out, "logits", None)
     if logits is None and isinstance(out, Mapping):
@@ -137,11 +160,15 @@ def _logits(model: nn.Module, batch: Mapping[str, Any], documents: list[list[int
         logits = logits.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if not isinstance(logits, Tensor) or logits.ndim not in (2, 3):
         raise UserError(f"its forward returns {type(out).__name__} without logits of each token")
-    return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()  # after PEFT's prompt
+    # PEFT's prompt tuning puts tokens in front of the row.
+    return logits.reshape(-1, logits.shape[-1])[-2 * LENGTH :].float()
 
 
 def _callable(model: nn.Module) -> nn.Module:
-    """The model inside of DDP, which has all parameters and would sync for the probe."""
+    """Return the model inside of DDP and torch.compile, which is the one to call.
+
+    DDP's own forward would synchronise buffers. FSDP must stay, because it gathers the parameters.
+    """
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
@@ -153,7 +180,7 @@ def _callable(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation without gradients, that leaves modes, buffers and random numbers as they were."""
+    """Evaluate without gradients, and restore modes, buffers and random numbers at the end."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.detach().clone())
@@ -165,10 +192,10 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     with (
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),  # or a graph is compiled for the probe alone
+        torch.compiler.set_stance("force_eager"),  # do not compile a graph just for the probe
     ):
         try:
-            # No `eval()`, which some libraries take as a sign to merge adapters into weights.
+            # Do not call `eval()`: some libraries then merge adapters into the weights.
             for module, _ in modes:
                 module.training = False
             yield
@@ -185,7 +212,7 @@ def _is_distributed() -> bool:
 
 
 def _anywhere(here: bool) -> bool:
-    """Whether it is so on any rank, so that all make the same forwards."""
+    """Return whether `here` is true on any rank."""
     if not _is_distributed():
         return here
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -200,10 +227,10 @@ def _name(model: nn.Module) -> str:
 
 
 def _unknown(model: nn.Module, error: Exception) -> UserError:
-    told = f"{type(error).__name__}: {error}".rstrip(".")
+    cause = f"{type(error).__name__}: {error}".rstrip(".")
     return UserError(
         f"{_name(model)} failed on a packed row of two short documents, by which wlb tests whether "
-        f"it keeps documents apart: {told}. Repair what it names; or train it unpacked by the "
+        f"it keeps documents apart: {cause}. Repair what it names; or train it unpacked by the "
         f"library's own trainer; or, if you know that it keeps them apart, leave the test out "
         f"(check_documents=False of the trainer, or no call of check_documents_apart)"
     )

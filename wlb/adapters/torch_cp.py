@@ -1,10 +1,11 @@
-"""torch's context parallel with our shardings: rank-major indices, documents of any length.
+"""torch's context parallelism with wlb's shardings of documents of any length.
 
     balancer = ShardedLoadBalancer([sharding], seq_length=T, device="cuda")
     tokens, positions = cp._context_parallel_shard(mesh, [tokens, positions], [1, 1], balancer)
 
-with cp = torch.distributed.tensor.experimental._context_parallel._attention, a private API. Rank r
-has rows [r * T / cp, (r + 1) * T / cp) of the index.
+Here `cp` is torch.distributed.tensor.experimental._context_parallel._attention, a private API of
+torch. The balancer permutes a row's tokens so that rank r gets entries [r * T / cp, (r + 1) * T /
+cp) of the permuted row.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,14 @@ from wlb.plan import IntArray, ShardingPlan, UserError
 
 
 class ShardedLoadBalancer(_LoadBalancer):
-    """Shards each row of a batch by its `ShardingPlan`.
+    """Load balancer for torch's context parallelism that follows a `ShardingPlan` per row.
 
-    shardings: one per batch row, or one for all (`wlb.shard(lengths, cp=...)`). seq_length: T,
-    tokens and padding of every row; UserError unless it is a multiple of cp that holds the tokens.
+    Args:
+        shardings: One plan for each row of the batch, or a single one for all rows
+            (`wlb.shard(lengths, cp=...)`).
+        seq_length: T, the tokens and padding of every row. It must be a multiple of cp, and T / cp
+            must be next_padding least the tokens of any rank; otherwise UserError.
+        device: Device of the index tensors.
     """
 
     def __init__(
@@ -37,14 +42,24 @@ class ShardedLoadBalancer(_LoadBalancer):
         self._restore = torch.from_numpy(np.argsort(index, axis=1)).to(device)
 
     def _generate_indices(self, restore: bool = False) -> torch.Tensor:
-        """Shape [batch or 1, T], int64."""
+        """Return the permutation, or its inverse with `restore`.
+
+        The shape is [batch, T], or [1, T] where all rows share a plan; int64.
+        """
         return self._restore if restore else self._index
 
 
 def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
-    """Positions of a packed sequence in the order of ranks, shape [T].
+    """Return the positions of a packed row in the order of ranks, shape [T].
 
-    Padding, the positions behind the documents, fills each rank up to T / cp.
+    The positions behind the last document are padding. They fill every rank up to T / cp entries.
+
+    Args:
+        sharding: Which tokens each rank gets.
+        seq_length: T, the tokens and padding of the row.
+
+    Raises:
+        UserError: T is not a multiple of cp, or too short for the rank with the most tokens.
     """
     cp, num_tokens = sharding.cp, sharding.num_tokens
     rows = seq_length // cp
@@ -53,12 +68,12 @@ def rank_major(sharding: ShardingPlan, seq_length: int) -> IntArray:
             f"seq_length = {seq_length} must be a multiple of {cp} ranks with room for the "
             f"{num_tokens} tokens of the documents; pad the sequence to a multiple of {cp}"
         )
-    at, out = num_tokens, np.empty(seq_length, np.int64)
+    next_padding, out = num_tokens, np.empty(seq_length, np.int64)
     for rank in range(cp):
         mine = sharding.for_rank(rank).token_index
         num_padding = rows - mine.size
         first = rank * rows
         out[first : first + mine.size] = mine
-        out[first + mine.size : first + rows] = np.arange(at, at + num_padding)
-        at += num_padding
+        out[first + mine.size : first + rows] = np.arange(next_padding, next_padding + num_padding)
+        next_padding += num_padding
     return out

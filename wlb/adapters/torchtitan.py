@@ -1,14 +1,16 @@
-"""torchtitan: a dataloader whose micro-batches are packed rows, balanced over data parallelism.
+"""A dataloader for torchtitan whose micro-batches are packed rows, balanced over data parallelism.
 
     config.training.local_batch_size = 1
     config.dataloader = BalancedDataLoader.Config(dataset_path="books", micro_batches_per_step=4)
 
-A micro-batch is one row {"input": [1, T], "positions": [1, T]} and labels [1, T], as torchtitan's
-text loader makes them; T varies. `training.seq_len` is the window, above which documents are cut.
+A micro-batch is one row, {"input": [1, T], "positions": [1, T]} and labels [1, T], as torchtitan's
+text loader makes it, but T varies. `training.seq_len` is the context window: longer documents are
+cut.
 
 torchtitan accumulates gradients over `training.global_batch_size` / data-parallel ranks rows. With
-a pipeline `training.local_batch_size` is the number of its micro-batches instead, each of
-`parallelism.pipeline_parallel_microbatch_size` = 1 row; `equal_lengths` pads them to one length.
+a pipeline, set `training.local_batch_size` to the number of its micro-batches and
+`parallelism.pipeline_parallel_microbatch_size` to 1 row; `equal_lengths` then pads all rows to one
+length, as torch's pipelines need.
 """
 
 import json
@@ -50,9 +52,17 @@ def open_store_planner(
     seed: int,
     **limits: Any,
 ) -> Planner:
-    """A planner over the shuffled store for `dp` ranks, each with `micro_batches_per_step`.
+    """Return a planner over a shuffled token store.
 
-    limits: s_max, step_tokens and max_delay of `BoundedPacker`.
+    Args:
+        store: Prefix of the token store.
+        dp: Data-parallel ranks.
+        micro_batches_per_step: Micro-batches of each rank in a step.
+        cost: Workload model that prices the documents.
+        context_window: Length above which documents are cut, in tokens.
+        epochs: Times that the store is read; 0 means without end.
+        seed: Seed of the document order.
+        **limits: s_max, step_tokens and max_delay of `BoundedPacker`.
     """
     options = PackerOptions(
         num_micro_batches=micro_batches_per_step * dp,
@@ -68,32 +78,38 @@ def open_store_planner(
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """torchtitan's dataloader protocol over a planner; `Config` goes into `Trainer.Config`."""
+    """torchtitan's dataloader protocol over a planner.
+
+    Put its `Config` into `Trainer.Config`. torchtitan passes the arguments of the constructor.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """dataset_path: prefix of a token store (`wlb prepare`)."""
+        """Settings of the dataloader.
+
+        `dataset_path` is the prefix of a token store, which `wlb prepare` makes.
+        """
 
         micro_batches_per_step: int = 0
-        """Per data-parallel rank: accumulation steps x the pipeline's micro-batches."""
+        """Micro-batches of each data-parallel rank: accumulation steps x those of the pipeline."""
 
         s_max: int = 0
-        """Token limit of a micro-batch; 0 = 1.5 context windows."""
+        """Most tokens of a micro-batch; 0 means 1.5 context windows."""
 
         step_tokens: int = 0
-        """Token limit of a step on all ranks; 0 = that of its micro-batches together."""
+        """Most tokens of a step on all ranks; 0 means s_max times the step's micro-batches."""
 
         max_delay: int = 10
-        """Most steps that a document waits."""
+        """Most steps that a document may be delayed."""
 
         pad_to_multiple: int = 1
-        """Pad T to a multiple: 2 x cp for SDPA, cp x 128 for flex attention."""
+        """Pad T to a multiple of this: 2 x cp for SDPA, cp x 128 for FlexAttention."""
 
         equal_lengths: bool = False
-        """Pad every micro-batch to s_max, as torch's pipelines need one shape."""
+        """Pad every micro-batch to s_max, because torch's pipelines need one shape."""
 
         epochs: int = 1
-        """0 = endless."""
+        """Times that the store is read; 0 means without end."""
 
         seed: int = 0
         """Seed of the document order."""
@@ -102,8 +118,10 @@ class BalancedDataLoader(BaseDataLoader):
         """Workload model used for balancing; `wlb.workload_of` makes one of a measured GPU."""
 
         num_workers: int = 0
+        """Worker processes that read and collate, as in torch's DataLoader."""
 
         pin_memory: bool = False
+        """Copy batches to pinned memory, as in torch's DataLoader."""
 
     def __init__(
         self,
@@ -118,7 +136,8 @@ class BalancedDataLoader(BaseDataLoader):
     ) -> None:
         _check(config, seq_len=seq_len, local_batch_size=local_batch_size)
         s_max = config.s_max or seq_len * 3 // 2
-        # These settings determine the steps, together with ranks, micro-batches, store and cost.
+        # These settings determine the steps (besides ranks, micro-batches, store and cost). A state
+        # inside a step can only be resumed with the same settings.
         self._planned: dict[str, Any] = {
             "context_window": seq_len,
             "s_max": s_max,
@@ -149,51 +168,53 @@ class BalancedDataLoader(BaseDataLoader):
             num_workers=config.num_workers,
             pin_memory=config.pin_memory,
         )
-        self._before, self._given = self._loader.state_dict(), 0
+        # The position is a state before a step, and how many of its micro-batches were returned.
+        self._before, self._num_returned = self._loader.state_dict(), 0
 
     def __iter__(self) -> Iterator[Batch]:
-        # If an earlier iteration stopped inside a step, the loader is already past that step.
+        # If an earlier iteration stopped inside a step, the loader is past that step: go back.
         self._loader.load_state_dict(self._before)
-        skip = self._given
+        skip = self._num_returned
         for step in self._loader:
             after = self._loader.state_dict()
             for i in range(skip, len(step.micro_batches)):
-                # `state` advances before the yield, because a checkpoint is made after the
-                # micro-batch was trained.
-                self._given = i + 1
-                if self._given == len(step.micro_batches):
-                    self._before, self._given = after, 0
+                # Advance before the yield: when torchtitan saves a checkpoint, the micro-batch that
+                # is yielded here has been trained.
+                self._num_returned = i + 1
+                if self._num_returned == len(step.micro_batches):
+                    self._before, self._num_returned = after, 0
                 yield step.micro_batches[i]
             skip = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last micro-batch that was returned; equal on all ranks."""
-        state = {"before": self._before, "given": self._given}
+        """Return the state after the last micro-batch that was returned; equal on all ranks."""
+        state = {"before": self._before, "given": self._num_returned}
         state |= {"dp": self._dp, "micro_batches_per_step": self._num, "planned": self._planned}
         return {"wlb": json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after that micro-batch, possibly with more epochs.
+        """Resume after the micro-batch at which the state was taken, possibly with more epochs.
 
-        UserError for another dataloader's state, and for a state inside a step (which torchtitan
-        does not save) if ranks, micro-batches, epochs or packing differ.
+        Raises:
+            UserError: The state is from another dataloader. Or it was taken inside a step, which
+                torchtitan does not do, and ranks, micro-batches, epochs or packing differ now.
         """
         if not state_dict:
             return
         if "wlb" not in state_dict:
             raise UserError(
-                f"the checkpoint's dataloader state has {sorted(state_dict)}, not wlb's: another "
-                f"dataloader trained it; leave it out of the load (checkpoint.exclude_from_loading "
-                f"= ['dataloader'])"
+                f"the checkpoint's dataloader state has {sorted(state_dict)}, so it is from "
+                f"another dataloader than wlb's; leave it out of the load "
+                f"(checkpoint.exclude_from_loading = ['dataloader'])"
             )
         state = json.loads(state_dict["wlb"])
         if state["given"]:
             self._refuse_other_steps(state)
-        self._before, self._given = state["before"], state["given"]
+        self._before, self._num_returned = state["before"], state["given"]
         self._loader.load_state_dict(self._before)
 
     def _refuse_other_steps(self, state: dict[str, Any]) -> None:
-        # Earlier checkpoints do not hold micro_batches_per_step.
+        # Checkpoints of earlier versions lack micro_batches_per_step.
         num = state.get("micro_batches_per_step", self._num)
         planned = state.get("planned", self._planned)
         key = "dataloader.micro_batches_per_step"
@@ -207,13 +228,13 @@ class BalancedDataLoader(BaseDataLoader):
         for made, now, differs in differences:
             if differs:
                 raise UserError(
-                    f"the checkpoint was made inside a step {made} and cannot go on with {now}; "
-                    f"use one that was made after a step"
+                    f"the checkpoint was made inside a step {made} and cannot be resumed with "
+                    f"{now}; use a checkpoint that was made after a step"
                 )
 
 
 def open_reader(store: str) -> StoreReader:
-    """A reader of a store's tokens and labels by the ids that plans use."""
+    """Return a reader of a store's tokens and labels, by the document ids of plans."""
     info = TokenStore(store).info
     return StoreReader(store, info.vocab_size if info else np.iinfo(np.int32).max)
 
@@ -225,10 +246,17 @@ def as_batch(
     multiple: int = 1,
     context_window: int | None = None,
 ) -> Batch:
-    """A micro-batch in torchtitan's form, T a multiple of `multiple`.
+    """Return a micro-batch in torchtitan's form.
 
-    context_window: positions stay below it, those of padding too, as torchtitan's RoPE has
-    `training.seq_len` of them.
+    Args:
+        micro_batch: The documents.
+        reader: Reads tokens and labels.
+        multiple: T is padded to a multiple of this.
+        context_window: Positions stay below it, also in padding, because torchtitan's RoPE table
+            has `training.seq_len` rows.
+
+    Returns:
+        {"input", "positions"} and labels, each of shape [1, T]. Labels are already shifted.
     """
     options = FlatOptions(
         pad_to_multiple_of=multiple, longest_padding=context_window, next_labels=True

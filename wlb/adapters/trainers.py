@@ -1,4 +1,8 @@
-"""What balanced trainers of transformers and TRL share: their rows, ranks, collator and loader."""
+"""Shared parts of the balanced trainers of transformers and TRL: checks, ranks, collator, loader.
+
+`PlannedTrainer` is the base of the mixins `hugging_face.BalancedTrainer`, which may delay rows, and
+`trl.BalancedSteps`, which may not.
+"""
 
 import importlib
 import re
@@ -21,33 +25,36 @@ from wlb.adapters.probe import check_documents_apart
 from wlb.plan import IGNORE, IntArray, UserError
 
 BLOCK = 1 << 16
-"""Rows whose lengths are read at once."""
+"""Number of dataset rows whose lengths are read in one call."""
 PACKED_COLUMNS = ("seq_lengths", "lengths")
-"""Columns that hold a list per row if rows are packed documents."""
+"""Columns of document lengths. A list in a row means that the row is packed already."""
 READ = ("input_ids", "labels", "attention_mask", "position_ids")
-"""Columns that our collator reads; attention_mask only to refuse padding."""
+"""Columns that wlb's collator reads. It reads attention_mask only to refuse padded rows."""
 
 OTHER_TASKS = re.compile(
     "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM"
     "|NextSentencePrediction|PreTraining|RewardModeling|Regression)"
 )
-"""Ends of transformers' names of classes that compute no next token."""
+"""Suffixes of the transformers classes that do not predict the next token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalancedCollator:
-    """`PaddingFreeCollator` that turns an empty micro-batch into one padding token.
+    """A `PaddingFreeCollator` that also accepts an empty micro-batch.
 
-    A micro-batch is empty if fewer rows than micro-batches are left. As it has no label, divide the
-    loss by the labels of all ranks, as the Trainer does, not by this rank's.
+    A micro-batch is empty if fewer rows than micro-batches are left. It becomes one padding token
+    without a label. So divide the loss by the labels of all ranks, as the Trainer does, and not by
+    the labels of this rank, which may be 0.
     """
 
     collator: PaddingFreeCollator = PaddingFreeCollator()
 
     @classmethod
     def of_model(cls, model: Any) -> "BalancedCollator":
-        """One whose batches say in all ways that the model's forward takes where documents begin:
-        layers without attention read cu_seq_lens and seq_idx, and no position_ids.
+        """Return a collator whose batches have every boundary argument that the model accepts.
+
+        Layers other than attention do not read position_ids. They find the documents by cu_seq_lens
+        and seq_idx.
         """
         keys = boundary_keys(model)
         return cls(
@@ -57,6 +64,7 @@ class BalancedCollator:
         )
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the model's arguments for a micro-batch of dataset rows."""
         if features:
             return self.collator(features)
         padding = [[self.collator.pad_token_id]]
@@ -65,33 +73,39 @@ class BalancedCollator:
 
 
 class PlannedTrainer:
-    """A mixin left of a Trainer, for mixins that plan its micro-batches: a DataLoader over them.
+    """Base of the mixins that plan a Trainer's micro-batches; put it before the Trainer.
 
-    data_collator: default `BalancedCollator.of_model(model)`; yours gets an empty list for an empty
-    micro-batch. check_documents: whether the first step begins with `check_documents_apart`. Leave
-    it out for a model that is told of documents in a way the probe has not, such as a mask that
-    compute_loss makes, or whose forward returns no logits.
+    Args:
+        *args: Of the Trainer.
+        check_documents: Whether the first step begins with `check_documents_apart`. Turn it off for
+            a model whose forward returns no logits, or that learns of documents in a way that the
+            probe cannot imitate, such as a mask made in compute_loss.
+        **kwargs: Of the Trainer. A `data_collator` gets an empty list for an empty micro-batch; the
+            default is `BalancedCollator.of_model(model)`.
     """
 
     def __init__(self, *args: Any, check_documents: bool = True, **kwargs: Any) -> None:
         self._is_to_be_checked = check_documents
         super().__init__(*args, **kwargs)
         chosen = cast(Any, self).data_collator
-        # By position it is known by itself: subclasses may take *args.
+        # A collator given by position is recognised by identity, because subclasses may take *args.
         given = kwargs.get("data_collator") is not None or any(value is chosen for value in args)
-        self._chosen_collator = None if given else chosen
+        # The Trainer's own default, which pads; `_collator` replaces it.
+        self._default_collator = None if given else chosen
 
     def _collator(self: Any) -> Callable[[Any], dict[str, Any]]:
-        """The user's collator, or a padding-free one instead of the trainer's, which pads."""
-        # The user may also have set a collator after the trainer was made.
-        given = None if self.data_collator is self._chosen_collator else self.data_collator
+        """Return the user's collator, or a padding-free one in place of the Trainer's default."""
+        # The user may also set a collator after the trainer was made.
+        given = None if self.data_collator is self._default_collator else self.data_collator
         if isinstance(given, PaddingFreeCollator):
             return BalancedCollator(collator=given)
         return BalancedCollator.of_model(self.model) if given is None else given
 
     def training_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's step. Before the first, a UserError for a model that lets documents of a
-        packed row see each other.
+        """Run the Trainer's step; before the first one, probe whether documents stay apart.
+
+        Raises:
+            UserError: The model lets documents of a packed row see each other.
         """
         if self._is_to_be_checked:
             self._is_to_be_checked = False
@@ -100,14 +114,17 @@ class PlannedTrainer:
         return cast(Any, super()).training_step(model, inputs, *args, **kwargs)
 
     def _rows(self: Any, collator: Any) -> Any:
-        """The training rows, with the columns that the collator reads; UserError for rows or a
-        model that no causal language model trains.
+        """Return the training rows with the columns that the collator reads.
+
+        Raises:
+            UserError: The rows are not tokenized documents, or the model is no causal language
+                model.
         """
         dataset = checked(self.train_dataset)
         _check_columns(dataset)
         _check_task(self.model)
-        # Only `datasets.Dataset` needs this; from other datasets the collator takes the keys that
-        # it reads.
+        # A `datasets.Dataset` would read all its columns. From the rows of other datasets, the
+        # collator just takes the keys that it knows.
         if not hasattr(dataset, "column_names"):
             return dataset
         if isinstance(collator, BalancedCollator):
@@ -115,8 +132,10 @@ class PlannedTrainer:
         return self._remove_unused_columns(dataset, description="training")
 
     def _num_ranks(self: Any, *, cp: int = 1) -> int:
-        """Ranks that get micro-batches of their own, if cp processes share each; UserError for
-        settings that would undo what was planned for them.
+        """Return the number of data-parallel ranks, where `cp` processes share each micro-batch.
+
+        Raises:
+            UserError: A setting would undo what is planned for the ranks.
         """
         _check_accelerator(self.accelerator)
         _check_sequences(self)
@@ -129,12 +148,18 @@ class PlannedTrainer:
         return num_ranks
 
     def _loader(self: Any, rows: Any, batches: Sampler[list[int]], collator: Any) -> Any:
-        """The trainer's DataLoader over planned batches, prepared by its accelerator."""
+        """Return the trainer's DataLoader over planned batches, prepared by its accelerator.
+
+        Args:
+            rows: The dataset.
+            batches: Sampler of the micro-batches of all ranks.
+            collator: Makes a micro-batch out of rows.
+        """
         args = self.args
         if not args.dataloader_in_order:
             raise UserError(
                 "dataloader_in_order = False lets workers hand over micro-batches in another order "
-                "than planned, so that ranks would train those of different steps; leave it True"
+                "than planned, so that ranks would train different steps at a time; leave it True"
             )
         loader = self.accelerator.prepare(
             DataLoader(
@@ -151,14 +176,14 @@ class PlannedTrainer:
         # On one process, accelerate leaves the batches as they are.
         if isinstance(loader.batch_sampler, BatchSamplerShard):
             shard: Any = loader.batch_sampler
-            # skip_first_batches looks for set_epoch here. Without it, a run that resumes in a later
-            # epoch would train the rows of the first epoch.
+            # accelerate's skip_first_batches looks for set_epoch here. Without it, a run that
+            # resumes in a later epoch would train the rows of the first epoch.
             shard.sampler = batches
         return loader
 
 
 def checked(dataset: Any) -> Any:
-    """The dataset; UserError for a stream, or for rows that are packed already."""
+    """Return the dataset; raise UserError if it is a stream or its rows are packed already."""
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             f"balancing needs a train_dataset with a length and rows by number, not "
@@ -168,17 +193,24 @@ def checked(dataset: Any) -> Any:
     for name in PACKED_COLUMNS:
         if name in names and len(dataset) and np.ndim(dataset[0][name]):
             raise UserError(
-                f"train_dataset has {name}: its rows are packed already, and hold documents that "
-                f"cannot be balanced one by one; use packing=False"
+                f"train_dataset has the column {name}: its rows are packed already, so their "
+                f"documents cannot be balanced one by one; use packing=False"
             )
     return dataset
 
 
 def read_by_ours(dataset: Any, *, remove: bool) -> Any:
-    """A `datasets.Dataset` with only the columns that our collator reads, if `remove`.
+    """Return a `datasets.Dataset` with only the columns that wlb's collator reads, if `remove`.
 
-    The Trainer would silently remove all that the model's forward does not take, e.g. a padding
-    mask or a loss mask; a loss mask without labels is a UserError.
+    The Trainer would silently drop every column that the model's forward does not take, including a
+    padding mask or a loss mask. Here they are seen and refused.
+
+    Args:
+        dataset: The tokenized dataset.
+        remove: The Trainer's `remove_unused_columns`.
+
+    Raises:
+        UserError: There is a loss mask but no labels, so that masked tokens would be trained.
     """
     names: list[str] = dataset.column_names
     masks = [name for name in LOSS_MASKS if name in names]
@@ -193,8 +225,9 @@ def read_by_ours(dataset: Any, *, remove: bool) -> Any:
 
 
 def _check_columns(dataset: Any) -> None:
-    """UserError for a `datasets.Dataset` that is not tokenized to a row of tokens, as those of
-    TRL's other trainers (DPO, KTO, rewards, GRPO) are.
+    """Raise UserError for a `datasets.Dataset` whose rows are not single tokenized documents.
+
+    The datasets of TRL's other trainers (DPO, KTO, rewards, GRPO) are of that kind.
     """
     names = getattr(dataset, "column_names", None)
     if names is not None and "input_ids" not in names and not _is_transformed(dataset):
@@ -207,7 +240,7 @@ def _check_columns(dataset: Any) -> None:
 
 
 def _check_task(model: Any) -> None:
-    """UserError for a model that gives a document one answer, or reads it in both directions."""
+    """Raise UserError for a classifier or an encoder, which cannot train packed rows."""
     inner = unwrapped(model)
     name, config = type(inner).__name__, getattr(inner, "config", None)
     problem = None
@@ -217,18 +250,21 @@ def _check_task(model: Any) -> None:
         problem = "it has an encoder"
     if problem is not None:
         raise UserError(
-            f"{name} is no causal language model ({problem}), and many documents in one row, which "
-            f"balanced steps make, train only those; use the library's own trainer for it"
+            f"{name} is no causal language model ({problem}), and only such a model can train on "
+            f"balanced rows, which hold many documents; use the library's own trainer for it"
         )
 
 
 def _is_transformed(dataset: Any) -> bool:
-    """Whether rows are computed when read, by `set_transform` or `with_transform`."""
+    """Return whether rows are computed on access, by `set_transform` or `with_transform`."""
     return dataset.format["type"] == "custom"
 
 
 def lengths_of(dataset: Any) -> IntArray:
-    """Tokens of each row; for a `datasets.Dataset` from its offsets, without reading tokens."""
+    """Return the tokens of each row.
+
+    For a `datasets.Dataset` they come from Arrow's offsets, so that no token is read.
+    """
     if not hasattr(dataset, "with_format") or _is_transformed(dataset):
         return np.array(list(_lengths_read(dataset)), np.int64)
     # pyarrow is a dependency of datasets.
@@ -271,31 +307,36 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _check_sequences(trainer: Any) -> None:
-    """UserError for ranks that share sequences in ways that do not know documents."""
+    """Raise UserError for sequence sharding over ranks that ignores document boundaries."""
     sp, cp = trainer.get_sp_size(), trainer.get_cp_size()
     if sp > 1:
-        raise UserError(f"sequence parallelism of {sp} deals its own batches; balance without it")
+        raise UserError(
+            f"sequence parallelism of {sp} distributes its own batches; balance without it"
+        )
     if cp > 1:
         raise UserError(
-            f"accelerate's cp_size = {cp} takes the mask out of attention, so documents of a "
-            f"micro-batch would see each other; leave cp_size at 1, use Balance(cp={cp}), with "
-            f"`balanced` of wlb.adapters.hugging_face: no other trainer here has CP"
+            f"accelerate's cp_size = {cp} removes the mask of attention, so documents of a "
+            f"micro-batch would see each other; leave cp_size at 1 and use Balance(cp={cp}) with "
+            f"`balanced` of wlb.adapters.hugging_face (the other trainers of wlb have no CP)"
         )
 
 
 def _check_loss(trainer: Any, num_ranks: int) -> None:
-    """UserError for a loss that is a mean over the tokens of less than a step, which weigh more
-    where they are fewer: planned micro-batches and ranks hold different numbers of them.
+    """Raise UserError for a loss that is a mean over fewer tokens than those of the whole step.
+
+    Balanced micro-batches and ranks have different numbers of tokens. A mean over one of them would
+    give its tokens more weight if it has fewer.
     """
     args = trainer.args
     if num_ranks > 1 and not args.average_tokens_across_devices:
         raise UserError(
-            "average_tokens_across_devices = False divides each rank's loss by its own tokens, and "
-            "ranks of a balanced step hold different numbers of them; set it to True"
+            "average_tokens_across_devices = False divides each rank's loss by the rank's tokens, "
+            "and ranks of a balanced step have different numbers of them; set it to True"
         )
     is_scaled, remedy = trainer.loss_is_scaled_for_ga, "divide by the step's, and set it to True"
     why = "loss_is_scaled_for_ga = False says that"
-    if is_scaled is None:  # the Trainer's own rule
+    if is_scaled is None:
+        # Decide by the same rule as the Trainer.
         is_scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
         why = f"{type(trainer.model).__name__} takes no num_items_in_batch, so"
         remedy = "give compute_loss_func, which divides by the step's"
@@ -303,6 +344,6 @@ def _check_loss(trainer: Any, num_ranks: int) -> None:
     if not is_scaled and num_ranks * accumulated > 1:
         raise UserError(
             f"{why} the loss of each of a step's {num_ranks} x {accumulated} micro-batches (ranks "
-            f"x gradient_accumulation_steps) is a mean over its own tokens, and balanced ones hold "
-            f"different numbers of them; {remedy}"
+            f"x gradient_accumulation_steps) is a mean over the tokens of that micro-batch, and "
+            f"balanced micro-batches have different numbers of them; {remedy}"
         )

@@ -1,11 +1,15 @@
-"""Context parallelism of packed documents in transformers: any lengths, none sees another.
+"""Context parallelism of packed documents in transformers.
 
     context = ContextParallel(model, cp=2)
     loader = DataLoader(rows, batch_sampler=..., collate_fn=context.collator(PaddingFreeCollator()))
     loss = model(**batch, num_items_in_batch=labels_of_all_ranks).loss * world_size
 
-TRL, transformers' Trainer: `balanced(SFTTrainer)(..., balance=Balance(..., cp=2))`. A batch's plan
-is an argument of forward that layers pass on: recomputed ones see their own micro-batch's.
+Documents may have any lengths, and none attends to another. With transformers' Trainer or TRL,
+write `balanced(SFTTrainer)(..., balance=Balance(..., cp=2))` instead.
+
+Each batch brings a plan that says which rows this rank computes. The plan is an argument of the
+decoder's forward, which passes it on to every layer. So layers that are recomputed in backward use
+the plan of their micro-batch even if another micro-batch has begun since.
 """
 
 import sys
@@ -34,20 +38,32 @@ from wlb.plan import UserError, check_at_least
 from wlb.spec import AttentionBackend, FusedKernels
 
 NAME = "wlb_context"
-"""Of `attn_implementation`, in `ALL_ATTENTION_FUNCTIONS` and `ALL_MASK_ATTENTION_FUNCTIONS`."""
+"""Value of `attn_implementation`, registered in transformers' tables of attention functions."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-"""model_type of the families whose attention is that of `wlb.parallel.context`; tested each."""
+"""model_type of the families that are supported. Each is tested against one process."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Entries of a config's layer_types that are supported."""
 _LOCAL_ROPE = ("dynamic", "longrope")
-"""Kinds of RoPE that look for the longest position of the rows that a rank holds."""
+"""RoPE types that are refused.
+
+They depend on the largest position in the input, which differs between CP ranks."""
 
 
 class RowsAttention:
     """Attention of one micro-batch on this rank, for all layers of a model.
 
-    Layers of different heads, windows or caps have a `ContextAttention` each, which share their
-    index tensors. keep_gathered_kv: layers are recomputed in backward, which then gathers once. No
-    dataclass: FSDP2 with mixed precision would copy one field by field in every layer.
+    Layers that differ in heads, window or soft cap get a `ContextAttention` each. All of them share
+    the index tensors.
+
+    This is no dataclass, because FSDP2 with mixed precision would copy a dataclass field by field
+    in every layer.
+
+    Args:
+        host: The micro-batch's plan and index arrays, on the host.
+        group: CP group of this rank; None for cp = 1.
+        device: Device of the model's activations.
+        keep_gathered_kv: Keep the gathered keys and values for backward. Set where layers are
+            recomputed, so that keys and values are gathered only once.
     """
 
     def __init__(
@@ -72,8 +88,18 @@ class RowsAttention:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Output [T, H, D]; scores are scaled by 1 / sqrt(D)."""
-        # A window that reaches every document's begin changes nothing.
+        """Return attention's output, shape [T, H, D].
+
+        Scores are scaled by 1 / sqrt(D).
+
+        Args:
+            q_THD: Queries of this rank's T rows.
+            k_TGD: Keys of this rank's rows.
+            v_TGD: Values of this rank's rows.
+            window: Keys that a query sees, itself included; None means all earlier ones.
+            softcap: Soft cap of the scores; None means no cap.
+        """
+        # A window as long as the longest document masks nothing.
         if window is not None and window >= self.host.longest:
             window = None
         scores = Scores(sliding=window or 0, softcap=softcap or 0.0)
@@ -122,8 +148,26 @@ def context_attention(
     wlb_context: RowsAttention | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention function: query [1, H, T, D], key and value [1, G, T, D] to output
-    [1, T, H, D]. Without `wlb_context` (evaluation, generation) what the model does on one process.
+    """Attention function with transformers' signature.
+
+    Without a plan, in evaluation and generation, it computes what the model computes on one
+    process.
+
+    Args:
+        module: The attention layer.
+        query: Shape [1, H, T, D].
+        key: Shape [1, G, T, D].
+        value: Shape [1, G, T, D].
+        attention_mask: Used only without a plan.
+        scaling: Factor of the scores; None means 1 / sqrt(D).
+        dropout: Must be 0 with a plan.
+        sliding_window: Keys that a query sees; None means all earlier ones.
+        softcap: Soft cap of the scores, or None.
+        wlb_context: This micro-batch's attention over the CP group; None without a plan.
+        **kwargs: Further arguments of transformers.
+
+    Returns:
+        The output, shape [1, T, H, D], and None in place of attention weights.
     """
     if wlb_context is None:
         plain = sdpa_attention_forward if softcap is None else _eager_attention(module)
@@ -132,20 +176,21 @@ def context_attention(
             given["softcap"] = softcap
         return plain(module, query, key, value, attention_mask, **given)
     if dropout or kwargs.get("output_attentions"):
-        asked = "output_attentions" if kwargs.get("output_attentions") else f"dropout = {dropout}"
-        raise UserError(f"attention with {asked} is not computed over CP ranks; leave it off")
+        unsupported = (
+            "output_attentions" if kwargs.get("output_attentions") else f"dropout = {dropout}"
+        )
+        raise UserError(f"attention with {unsupported} is not computed over CP ranks; leave it off")
     for name in ("s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise UserError(
                 f"{type(module).__name__} adds {name} to attention, which is not covered"
             )
-    wanted = value.dtype
+    dtype = value.dtype
     if torch.is_autocast_enabled(query.device.type):
-        wanted = torch.get_autocast_dtype(query.device.type)
-    q_THD, k_TGD, v_TGD = (
-        x[0].transpose(0, 1).to(wanted).contiguous() for x in (query, key, value)
-    )
+        dtype = torch.get_autocast_dtype(query.device.type)
+    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1).to(dtype).contiguous() for x in (query, key, value))
     head_dim = query.shape[-1]
+    # The kernels scale by 1 / sqrt(D), so put any other scale into the queries.
     if scaling is not None and scaling != head_dim**-0.5:
         q_THD = q_THD * (scaling * head_dim**0.5)
     out = wlb_context.attend(q_THD, k_TGD, v_TGD, window=sliding_window, softcap=softcap)
@@ -153,8 +198,9 @@ def context_attention(
 
 
 def context_mask(*args: Any, config: Any = None, **kwargs: Any) -> Tensor | None:
-    """The mask of a forward without a plan: sdpa's, or eager's for a model with a soft cap. Forward
-    with a plan never asks for one, as `ContextParallel` hands over a mask that is made already.
+    """Return the mask of a forward without a plan, as sdpa or eager attention (soft cap) wants it.
+
+    A forward with a plan does not call this, because `ContextParallel` passes a ready-made mask.
     """
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return eager_mask(*args, config=config, **kwargs)
@@ -166,21 +212,25 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
 
 
 class ContextParallel:
-    """Makes a transformers model attend over CP groups of `cp` consecutive ranks, in training.
+    """Makes a transformers model attend over CP groups of consecutive ranks in training.
 
-    A collective call: all ranks make one for the same model. Batches of `collator` (or of a
-    `ContextSharder`) bring their plan; without one, in evaluation and generation, each rank
-    computes its own batch. In training a batch without a plan is a UserError. Ranks of a group must
-    get the same documents; the first micro-batch is compared.
+    Creating it is a collective call: all ranks do it for the same model. Batches made by `collator`
+    (or by a `ContextSharder`) bring their plan. A batch without a plan is computed by each rank
+    alone, which is for evaluation and generation; in training it raises UserError. The ranks of a
+    group must get the same documents, which is checked for the first micro-batch.
 
-    Loss: a rank's is the sum over its own rows' labels, and gradients of K and V are added over
-    the group, so parameters' gradients are to be summed over all ranks, dp x cp. DDP and FSDP
-    average over them: divide by the labels of all ranks (each rank counts its own `shift_labels`)
-    and multiply by the number of ranks. That is what transformers' Trainer does.
+    The loss of a rank is the sum over the labels of its rows, and gradients of K and V are added up
+    over the group. So the gradient of a parameter is the sum over all dp x cp ranks. DDP and FSDP
+    compute the average instead. Therefore divide by the labels of all ranks (each rank counts its
+    `shift_labels`) and multiply by the number of ranks, as transformers' Trainer does.
 
-    options: of `ContextSharder`. Layers with a sliding window get the rows of whole documents, as
-    others do. UserError for a model that is not covered, by its name, and for a window or a soft
-    cap that no kernel here computes.
+    Layers with a sliding window exchange the keys of whole documents, like all other layers.
+
+    Args:
+        model: The model. A model that is not supported raises UserError, and so does a window or a
+            soft cap that no kernel here computes.
+        cp: Ranks that share a micro-batch.
+        **options: Further fields of `ContextSharder`.
     """
 
     def __init__(self, model: Any, *, cp: int, **options: Any) -> None:
@@ -188,25 +238,25 @@ class ContextParallel:
         self.group, self.rank = context_group(cp)
         self.sharder = ContextSharder(cp=cp, rank=self.rank, **options)
         self.model, self._was = model, model.config._attn_implementation
-        self._is_compared = False
+        self._has_compared = False
         decoder: nn.Module = model.get_decoder()
         model.set_attn_implementation(NAME)
-        # The decoder's, since wrappers (PEFT, TRL's fused head) call the outer forward by itself.
+        # Hook the decoder, because some wrappers (PEFT, TRL's fused head) skip the model's forward.
         self._hook = decoder.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
     def collator(self, collator: Callable[[Any], Any]) -> ContextCollator:
-        """A padding-free collator with this rank's cut of each batch."""
+        """Return a collator that cuts each batch of a padding-free collator for this rank."""
         return ContextCollator(collator=collator, sharder=self.sharder)
 
     def close(self) -> None:
-        """Gives the model back as it was."""
+        """Restore the model."""
         self._hook.remove()
         self.model.set_attn_implementation(self._was)
 
     def _before(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Turns the batch's plan into attention, once a micro-batch."""
+        """Replace the batch's plan by a `RowsAttention`, once per micro-batch."""
         host = kwargs.get(ROWS_KEY)
         if host is None:
             if decoder.training and torch.is_grad_enabled():
@@ -226,13 +276,15 @@ class ContextParallel:
             device=tokens.device,
             keep_gathered_kv=decoder.training and _is_recomputed(decoder),
         )
-        # transformers returns a mask of four axes as it is, so that it makes none of T x T values.
+        # transformers uses a mask with four axes as it is. An empty one keeps it from making a mask
+        # of T x T values.
         mask = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device)
         return args, kwargs | {ROWS_KEY: attention, "attention_mask": mask, "use_cache": False}
 
     def _check(self, host: ContextRows, tokens: Tensor, kwargs: dict[str, Any]) -> None:
-        if not self._is_compared:
-            self._is_compared = True
+        """Raise UserError for a batch that does not fit this rank, its plan or its group."""
+        if not self._has_compared:
+            self._has_compared = True
             agree({"documents of the micro-batch": host.documents}, None, group=self.group)
         if kwargs.get("attention_mask") is not None:
             raise UserError(
@@ -255,7 +307,10 @@ class ContextParallel:
 
 
 def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
-    """This rank's group of cp consecutive ranks and its place there. A collective call."""
+    """Return this rank's CP group of `cp` consecutive ranks, and its place in it.
+
+    This is a collective call. The group is None for cp = 1.
+    """
     check_at_least("cp", cp, 1)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if num_ranks % cp:
@@ -265,6 +320,7 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
         )
     if cp == 1:
         return None, 0
+    # Every rank must take part in making every group.
     mine, rank = None, dist.get_rank()
     for first in range(0, num_ranks, cp):
         group = dist.new_group(list(range(first, first + cp)))
@@ -274,8 +330,15 @@ def context_group(cp: int) -> tuple[dist.ProcessGroup | None, int]:
 
 
 def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParallel:
-    """Context parallelism of the model of a transformers Trainer, before it trains; UserError for
-    settings that do not go with it. options: of `ContextSharder`.
+    """Set up context parallelism for the model of a transformers Trainer, before training.
+
+    Args:
+        trainer: The Trainer.
+        cp: Ranks that share a micro-batch.
+        **options: Further fields of `ContextSharder`.
+
+    Raises:
+        UserError: A setting of the Trainer is not supported with context parallelism.
     """
     args = trainer.args
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
@@ -287,7 +350,7 @@ def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParal
     if trainer.get_tp_size() > 1:
         found[f"tensor parallelism of {trainer.get_tp_size()}"] = "load the model without it"
     if not args.average_tokens_across_devices or not trainer.model_accepts_loss_kwargs:
-        found["a loss that is divided by each rank's own labels"] = (
+        found["a loss that is divided by each rank's labels"] = (
             "set average_tokens_across_devices=True, with a model that takes num_items_in_batch"
         )
     if args.label_smoothing_factor:
@@ -296,21 +359,21 @@ def context_of_trainer(trainer: Any, *, cp: int, **options: Any) -> ContextParal
         found["compute_loss_func, which would shift labels after the cut"] = "leave it out"
     for name in ("use_liger_kernel", "torch_compile"):
         if getattr(args, name, False):
-            found[f"{name}, which was not tried"] = f"set {name}=False"
+            found[f"{name}, which is not tested"] = f"set {name}=False"
     for problem, remedy in found.items():
         raise UserError(f"Balance's cp = {cp} does not go with {problem}; {remedy}")
     return ContextParallel(trainer.model, cp=cp, **options)
 
 
 def check_model(model: Any) -> None:
-    """UserError, with the model's name, for attention that is not what CP ranks compute."""
+    """Raise UserError for a model whose attention CP ranks cannot compute."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
-        raise UserError(f"{type(model).__name__} is no transformers model with a decoder")
+        raise UserError(f"{type(model).__name__} is not a transformers model with a decoder")
     name = f"{type(model).__name__} (model_type {config.model_type!r})"
     if config.model_type not in FAMILIES:
         raise UserError(
-            f"{name} is not one of the families whose attention context parallelism covers "
+            f"{name} is not one of the families that context parallelism supports "
             f"({', '.join(FAMILIES)}); train it with cp = 1"
         )
     for problem, remedy in _problems(config):
@@ -318,6 +381,7 @@ def check_model(model: Any) -> None:
 
 
 def _problems(config: Any) -> Iterable[tuple[str, str]]:
+    """Yield each unsupported property of a config, with its remedy."""
     one = "train it with cp = 1"
     if getattr(config, "attention_dropout", 0):
         yield f"attention_dropout = {config.attention_dropout}", "set it to 0 in its config"
@@ -335,10 +399,10 @@ def _problems(config: Any) -> Iterable[tuple[str, str]]:
 
 
 def _is_recomputed(decoder: nn.Module) -> bool:
-    """Whether backward runs layers again: transformers marks each of them."""
+    """Return whether backward recomputes layers: transformers marks each such layer."""
     return any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
 
 
 def _eager_attention(module: nn.Module) -> Callable[..., Any]:
-    """The eager attention of the module's own file: sdpa has no soft cap."""
+    """Return the eager attention of the module's file, because sdpa has no soft cap."""
     return sys.modules[type(module).__module__].eager_attention_forward

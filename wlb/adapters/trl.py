@@ -1,9 +1,10 @@
-"""TRL's SFT: the rows of each optimiser step balanced, without delay.
+"""Balanced optimiser steps for TRL's SFTTrainer that delay no row.
 
     class Mine(BalancedSteps, SFTTrainer): ...   # or balanced_steps(SFTTrainer)(..., max_tokens=n)
 
-Micro-batches have no padding. For steps that may delay rows, `hugging_face.balanced` is closer to
-equal. GRPO is in `wlb.adapters.rl.trl`.
+Every step trains the rows that it would train anyway; only their division into micro-batches and
+over ranks changes. Micro-batches have no padding. Steps that may delay rows
+(`hugging_face.balanced`) are balanced better. GRPO is in `wlb.adapters.rl.trl`.
 """
 
 import functools
@@ -24,17 +25,26 @@ from wlb.planner import LLAMA2_7B
 
 
 class BalancedStep(Sampler[list[int]]):
-    """Micro-batches of all ranks, step after step, as lists of dataset rows.
+    """Batch sampler that yields the micro-batches of all ranks, step after step, as dataset rows.
 
-    Each step trains the next samples_per_step rows of a shuffled epoch; micro-batch i belongs to
-    rank i % num_ranks, as accelerate deals them, and every rank has accumulation_steps a step. The
-    last rows of an epoch that fill no step are left out, as a Trainer with drop_last does.
+    Each step trains the next `samples_per_step` rows of the shuffled epoch. Micro-batch i belongs
+    to rank i % num_ranks, which is accelerate's order. The last rows of an epoch, which do not fill
+    a step, are left out, as by a Trainer with drop_last. Iterating raises UserError for a step that
+    does not fit into its micro-batches.
 
-    lengths: tokens of each row. max_tokens: of a micro-batch. wait: see `balance_step`. UserError
-    for a row above max_tokens, and in the iteration for a step that does not fit.
+    Args:
+        lengths: Tokens of each dataset row.
+        samples_per_step: Rows of a step on all ranks.
+        max_tokens: Most tokens of a micro-batch. A longer row is a UserError.
+        num_ranks: Data-parallel ranks.
+        accumulation_steps: Micro-batches of each rank in a step.
+        cost: Workload model that prices the rows.
+        wait: Whether ranks wait for each other per step or per micro-batch, see `balance_step`.
+        seed: Seed of the shuffle.
     """
 
-    batch_size = None  # accelerate's BatchSamplerShard requires None for varying sizes
+    # accelerate's BatchSamplerShard requires None where the sizes of batches vary.
+    batch_size = None
     drop_last = False
 
     def __init__(
@@ -76,32 +86,36 @@ class BalancedStep(Sampler[list[int]]):
 
     @property
     def sampler(self) -> "BalancedStep":
-        """Itself; accelerate's loaders look for `set_epoch` here."""
+        """Return this sampler itself, because accelerate looks for `set_epoch` here."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate next; each has its own order."""
+        """Choose the epoch to iterate next. Each epoch has its own order of rows."""
         self.epoch = epoch
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps of an epoch."""
         return self.lengths.size // self.samples_per_step
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch on all ranks."""
+        """Return the number of micro-batches of an epoch on all ranks."""
         return self.num_steps * self.num_ranks * self.accumulation_steps
 
     def steps(self) -> Iterator[tuple[IntArray, StepBalance]]:
-        """Rows of each step of the epoch, and how they are divided (indices into those rows)."""
+        """Yield the dataset rows of each step of the epoch, and their division.
+
+        The division (`StepBalance`) has indices into the step's rows.
+        """
         order = np.random.default_rng([self.seed, self.epoch]).permutation(self.lengths.size)
         for step in range(self.num_steps):
             rows = order[step * self.samples_per_step :][: self.samples_per_step]
             try:
                 yield rows, self._balance(self.lengths[rows])
             except UserError as error:
-                told = str(error).replace("num_micro_batches", "gradient_accumulation_steps")
-                raise UserError(f"a step of {rows.size} rows of train_dataset: {told}") from None
+                # Name the option as the Trainer calls it.
+                message = str(error).replace("num_micro_batches", "gradient_accumulation_steps")
+                raise UserError(f"a step of {rows.size} rows of train_dataset: {message}") from None
 
     def __iter__(self) -> Iterator[list[int]]:
         for rows, balance in self.steps():
@@ -111,11 +125,17 @@ class BalancedStep(Sampler[list[int]]):
 
 
 class BalancedSteps(PlannedTrainer):
-    """A mixin left of TRL's SFTTrainer; see `balanced_steps`.
+    """Mixin that makes TRL's SFTTrainer train balanced steps; see `balanced_steps`.
 
-    A step trains as many rows as the arguments say (per_device_train_batch_size x
-    gradient_accumulation_steps x ranks), divided by work instead of by number. data_collator,
-    check_documents: as `PlannedTrainer` takes them.
+    Put it before the trainer. A step trains as many rows as the arguments say
+    (per_device_train_batch_size x gradient_accumulation_steps x ranks), but they are divided by
+    work instead of by number.
+
+    Args:
+        *args: Of the trainer.
+        max_tokens: Most tokens of a micro-batch.
+        cost: Workload model that prices the rows.
+        **kwargs: Of the trainer and of `PlannedTrainer`.
     """
 
     def __init__(self, *args: Any, max_tokens: int, cost: Cost = LLAMA2_7B, **kwargs: Any) -> None:
@@ -123,8 +143,11 @@ class BalancedSteps(PlannedTrainer):
         super().__init__(*args, **kwargs)
 
     def get_train_dataloader(self: Any) -> DataLoader[Any]:
-        """TRL's DataLoader over balanced steps, prepared by its accelerator. UserError for settings
-        that would undo them, and for losses that are not a mean over a step's tokens.
+        """Return TRL's DataLoader over balanced steps, prepared by its accelerator.
+
+        Raises:
+            UserError: A setting would undo the steps, or the loss is not a mean over a step's
+                tokens.
         """
         args = self.args
         num_ranks, accumulated = self._num_ranks(), args.gradient_accumulation_steps
@@ -150,6 +173,6 @@ class BalancedSteps(PlannedTrainer):
 
 
 def balanced_steps(trainer: type[Any]) -> type[Any]:
-    """A subclass of TRL's SFTTrainer that takes `max_tokens=` and trains balanced steps."""
+    """Return a subclass of TRL's SFTTrainer that takes `max_tokens=` and trains balanced steps."""
     made: Any = type(f"Stepwise{trainer.__name__}", (BalancedSteps, trainer), {})
     return made

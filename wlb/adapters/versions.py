@@ -1,11 +1,15 @@
-"""Checks that the library an adapter needs is installed and recent enough; torch-free."""
+"""Check that the library that an adapter needs is installed and recent enough. Imports no torch."""
 
 import re
 from importlib import metadata
 
 
 def require(*needs: str) -> None:
-    """ImportError with the remedy unless each "name>=version" is installed."""
+    """Raise ImportError with the pip command to run unless each requirement is installed.
+
+    Args:
+        *needs: Requirements in the form "name>=version".
+    """
     for need in needs:
         name, least = need.split(">=")
         try:
@@ -23,6 +27,6 @@ def require(*needs: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Numbers of the release: "5.23.0rc1" gives (5, 23, 0)."""
+    """Return the numbers of a version's release part: "5.23.0rc1" gives (5, 23, 0)."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in release[0].split(".")) if release else ()

@@ -201,7 +201,7 @@ class OwnLabels(Reader):
 
 
 def test_a_reader_with_labels_of_its_own_needs_a_planner_that_counts_them(prefix: str) -> None:
-    with pytest.raises(UserError, match="OwnLabels says which tokens are trained"):
+    with pytest.raises(UserError, match="OwnLabels masks some labels"):
         PlannedLoader(
             partial(planner_of, prefix, 1), partial(OwnLabels, prefix), dp_rank=0, collate=flat
         )

@@ -58,10 +58,10 @@ def test_widths(options: PadOptions, width: int) -> None:
     [
         (
             lambda: pad(ROWS, options=PadOptions(pad_token_id=0, max_length=2)),
-            "example 0 has 3 tokens, max_length = 2; nothing is cut here",
+            "example 0 has 3 tokens, more than max_length = 2",
         ),
         (lambda: pad([], options=PadOptions(pad_token_id=0)), "at least one example"),
-        (lambda: pad([[1], []], options=PadOptions(pad_token_id=0)), "example 1 holds no token"),
+        (lambda: pad([[1], []], options=PadOptions(pad_token_id=0)), "example 1 has no tokens"),
         (lambda: PadOptions(pad_token_id=-1), "pad_token_id = -1"),
         (lambda: PadOptions(pad_token_id=0, pad_to=PadTo.MAX_LENGTH), "needs max_length"),
         (lambda: PadOptions(pad_token_id=0, max_length=0), "max_length = 0"),

@@ -1,4 +1,4 @@
-"""Collators for other training loops: packed or padded batches out of documents."""
+"""Collators that turn documents into packed or padded batches, for any training loop."""
 
 from wlb.adapters.collate.boundaries import MAX_MASK_BYTES as MAX_MASK_BYTES
 from wlb.adapters.collate.boundaries import block_mask as block_mask

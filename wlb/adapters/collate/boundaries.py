@@ -1,9 +1,11 @@
-"""Document boundaries: lengths, cu_seqlens, position ids, masks, and conversions between them.
+"""Document boundaries of a packed row in four forms, and conversions between them.
 
-lengths       [3, 2]            tokens of each document, each at least one
-cu_seqlens    [0, 3, 5]         int32 running offsets, as variable-length kernels take them
-position_ids  [0, 1, 2, 0, 1]   restarting at each document; ambiguous with padding, whose
-                                zeros read as documents of one token
+    lengths       [3, 2]            tokens of each document, at least one each
+    cu_seqlens    [0, 3, 5]         int32 offsets, as variable-length kernels take them
+    position_ids  [0, 1, 2, 0, 1]   restart at each document
+    block_mask    [5, 5]            True where a query attends to a key
+
+Padding needs care with position_ids: its zeros look like documents of one token.
 """
 
 from typing import Any
@@ -16,13 +18,21 @@ from wlb.plan.arrays import MOST_INT32
 from wlb.plan.arrays import Int32Array as Int32Array
 
 MAX_MASK_BYTES = 1 << 28
-"""Default limit of `block_mask`: 256 MiB, i.e. 16,384 tokens."""
+"""Default size limit of `block_mask`: 256 MiB, which is a mask of 16,384 tokens."""
 _COPIED_TOKENS = 256
-"""Mean length from which copying per document is faster than arithmetic per token."""
+"""Mean document length from which copying positions per document is faster than computing them."""
 
 
 def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
-    """`lengths` (shape [n]) as int64. UserError, prefixed by `where`, for one below 1."""
+    """Return `lengths` as int64, shape [n].
+
+    Args:
+        lengths: Tokens of each document.
+        where: Beginning of error messages.
+
+    Raises:
+        UserError: A length is below 1.
+    """
     out = int_array(f"{where}lengths", lengths)
     if out.size and int(out.min()) < 1:
         i = int(np.flatnonzero(out < 1)[0])
@@ -33,7 +43,7 @@ def document_lengths(lengths: IntLike, where: str = "") -> IntArray:
 
 
 def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
-    """int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of `lengths` (shape [n])."""
+    """Return int32 offsets [0, l0, l0 + l1, ...], shape [n + 1], of documents of these lengths."""
     offsets = offsets_of(document_lengths(lengths))
     total = int(offsets[-1])
     if total > MOST_INT32:
@@ -44,7 +54,7 @@ def cu_seqlens_from_lengths(lengths: IntLike) -> Int32Array:
 
 
 def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
-    """Tokens of each segment, shape [n], from offsets, shape [n + 1], that increase from 0."""
+    """Return the tokens of each segment, shape [n], from increasing offsets, shape [n + 1]."""
     offsets = int_array("cu_seqlens", cu_seqlens)
     if not offsets.size or offsets[0] != 0:
         first = f"begin with {offsets[0]}" if offsets.size else "are empty"
@@ -62,7 +72,13 @@ def lengths_from_cu_seqlens(cu_seqlens: IntLike) -> IntArray:
 def position_ids_from_lengths(
     lengths: IntLike, *, start: int = 0, dtype: type[np.int64] | type[np.int32] = np.int64
 ) -> npt.NDArray[np.integer[Any]]:
-    """Positions that count from `start` in each document, shape [sum of lengths]."""
+    """Return positions that restart in each document, shape [sum of lengths].
+
+    Args:
+        lengths: Tokens of each document.
+        start: Position of a document's first token.
+        dtype: Type of the result.
+    """
     counts = document_lengths(lengths)
     starts = offsets_of(counts)
     total = int(starts[-1])
@@ -77,10 +93,18 @@ def position_ids_from_lengths(
 def lengths_from_position_ids(
     position_ids: IntLike, where: str = "position_ids", *, start: int = 0
 ) -> IntArray:
-    """Document lengths of one row (shape [T]) whose positions restart at `start`.
+    """Return the document lengths of one row whose positions restart at `start`.
 
-    UserError, prefixed by `where`, unless the first id is `start` and every other is `start` or one
-    more than its predecessor. Rows with left padding, or that begin inside a document, fail.
+    The first id must be `start`, and each other id `start` or one more than the id before it. So
+    rows with left padding, and rows that begin inside a document, are refused.
+
+    Args:
+        position_ids: Positions, shape [T].
+        where: Beginning of error messages.
+        start: Position of a document's first token.
+
+    Raises:
+        UserError: The ids do not have this form.
     """
     ids = int_array(where, position_ids)
     if ids.size and ids[0] != start:
@@ -99,9 +123,13 @@ def lengths_from_position_ids(
 
 
 def cu_seqlens_from_position_ids(position_ids: npt.ArrayLike, *, start: int = 0) -> Int32Array:
-    """Offsets of the documents of a row [T], or of concatenated rows [R, S], without padding.
+    """Return the document offsets of a row [T], or of the rows [R, S] one after the other.
 
-    UserError as in `lengths_from_position_ids`, naming the row.
+    There must be no padding. UserError as in `lengths_from_position_ids`.
+
+    Args:
+        position_ids: Positions that restart in each document.
+        start: Position of a document's first token.
     """
     ids = np.asarray(position_ids)
     if ids.ndim == 1:
@@ -122,12 +150,19 @@ def block_mask(
     window: int | None = None,
     max_bytes: int = MAX_MASK_BYTES,
 ) -> BoolArray:
-    """True where query t (row) attends to key s (column), shape [T, T]: same segment, s <= t.
+    """Return a mask [T, T] that is True where query t (row) attends to key s (column).
 
-    causal = False: the whole segment. window: sliding window, s > t - window. Takes T * T bytes,
-    and a few times that temporarily; UserError beyond `max_bytes`. transformers accepts
-    `mask[None, None]` as attention_mask on SDPA; its eager attention adds the mask to the scores,
-    so give it 0 and the lowest float instead of True and False.
+    That is where both are in the same segment and s <= t. The mask takes T * T bytes, and a few
+    times that while it is made.
+
+    transformers accepts `mask[None, None]` as attention_mask with SDPA. Its eager attention adds
+    the mask to the scores: give it 0 and the lowest float instead of True and False.
+
+    Args:
+        cu_seqlens: Offsets of the segments.
+        causal: False lets a query attend to later keys of its segment as well.
+        window: Sliding window, s > t - window; None means no window.
+        max_bytes: Size above which UserError is raised.
     """
     lengths = lengths_from_cu_seqlens(cu_seqlens)
     num_tokens = int(lengths.sum())

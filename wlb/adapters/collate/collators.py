@@ -1,9 +1,13 @@
-"""Collators for other loops: `collate_fn` of a DataLoader or `data_collator` of a trainer.
+"""Collators to use as `collate_fn` of a DataLoader or `data_collator` of a trainer.
 
-`PaddingFreeCollator` (Section 3.4 of "Enhancing Training Efficiency Using Packing with Flash
-Attention") replaces transformers' DataCollatorWithFlattening, with the same keys, types and dtypes;
-`PaddedCollator` makes a row per document. Examples are mappings with `input_ids` and, in all or
-none, unshifted `labels`. Models must be called with `use_cache=False`: see README.md.
+`PaddingFreeCollator` joins examples to one row without padding (Section 3.4 of "Enhancing Training
+Efficiency Using Packing with Flash Attention"). It replaces transformers'
+DataCollatorWithFlattening, with the same keys, types and dtypes. `PaddedCollator` makes a padded
+row of each example.
+
+Examples are mappings with `input_ids` and, in all of them or in none, unshifted `labels`. Call
+models with `use_cache=False`: with a cache, transformers ignores position_ids, and documents see
+each other.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,31 +27,32 @@ Feature = Mapping[str, Any]
 Tensors = Literal["pt", "np"]
 
 LENGTH_KEYS = ("seq_lengths", "lengths")
-"""Keys of a packed row's document lengths; give one of them."""
+"""Keys that may hold the document lengths of a packed row; at most one of them is given."""
 LOSS_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-"""Masks that other collators turn into labels; refused, as ignoring them would train too much."""
+"""Masks that other collators turn into labels.
+
+They are refused here, because ignoring them would train tokens that should be masked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddingFreeCollator(FlatOptions):
-    """Examples to one row [1, T]: input_ids, labels, position_ids, all int64.
+    """Joins examples to one row [1, T]: input_ids, labels and position_ids, all int64."""
 
-    return_flash_attn_kwargs adds cu_seq_lens_q and cu_seq_lens_k (one int32 tensor, shape
-    [num_segments + 1]), max_length_q and max_length_k (int). return_seq_idx adds seq_idx, int32
-    [1, T]. return_shift_labels adds shift_labels, int64 [1, T]: labels at the token that predicts
-    them, as transformers' losses accept them; it sets next_labels.
-    """
-
-    return_position_ids: bool = True
+    return_position_ids: bool = True  # whether the batch has position_ids
+    # Whether it has cu_seq_lens_q and cu_seq_lens_k (the same int32 tensor, shape [num_segments +
+    # 1]), and max_length_q and max_length_k (int).
     return_flash_attn_kwargs: bool = False
-    return_seq_idx: bool = False
+    return_seq_idx: bool = False  # whether it has seq_idx, the segment of each token, int32 [1, T]
+    # Whether it has shift_labels, int64 [1, T]: each label at the token that predicts it, as
+    # transformers' losses accept it.
     return_shift_labels: bool = False
-    return_tensors: Tensors = "pt"
+    return_tensors: Tensors = "pt"  # "pt" for torch tensors, "np" for arrays
+    # Fields of `FlatOptions` that are derived or fixed here.
     next_labels: bool = field(init=False, default=False, repr=False)
     dtype: npt.DTypeLike = field(init=False, default=np.int64, repr=False)
 
     def __post_init__(self) -> None:
-        # super() fails in a dataclass with slots.
+        # super() does not work in a dataclass with slots.
         FlatOptions.__post_init__(self)
         _check_tensors(self.return_tensors)
         object.__setattr__(self, "next_labels", self.return_shift_labels)
@@ -63,13 +68,20 @@ class PaddingFreeCollator(FlatOptions):
         return_tensors: Tensors | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
+        """Return the batch of these examples.
+
+        Args:
+            features: The examples.
+            return_tensors: Replaces the field of this name for this call.
+            separator_id: Replaces the field of this name for this call.
+        """
         options = self if separator_id is None else replace(self, separator_id=separator_id)
         columns = _columns(features)
         flat = flatten(columns.pop("input_ids"), **columns, options=options)
         return self.batch(flat, return_tensors=return_tensors)
 
     def batch(self, flat: FlatBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """The same keys for a `FlatBatch`, such as a plan's micro-batch."""
+        """Return a batch with the same keys for a `FlatBatch`, such as a plan's micro-batch."""
         out: dict[str, Any] = {"input_ids": flat.input_ids[None], "labels": flat.labels[None]}
         if self.return_position_ids:
             out["position_ids"] = flat.position_ids[None]
@@ -90,13 +102,14 @@ class PaddingFreeCollator(FlatOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedCollator(PadOptions):
-    """Examples to rows [examples, width]: input_ids, labels, attention_mask, position_ids, int64.
+    """Makes a padded row of each example: tensors of shape [examples, width], int64.
 
-    An example is one document; packed rows are refused.
+    The keys are input_ids, labels, attention_mask and position_ids. An example is one document;
+    packed rows are refused.
     """
 
-    return_position_ids: bool = True
-    return_tensors: Tensors = "pt"
+    return_position_ids: bool = True  # whether the batch has position_ids
+    return_tensors: Tensors = "pt"  # "pt" for torch tensors, "np" for arrays
 
     def __post_init__(self) -> None:
         PadOptions.__post_init__(self)
@@ -105,13 +118,19 @@ class PaddedCollator(PadOptions):
     def __call__(
         self, features: Sequence[Feature], return_tensors: Tensors | None = None
     ) -> dict[str, Any]:
+        """Return the batch of these examples.
+
+        Args:
+            features: The examples.
+            return_tensors: Replaces the field of this name for this call.
+        """
         columns = _columns(features)
         _refuse_packed(columns)
         made = pad(columns["input_ids"], labels=columns.get("labels"), options=self)
         return self.batch(made, return_tensors=return_tensors)
 
     def batch(self, made: PaddedBatch, *, return_tensors: Tensors | None = None) -> dict[str, Any]:
-        """The same keys for a `PaddedBatch`."""
+        """Return a batch with the same keys for a `PaddedBatch`."""
         out: dict[str, Any] = {
             "input_ids": made.input_ids,
             "labels": made.labels,
@@ -128,7 +147,10 @@ def _check_tensors(return_tensors: str) -> None:
 
 
 def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any]:
-    """Arrays as tensors that share their memory; an array under two keys becomes one tensor."""
+    """Return arrays as torch tensors that share their memory, if tensors are wanted.
+
+    An array under two keys becomes one tensor under both.
+    """
     _check_tensors(return_tensors)
     if return_tensors == "np":
         return values
@@ -144,9 +166,10 @@ def _converted(values: dict[str, Any], return_tensors: Tensors) -> dict[str, Any
 
 
 def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
-    """The columns input_ids and, if given, labels, lengths and position_ids.
+    """Return the columns input_ids and, where given, labels, lengths and position_ids.
 
-    Other keys are ignored, except those that a collator would have to guess or drop: UserError.
+    Other keys are ignored, except masks that a collator would have to interpret: those are a
+    UserError.
     """
     present: set[str] = set().union(*features)
     out = {"input_ids": _column(features, "input_ids")}
@@ -168,7 +191,7 @@ def _columns(features: Sequence[Feature]) -> dict[str, list[Any]]:
 
 
 def _column(features: Sequence[Feature], key: str) -> list[Any]:
-    """The values of `key`; UserError for an example without it."""
+    """Return the values of `key`; raise UserError for an example without it."""
     out = [feature.get(key) for feature in features]
     for i, value in enumerate(out):
         if value is None:
@@ -179,6 +202,7 @@ def _column(features: Sequence[Feature], key: str) -> list[Any]:
 
 
 def _check_attention_masks(features: Sequence[Feature]) -> None:
+    """Raise UserError for an example that is padded."""
     for i, feature in enumerate(features):
         num_tokens = len(feature["input_ids"])
         mask = feature.get("attention_mask")
@@ -192,7 +216,7 @@ def _check_attention_masks(features: Sequence[Feature]) -> None:
 
 
 def _refuse_packed(columns: Mapping[str, list[Any]]) -> None:
-    """UserError for a row of several documents, judged by lengths or position ids."""
+    """Raise UserError for a row of several documents, judging by lengths or position ids."""
     for i in range(len(columns["input_ids"])):
         num = 1
         if "lengths" in columns:

@@ -1,9 +1,19 @@
-"""Padding-free batches: documents concatenated, with their boundaries. NumPy only.
+"""Padding-free batches: documents one after the other, with their boundaries. NumPy only.
 
-Labels are unshifted, as transformers takes them: labels[t] is token t, so a document's first label
-is IGNORE and n tokens have n - 1 targets; `next_labels` are shifted. Boundaries come from lengths,
-else from position ids, else each example is one document. Padding is last, in segments that are
-neither documents nor targets. Cost: 3-8 ns a token in arrays, 20-30 in lists.
+Labels are unshifted, as transformers takes them: labels[t] is token t. Nothing predicts a
+document's first token, so its label is IGNORE, and n tokens have n - 1 targets. `next_labels` are
+the shifted form. For documents [5, 6, 7] and [8, 9], with padding to 6:
+
+    input_ids     5  6  7  8  9  0
+    labels        -  6  7  -  9  -     (- is IGNORE)
+    next_labels   6  7  -  9  -  -
+    position_ids  0  1  2  0  1  0
+    cu_seqlens    0, 3, 5, 6
+
+Boundaries come from lengths if given, else from position ids; without both, each example is one
+document. Padding comes last, in segments of its own that are neither documents nor targets.
+
+Costs 3 to 8 ns a token from arrays, 20 to 30 ns from lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,32 +37,27 @@ from wlb.parallel.rows import IGNORE, LabelReader, TokenReader
 from wlb.plan import IntArray, IntLike, Layout, MicroBatch, UserError, check_at_least
 
 TokenArray = npt.NDArray[np.integer[Any]]
-"""Integers of `FlatOptions.dtype`, int64 by default."""
-
+"""Array of `FlatOptions.dtype`, int64 by default."""
 
 _PACKED_TOKENS = 256
-"""Mean list length from which one `pack_into` call per list is fastest."""
+"""Mean list length from which one `pack_into` call per list is the fastest way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatOptions:
-    """Layout of a flat batch.
+    """Layout of a flat batch."""
 
-    pad_to_multiple_of: pad with `pad_token_id` to a multiple of this many tokens. longest_padding:
-    most tokens of a segment of padding, so that its positions stay within a model's table of them,
-    such as the context window; None makes one segment of all padding. separator_id: label of each
-    document's first token, IGNORE unless the loss ignores another value. position_ids_start:
-    position of a document's first token (RoBERTa: padding_idx + 1). next_labels: also make
-    `FlatBatch.next_labels`. dtype: of tokens, labels, positions.
-    """
-
+    # The batch is padded to a multiple of this many tokens; None means no padding.
     pad_to_multiple_of: int | None = None
+    # Most tokens of a segment of padding, so that its positions stay within a model's table of
+    # positions; None puts all padding into one segment.
     longest_padding: int | None = None
-    pad_token_id: int = 0
+    pad_token_id: int = 0  # token of the padding
+    # Label of each document's first token; IGNORE unless the loss ignores another value.
     separator_id: int = IGNORE
-    position_ids_start: int = 0
-    next_labels: bool = False
-    dtype: type[np.int64] | type[np.int32] = np.int64
+    position_ids_start: int = 0  # position of a document's first token (RoBERTa: padding_idx + 1)
+    next_labels: bool = False  # whether to make `FlatBatch.next_labels`
+    dtype: type[np.int64] | type[np.int32] = np.int64  # type of tokens, labels and positions
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None:
@@ -65,12 +70,12 @@ class FlatOptions:
             raise UserError(f"dtype = {self.dtype} must be numpy.int64 or numpy.int32")
 
     def padding(self, num_tokens: int) -> int:
-        """Padding tokens after `num_tokens`; an empty batch gets a whole multiple."""
+        """Return the padding after `num_tokens`; an empty batch gets a whole multiple."""
         multiple = self.pad_to_multiple_of or 1
         return -num_tokens % multiple if num_tokens else multiple
 
     def padding_segments(self, num_padding: int) -> IntArray:
-        """Tokens of each segment of `num_padding` tokens of padding, shape [num_segments]."""
+        """Return the tokens of each segment of `num_padding` tokens of padding, shape [n]."""
         longest = self.longest_padding or max(1, num_padding)
         starts = np.arange(0, num_padding, longest)
         return np.minimum(longest, num_padding - starts)
@@ -81,48 +86,49 @@ DEFAULT_OPTIONS = FlatOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatBatch:
-    """Documents one after the other, then padding; T tokens in all.
+    """Documents one after the other, then padding; T tokens in all."""
 
-    input_ids, labels, position_ids: shape [T]. cu_seqlens: int32 offsets of the segments, i.e. of
-    documents and then padding, shape [num_segments + 1], from 0 to T. max_seqlen: tokens of the
-    longest segment. num_padding: padding tokens. next_labels: shape [T], the label of the next
-    token in the document, the separator for its last; None unless requested. num_cut_targets:
-    targets that only next_labels has, of pieces that end before their document.
-    """
-
-    input_ids: TokenArray
-    labels: TokenArray
-    position_ids: TokenArray
+    input_ids: TokenArray  # shape [T]
+    labels: TokenArray  # unshifted, shape [T]; IGNORE where there is no target
+    position_ids: TokenArray  # restart at every document and segment of padding, shape [T]
+    # Offsets of documents and then of padding, from 0 to T, shape [num_segments + 1].
     cu_seqlens: Int32Array
-    max_seqlen: int
-    num_padding: int = 0
+    max_seqlen: int  # tokens of the longest segment
+    num_padding: int = 0  # tokens of padding
+    # Label of the next token of the document, shape [T]; the separator at a document's last token.
+    # None unless requested.
     next_labels: TokenArray | None = None
+    # Targets that only next_labels has: the token that follows a piece whose document continues.
     num_cut_targets: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Return the number of tokens without padding."""
         return self.input_ids.size - self.num_padding
 
     @property
     def num_documents(self) -> int:
+        """Return the number of documents."""
         return int(np.searchsorted(self.cu_seqlens, self.num_tokens))
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [num_documents]."""
+        """Return the tokens of each document, shape [num_documents]."""
         return np.diff(self.cu_seqlens)[: self.num_documents].astype(np.int64)
 
     @property
     def num_targets(self) -> int:
-        """Trained labels, the loss's divisor; separators do not count, whatever their id."""
+        """Return the number of trained labels, which is the loss's divisor.
+
+        Separators do not count, whatever their id.
+        """
         is_target = self.labels != IGNORE
         is_target[self.cu_seqlens[: self.num_documents]] = False
         return int(np.count_nonzero(is_target)) + self.num_cut_targets
 
     @property
     def seq_idx(self) -> Int32Array:
-        """Segment index of each token, shape [T]; padding has segments of its own."""
+        """Return the segment of each token, shape [T]; padding has segments of its own."""
         return np.repeat(
             np.arange(self.cu_seqlens.size - 1, dtype=np.int32), np.diff(self.cu_seqlens)
         )
@@ -136,18 +142,24 @@ def flatten(
     position_ids: Sequence[IntLike] | None = None,
     options: FlatOptions = DEFAULT_OPTIONS,
 ) -> FlatBatch:
-    """One batch of `examples`: token ids (lists or arrays), each a document or a packed row.
+    """Return one batch of examples, each of which is a document or a packed row.
 
-    labels: unshifted, as long as each example; default: its tokens. lengths: of the documents in
-    each example. position_ids: of each example. If both are missing, an example is one document.
-    UserError names an example that does not fit.
+    Args:
+        examples: Token ids of each example, as lists or arrays.
+        labels: Unshifted labels of each example; by default its tokens.
+        lengths: Lengths of the documents in each example.
+        position_ids: Position ids of each example. If both are missing, an example is one document.
+        options: Layout of the batch.
+
+    Raises:
+        UserError: An example contradicts itself; the message names it.
     """
     if not len(examples):
         raise UserError("a batch needs at least one example, got none")
     ids = _checked("tokens", examples, options)
     sizes = _sizes(ids)
     if not sizes.all():
-        raise UserError(f"example {int(sizes.argmin())} holds no token; leave empty examples out")
+        raise UserError(f"example {int(sizes.argmin())} has no tokens; leave empty examples out")
     documents = _documents(sizes, lengths, position_ids, start=options.position_ids_start)
     return _assemble(ids, documents, _labels(labels, sizes, options), options)
 
@@ -159,9 +171,15 @@ def flatten_buffer(
     labels: IntLike | None = None,
     options: FlatOptions = DEFAULT_OPTIONS,
 ) -> FlatBatch:
-    """One batch of documents that are concatenated already; the fastest of the three.
+    """Return one batch of documents that are concatenated already.
 
-    tokens, labels: shape [num_tokens], copied. lengths: tokens of each document, at least one each.
+    This is the fastest of the three functions.
+
+    Args:
+        tokens: Tokens of all documents, shape [num_tokens]. They are copied.
+        lengths: Tokens of each document, at least one each.
+        labels: Unshifted labels, shape [num_tokens]; by default the tokens.
+        options: Layout of the batch.
     """
     documents = document_lengths(lengths)
     if not documents.size:
@@ -175,11 +193,16 @@ def flatten_buffer(
 def flatten_micro_batch(
     micro_batch: MicroBatch, reader: TokenReader, *, options: FlatOptions = DEFAULT_OPTIONS
 ) -> FlatBatch:
-    """One batch of a plan's micro-batch, with its pieces as documents in the plan's order.
+    """Return one batch of a plan's micro-batch, with its pieces as documents in the plan's order.
 
-    The last target of a piece that ends before its document is the document's next token. Only
-    `next_labels` can hold it; without them a cut document loses one target. An empty micro-batch
-    becomes padding. A `LabelReader` says which tokens are trained.
+    A piece may end before its document does. Its last target is then the document's next token,
+    which only `next_labels` has room for; without `next_labels` that target is lost. An empty
+    micro-batch becomes padding.
+
+    Args:
+        micro_batch: The pieces.
+        reader: Reads their tokens. A `LabelReader` also says which tokens are trained.
+        options: Layout of the batch.
     """
     if micro_batch.layout != Layout.SEPARATE:
         raise UserError(
@@ -200,6 +223,7 @@ def flatten_micro_batch(
     out = _assemble(read, documents, given, options)
     if out.next_labels is None:
         return out
+    # Fill in the targets behind pieces that end before their document.
     num_cut = 0
     for end, (document, _, stop) in zip(out.cu_seqlens[1:].tolist(), rows, strict=False):
         if stop < reader.length(document):
@@ -214,7 +238,14 @@ def _assemble(
     labels: Sequence[IntLike] | None,
     options: FlatOptions,
 ) -> FlatBatch:
-    """ids, labels: checked, as many as the documents of `lengths` have tokens."""
+    """Build the batch.
+
+    Args:
+        ids: Checked tokens, as many in total as `lengths` say.
+        lengths: Tokens of each document.
+        labels: Checked unshifted labels; None means the tokens.
+        options: Layout of the batch.
+    """
     num_tokens = int(lengths.sum())
     padding = options.padding(num_tokens)
     segments = np.append(lengths, options.padding_segments(padding))
@@ -244,7 +275,7 @@ def _documents(
     *,
     start: int,
 ) -> IntArray:
-    """Lengths of the documents of all examples."""
+    """Return the lengths of the documents of all examples."""
     if lengths is None and position_ids is None:
         return sizes
     by_length = by_position = None
@@ -274,7 +305,7 @@ def _documents(
 def _labels(
     labels: Sequence[IntLike] | None, sizes: IntArray, options: FlatOptions
 ) -> Sequence[IntLike] | None:
-    """The labels, checked against the examples' sizes; None for None."""
+    """Return the labels, checked against the examples' sizes; None for None."""
     if labels is None:
         return None
     values = _checked("labels", labels, options)
@@ -287,7 +318,10 @@ def _sizes(values: Sequence[IntLike]) -> IntArray:
 
 
 def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequence[IntLike]:
-    """Return all as lists, which `_join` checks, or all as 1-D arrays that fit the dtype."""
+    """Return the values, either all as lists or all as 1-D arrays that fit the dtype.
+
+    `_join` checks the entries of lists.
+    """
     if all(isinstance(value, list | tuple) for value in values):
         return values
     arrays = [np.asarray(value) for value in values]
@@ -304,7 +338,9 @@ def _checked(what: str, values: Sequence[IntLike], options: FlatOptions) -> Sequ
 
 def _check_count(what: str, count: int, sizes: IntArray) -> None:
     if count != sizes.size:
-        raise UserError(f"{what} of {count} examples for the tokens of {sizes.size}")
+        raise UserError(
+            f"there are {what} of {count} examples, but tokens of {sizes.size} examples"
+        )
 
 
 def _check_sizes(what: str, found: IntArray, sizes: IntArray) -> None:
@@ -330,7 +366,7 @@ def _short(lengths: IntArray) -> str:
 
 
 def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOptions) -> TokenArray:
-    """A new array of `num_rows`: all checked values, then space for padding."""
+    """Return a new array of `num_rows` entries: all checked values, then room for padding."""
     out = np.empty(num_rows, options.dtype)
     if not values or isinstance(values[0], list | tuple):
         try:
@@ -345,8 +381,8 @@ def _join(what: str, values: Sequence[IntLike], num_rows: int, options: FlatOpti
 def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
     """Write lists one after the other with `struct`, which is fast and accepts integers only.
 
-    Short lists share a call, which costs about as much as 50 integers; long ones do not, since
-    arguments beyond the processor's caches cost more.
+    A call costs about as much as 50 integers, so short lists share a call. Long lists do not: more
+    arguments than fit into the processor's caches cost more than a call.
     """
     rows: Iterable[Any] = values
     if sum(map(len, values)) < _PACKED_TOKENS * len(values):
@@ -359,7 +395,7 @@ def _pack(values: Sequence[IntLike], out: TokenArray) -> None:
 
 
 def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """UserError unless the array holds integers within `dtype`."""
+    """Raise UserError unless the array consists of integers within `dtype`."""
     if array.dtype.kind not in "iu":
         raise UserError(f"{what} have dtype {array.dtype}, not integers")
     info = np.iinfo(dtype)
@@ -368,7 +404,7 @@ def _check_range(what: str, array: npt.NDArray[Any], dtype: np.dtype[Any]) -> No
 
 
 def _not_integers(what: str, values: Sequence[IntLike], dtype: np.dtype[Any]) -> str:
-    """Message naming the value that is not an integer within `dtype`."""
+    """Return an error message that names the value that is not an integer within `dtype`."""
     info = np.iinfo(dtype)
     for i, value in enumerate(values):
         for at, item in enumerate(value):

@@ -1,8 +1,8 @@
-"""A resumable loader for other training loops: planned, collated steps of one data-parallel rank.
+"""A resumable loader of planned and collated steps for one data-parallel rank of any training loop.
 
-Every rank plans the same global steps and takes its own pipeline's micro-batches, so shards are
-disjoint and complete. Worker processes open planner and reader themselves and collate every
-`num_workers`-th step.
+Every rank plans the same global steps and takes its pipeline's micro-batches. So the ranks' parts
+are disjoint and complete without communication. A worker process opens planner and reader itself,
+and collates every `num_workers`-th step.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,24 +15,23 @@ from wlb.plan import MicroBatch, PlannerState, StepPlan, UserError
 from wlb.planner import Planner, TargetCounter, hold_state
 
 Collate = Callable[[MicroBatch, TokenReader], Any]
+"""Makes the loop's batch out of a micro-batch and a reader of its tokens."""
 
 
 class LoadedStep(NamedTuple):
-    """One global step on one rank.
+    """One global step on one rank."""
 
-    num_targets: trained labels on all ranks, the loss's divisor. micro_batches: results of
-    `collate` for this rank, in execution order.
-    """
-
-    step: int
-    num_targets: int
-    micro_batches: list[Any]
+    step: int  # number of the step
+    num_targets: int  # trained labels on all ranks, the loss's divisor
+    micro_batches: list[Any]  # results of `collate` for this rank, in execution order
 
 
 class PlannedRank:
-    """A data-parallel rank's place in a planner's steps, which a checkpoint stores and resumes.
+    """A data-parallel rank's position in a planner's steps, which checkpoints save and resume.
 
-    dp_rank: below the planner's dp.
+    Args:
+        planner: The planner of all ranks.
+        dp_rank: This rank, below the planner's dp.
     """
 
     def __init__(self, planner: Planner, dp_rank: int) -> None:
@@ -45,13 +44,16 @@ class PlannedRank:
         self._state = planner.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """State after the last step that was returned; JSON, equal on all ranks."""
+        """Return the state after the last step that was returned: JSON, equal on all ranks."""
         return self._state.to_json()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after that step, with any number of ranks and possibly with more epochs.
+        """Resume after the step at which the state was taken.
 
-        UserError for a state that contradicts itself or the planner's data.
+        The number of ranks may differ, and there may be more epochs.
+
+        Raises:
+            UserError: The state contradicts itself or the planner's data.
         """
         resumed = PlannerState.from_json(state)
         hold_state(resumed, self.planner.source, own=self.planner.packers)
@@ -59,12 +61,20 @@ class PlannedRank:
 
 
 def micro_batches_of(plan: StepPlan, dp_rank: int) -> list[MicroBatch]:
-    """A rank's micro-batches in execution order."""
+    """Return a rank's micro-batches of a step in execution order."""
     return [plan.packing.micro_batch(i) for i in plan.pipelines[dp_rank].tolist()]
 
 
 class PlannedSteps(IterableDataset[LoadedStep]):
-    """The rank's steps after a state; in a worker process, every num_workers-th of them."""
+    """Steps of one rank after a state; in a worker process, every num_workers-th of them.
+
+    Args:
+        open_planner: Makes the planner, in the worker.
+        open_reader: Makes the reader, in the worker.
+        dp_rank: The data-parallel rank.
+        collate: Makes a batch of each micro-batch.
+        state: State after the last step that is done; None begins at the first step.
+    """
 
     def __init__(
         self,
@@ -82,6 +92,8 @@ class PlannedSteps(IterableDataset[LoadedStep]):
         worker = get_worker_info()
         first, every = (worker.id, worker.num_workers) if worker else (0, 1)
         planner, reader = self.open_planner(), self.open_reader()
+        # Every worker plans all steps, because each depends on the one before. It collates only its
+        # share of them.
         for i, plan in enumerate(planner.steps(self.state)):
             if i % every == first:
                 made = [self.collate(m, reader) for m in micro_batches_of(plan, self.dp_rank)]
@@ -89,39 +101,50 @@ class PlannedSteps(IterableDataset[LoadedStep]):
 
 
 def check_targets(planner: Planner, reader: TokenReader) -> None:
-    """UserError unless the planner counts the labels that the reader trains.
+    """Raise UserError unless planner and reader agree on which tokens are trained.
 
-    A `LabelReader` masks labels unless it says `has_targets = False`.
+    A `LabelReader` masks labels unless it has `has_targets = False`.
     """
     source = planner.source
     counts = isinstance(source, TargetCounter) and source.has_targets
     masks = isinstance(reader, LabelReader) and getattr(reader, "has_targets", True)
     if masks and not counts:
         raise UserError(
-            f"{type(reader).__name__} says which tokens are trained and the planner counts all of "
-            f"them, so num_targets would be too large a divisor of the loss; make the planner of "
-            f"the store itself, Planner.for_lengths(TokenStore(prefix), ...), or of a source with "
+            f"{type(reader).__name__} masks some labels but the planner counts every token, so "
+            f"num_targets would be too large a divisor of the loss; make the planner from the "
+            f"store, Planner.for_lengths(TokenStore(prefix), ...), or from a source with "
             f"count_targets"
         )
     if counts and not masks:
         raise UserError(
-            f"the planner counts only the tokens that its store trains, and {type(reader).__name__}"
-            f" trains all; read with StoreReader, or another reader with labels"
+            f"the planner counts only the tokens that its store trains, but "
+            f"{type(reader).__name__} trains all; use StoreReader, or another reader with labels"
         )
 
 
 def _unchanged(step: Any) -> Any:
-    """Replaces torch's conversion, which would turn every array into a tensor."""
+    """Return the step as it is; torch's default would turn every array into a tensor."""
     return step
 
 
 class PlannedLoader(PlannedRank):
-    """Iterates over steps to the end of data; a second iteration continues the first.
+    """Iterates over a rank's steps to the end of the data.
 
-    open_planner, open_reader: functions without arguments, picklable if num_workers > 0 (e.g.
-    `functools.partial` of a module's function). num_workers, pin_memory, prefetch_factor: as in
-    torch's DataLoader. UserError where planner and reader differ on which tokens are trained, since
-    a step's `num_targets` would be no divisor of its loss.
+    A second iteration continues where the first one stopped.
+
+    Args:
+        open_planner: Makes the planner. It must be picklable if num_workers > 0, for example a
+            `functools.partial` of a module's function.
+        open_reader: Makes the reader; likewise.
+        dp_rank: This data-parallel rank.
+        collate: Makes a batch of each micro-batch.
+        num_workers: As in torch's DataLoader.
+        pin_memory: As in torch's DataLoader.
+        prefetch_factor: As in torch's DataLoader.
+
+    Raises:
+        UserError: Planner and reader differ on which tokens are trained, so that a step's
+            `num_targets` would be a wrong divisor of its loss.
     """
 
     def __init__(
@@ -148,6 +171,7 @@ class PlannedLoader(PlannedRank):
         steps = PlannedSteps(
             *self._open, dp_rank=self.dp_rank, collate=self.collate, state=self._state
         )
+        # This process plans too, because states of worker processes do not come back.
         for loaded in DataLoader(steps, batch_size=None, collate_fn=_unchanged, **self._options):
             plan = self.planner.next(self._state)
             if plan is None or plan.step != loaded.step:
@@ -155,7 +179,7 @@ class PlannedLoader(PlannedRank):
                     f"step {loaded.step} came from a worker, this process planned "
                     f"{None if plan is None else plan.step}: the planners differ"
                 )
-            # The state advances before the yield, because a checkpoint is made after the step was
-            # trained.
+            # Advance before the yield: when the loop saves a checkpoint, the step that is yielded
+            # here has been trained.
             self._state = plan.state
             yield loaded

@@ -1,7 +1,7 @@
-"""Padded batches, a row per document, for loops without variable-length kernels.
+"""Padded batches with one document per row, for loops without variable-length kernels.
 
-An attention mask [rows, width] cannot separate documents, so a row is one document. Labels are
-those of `flat.py`. Nothing is cut: a document longer than `max_length` is an error.
+An attention mask [rows, width] cannot separate documents within a row, so a row is one document.
+Labels are as in `flat.py`. Nothing is cut: a document longer than `max_length` is an error.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,34 @@ from wlb.plan import IntArray, IntLike, UserError, check_at_least
 
 
 class Side(StrEnum):
-    """Side of the padding."""
+    """Side of a row on which the padding is."""
 
     RIGHT = "right"
     LEFT = "left"
 
 
 class PadTo(StrEnum):
-    """Width of a batch."""
+    """Rule for the width of a batch."""
 
     LONGEST = "longest"
-    """The width is that of the batch's longest document."""
+    """As wide as the longest document of the batch."""
     MAX_LENGTH = "max_length"
-    """The width is always `max_length`, for compiled models and fixed buffers."""
+    """Always `max_length` wide, for compiled models and fixed buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PadOptions:
     """Layout of a padded batch.
 
-    max_length: longer documents are refused. pad_to_multiple_of: the width is rounded up to it;
-    `max_length` must be a multiple. Enums may be given as strings.
+    Enums may be given as strings.
     """
 
-    pad_token_id: int
+    pad_token_id: int  # token of the padding
     side: Side = Side.RIGHT
     pad_to: PadTo = PadTo.LONGEST
+    # Longest document allowed; a longer one is a UserError. None means no limit.
     max_length: int | None = None
+    # The width is rounded up to a multiple of this, which must divide max_length.
     pad_to_multiple_of: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,13 +63,13 @@ class PadOptions:
                 )
 
     def width(self, lengths: IntArray) -> int:
-        """Width of a batch of documents of `lengths` (shape [rows])."""
+        """Return the width of a batch of documents of `lengths`, shape [rows]."""
         longest = int(lengths.max())
         if self.max_length is not None and longest > self.max_length:
             raise UserError(
-                f"example {int(lengths.argmax())} has {longest} tokens, max_length = "
-                f"{self.max_length}; nothing is cut here: split it, leave it out, or raise "
-                f"max_length"
+                f"example {int(lengths.argmax())} has {longest} tokens, more than max_length = "
+                f"{self.max_length}, and this collator cuts nothing: split the example, leave it "
+                f"out, or raise max_length"
             )
         if self.pad_to is PadTo.MAX_LENGTH:
             return self.max_length or longest
@@ -78,30 +79,31 @@ class PadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PaddedBatch:
-    """Documents as rows; all int64 of shape [rows, width].
-
-    labels: IGNORE on padding and on first tokens. attention_mask: 1 on tokens, 0 on padding.
-    position_ids: from 0 in each document, 0 on padding.
-    """
+    """Documents as rows. All arrays are int64 of shape [rows, width]."""
 
     input_ids: IntArray
-    labels: IntArray
-    attention_mask: IntArray
-    position_ids: IntArray
+    labels: IntArray  # unshifted; IGNORE on padding and on first tokens
+    attention_mask: IntArray  # 1 on tokens, 0 on padding
+    position_ids: IntArray  # counted from 0 in each document; 0 on padding
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of each document, shape [rows]."""
+        """Return the tokens of each document, shape [rows]."""
         return self.attention_mask.sum(1)
 
 
 def pad(
     examples: Sequence[IntLike], *, labels: Sequence[IntLike] | None = None, options: PadOptions
 ) -> PaddedBatch:
-    """A row for each example: token ids (list or array) of one document.
+    """Return a batch with one row for each example.
 
-    labels: as long as each example; default: its tokens. UserError names an example that does not
-    fit.
+    Args:
+        examples: Token ids of each document, as lists or arrays.
+        labels: Unshifted labels, as long as each example; by default its tokens.
+        options: Layout of the batch.
+
+    Raises:
+        UserError: An example does not fit; the message names it.
     """
     flat = flatten(examples, labels=labels)
     lengths = flat.lengths

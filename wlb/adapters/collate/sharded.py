@@ -1,9 +1,10 @@
-"""One context-parallel rank's rows of a padding-free batch, made where the batch is: in a worker.
+"""Cut a padding-free batch to the rows of one context-parallel rank, in the data worker.
 
-`ContextCollator` wraps the collator that a loop has. Its batch has the keys of any padding-free
-batch, so a loop counts labels and divides its loss as if ranks held different data; documents are
-cut by a `ShardingPlan` (Section 5) for any lengths. Labels move to the token that predicts them
-before the cut, so that no boundary loses one.
+`ContextCollator` wraps the loop's collator. The cut batch has the keys of any padding-free batch,
+so the loop counts labels and divides its loss as if the ranks had different data.
+
+A `ShardingPlan` (Section 5) cuts documents of any lengths. Labels are shifted to the token that
+predicts them before the cut; after it, the next token may be on another rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +31,24 @@ from wlb.sharding import NAMES, shard
 from wlb.spec import ExchangeChoice
 
 ROWS_KEY = "wlb_context"
-"""The batch's key, and the argument of a model's forward, that holds `ContextRows`."""
+"""Key of the batch, and argument of the model's forward, whose value is a `ContextRows`."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "shift_labels")
+"""Keys with one value per token, which are cut."""
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keys with the boundaries of the whole row, which the plan replaces."""
 
 
 class ContextRows:
-    """What attention needs besides a rank's tokens, on the host; travels with the batch.
+    """What attention needs besides a rank's tokens; it travels with the batch and stays on the host.
 
-    plan: the micro-batch over cp ranks. rank: whose rows these are. rows: their index arrays.
-    documents: digest of the whole batch's tokens and boundaries, equal on the ranks that share it.
-    No dataclass: FSDP2 and DDP would copy one field by field.
+    This is no dataclass, because FSDP2 and DDP would copy a dataclass field by field.
+
+    Args:
+        plan: Which tokens of the micro-batch each CP rank has.
+        rank: The rank whose rows these are.
+        rows: Index arrays of these rows and of their exchange.
+        documents: Digest of the tokens and boundaries of the whole batch. Ranks that share a batch
+            compare it.
     """
 
     def __init__(
@@ -50,25 +58,20 @@ class ContextRows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, 0 without any."""
+        """Return the tokens of the longest document; 0 without any."""
         return int(self.plan.lengths.max(initial=0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSharder:
-    """Turns a padding-free batch into the rows of CP rank `rank` of `cp`.
-
-    strategy: one of `wlb.sharding.NAMES`. exchange: gather, needed or auto, as
-    `sharding.exchange`. cost: prices of strategies that choose. row_multiple: a rank's rows are
-    padded to a multiple of it.
-    """
+    """Cuts a padding-free batch to the rows of CP rank `rank` of `cp`."""
 
     cp: int
     rank: int
-    strategy: str = "adaptive"
-    exchange: str = "gather"
-    cost: WorkloadModel = LLAMA2_7B
-    row_multiple: int = 1
+    strategy: str = "adaptive"  # sharding strategy, one of `wlb.sharding.NAMES`
+    exchange: str = "gather"  # "gather", "needed" or "auto", as `sharding.exchange`
+    cost: WorkloadModel = LLAMA2_7B  # prices for strategies that choose by predicted time
+    row_multiple: int = 1  # the rank's rows are padded to a multiple of this
 
     def __post_init__(self) -> None:
         check_at_least("cp", self.cp, 1)
@@ -81,12 +84,18 @@ class ContextSharder:
             known = ", ".join(ExchangeChoice)
             raise UserError(f"exchange = {self.exchange!r} is not one of {known}")
         if isinstance(self.cost, ProfiledWorkload) and self.cost.overlaps:
-            # Attention is one call here, so it hides no exchange.
+            # Attention is a single call here, so no exchange overlaps with it.
             object.__setattr__(self, "cost", replace(self.cost, overlaps=False, stages=1))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """input_ids, position_ids and, if given, labels and shift_labels, int64 [1, T_local], and
-        `ROWS_KEY`. UserError for a batch that is not one row of documents with boundaries.
+        """Return the rank's part of a batch of one packed row.
+
+        Raises:
+            UserError: The batch is not one row of documents with boundaries.
+
+        Returns:
+            input_ids, position_ids and, where given, labels and shift_labels, int64 [1, T_local];
+            and `ContextRows` under `ROWS_KEY`.
         """
         import torch
 
@@ -115,21 +124,23 @@ class ContextSharder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextCollator:
-    """A collator of padding-free rows, and the cut of each batch for one CP rank."""
+    """A collator of padding-free rows, followed by the cut for one CP rank."""
 
+    # Makes a padding-free row of examples.
     collator: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]]
-    sharder: ContextSharder
+    sharder: ContextSharder  # cuts it
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the rank's part of the batch of these examples."""
         return self.sharder(self.collator(features))
 
     def of_rank(self, rank: int) -> "ContextCollator":
-        """The same cut, of another rank."""
+        """Return the same collator for another rank."""
         return replace(self, sharder=replace(self.sharder, rank=rank))
 
 
 def next_labels(labels: IntArray, lengths: IntArray) -> IntArray:
-    """Each token's next label within its document, IGNORE for a document's last, shape [T]."""
+    """Return each token's next label in its document, shape [T]; IGNORE at the last token."""
     out = np.full(labels.size, IGNORE, np.int64)
     out[:-1] = labels[1:]
     out[np.cumsum(lengths) - 1] = IGNORE
@@ -137,11 +148,11 @@ def next_labels(labels: IntArray, lengths: IntArray) -> IntArray:
 
 
 def _checked(batch: Mapping[str, Any]) -> dict[str, IntArray]:
-    """The values per token, shape [T]; UserError with the key that cannot be cut."""
+    """Return the arrays per token, shape [T]; raise UserError for a key that cannot be cut."""
     if batch.get("attention_mask") is not None:
         raise UserError(
-            "the batch has an attention_mask, which context parallelism does not read: documents "
-            "are kept apart by where position_ids begin again; use a padding-free collator "
+            "the batch has an attention_mask, which context parallelism does not read: it finds "
+            "documents by where position_ids restart; use a padding-free collator "
             "(PaddingFreeCollator) and leave the mask out"
         )
     if batch.get("input_ids") is None:
@@ -174,7 +185,7 @@ def _row(name: str, values: Any, tokens: IntArray | None) -> IntArray:
 
 
 def _lengths(batch: Mapping[str, Any], packed: Mapping[str, IntArray]) -> IntArray:
-    """Tokens of each document: from cu_seq_lens_q, or from where position_ids begin again."""
+    """Return the tokens of each document, from cu_seq_lens_q or from restarts of position_ids."""
     num_tokens = packed["input_ids"].size
     if batch.get("cu_seq_lens_q") is not None:
         lengths = lengths_from_cu_seqlens(np.asarray(batch["cu_seq_lens_q"]))

@@ -1,1 +1,1 @@
-"""Balanced steps in RL post-training: one thin file per host, imported by name."""
+"""Balanced steps in RL post-training: one module per library, imported by its name."""

@@ -1,8 +1,8 @@
-"""Balance where samples already lie on ranks: each rank's micro-batches, cut to meet the others'.
+"""Cut each rank's samples into balanced micro-batches where the samples cannot move between ranks.
 
-Hosts that send samples to ranks before they cut micro-batches (verl, OpenRLHF, AReaL, TRL's GRPO)
-call `cut` on every rank of a data-parallel group. Lengths are gathered, so that all find the same
-number of micro-batches, and the m-th ones of all ranks take nearly as long.
+verl, OpenRLHF, AReaL and TRL's GRPO send samples to ranks before they cut micro-batches. There,
+every rank of a data-parallel group calls `cut`. The ranks gather their lengths, so all of them find
+the same number of micro-batches, and the m-th micro-batches of all ranks take nearly equal time.
 """
 
 from collections.abc import Sequence
@@ -18,26 +18,34 @@ from wlb.plan import IntLike, UserError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How a rank's samples are cut; see `balance_step`.
+    """How a rank's samples are cut into micro-batches; see `balance_step`."""
 
-    max_tokens: of a micro-batch. atoms: labels of this rank's samples that share a micro-batch.
-    at_least, multiple: of micro-batches. in_step: whether all ranks of the group get the same
-    number of micro-batches; otherwise each rank is cut by itself.
-    """
-
-    max_tokens: int
-    cost: Cost = "verl"
+    max_tokens: int  # most tokens of a micro-batch
+    cost: Cost = "verl"  # prices of samples by their length
+    # Label of each sample of this rank; samples with equal labels stay in one micro-batch. None
+    # lets every sample stand alone.
     atoms: Sequence[int] | None = None
-    at_least: int = 1
-    multiple: int = 1
+    at_least: int = 1  # fewest micro-batches of a rank
+    multiple: int = 1  # the number of micro-batches is a multiple of this
+    # Whether all ranks of the group get the same number of micro-batches; otherwise each rank is
+    # cut alone.
     in_step: bool = True
 
 
 def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
-    """This rank's micro-batches as ascending indices into `lengths`, longest-running first.
+    """Return this rank's micro-batches, those with the most work first.
 
-    group: a torch.distributed group, None for the default one. UserError on every rank where one of
-    them has a sample above the cap, or too few to fill as many micro-batches as others need.
+    Args:
+        lengths: Tokens of each sample of this rank.
+        how: Limits and prices.
+        group: A torch.distributed group; None means the default group.
+
+    Returns:
+        Ascending indices into `lengths` for each micro-batch.
+
+    Raises:
+        UserError: On every rank, if one of them has a sample above max_tokens, or too few samples
+            to fill as many micro-batches as other ranks need.
     """
     mine = np.asarray(lengths, np.int64)
     atoms = np.arange(mine.size) if how.atoms is None else np.asarray(how.atoms, np.int64)
@@ -60,7 +68,8 @@ def cut(lengths: IntLike, how: Cut, group: Any = None) -> list[list[int]]:
 
 
 def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
-    """This process's place in the group, and what each of the group gave."""
+    """Return this process's place in the group, and the value that each process gave."""
+    # False stands for a group of this process alone.
     if group is False or not (dist.is_available() and dist.is_initialized()):
         return 0, [mine]
     out: list[Any] = [None] * dist.get_world_size(group)
@@ -69,6 +78,6 @@ def _gathered(mine: Any, group: Any) -> tuple[int, list[Any]]:
 
 
 def _labels(atoms: list[Any]) -> Any:
-    """Labels of all ranks, no two ranks' the same."""
+    """Return the labels of all ranks, shifted so that no two ranks share a label."""
     above = np.cumsum([0, *(int(a.max()) + 1 for a in atoms)])
     return np.concatenate([a + first for a, first in zip(atoms, above[:-1], strict=True)])

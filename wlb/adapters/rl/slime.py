@@ -1,10 +1,10 @@
-"""slime 0.3: `build_dp_schedule` by wlb, for dynamic batch sizes.
+"""Balanced `build_dp_schedule` for slime 0.3 with dynamic batch sizes.
 
     import wlb.adapters.rl.slime
     wlb.adapters.rl.slime.install()      # in the process that runs slime.ray.rollout
 
-Steps are cut as slime cuts them; within a step samples are divided over ranks and micro-batches at
-once. Samples longer than the limit are alone, as slime has it.
+Rollouts are divided into steps as slime divides them. Within a step, samples are divided over ranks
+and micro-batches at once. A sample longer than the limit gets a micro-batch to itself, as in slime.
 """
 
 import importlib
@@ -22,22 +22,31 @@ from wlb.balance.request import labels
 from wlb.plan import UserError
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+# Where the replaced function is, as "module:name".
 PLACE = "slime.utils.dp_schedule:build_dp_schedule"
+# The cost that `install` was given; None means slime's FLOPs.
 _costs: list[Cost | None] = [None]
 
 
 class TooFewRollouts(UserError, AssertionError):
-    """A step that cannot be filled; slime's callers know it as an AssertionError."""
+    """A step that cannot be filled.
+
+    It is an AssertionError as well, because slime raises that and its callers expect it.
+    """
 
 
 def install(*, cost: Cost | None = None) -> None:
-    """Make slime schedule by wlb; cost: default slime's own FLOPs of the model that it trains."""
+    """Make slime schedule by wlb.
+
+    Args:
+        cost: Prices of samples. By default slime's FLOPs of the model that it trains.
+    """
     _costs[:] = [cost]
     _swap.install()
 
 
 def uninstall() -> None:
-    """Give slime its own function back."""
+    """Restore slime's function."""
     _swap.uninstall()
 
 
@@ -49,11 +58,23 @@ def build_dp_schedule(
     global_batch_size: int,
     rollout_indices: list[int],
 ) -> Schedule:
-    """Slime's function of this name: (samples of each rank, its micro-batches as positions in
-    those, micro-batches of each step, rollouts of each step).
+    """Replace slime's function of this name, with the same arguments and result.
 
-    Without args.use_dynamic_batch_size slime's own is called. UserError for fewer rollouts than a
-    step and fewer samples than micro-batches.
+    Without args.use_dynamic_batch_size, slime's function is called.
+
+    Args:
+        args: slime's arguments.
+        train_parallel_config: Sizes of slime's parallel groups.
+        total_lengths: Tokens of each sample.
+        global_batch_size: Rollouts of a step.
+        rollout_indices: The rollout of each sample.
+
+    Returns:
+        The samples of each rank, its micro-batches as positions in them, the number of
+        micro-batches of each step, and the rollouts of each step.
+
+    Raises:
+        UserError: There are fewer rollouts than a step needs, or fewer samples than micro-batches.
     """
     if not args.use_dynamic_batch_size:
         return _swap.theirs[PLACE](
@@ -66,14 +87,14 @@ def build_dp_schedule(
     ranks = train_parallel_config["dp_size"]
     has_stages = train_parallel_config["vpp_size"] > 1
     step_of = _steps(rollout_indices, global_batch_size)
-    kept = np.flatnonzero(step_of >= 0)
-    lengths = np.asarray(total_lengths, np.int64)[kept]
+    trained = np.flatnonzero(step_of >= 0)
+    lengths = np.asarray(total_lengths, np.int64)[trained]
     step = balance_step(
         lengths,
         num_ranks=ranks,
         max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
         cost=_flops(args) if _costs[0] is None else _costs[0],
-        mini_batches=step_of[kept],
+        mini_batches=step_of[trained],
         multiple=train_parallel_config["microbatch_group_size_per_vp_stage"] if has_stages else 1,
         too_long="alone",
     )
@@ -83,14 +104,14 @@ def build_dp_schedule(
         for rank in range(ranks):
             for samples in step.of_rank(rank, k):
                 first = len(partitions[rank])
-                partitions[rank] += kept[samples].tolist()
+                partitions[rank] += trained[samples].tolist()
                 micro_batches[rank].append(list(range(first, first + samples.size)))
     rollouts = [global_batch_size] * step.num_mini_batches
     return partitions, micro_batches, step.num_micro_batches.tolist(), rollouts
 
 
 def _steps(rollout_indices: list[int], size: int) -> Any:
-    """The step of each sample, -1 for the last rollouts, which fill none."""
+    """Return the step of each sample; -1 for the last rollouts, which do not fill a step."""
     rollout = labels("rollout_indices", rollout_indices, len(rollout_indices))
     num = (int(rollout.max()) + 1) // size if rollout.size else 0
     if num < 1:
@@ -101,7 +122,7 @@ def _steps(rollout_indices: list[int], size: int) -> Any:
 
 
 def _flops(args: Any) -> Any:
-    """Slime's own count for this model, mixtures of experts and latent attention among them."""
+    """Return slime's FLOP count as a cost; it knows the model, with its experts and attention."""
     count = importlib.import_module("slime.utils.flops_utils").calculate_fwd_flops
     return lambda lengths: np.array([count([n], args) for n in lengths.tolist()], np.float64)
 

@@ -1,4 +1,4 @@
-"""Puts our functions in place of a host's, wherever the host has imported them, and back."""
+"""Replace functions of another library wherever it has imported them, and restore them."""
 
 import importlib
 import sys
@@ -9,16 +9,19 @@ from typing import Any
 class Swap:
     """Replacements in the modules of one package, made by `install` and undone by `uninstall`.
 
-    package: the host's name. functions: ours, by "module:name" of theirs. A module that cannot be
-    imported here, such as a trainer in a process that only works for it, is left alone.
+    Args:
+        package: Import name of the library.
+        functions: The replacements by the "module:name" of the function that each replaces. A
+            module that cannot be imported in this process is skipped, such as a trainer in a worker
+            process.
     """
 
     def __init__(self, package: str, functions: dict[str, Callable[..., Any]]) -> None:
         self.package, self.functions = package, functions
-        self.theirs: dict[str, Any] = {}
+        self.theirs: dict[str, Any] = {}  # the replaced functions, by "module:name"
 
     def install(self) -> None:
-        """Replace; a second call does nothing more."""
+        """Replace the functions; a second call changes nothing."""
         for place, ours in self.functions.items():
             module, name = place.split(":")
             try:
@@ -30,12 +33,13 @@ class Swap:
                 self._everywhere(found, ours)
 
     def uninstall(self) -> None:
-        """Give the host its own functions back."""
+        """Restore the library's functions."""
         for place, theirs in self.theirs.items():
             self._everywhere(self.functions[place], theirs)
         self.theirs.clear()
 
     def _everywhere(self, old: Any, new: Any) -> None:
+        """Replace `old` under every name that a loaded module of the package has for it."""
         for module_name, module in list(sys.modules.items()):
             if module_name == self.package or module_name.startswith(f"{self.package}."):
                 for name, value in list(vars(module).items()):

@@ -1,6 +1,6 @@
-"""torchtitan 0.3's RL experiment: a batcher whose rows are balanced over ranks.
+"""A batcher for torchtitan 0.3's RL experiment whose rows are balanced over ranks.
 
-In the controller's configuration give `BalancedBatcher.Config` where `Batcher.Config` stands.
+In the controller's configuration, write `BalancedBatcher.Config` in place of `Batcher.Config`.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from wlb.planner import LLAMA2_7B
 
 @dataclass(kw_only=True, slots=True)
 class BalancedBatcherConfig(Batcher.Config):
-    """Batcher's configuration once more, since torchtitan lets a Config build only one class."""
+    """Copy of Batcher.Config, because torchtitan lets each Config class build only one class."""
 
 
 class BalancedBatcher(Batcher):
-    """torchtitan's Batcher with each row's samples chosen by work; `cost` as for `balance_step`.
+    """torchtitan's Batcher with the samples of each row chosen by work.
 
-    torchtitan deals rows to micro-batches and ranks in turn, so they come in that order: rows of a
-    micro-batch take nearly as long on every rank. UserError for fewer samples than rows, where
-    ranks would get only padding; lower local_batch_size.
+    torchtitan assigns rows to micro-batches and ranks in turn. So the rows are returned in that
+    order, and the rows of one micro-batch take nearly equal time on every rank. Fewer samples than
+    rows are a UserError, because some ranks would get only padding; lower local_batch_size then.
     """
 
     Config = BalancedBatcherConfig
-    cost: Cost = LLAMA2_7B
+    cost: Cost = LLAMA2_7B  # prices of samples, as for `balance_step`
 
     def _assign_training_samples_to_rows(self, training_samples: list[Any]) -> list[list[Any]]:
         rows = self.local_batch_size
@@ -41,7 +41,7 @@ class BalancedBatcher(Batcher):
             cost=self.cost,
         )
         num = int(step.num_micro_batches[0])
-        # Row i of a (micro-batch, rank) comes i x micro-batches x ranks after its first.
+        # torchtitan gives row i of micro-batch m on rank r the place (i * num + m) * dp + r.
         return [
             [training_samples[s] for s in step.samples(0, rank * rows + row, m)]
             for row in range(rows)

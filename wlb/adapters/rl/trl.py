@@ -1,6 +1,8 @@
-"""TRL's GRPO: each rank's completions sliced by length, and slices lose their common padding.
+"""TRL's GRPO with completions sliced by length, so that slices are balanced and lose padding.
 
-trainer = balanced_grpo(GRPOTrainer)(...)
+    trainer = balanced_grpo(GRPOTrainer)(...)
+
+A slice is TRL's micro-batch: the completions that one forward and backward pass computes.
 """
 
 import importlib
@@ -21,22 +23,25 @@ GRPO = "trl.trainer.grpo_trainer"
 COMPLETION = ("completion_ids", "completion_mask")
 PROMPT = ("prompt_ids", "prompt_mask")
 BOTH = ("token_type_ids", "mm_token_type_ids")
-"""Tensors of a slice that have a column for each token of a prompt, then of a completion."""
+"""Tensors of a slice with a column for each token of the prompt, then of the completion."""
 BY_TOKEN = (
     "old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "tool_mask",
     "importance_sampling_ratio", "advantages",
 )  # fmt: skip
-"""Tensors of a slice that may have a column for each token of a completion."""
+"""Tensors of a slice that may have a column for each token of the completion."""
 
 
 class BalancedCompletions:
-    """A mixin left of TRL's GRPOTrainer; see `balanced_grpo`.
+    """Mixin that balances the slices of TRL's GRPOTrainer; see `balanced_grpo`.
 
-    TRL shuffles a rank's completions, slices them, and computes each slice at the padded length of
-    all. Here optimiser steps get completions of the same lengths, slices of a step go from long to
-    short on every rank at once, and a slice has no column of padding only. Every slice still has
-    per_device_train_batch_size completions, so losses that divide by completions, by a constant or
-    by the step's tokens are what they were. UserError for settings that look at a slice's tokens.
+    Put it before the trainer. TRL shuffles the completions of a rank, slices them, and computes
+    every slice at the padded length of all of them. Here, all optimiser steps get completions of
+    similar lengths. The slices of a step go from long to short, on every rank at the same time, and
+    columns that are all padding are removed.
+
+    Every slice still has per_device_train_batch_size completions. So losses that divide by
+    completions, by a constant or by the step's tokens keep their values. Settings that look at the
+    tokens of a slice are a UserError.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,16 +63,17 @@ class BalancedCompletions:
         slices, accumulated = self.args.steps_per_generation, self.args.gradient_accumulation_steps
         steps = max(1, slices // accumulated)
         order = by_length(cast(Tensor, lengths).numpy(), steps=steps)
-        return {name: _taken(value, order) for name, value in completions.items()}
+        return {name: _reordered(value, order) for name, value in completions.items()}
 
 
 def balanced_grpo(trainer: type[Any]) -> type[Any]:
-    """A subclass of TRL's GRPOTrainer whose slices are balanced over ranks and lose padding."""
+    """Return a subclass of TRL's GRPOTrainer whose slices are balanced and lose padding."""
     made: Any = type(f"Balanced{trainer.__name__}", (BalancedCompletions, trainer), {})
     return made
 
 
 def _check_slices(trainer: Any) -> None:
+    """Raise UserError for settings whose result depends on how completions are sliced."""
     args = trainer.args
     # GRPOConfig refuses these too, but does not see those that `accelerate launch` sets.
     for name, size in (("cp_size", trainer.get_cp_size()), ("sp_size", trainer.get_sp_size())):
@@ -80,10 +86,11 @@ def _check_slices(trainer: Any) -> None:
     if generated % accumulated and accumulated % generated:
         raise UserError(
             f"steps_per_generation = {generated} and gradient_accumulation_steps = {accumulated} "
-            f"give optimiser steps unlike lengths; make one a multiple of the other"
+            f"give optimiser steps of unlike lengths; make one a multiple of the other"
         )
     if min(generated, accumulated) == 1:
-        return  # one slice of a generation in each step, so that none is long and none short
+        # Each step has one slice of a generation, so there are no long and short slices to compare.
+        return
     one_slice = "or gradient_accumulation_steps = 1"
     if args.loss_type == "bnpo":
         raise UserError(
@@ -105,9 +112,11 @@ def _check_slices(trainer: Any) -> None:
 
 
 def by_length(lengths: IntLike, *, steps: int) -> IntArray:
-    """An order of completions: step after step of the same lengths, long to short in each.
+    """Return an order of completions: steps of equal lengths, and long before short in each step.
 
-    UserError for completions that are no multiple of `steps`.
+    Args:
+        lengths: Tokens of each completion.
+        steps: Optimiser steps. The number of completions must be a multiple of it, else UserError.
     """
     tokens = np.asarray(lengths, np.int64)
     if tokens.size % steps:
@@ -117,16 +126,18 @@ def by_length(lengths: IntLike, *, steps: int) -> IntArray:
 
 
 def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A slice without the columns that are padding in all of its rows: the first of prompts, the
-    last of completions.
+    """Return a slice without the columns that are padding in all of its rows.
+
+    Prompts are padded at the beginning, completions at the end.
     """
     out: dict[str, Any] = dict(inputs)
     prompt, width = out["prompt_mask"].shape[1], out["completion_mask"].shape[1]
     first = prompt - max(1, int(out["prompt_mask"].sum(1).max()))
     used = max(1, int(out["completion_mask"].sum(1).max()))
-    # A truncated completion may be masked as a whole, and yet its images need their tokens.
+    # Keep the tokens of images even in a completion whose mask is all 0 because it was truncated.
     for kinds in (out[name][:, prompt:] for name in BOTH if out.get(name) is not None):
         used = max([used, *(kinds.any(0).nonzero().flatten() + 1).tolist()])
+    # Name of a tensor -> the columns that it has, and the part of them to keep.
     kept = dict.fromkeys((*COMPLETION, *BY_TOKEN), (width, slice(0, used)))
     kept |= dict.fromkeys(PROMPT, (prompt, slice(first, None)))
     kept |= dict.fromkeys(BOTH, (prompt + width, slice(first, prompt + used)))
@@ -137,7 +148,8 @@ def without_padding(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _taken(value: Any, order: IntArray) -> Any:
+def _reordered(value: Any, order: IntArray) -> Any:
+    """Return a tensor or list in a new order of completions; other values as they are."""
     if isinstance(value, Tensor):
         return value[order] if value.ndim else value
     return [value[i] for i in order.tolist()] if isinstance(value, list) else value

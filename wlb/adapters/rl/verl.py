@@ -1,10 +1,10 @@
-"""verl 0.9: balanced ranks, mini-batches and micro-batches, by one call before training.
+"""Balanced ranks, mini-batches and micro-batches for verl 0.9, by one call before training.
 
     import wlb.adapters.rl.verl
     wlb.adapters.rl.verl.install()
 
-It replaces `get_seqlen_balanced_partitions` and `rearrange_micro_batches` wherever verl has
-imported them, and the V1 trainer's `_balance_batch`. Call it in every process (workers, too).
+The call replaces `get_seqlen_balanced_partitions` and `rearrange_micro_batches` wherever verl has
+imported them, and the V1 trainer's `_balance_batch`. Make it in every process, workers included.
 """
 
 import contextlib
@@ -27,15 +27,21 @@ from wlb.plan import UserError
 BALANCING = "verl.utils.seqlen_balancing"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 BY_WIDTH = "seq-mean-token-sum-norm"
+"""The loss_agg_mode of verl that divides by the width of a micro-batch."""
+# The cost that `install` was given.
 _costs: list[Cost] = ["verl"]
+# Mini-batches of a step while `_balance_batch` runs; empty elsewhere.
 _mini_batches: list[int] = []
 
 
 def install(*, cost: Cost = "verl") -> None:
-    """Make verl balance by wlb in this process, until `uninstall`; a second call only sets `cost`.
+    """Make verl balance by wlb in this process, until `uninstall`.
 
-    cost: of a sample of so many tokens, for `rearrange_micro_batches`; verl prices samples itself
-    where it divides them among ranks.
+    A second call only changes the cost.
+
+    Args:
+        cost: Price of a sample by its tokens, for `rearrange_micro_batches`. Where verl divides
+            samples over ranks, it passes prices itself.
     """
     _costs[:] = [cost]
     _swap.install()
@@ -45,14 +51,17 @@ def install(*, cost: Cost = "verl") -> None:
 
 
 def uninstall() -> None:
-    """Give verl its own functions back."""
+    """Restore verl's functions."""
     _swap.uninstall()
     for owner in _trainers():
         owner._balance_batch = getattr(owner._balance_batch, "theirs", owner._balance_batch)
 
 
 def _trainers() -> list[Any]:
-    """V1 trainers with a method of their own; none in a worker that cannot import them."""
+    """Return the V1 trainer classes that define `_balance_batch`.
+
+    The list is empty in a worker process that cannot import them.
+    """
     try:
         module = importlib.import_module(TRAINER)
     except ImportError:
@@ -67,10 +76,21 @@ def _balances(owner: type[Any]) -> bool:
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Verl's function of this name: k lists of indices with nearly equal sums of the values.
+    """Replace verl's function of this name: divide values into k lists with nearly equal sums.
 
-    equal_size: as many in each. Within `_balance_batch` a list is in the order in which its rank
-    cuts it into mini-batches; elsewhere ascending. UserError for fewer values than lists.
+    Within `_balance_batch`, a list is in the order in which its rank later cuts it into
+    mini-batches. Elsewhere it is ascending.
+
+    Args:
+        seqlen_list: The values.
+        k_partitions: Number of lists.
+        equal_size: Whether all lists must be equally long.
+
+    Returns:
+        Indices into `seqlen_list` for each list.
+
+    Raises:
+        UserError: There are fewer values than lists.
     """
     values = np.asarray(cast(Any, seqlen_list), np.float64)
     num = _mini_batches[-1] if _mini_batches and equal_size else 1
@@ -102,11 +122,21 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[Any], list[list[int]]]:
-    """Verl's function of this name: (micro-batches, indices of each one's samples in `batch`).
+    """Replace verl's function of this name: cut a rank's batch into balanced micro-batches.
 
-    No micro-batch has more than max_token_len tokens, and with dp_group the m-th ones of all ranks
-    are balanced. use_dynamic_bsz_balance: light ones first and last, for pipelines, rather than
-    the heaviest first.
+    Args:
+        batch: The rank's samples.
+        max_token_len: Most tokens of a micro-batch.
+        dp_group: Group over which the m-th micro-batches of all ranks are balanced.
+        num_batches_divided_by: The number of micro-batches is a multiple of this.
+        same_micro_num_in_dp: Whether all ranks of the group get equally many micro-batches.
+        min_num_micro_batch: Fewest micro-batches.
+        use_dynamic_bsz_balance: Put light micro-batches first and last, which suits pipelines;
+            otherwise the heaviest come first.
+        force_group_size: Consecutive samples that stay together.
+
+    Returns:
+        The micro-batches, and for each of them the indices of its samples in `batch`.
     """
     select = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     lengths = _lengths(batch)
@@ -129,17 +159,23 @@ def rearrange_micro_batches(
 
 
 def _lengths(batch: Any) -> list[int]:
+    """Return the tokens of each sample, of nested or of padded tensors."""
     ids = batch["input_ids"]
     found = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     return found.tolist()
 
 
 def balance_batch(theirs: Any) -> Any:
-    """Verl's V1 `_balance_batch`, made to balance the actor's mini-batches among themselves, too.
+    """Return verl's V1 `_balance_batch`, changed to balance the actor's mini-batches as well.
 
-    Ranks cut what they are given into mini-batches in order, so ours gives it in that order. Leave
-    `actor.shuffle` off, which would undo it. UserError, when called, for a loss that depends on how
-    a step is cut: "seq-mean-token-sum-norm" without `actor.loss_scale_factor`.
+    Ranks cut their samples into mini-batches in order, so the samples are returned in that order.
+    Leave `actor.shuffle` off, which would undo it.
+
+    The returned method raises UserError for a loss that depends on how a step is cut, which is
+    "seq-mean-token-sum-norm" without `actor.loss_scale_factor`.
+
+    Args:
+        theirs: verl's method.
     """
 
     @functools.wraps(theirs)
@@ -155,6 +191,7 @@ def balance_batch(theirs: Any) -> Any:
 
 
 def _check_loss(actor: Any) -> None:
+    """Raise UserError for a loss that depends on how a step is cut."""
     mode, factor = (getattr(actor, k, None) for k in ("loss_agg_mode", "loss_scale_factor"))
     if mode == BY_WIDTH and factor is None:
         raise UserError(
@@ -165,6 +202,7 @@ def _check_loss(actor: Any) -> None:
 
 @contextlib.contextmanager
 def _in_mini_batches(num: int) -> Iterator[None]:
+    """Let `get_seqlen_balanced_partitions` balance `num` mini-batches in this context."""
     _mini_batches.append(num)
     try:
         yield
