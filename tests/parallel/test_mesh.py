@@ -170,7 +170,7 @@ def test_nccl_makes_all_links_of_a_kind_in_one_call(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(mesh, "dist", torch_dist)
     for kind, parts in link_members(ParallelSpec(pp=3, dp=2)).items():
-        mesh._own_of(parts, kind)
+        mesh._group_of(parts, kind)
     assert asked == [
         ("pp_even", [[0, 1], [3, 4], [2], [5]]),
         ("pp_odd", [[1, 2], [4, 5], [0], [3]]),

@@ -152,7 +152,7 @@ class Summary(NamedTuple):
 
 
 class DeltaRule(Protocol):
-    """The rule applied to the rows of packed spans; only the states before spans are still missing."""
+    """The rule applied to the rows of packed spans; only states before spans are missing."""
 
     def summaries(self, members: SpanMembers) -> Summary:
         """Return the summaries of some spans. A span without tokens leaves the state unchanged."""

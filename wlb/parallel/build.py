@@ -1,11 +1,16 @@
-"""This rank's model: its pipeline stages with all wraps applied, in an order stated once, here.
+"""This rank's model: its pipeline stages with all wraps applied. The order is given here only.
 
-1. Modules on the meta device. 2. Each parameter's tensor-parallel shard, still without storage.
-3. Activation recompute of layers; it is inside FSDP's hooks, so they see one forward pass.
-4. torch.compile of each layer, which traces the recompute; of attention alone, inside of it, where
-there are experts. 5. FSDP2 over dp x cp. 6. Storage for this rank's shards, initialised from name
-and seed, so every layout starts from the same model; not where a checkpoint's weights follow. One
-whole parameter exists at a time, on the CPU: building takes the shards plus the largest parameter.
+1. Make the modules on the meta device.
+2. Replace each parameter by its tensor-parallel shard, still without storage. Divide the experts.
+3. Wrap layers in activation recompute. It is inside FSDP's hooks, which thus see one forward pass.
+4. Compile each layer with torch.compile, which traces the recompute. In layers with experts only
+   attention is compiled, inside the recompute.
+5. Apply FSDP2 over dp x cp.
+6. Allocate this rank's shards and initialise them from name and seed, so that every layout starts
+   from the same model. This is skipped if weights are loaded from a checkpoint.
+
+Only one whole parameter exists at a time, on the CPU, so building needs memory for the shards plus
+the largest parameter.
 """
 
 from functools import partial
@@ -36,12 +41,15 @@ _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def compute_dtype(spec: RunSpec) -> torch.dtype:
+    """Return the dtype of the run's computation."""
     return torch.bfloat16 if spec.training.dtype == "bfloat16" else torch.float32
 
 
 def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
-    """Choose the attention kernel of a run on `device`, with the reason; UserError if it cannot
-    compute.
+    """Choose the attention kernel of a run on `device`, with the reason.
+
+    Raises:
+        UserError: The configured kernel cannot compute the run.
     """
     dtype, head_size = compute_dtype(spec), spec.model.head_size
     return choose_backend(
@@ -55,8 +63,10 @@ def kernel_of(spec: RunSpec, device: torch.device) -> Choice:
 
 
 def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
-    """Choose what computes the recurrence of linear layers on `device`, and the line of a run's log
-    that says why; UserError if it cannot.
+    """Choose the implementation of the linear layers' recurrence, and say why for the log.
+
+    Raises:
+        UserError: The configured implementation cannot compute the run.
     """
     return choose_linear(
         spec.kernels.linear,
@@ -69,8 +79,10 @@ def linear_of(spec: RunSpec, device: torch.device) -> tuple[LinearBackend, str]:
 
 
 def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
-    """Choose whether fused kernels compute a run on `device`, with the reason; UserError if they
-    cannot.
+    """Choose whether fused kernels compute a run on `device`, with the reason.
+
+    Raises:
+        UserError: The configuration demands them and they cannot compute the run.
     """
     return choose_fused(
         spec.kernels.fused,
@@ -81,10 +93,17 @@ def fused_of(spec: RunSpec, device: torch.device) -> FusedChoice:
 
 
 def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, Llama]:
-    """This rank's stages by stage index, initialised and sharded, on the mesh's device.
+    """Build this rank's stages, initialised and sharded, on the mesh's device.
 
-    draws: False leaves weights as memory was, for a caller that loads all of them from a checkpoint
-    before anything reads them. A core draws about 1.2e8 values a second, of whole parameters.
+    Args:
+        spec: Configuration of the run.
+        mesh: The ranks.
+        draws: Whether to draw initial weights. With False they are uninitialised memory, for a
+            caller that loads all of them from a checkpoint. A core draws about 1.2e8 values a
+            second, of whole parameters.
+
+    Returns:
+        The stages by their index in the pipeline.
     """
     if not spec.model.vocab_size:
         raise UserError("model.vocab_size is 0; take the token store's before building a model")
@@ -110,7 +129,7 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
         if spec.training.compile:
             compile_layers(stage, spec.training.compile_backend)
         shard_stage(stage, mesh, compute_dtype(spec), spec.fsdp)
-        # The storage is that of this rank's shards alone.
+        # Allocate storage, which is now needed for this rank's shards only.
         stage.to_empty(device=mesh.device)
         if draws:
             for name, parameter in stage.named_parameters():
@@ -125,20 +144,20 @@ def build_stages(spec: RunSpec, mesh: Mesh, *, draws: bool = True) -> dict[int, 
 def recompute_layers(stage: Llama, recompute: Recompute) -> None:
     """Make backward recompute activations of each decoder layer, in place.
 
-    FULL keeps a layer's input alone. SELECTIVE recomputes the second norm and the MLP, and keeps
-    attention's tensors. In both, the down projection and its reduce-scatter do not run again:
-    torch's checkpoint stops once backward has all tensors that it needs, and linear layers save
-    their input before they compute (`wlb.parallel.deferred.Product`).
+    FULL keeps only a layer's input. SELECTIVE recomputes the second norm and the MLP, and keeps the
+    tensors of attention. In both, the down projection and its reduce-scatter do not run twice.
+    torch's checkpoint stops as soon as backward has all tensors that it needs, and linear layers
+    save their input before they compute (`wlb.parallel.deferred.Product`).
     """
     if recompute == Recompute.NONE:
         return
     method = "forward" if recompute == Recompute.FULL else "second_half"
     for layer in stage.model.layers.values():
-        # forward is replaced inside the module, so that hooks on the module (FSDP, clock) do not
-        # run again in backward.
+        # Replace the method instead of wrapping the module, so that the module's hooks (FSDP,
+        # clock) do not run a second time in backward.
         call = partial(_checkpointed, getattr(layer, method))
         if isinstance(layer.mlp, MixtureMlp):
-            # FULL recomputes attention while gradients of the experts' outputs travel.
+            # With FULL, attention is recomputed while gradients of the experts' outputs travel.
             passes = partial(layer.mlp.passes, whole_layer=recompute == Recompute.FULL)
             call = partial(call, context_fn=passes)
         setattr(layer, method, call)
@@ -169,8 +188,9 @@ def _distribute(stage: Llama, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _fill(parameter: nn.Parameter, name: str, spec: RunSpec, mesh: Mesh) -> None:
-    """Initialise one parameter. This is a separate function so that the whole value is freed before
-    the next one is made.
+    """Initialise one parameter.
+
+    A separate function, so that the whole value is freed before the next one is made.
     """
     if is_expert(name):
         is_sharded = needs_fsdp(mesh, compute_dtype(spec))

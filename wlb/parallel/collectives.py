@@ -1,8 +1,8 @@
 """Collectives along the row axis as functional ops, and `agree`, which compares ranks' arguments.
 
-The ops of `torch.ops._c10d_functional` have the same names in torch 2.11 to 2.13 and trace under
-torch.compile, where raw c10d calls inside an autograd.Function silently give zero gradients on
-2.11.
+The ops of `torch.ops._c10d_functional` have the same names in torch 2.11 to 2.13, and torch.compile
+can trace them. Raw c10d calls inside a traced autograd.Function silently give zero gradients on
+torch 2.11.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,55 +17,68 @@ from wlb.plan import UserError, digest
 _ops = torch.ops._c10d_functional
 
 _MOST_OF_ERROR, _MOST_OF_VALUE = 512, 64
-"""Characters of a rank's error and of its value that a message shows."""
+"""Characters of a rank's error, and of one of its values, that a message shows at most."""
 
 
 class Group(Protocol):
     """The part of a process group that a collective needs."""
 
     @property
-    def group_name(self) -> str: ...
+    def group_name(self) -> str:
+        """Name by which torch finds the group."""
+        ...
 
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
 
 
 def start_all_gather(x: Tensor, group: Group) -> Tensor:
-    """Rows of all ranks, rank-major: [T, ...] -> [size * T, ...]; `wait` before use."""
+    """Start to gather the rows of all ranks: [T, ...] -> [size * T, ...]; `wait` before use."""
     return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over ranks, each keeping its rows: [size * T, ...] -> [T, ...]; `wait` before use."""
+    """Start to sum over ranks and scatter rows: [size * T, ...] -> [T, ...]; `wait` before use."""
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
 
 
 def wait(x: Tensor) -> Tensor:
+    """Wait for a collective, and return its result."""
     return _ops.wait_tensor(x)
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
+    """Gather the rows of all ranks, rank by rank: [T, ...] -> [size * T, ...]."""
     return wait(start_all_gather(x, group))
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """Sum over ranks and scatter rows: [size * T, ...] -> [T, ...]."""
     return wait(start_reduce_scatter(x, group))
 
 
 def start_all_to_all(
     x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
 ) -> Tensor:
-    """Rows of x in `sent` parts to the ranks of `group`; theirs in `received` parts, rank-major;
-    `wait` before use.
+    """Start to exchange rows with all ranks; `wait` before use.
+
+    Args:
+        x: Rows to send, sorted by receiving rank.
+        received: Number of rows from each rank. They arrive sorted by rank.
+        sent: Number of rows to each rank.
+        group: The ranks.
     """
     return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.group_name)
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
+    """Exchange rows with all ranks; arguments as in `start_all_to_all`."""
     return wait(start_all_to_all(x, received, sent, group))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """A reduced copy of `x`; op is "sum" or "max"."""
+    """Return a reduced copy of `x`; op is "sum" or "max"."""
     return wait(_ops.all_reduce(x.contiguous(), op, group.group_name))
 
 
@@ -74,10 +87,17 @@ def agree(
 ) -> None:
     """Raise the same error on all ranks if one has a problem or if their values differ.
 
-    Without it, the others would wait in a collective for a rank that has raised. declared: the same
-    names on every rank; values are compared as text. problem: this rank's error. UserError with
-    every rank's message; ValueError if a problem is not a UserError. Ranks that agree exchange 8
-    bytes each, on the group's CPU backend if it has one; texts are gathered only for a message.
+    Without it, the others would wait in a collective for a rank that has raised. Ranks that agree
+    exchange only 8 bytes each, on the group's CPU backend if it has one.
+
+    Args:
+        declared: Values by name, with the same names on every rank. They are compared as text.
+        problem: This rank's error, or None.
+        group: The ranks. With None this process is alone.
+
+    Raises:
+        UserError: With every rank's message, or the values that differ.
+        ValueError: A problem is not a UserError.
     """
     if group is None:
         if problem is not None:
@@ -93,13 +113,14 @@ def agree(
     if isinstance(problem, ValueError) and str(problem):
         error = str(problem)
     own = (error and error[:_MOST_OF_ERROR], isinstance(problem, UserError), values)
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, own, group=group)
-    errors = {rank: told[rank] for rank in range(group.size()) if told[rank][0] is not None}
+    # Some rank has a problem or other values: gather the texts for a message.
+    by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(by_rank, own, group=group)
+    errors = {rank: by_rank[rank] for rank in range(group.size()) if by_rank[rank][0] is not None}
     if errors:
         found = "; ".join(f"rank {rank}: {text}" for rank, (text, *_) in errors.items())
         raise (UserError if all(e[1] for e in errors.values()) else ValueError)(found) from problem
-    columns = zip(declared, *(values for *_, values in told), strict=True)
+    columns = zip(declared, *(values for *_, values in by_rank), strict=True)
     differing = [
         f"{name}: "
         + ", ".join(f"rank {r} {text[:_MOST_OF_VALUE]}" for r, text in enumerate(column))

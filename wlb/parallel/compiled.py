@@ -1,13 +1,15 @@
-"""torch.compile of decoder layers: one graph serves all layers of a kind and micro-batch lengths.
+"""torch.compile of decoder layers: one graph serves all lengths and all layers of a kind.
 
-Each layer's forward is compiled without graph breaks: attention, tensor-parallel products and fused
-kernels are custom ops. Of a layer with experts attention's half is compiled, because the host reads
-how many rows each rank gets; of a linear layer the MLP, because the steps of its recurrence are as
-many as the longest document has chunks. Lengths are the only symbolic sizes. A run has a graph for
-training, one for evaluation, of each kind of layer (with experts, with an MLP, linear); one more if
-a rank can hold a single row (torch specialises on size 1), and if FSDP's hooks pass views between
-layers. No CUDA graphs, recorded per length. Not for zero-bubble: its weight queue outlives compiled
-code's memory.
+A layer's forward is compiled without graph breaks, because attention, tensor-parallel products and
+fused kernels are custom ops. Two kinds of layers are compiled in part. Of a layer with experts only
+attention's half is, because the host reads how many rows each rank gets. Of a linear-attention
+layer only the MLP is, because its recurrence has as many steps as the longest document has chunks.
+
+Lengths are the only symbolic sizes. A run compiles one graph for training and one for evaluation of
+each kind of layer. It compiles one more if a rank can have a single row (torch specialises on size
+1), and one more if FSDP's hooks pass views between layers. CUDA graphs are not used, because they
+are recorded per length. Zero-bubble schedules are not supported: their weight queue outlives the
+memory of compiled code.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,12 +26,15 @@ from wlb.model.expert_layer import MixtureMlp
 from wlb.plan import UserError
 
 _OPTIONS: dict[str, dict[str, Any]] = {"inductor": {"reorder_for_peak_memory": False}}
-"""Otherwise inductor may move the start of a gather to its wait, as that takes less memory, and
-collectives past each other."""
+"""Options of compiler backends.
+
+Without this one, inductor may move the start of a gather next to its wait, because that takes less
+memory, and may reorder collectives.
+"""
 
 
 def compile_layers(stage: Llama, backend: str) -> None:
-    """Have torch.compile compile each layer of `stage`, in place, at its first call."""
+    """Make torch.compile compile each layer of `stage`, in place, at its first call."""
     for layer in stage.model.layers.values():
         has_experts = isinstance(layer.mlp, MixtureMlp)
         if layer.linear_attn is not None:
@@ -44,9 +49,9 @@ def compile_layers(stage: Llama, backend: str) -> None:
 def _compile_whole(layer: Any, backend: str) -> None:
     forward = layer.forward
 
-    # Each kind of layer has a function of its own, because torch limits the graphs of a function.
+    # Define a new function for each layer, because torch limits the graphs of one function.
     def whole(x_TC: Tensor, rows: Rows) -> Tensor:
-        # Keep head_size static; otherwise RoPE divides once per element to find its index.
+        # Keep head_size static; otherwise RoPE divides once per element to compute its index.
         comptime.force_static(layer.self_attn.head_size)
         return forward(x_TC, rows)
 
@@ -54,9 +59,11 @@ def _compile_whole(layer: Any, backend: str) -> None:
 
 
 def _compile_attention(layer: Any, backend: str) -> None:
-    """Compile the first half of a layer with experts. Backward starts to exchange K and V again at
-    the end of this half, not of the layer: torch may copy gradients that cross the end of a graph,
-    and the gathered K and V, which come as gradients, would still be travelling.
+    """Compile the first half of a layer with experts.
+
+    Backward then starts to gather K and V at the end of this half instead of the end of the layer.
+    The gathered rows reach attention as gradients while they are still in transfer, and torch may
+    copy gradients that cross the end of a graph.
     """
     first_half = layer.first_half
 
@@ -71,7 +78,7 @@ def _compile_attention(layer: Any, backend: str) -> None:
 def _compile_mlp(layer: Any, backend: str) -> None:
     second_half = layer.second_half
 
-    # As in `_compile_whole`, each layer that differs has a function of its own.
+    # Define a new function for each layer, as in `_compile_whole`.
     def mlp(x_TC: Tensor) -> Tensor:
         return second_half(x_TC)
 
@@ -91,8 +98,11 @@ def _traced(function: Any, backend: str) -> Any:
 
 
 def _mark_residual(x_TC: Tensor) -> None:
-    """Otherwise torch specialises on a number of rows that happens to equal the model's width."""
-    base = x_TC._base  # FSDP's hooks pass views of the residual stream.
+    """Mark the number of rows as dynamic and the width as static.
+
+    Otherwise torch specialises on a number of rows that happens to equal the model's width.
+    """
+    base = x_TC._base  # not None if FSDP's hooks pass a view of the residual stream
     for residual in [x_TC] if base is None else [x_TC, base]:
         maybe_mark_dynamic(residual, 0)
         mark_static(residual, 1)
@@ -101,13 +111,13 @@ def _mark_residual(x_TC: Tensor) -> None:
 def _compiled(
     layer: Any, traced: Callable[[Tensor, Rows], Tensor], backend: str
 ) -> Callable[[Tensor, Rows], Tensor]:
-    """`traced`, a part of `layer` that begins with it, compiled."""
+    """Compile `traced`, a function that starts with the beginning of `layer`."""
     compiled = _traced(traced, backend)
 
     def call(x_TC: Tensor, rows: Rows) -> Tensor:
         _mark_residual(x_TC)
-        # The tables are marked here rather than by the thread that makes them, because mark_static
-        # has another meaning while this thread compiles.
+        # Mark the tables here and not in the thread that makes them, because mark_static has
+        # another meaning while this thread compiles.
         cos, sin, _ = rows.of(slides=layer.slides)
         for table in (cos, sin):
             mark_static(table, [1, 2])
@@ -117,8 +127,11 @@ def _compiled(
 
 
 def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
-    """Mark lengths as independent symbolic sizes. tables: of RoPE. indices: tensors that only
-    custom ops read.
+    """Mark lengths as independent symbolic sizes.
+
+    Args:
+        tables: Tables of RoPE.
+        indices: Tensors that only custom ops read.
     """
     for tensor in indices:
         for dim in range(tensor.dim()):
@@ -128,12 +141,19 @@ def mark_lengths(tables: Iterable[Tensor], indices: Iterable[Tensor]) -> None:
 
 
 def num_graphs() -> int:
-    """Graphs that this process has compiled (each takes as long as tens of steps on a CPU)."""
+    """Return how many graphs this process has compiled.
+
+    On a CPU each takes as long as tens of steps.
+    """
     return counters["stats"]["unique_graphs"]
 
 
 def refuse_uncompilable(backend: str, device: torch.device) -> None:
-    """UserError if torch.compile cannot compile a tiny function for `device` (takes a second)."""
+    """Compile a tiny function for `device`, which takes a second.
+
+    Raises:
+        UserError: The backend is unknown or cannot compile for the device.
+    """
     known = torch.compiler.list_backends(exclude_tags=None)
     if backend not in known:
         raise UserError(
@@ -141,7 +161,7 @@ def refuse_uncompilable(backend: str, device: torch.device) -> None:
             f"backends: {', '.join(known)}"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
-        # This is a dry run on a machine without the GPUs.
+        # This is a dry run on a machine without GPUs, so nothing can be compiled for them.
         return
 
     def probe(x: Tensor) -> Tensor:

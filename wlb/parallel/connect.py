@@ -1,9 +1,9 @@
 """Use every communicator once before the first step, in an order that cannot deadlock.
 
-NCCL connects ranks at the first call of each kind, which takes seconds; in the middle of a
-schedule, other ranks wait meanwhile, and two communicators that connect in different orders on two
-ranks deadlock. With `device_id` (`wlb.parallel.world.init`) torch splits the mesh's groups off the
-world's communicator when they are made, but connects none. This has not run on a GPU.
+NCCL connects ranks at the first call of each kind, which takes seconds. In the middle of a schedule
+other ranks would wait meanwhile, and two communicators that connect in different orders on two
+ranks would deadlock. torch makes the communicators when the mesh is built (`device_id` in
+`wlb.parallel.world.init`), but does not connect them. This has not run on a GPU.
 """
 
 import time
@@ -18,34 +18,37 @@ from wlb.parallel import collectives
 from wlb.parallel.mesh import EP, Mesh, used_groups
 
 _ROWS = {"cpu": (1,), "cuda": (1, 1 << 21)}
-"""Float64 values of a call: NCCL chooses its algorithm, and connects for it, by size (8 bytes and
-16 MiB)."""
+"""Float64 values of a call, by device.
+
+NCCL chooses its algorithm by size, and connects for it, so a small call (8 bytes) and a large one
+(16 MiB) are made.
+"""
 
 
 class Warmed(NamedTuple):
-    """What was connected."""
+    """What `warm` has connected."""
 
-    communicators: int  # that this rank used
-    links: int  # of them, those to its neighbours in the pipeline
-    seconds: float  # of all calls together
+    communicators: int  # communicators that this rank used
+    links: int  # number of them that are links to neighbours in the pipeline
+    seconds: float  # time of all calls together
 
 
 class BrokenCommunicator(RuntimeError):
-    """A communicator that carries wrong values."""
+    """A communicator delivered wrong values."""
 
 
 def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
-    """Use the communicators of `mesh` once and wait for them; all ranks call it together.
+    """Use the communicators of `mesh` once, and wait for them. A collective call.
 
-    All ranks take the axes in one order, so that no two communicators can wait for each other.
+    All ranks take the axes in the same order, so no two communicators can wait for each other.
 
     Args:
         mesh: The ranks.
-        all_to_all: Whether CP ranks send each other rows (`sharding.exchange`). Ranks with
-            different experts always do.
+        all_to_all: Whether CP ranks exchange keys by an all-to-all (`sharding.exchange =
+            "needed"`).
 
     Raises:
-        BrokenCommunicator: If a sum is wrong or a neighbour's rank does not arrive.
+        BrokenCommunicator: A sum is wrong, or the wrong value arrives from a neighbour.
     """
     begin = time.perf_counter()
     checks: list[tuple[str, Tensor, Tensor]] = []
@@ -60,7 +63,7 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
         checks += checked_all_to_all(EP, mesh.experts.get_group(EP), mesh.device)
     exchanged = list(_exchange(mesh))
     checks += exchanged
-    # One transfer and one wait for the device, after everything was issued.
+    # Read all values at once, after everything has been issued.
     values = torch.stack([torch.stack(pair) for _, *pair in checks]).tolist() if checks else []
     wrong = [
         f"{name}: {found} for {due}"
@@ -78,8 +81,10 @@ def warm(mesh: Mesh, *, all_to_all: bool = False) -> Warmed:
 def checked_collectives(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Run each kind of collective at the sizes of `_ROWS`; yields its name, its result and the
-    expected result, float64 scalars on the device.
+    """Run each kind of collective at the sizes of `_ROWS`.
+
+    Yields:
+        The call's name, its result and the expected result; both are float64 scalars on the device.
     """
     size, rank = group.size(), dist.get_rank(group)
     due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
@@ -96,7 +101,11 @@ def checked_collectives(
 def checked_all_to_all(
     name: str, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Connect each pair of ranks, as `checked_collectives` does for collectives."""
+    """Run an all-to-all at the sizes of `_ROWS`, which connects each pair of ranks.
+
+    Yields:
+        As `checked_collectives`.
+    """
     size, rank = group.size(), dist.get_rank(group)
     due = torch.tensor(size * (size - 1) / 2, dtype=torch.float64, device=device)
     for rows in _ROWS[device.type]:
@@ -107,9 +116,9 @@ def checked_all_to_all(
 
 
 def _exchange(mesh: Mesh) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Exchange ranks over each link of the pipeline, as activations and gradients travel.
+    """Exchange a value over each link of the pipeline, in both directions.
 
-    A rank has at most one link of each kind, and all ranks take the kinds in one order. Both
+    A rank has at most one link of each kind, and all ranks take the kinds in the same order. Both
     directions are one batch, which NCCL starts as a whole.
     """
     for kind, link in mesh.links.items():

@@ -1,10 +1,10 @@
 """Data parallelism: FSDP2 over dp x cp, with gradients summed instead of averaged.
 
-The loss is already divided by the valid tokens of the step on all ranks, so gradients only add up.
-They are reduced once a step, after the last micro-batch; until then parameters stay gathered (see
-`gathered_once` in `pipeline`) unless `fsdp.reshard_after_forward` trades traffic for memory. With
-HSDP (`fsdp.shard_size`) gradients are reduce-scattered within a group and then summed with the
-other groups' shards.
+The loss is already divided by the number of targets of the step on all ranks, so gradients only
+need to be added. They are reduced once per step, after the last micro-batch. Until then parameters
+stay gathered (see `gathered_once` in `pipeline`), unless `fsdp.reshard_after_forward` saves memory
+at the price of traffic. With HSDP (`fsdp.shard_size`) gradients are reduce-scattered within each
+copy of the parameters and then summed over copies.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,13 +28,21 @@ from wlb.spec.machine import LAYERS_AHEAD
 
 
 def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection) -> None:
-    """Apply FSDP2 to each layer and then to the stage, in place, if `needs_fsdp`."""
+    """Apply FSDP2 to each layer and then to the stage, in place, if `needs_fsdp`.
+
+    Args:
+        stage: The stage, without storage.
+        mesh: The ranks.
+        dtype: Dtype of computation. Parameters are float32 and gathered in this dtype.
+        fsdp: The `[fsdp]` section of the configuration.
+    """
     if not needs_fsdp(mesh, dtype):
         return
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
-        # Inputs have the right dtypes already. A cast would round the rotary tables in Rows, which
-        # need float32 for angles of thousands of radians, and traverse Rows at every layer.
+        # Do not cast inputs, because they have the right dtypes. A cast would traverse Rows at
+        # every layer and round its rotary tables, whose angles of thousands of radians need
+        # float32.
         policy = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -44,7 +52,8 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
         i: fully_shard(held, **reshards, mesh=sharding_of_experts(mesh), mp_policy=policy)
         for i, held in experts_of(stage).items()
     }
-    # A layer's experts are gathered as a unit of their own, in both passes after their layer.
+    # Experts are sharded over other ranks than the rest of their layer, so FSDP gathers them
+    # separately; in both passes they follow their layer.
     units = [
         [fully_shard(layer, **reshards, **options), *([experts[i]] if i in experts else [])]
         for i, layer in stage.model.layers.items()
@@ -53,8 +62,8 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
     # Keep embedding and head gathered: backward needs the head right after forward.
     whole = fully_shard(stage, reshard_after_forward=False, **options)
     for module in [*layers, whole]:
-        # With the factor alone FSDP2 reduces by PREMUL_SUM, which Gloo does not have
-        # (https://github.com/pytorch/pytorch/pull/155915).
+        # Force plain sums. With only the divide factor FSDP2 would reduce by PREMUL_SUM, which
+        # Gloo does not have (https://github.com/pytorch/pytorch/pull/155915).
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     _gather_ahead(whole, units)
@@ -63,12 +72,12 @@ def shard_stage(stage: Llama, mesh: Mesh, dtype: torch.dtype, fsdp: FsdpSection)
 
 
 def share_streams(stages: Iterable[nn.Module]) -> None:
-    """Have FSDP communicate on the same streams for all stages of a rank; before their first pass.
+    """Make FSDP use the same streams for all stages of a rank. Call it before their first pass.
 
-    A stage is a root of FSDP's with four streams of its own, and torch's caching allocator gives no
-    stream memory that another one freed. torch's `share_comm_ctx` would also share the order of
-    forward passes, which one stage's last backward pass clears while others still prefetch by it,
-    and makes new streams whenever another root begins.
+    To FSDP a stage is a root with four streams, and torch's caching allocator never gives memory
+    that one stream freed to another. torch's `share_comm_ctx` does not fit: it makes new streams
+    whenever another root begins, and it also shares the recorded order of forward passes, which one
+    stage's last backward pass clears while other stages still prefetch by it.
     """
     streams: dict[str, Any] = {}
     for stage in stages:
@@ -78,13 +87,14 @@ def share_streams(stages: Iterable[nn.Module]) -> None:
 
 
 class _SharedStreams(FSDPCommContext):
-    """A root's communication state, with the streams of the root that began first."""
+    """A root's communication state that uses the streams of the root that began first."""
 
     def __init__(self, streams: dict[str, Any]) -> None:
         super().__init__()
         self._streams = streams
 
     def lazy_init(self, device: torch.device) -> None:
+        """Make the streams, or take those that another root has made."""
         super().lazy_init(device)
         for name, stream in list(vars(self).items()):
             if name.endswith("_stream"):
@@ -92,6 +102,7 @@ class _SharedStreams(FSDPCommContext):
 
 
 def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
+    """Return whether parameters are divided or computed in another dtype than float32."""
     divided = mesh.fsdp_size > 1
     if mesh.experts is not None:
         divided |= mesh.experts[EXPERT_SHARD].size() > 1
@@ -99,12 +110,15 @@ def needs_fsdp(mesh: Mesh, dtype: torch.dtype) -> bool:
 
 
 def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
-    """Make each module prefetch the next one: forward in order, backward in reverse.
+    """Make each module prefetch the next one: in order in forward, in reverse in backward.
 
-    units: what each layer gathers. The stage begins both passes. By default torch posts a gather
-    when its module begins, which is too late if the host lags, as at a step's first micro-batch. In
-    backward torch prefetches the module that ran before in forward, which is not always the next
-    layer if several micro-batches are in flight.
+    By default torch posts a gather when its module begins. That is too late if the host lags, as in
+    a step's first micro-batch. In backward torch prefetches the module that ran before in forward,
+    which is not always the next layer if several micro-batches are in flight.
+
+    Args:
+        stage: The whole stage, which begins both passes.
+        units: Modules that are gathered for each layer.
     """
     forward, backward = (
         [stage, *(module for unit in order for module in unit)] for order in (units, units[::-1])
@@ -116,26 +130,28 @@ def _gather_ahead(stage: FSDPModule, units: list[list[FSDPModule]]) -> None:
 
 
 def _drop_after_each_pass(stage: FSDPModule, layers: list[FSDPModule]) -> None:
-    """Keep layers gathered only while they compute: exclude them from torch's pipeline runtime,
-    which gathers whole stages before their passes and drops parameters after a step's last one.
+    """Keep layers gathered only while they compute.
+
+    torch's pipeline runtime gathers whole stages before their passes and drops the parameters after
+    a step's last one, so we exclude the layers from it.
     """
     of_stage = partial(stage.set_reshard_after_backward, recurse=False)
     setattr(stage, "set_reshard_after_backward", of_stage)  # noqa: B010
-    # A handle like that of FSDP's unshard, with nothing to wait for.
+    # FSDP's `unshard` returns a handle with a method `wait`; there is nothing to wait for.
     nothing = SimpleNamespace(wait=lambda: None)
     for layer in layers:
         setattr(layer, "unshard", lambda **_: nothing)  # noqa: B010
 
 
 def shard_start(num_rows: int, mesh: Mesh) -> int:
-    """First row of this rank's shard of a parameter with `num_rows` rows (FSDP2 splits axis 0)."""
+    """Return the first row of this rank's shard of a parameter; FSDP2 splits axis 0."""
     return min(num_rows, mesh.shard_rank * -(-num_rows // mesh.shard_size))
 
 
 def widen_gradients(stage: nn.Module) -> None:
-    """Accumulate gradients of a separate weight pass in the dtype that they are reduced in.
+    """Accumulate the gradients of a separate weight pass in the dtype of reductions.
 
-    FSDP does so after a module's backward pass, but weight passes of zero-bubble schedules come
+    FSDP does so after a module's backward pass. The weight passes of zero-bubble schedules run
     later, several in a row, and would add up bfloat16 gradients in bfloat16.
     """
     for module in stage.modules():
@@ -150,20 +166,24 @@ def widen_gradients(stage: nn.Module) -> None:
 
 
 def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    """Add up gradients of parameters that several TP ranks hold, with tp > 1; once after a step's
-    last backward pass. parameters: of this rank, by name.
+    """Add up the gradients of parameters that several TP ranks hold (tp > 1).
 
-    A rank's norms see its own rows only, and a copy of a KV head its own query heads. FSDP takes
-    their gradients for equal on all copies (`TensorParallelOps.norm`), or it would make an
-    all-reduce of its own for each. One all-reduce adds up those of all norms, and another one those
-    of all KV heads.
+    Call it once, after a step's last backward pass. A rank's norms see only 1/tp of the rows, and a
+    copy of a KV head sees only some of its query heads, so each rank has one term of the gradient.
+    FSDP is led to believe that these gradients are equal on all copies (`TensorParallelOps.norm`),
+    because it would otherwise make one all-reduce per parameter. Here one all-reduce adds up all
+    norms, and another one all copied KV heads.
+
+    Args:
+        parameters: This rank's parameters by name. Their gradients are changed in place.
+        mesh: The ranks.
     """
     copied: dict[dist.ProcessGroup, list[Tensor]] = {}
     for name, parameter in parameters.items():
         copies = placement(name, mesh).copies
         if parameter.grad is not None and copies is not None:
             copied.setdefault(copies, []).append(local_tensor(parameter.grad))
-    # The other TP ranks of this stage have the same gradients, so none waits in an all-reduce.
+    # All TP ranks of a stage have gradients of the same parameters, so they make the same calls.
     for group, grads in copied.items():
         flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
@@ -171,10 +191,11 @@ def finish_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None
 
 
 def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tensor:
-    """This rank's share of the squared gradient norm, float64 scalar; sum it over ALL ranks.
+    """Return this rank's share of the squared gradient norm, a float64 scalar.
 
-    Each element counts once: parameters that several ranks hold (over tp, or in HSDP copies) count
-    on the first of these ranks only. A single sum over the world can share an all-reduce with other
+    The sum of the shares over all ranks of the run is the squared norm. Each element counts once:
+    parameters that several ranks hold (over tp, or in HSDP copies) count on the first of these
+    ranks only. Because one sum over the world suffices, it can share an all-reduce with other
     values.
     """
     counted = [
@@ -188,7 +209,13 @@ def gradient_square(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> Tenso
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
-    """Clip gradients of global norm `norm` to `max_norm`; 0 disables clipping."""
+    """Clip gradients to `max_norm`.
+
+    Args:
+        parameters: Parameters whose gradients are scaled in place.
+        norm: Global norm of the gradients.
+        max_norm: Largest norm allowed. 0 disables clipping.
+    """
     if max_norm and norm > max_norm:
         for parameter in parameters:
             if parameter.grad is not None:

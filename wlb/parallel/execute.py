@@ -1,8 +1,8 @@
-"""Executor: runs the forward and backward passes of a step that was planned elsewhere.
+"""Executor: runs the forward and backward passes of a planned step on this rank.
 
-It takes no decision. From a PipelinePlan it reads this rank's tokens and labels, builds index
-tensors and rotary tables once per micro-batch, and runs the pipeline, or a plain loop if there is
-one pipeline rank. Only first-stage ranks read tokens, only last-stage ranks labels.
+It decides nothing. From a `PipelinePlan` it reads this rank's tokens and labels, makes the index
+tensors and rotary tables of each micro-batch once, and runs the pipeline, or a plain loop if there
+is one pipeline rank. Only first-stage ranks read tokens, and only last-stage ranks read labels.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -33,20 +33,27 @@ from wlb.spec import Recompute, RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """A step's inputs on the device, by micro-batch. tokens: None except on the first stage.
-    tensors: all inside, for callers that load on a stream of their own and must record them.
-    """
+    """A step's inputs on the device. Lists have one entry per micro-batch."""
 
-    tokens: list[Tensor] | None
-    rows: list[Rows]
+    tokens: list[Tensor] | None  # [T_local] each; None except on the first stage
+    rows: list[Rows]  # all other inputs of the model
+    # All tensors inside. A caller that loads on another stream must record them on the stream that
+    # computes, or the allocator may reuse their memory too early.
     tensors: list[Tensor]
 
 
 class Executor:
-    """One rank's stages, by index, and how to run a step on them.
+    """One rank's pipeline stages, and how to run a step on them.
 
-    backend: attention kernel. Gradients accumulate in the stages' parameters; the caller owns the
-    optimiser. progress, timer: see `wlb.parallel.observe`. draws: as `build_stages` takes it.
+    Gradients accumulate in the parameters of the stages. The caller owns clipping and the
+    optimiser.
+
+    Args:
+        spec: Configuration of the run.
+        mesh: The ranks.
+        progress: Receives each chunk of the schedule as it begins (`wlb.parallel.observe`).
+        timer: Times the chunks.
+        draws: As in `build_stages`.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Executor:
         )
         self._recomputes_attention = spec.training.recompute == Recompute.FULL
         model = spec.model
+        # Kinds of attention layers: without a sliding window (False), with one (True), or both.
         self._kinds = sorted({model.slides(layer) for layer in range(model.num_layers)})
         self._frequencies = {
             slides: inverse_frequencies(model, mesh.device, slides=slides) for slides in self._kinds
@@ -105,15 +113,21 @@ class Executor:
             self.pipeline = Pipeline(stages=stages, schedule=spec.pp.schedule, weight_delay=delay)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """This rank's parameters under their names in the whole model."""
+        """Return this rank's parameters under their names in the whole model."""
         return {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
 
     def counted_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """`named_parameters` without a tied head that is a copy of another rank's embedding."""
+        """Return `named_parameters` without a tied head that copies another rank's embedding."""
         return without_copy(self.named_parameters(), self.spec.model)
 
     def load(self, plan: PipelinePlan, reader: TokenReader, *, loss_scale: float) -> StepInputs:
-        """Read this rank's part of a step. Runs no collective, so any thread may call it."""
+        """Read this rank's part of a step. It runs no collective, so any thread may call it.
+
+        Args:
+            plan: The plan of this rank's pipeline.
+            reader: Source of tokens.
+            loss_scale: Factor of the summed loss.
+        """
         made = StepInputs(tokens=None if self._at.pp else [], rows=[], tensors=[])
         for i in range(len(plan.micro_batches)):
             self._add_micro_batch(made, plan, i, reader, loss_scale)
@@ -127,10 +141,17 @@ class Executor:
         loss_scale: float,
         inputs: StepInputs | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are summed over all ranks.
+        """Run forward and backward of all micro-batches, and sum the gradients over all ranks.
 
-        inputs: of `load` for this plan. Returns the sum of token losses over this rank's rows times
-        loss_scale, float32 scalar: zero without the last stage, equal on all tp ranks.
+        Args:
+            plan: The plan of this rank's pipeline.
+            reader: Source of tokens. Unused if `inputs` is given.
+            loss_scale: Factor of the summed loss.
+            inputs: Result of `load` for the same plan, if the caller has already loaded it.
+
+        Returns:
+            The sum of token losses over this rank's rows times loss_scale, a float32 scalar. It is
+            zero without the last stage and equal on all tp ranks.
         """
         made = inputs or self.load(plan, reader, loss_scale=loss_scale)
         with nullcontext() if self._watchers is None else self._watchers.step():
@@ -146,12 +167,13 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, plan: PipelinePlan, reader: TokenReader) -> Tensor:
-        """Forward only: the sum of token losses over this rank's rows."""
+        """Run forward only, and return the sum of token losses over this rank's rows."""
         made = self.load(plan, reader, loss_scale=1.0)
         return self._sum(self._run(plan, made, train=False))
 
     def _run(self, plan: PipelinePlan, made: StepInputs, *, train: bool) -> list[Tensor]:
         if self.pipeline is not None:
+            # With sequence parallelism, stages exchange 1/tp of the rows.
             exchanged = [rows // self.mesh.parallel.tp for rows in plan.local_tokens]
             return self.pipeline.run(made.tokens, made.rows, exchanged, train=train)
         assert made.tokens is not None
@@ -164,7 +186,7 @@ class Executor:
         losses: list[Tensor] = []
         for i, (tokens, rows) in enumerate(zip(made.tokens, made.rows, strict=True)):
             if train and isinstance(module, FSDPModule):
-                # FSDP reduces gradients in the step's last backward pass only.
+                # Let FSDP reduce gradients only in the step's last backward pass.
                 is_last = i == len(made.rows) - 1
                 module.set_requires_gradient_sync(is_last)
                 module.set_is_last_backward(is_last)
@@ -181,7 +203,7 @@ class Executor:
         return sum((loss.detach() for loss in losses), torch.zeros((), device=self.mesh.device))
 
     def _expert_rows(self, plan: PipelinePlan, i: int) -> ExpertRows:
-        """The rows of a micro-batch that experts compute here: without padding, which is last."""
+        """Describe the micro-batch for layers with experts; padding rows are the last ones."""
         each = plan.local_tokens[i] // self.mesh.parallel.tp
         real = int(plan.shardings[i].tokens[self._at.cp]) - self._at.tp * each
         return ExpertRows(num=min(max(0, real), each), row_weight=1 / max(1, plan.step_rows))
@@ -191,6 +213,7 @@ class Executor:
     ) -> None:
         batch, sharding, local = plan.micro_batches[i], plan.shardings[i], plan.local_tokens[i]
         cp_rank = self._at.cp
+        # 1. Plan the exchange of K and V, for each kind of attention layer.
         by_kind = {
             slides: rank_exchange(
                 exchange_of(
@@ -204,6 +227,7 @@ class Executor:
             )
             for slides in self._kinds
         }
+        # 2. Collect all arrays, and copy them to the device in one transfer.
         arrays = {"positions": by_kind[self._kinds[0]].positions}
         for slides, index in by_kind.items():
             arrays |= {_name(name, slides): a for name, a in index.arrays()}
@@ -212,6 +236,7 @@ class Executor:
         if self._at.pp == self.mesh.parallel.pp - 1:
             arrays["labels"] = rank_labels(batch, sharding, cp_rank, local, reader)
         on_device = to_device(arrays, self.mesh.device)
+        # 3. Make attention and rotary tables of each kind. Kinds with the same base share tables.
         attentions = {
             slides: self._attention(index, on_device, slides=slides)
             for slides, index in by_kind.items()
@@ -225,6 +250,7 @@ class Executor:
             for slides, attention in attentions.items()
         }
         tables = [table for pair in made_tables.values() for table in pair]
+        # 4. Make the inputs of linear-attention layers.
         linear, of_linear = None, list[Tensor]()
         if self._linear is not None:
             latest = self.spec.model.linear.latest
@@ -232,7 +258,8 @@ class Executor:
             linear, of_linear = linear_rows(
                 spans, local, self._cp_group, self.mesh.device, self._linear
             )
-        # If all layers slide, fields for the others hold the same values, and nothing reads them.
+        # 5. Put everything into one record. If all layers have a sliding window, the fields for
+        # other layers get the same values, and nothing reads them.
         rows = Rows(
             **of_kind[self._kinds[0]]._asdict(),
             labels=on_device.get("labels"),
@@ -258,8 +285,8 @@ class Executor:
             heads=self._heads,
             backend=self.backend,
             device=self.mesh.device,
-            # A layer that backward recomputes gathers K and V in the recomputation, which serves
-            # backward too.
+            # If backward recomputes the whole layer, the recomputation gathers K and V, so keep
+            # them for its backward.
             keep_gathered_kv=self._recomputes_attention,
             fused=self._fused,
             on_device={name: on_device[_name(name, slides)] for name, _ in index.arrays()},

@@ -1,10 +1,15 @@
-"""All-to-alls of experts' rows in stages, each hidden behind the products of the one before.
+"""All-to-alls of experts' rows in stages; each hides behind the products of the stage before.
 
-The host reads numbers of rows once a micro-batch; meanwhile the GPU copies rows into their order
-and computes shared experts. Backward takes the same way with gradients, and reads nothing. Stage s
-has the s-th part of every rank's experts, so that each expert's rows are computed in one call, in
-the order (expert, source rank, token). Ranks of a group make the same calls, also without rows.
-Shapes: R ranks of a group, S stages, H experts a rank, P rows of a stage; else `model.experts`'.
+The host reads the numbers of rows once per layer and micro-batch. Meanwhile the GPU copies rows
+into their order and computes shared experts. Backward sends gradients the same way and reads
+nothing.
+
+Stage s has the s-th part of every rank's experts, so each expert's rows are computed in one call,
+in the order (expert, source rank, token). All ranks of a group make the same calls, even without
+rows.
+
+Shapes: R ranks of a group, S stages, H experts of a rank, P rows of a stage; other letters as in
+`wlb.model.expert_layer`.
 """
 
 from collections.abc import Sequence
@@ -20,17 +25,17 @@ from wlb.model.expert_dispatch import StageRows, inverse_of, sorted_by_expert
 from wlb.parallel.collectives import start_all_to_all, wait
 
 Numbers = list[list[int]]
-"""Rows by stage and rank, [S, R]."""
+"""Numbers of rows by stage and rank, [S, R]."""
 
 
 class RowsBetween(NamedTuple):
-    """Rows from and to each rank of a group."""
+    """Numbers of rows exchanged with each rank of a group."""
 
-    received: Numbers
-    sent: Numbers
+    received: Numbers  # rows from each rank
+    sent: Numbers  # rows to each rank
 
     def bounds(self) -> tuple[list[slice], list[slice]]:
-        """Each stage's rows among all that are received, and among all that are sent."""
+        """Return each stage's slice of all received rows, and of all sent rows."""
         received, sent = (
             [slice(*pair) for pair in pairwise(accumulate(map(sum, numbers), initial=0))]
             for numbers in self
@@ -39,19 +44,23 @@ class RowsBetween(NamedTuple):
 
 
 def rows_between(numbers_2SR: Tensor, *, rank: int) -> RowsBetween:
-    """How many rows of a layer come from and go to each rank; numbers_2SR is on the host. rank: in
-    the group; only for `wlb.rehearse`, whose tensors have no values and which replaces this.
+    """Read how many rows of a layer come from and go to each rank.
+
+    Args:
+        numbers_2SR: Received and sent rows by stage and rank, on the host.
+        rank: This rank in the group. Unused here; `wlb.rehearse`, whose tensors have no values,
+            replaces this function by one that needs it.
     """
     received, sent = numbers_2SR.numpy().tolist()
     return RowsBetween(received, sent)
 
 
 _ALIGNMENT = 16
-"""Bytes that a score adds to its row: kernels move rows of such multiples fastest."""
+"""Bytes that a score adds to its row; kernels move rows of multiples of 16 bytes fastest."""
 
 
 def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
-    """Rows of x, each with the bits of its score behind it, so that both travel in one call."""
+    """Select rows of x and append the bits of their scores, so that both travel in one call."""
     if scores_P is None:
         return x.index_select(0, index_P)
     width = x.shape[1]
@@ -63,7 +72,12 @@ def _select(x: Tensor, index_P: Tensor, scores_P: Tensor | None) -> Tensor:
 
 
 def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Rows of `_select`, as a view, and their scores; score_type: None without scores."""
+    """Separate the rows of `_select`, as a view, from their scores.
+
+    Args:
+        packed: Rows with their scores.
+        score_type: Dtype of the scores. None if there are none.
+    """
     if score_type is None:
         return packed, None
     width = packed.shape[1] - _ALIGNMENT // packed.element_size()
@@ -73,10 +87,12 @@ def _apart(packed: Tensor, score_type: torch.dtype | None) -> tuple[Tensor, Tens
 
 
 class StagedTrip:
-    """A `Trip` of all stages. Results of all-to-alls keep what they read alive until waited for.
+    """A `Trip` in stages, by all-to-alls.
 
-    It holds no reference to the `StagedWay` that holds it: in a reference cycle both would live
-    until the next garbage collection, which comes 50 steps.
+    The result of an all-to-all keeps the buffer that it reads alive until it is waited for.
+
+    The trip has no reference to the `StagedWay` that contains it. In a reference cycle both would
+    live until the next garbage collection, which runs only every 50 steps.
     """
 
     def __init__(self, group: dist.ProcessGroup, choice: "_Choice") -> None:
@@ -88,10 +104,12 @@ class StagedTrip:
         self._back: list[tuple[Tensor, torch.dtype | None]] = []
 
     def send(self, x: Tensor, rows_N: Tensor, scores_N: Tensor | None = None) -> None:
+        """Copy the rows that will travel, and their scores."""
         self._leaving = _select(x, rows_N, scores_N)
         self._score_type = None if scores_N is None else scores_N.dtype
 
     def start(self) -> None:
+        """Start the all-to-alls of all stages, unless they have started."""
         if self._leaving is None:
             return
         choice = self._choice
@@ -101,6 +119,7 @@ class StagedTrip:
         self._leaving = None
 
     def arrived(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        """Wait for a stage's rows and scores, and sort them by expert."""
         arriving, self._arriving[stage] = self._arriving[stage], None
         assert arriving is not None
         arriving, order_P = wait(arriving), self._choice.order_of(stage)
@@ -121,66 +140,75 @@ class StagedTrip:
         return torch.index_select(x, 0, order_P, out=x_MC[rows]), scores_P
 
     def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows and scores of all stages, and release them."""
         assert self._whole is not None
         whole, self._whole, self._arriving = self._whole, None, []
         return whole
 
     def answer(self, stage: int, x: Tensor, scores: Tensor | None = None) -> None:
+        """Start to send a stage's results back, in the order in which rows arrived."""
         inverse_P = self._choice.inverse_of(stage)
         if scores is not None:
             scores = scores.index_select(0, inverse_P)
-        # On the way back a rank sends as many rows as it received, and the reverse.
+        # On the way back, numbers of sent and received rows are exchanged.
         sent, received = (numbers[stage] for numbers in self._choice.known)
         leaving = _select(x, inverse_P, scores)
         back = start_all_to_all(leaving, received, sent, self._group)
         self._back.append((back, None if scores is None else scores.dtype))
 
     def answers(self, stage: int) -> tuple[Tensor, Tensor | None]:
+        """Wait for a stage's results."""
         back, score_type = self._back.pop(0)
         return _apart(wait(back), score_type)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Choice:
-    """Where a micro-batch's rows of a layer go; both forward passes of a recomputed layer have it.
+    """Where a micro-batch's rows of a layer go; shared by the first pass and the recomputation.
 
-    arriving_RH: rows for each of this rank's experts, by the rank they come from. numbers_2SR: on
-    the host once `copied` has passed (None: already), and let go once read, as pinned memory is
-    scarce. The rest is known then. order_M, inverse_M: from the order in which rows arrive to that
-    by expert, and back.
+    The fields from `between` on are known when the host has read the numbers of rows.
     """
 
-    order_N: Tensor
-    counts_E: Tensor
-    arriving_RH: Tensor
+    order_N: Tensor  # as in `Way`
+    counts_E: Tensor  # as in `Way`
+    arriving_RH: Tensor  # rows for each of this rank's experts, by the rank they come from
+    # Received and sent rows, on the host. Released when read, because pinned memory is scarce.
     numbers_2SR: Tensor | None
-    copied: torch.cuda.Event | None
+    copied: torch.cuda.Event | None  # passes when `numbers_2SR` is on the host; None on the CPU
     between: RowsBetween | None = None
-    sent: list[slice] = field(default_factory=list[slice])
+    sent: list[slice] = field(default_factory=list[slice])  # rows of each stage in `order_N`
     stages: list[StageRows] = field(default_factory=list[StageRows])
-    order_M: Tensor | None = None
-    inverse_M: Tensor | None = None
-    ends_E: Tensor | None = None
+    order_M: Tensor | None = None  # sorts arriving rows by expert
+    inverse_M: Tensor | None = None  # the inverse of `order_M`
+    ends_E: Tensor | None = None  # index after the last row of each of this rank's experts
 
     @property
     def known(self) -> RowsBetween:
-        assert self.between is not None, "rows travel before their numbers are read"
+        """The numbers of rows; only after the host has read them."""
+        assert self.between is not None, "rows may travel only after their numbers are read"
         return self.between
 
     def order_of(self, stage: int) -> Tensor:
-        """Order of a stage's rows by expert, from its first row on."""
+        """Return the order that sorts a stage's rows by expert, counted from its first row."""
         assert self.order_M is not None
         rows = self.stages[stage].rows
         return _within(self.order_M[rows], rows)
 
     def inverse_of(self, stage: int) -> Tensor:
+        """Return the inverse of `order_of`."""
         assert self.inverse_M is not None
         rows = self.stages[stage].rows
         return _within(self.inverse_M[rows], rows)
 
 
 class StagedWay:
-    """A `Way` in stages. first: that of the layer's first pass, if this is its second one."""
+    """A `Way` in stages.
+
+    Args:
+        group: Ranks of the EP group.
+        choice: Where rows go.
+        first: The routing of the first pass, if this is the one of the recomputation.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup, choice: _Choice, first: "StagedWay | None" = None
@@ -191,21 +219,25 @@ class StagedWay:
         self.there, self.back = StagedTrip(group, choice), StagedTrip(group, choice)
 
     def begin(self) -> None:
+        """Learn the numbers of rows, and start `there`; the recomputation also starts `back`."""
         if self._first is not None:
             self.there.start()
             self._first.back.start()
             return
         received = self._read()
         self.there.start()
-        # The order of rows is found while the first stage's travel.
+        # Compute the order of rows while those of the first stage travel.
         self._arrange(received)
 
     def _read(self) -> list[slice]:
-        """Where the host waits, once a layer; returns the slice of arriving rows of each stage."""
+        """Wait for the numbers of rows, and return each stage's slice of arriving rows.
+
+        This is the only place where the host waits, once per layer.
+        """
         choice = self._choice
         if choice.copied is not None:
             choice.copied.synchronize()
-            # So far only the host has waited for the side stream; the current stream has to, too.
+            # That made the host wait for the side stream; now make the current stream wait, too.
             choice.copied.wait()
         assert choice.numbers_2SR is not None, "numbers of rows are read once"
         choice.between = rows_between(choice.numbers_2SR, rank=dist.get_rank(self.group))
@@ -216,11 +248,11 @@ class StagedWay:
     def _arrange(self, received: Sequence[slice]) -> None:
         choice = self._choice
         arriving_RH = choice.arriving_RH
-        num_ranks, held = arriving_RH.shape
-        each = held // len(received)
-        # A rank sends a stage's rows expert by expert; here they go together by expert, then by
-        # rank.
-        expert_H = torch.arange(held, device=arriving_RH.device)
+        num_ranks, num_experts = arriving_RH.shape
+        each = num_experts // len(received)
+        # Rows of a stage arrive by (source rank, expert). A stable sort by expert brings them into
+        # the order (expert, source rank).
+        expert_H = torch.arange(num_experts, device=arriving_RH.device)
         expert_SRP = expert_H.view(-1, 1, each).expand(-1, num_ranks, -1)
         arriving_SRP = arriving_RH.view(num_ranks, -1, each).transpose(0, 1)
         expert_M = expert_SRP.reshape(-1).repeat_interleave(
@@ -234,30 +266,38 @@ class StagedWay:
             choice.stages.append(StageRows(experts, rows, _within(choice.ends_E[experts], rows)))
 
     def again(self) -> "StagedWay":
+        """Return the routing of the recomputation."""
         return StagedWay(self.group, self._choice, self)
 
     @property
     def sent(self) -> Sequence[slice]:
+        """The rows of each stage as slices of `order_N`."""
         return self._choice.sent
 
     @property
     def stages(self) -> Sequence[StageRows]:
+        """The parts that this rank computes."""
         return self._choice.stages
 
     @property
     def ends_E(self) -> Tensor:
+        """Index after the last row of each of this rank's experts, int32."""
         assert self._choice.ends_E is not None
         return self._choice.ends_E
 
 
 def _within(places: Tensor, rows: slice) -> Tensor:
-    """Places among all rows as places among `rows`."""
+    """Turn places among all rows into places among `rows`."""
     return places - rows.start if rows.start else places
 
 
 class ExpertAllToAll:
-    """The `ExpertExchange` of a group of ranks, each of which holds equally many experts, a
-    multiple of `stages`. side: a stream that copies to the host; None on the CPU.
+    """The `ExpertExchange` of a group of ranks with equally many experts each.
+
+    Args:
+        group: Ranks of the EP group.
+        stages: Stages of the exchange, a divisor of the experts of a rank.
+        side: A stream that copies to the host; None on the CPU.
     """
 
     def __init__(
@@ -266,8 +306,11 @@ class ExpertAllToAll:
         self.group, self.stages, self.side = group, stages, side
 
     def way(self, chosen_TK: Tensor, num_experts: int) -> StagedWay:
+        """Exchange the numbers of rows, and return the routing."""
         size, stages = self.group.size(), self.stages
         if stages > 1:
+            # Renumber experts by (stage, rank, expert of the rank), so that sorting by expert
+            # also sorts by stage.
             every_E = torch.arange(num_experts, device=chosen_TK.device)
             place_E = every_E.view(stages, size, -1).transpose(0, 1).reshape(-1)
             chosen_TK = place_E[chosen_TK]
@@ -289,14 +332,19 @@ class ExpertAllToAll:
     def _to_host(
         self, arriving_E: Tensor, counts_E: Tensor
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Wait for `arriving_E`, and copy rows by stage and rank to the host, [2, S, R]; on a GPU
-        beside what the current stream is given from now on, until the event that is returned.
+        """Wait for `arriving_E`, and copy the numbers of rows to the host.
+
+        On a GPU the copy runs on the side stream, beside work that the current stream is given from
+        now on, until the returned event.
+
+        Returns:
+            Received and sent rows by stage and rank, [2, S, R], and the event, or None on the CPU.
         """
         if self.side is None:
             return self._numbers(wait(arriving_E), counts_E), None
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
-            # The side stream waits for the collective; the current one will wait for the event.
+            # Only the side stream waits for the collective; the current one waits for the event.
             numbers_2SR = self._numbers(wait(arriving_E), counts_E)
             copied = torch.cuda.Event()
             on_host = numbers_2SR.to("cpu", non_blocking=True)

@@ -1,10 +1,13 @@
-"""Expert parallelism: experts over dp x cp x tp, rows brought to them by all-to-alls.
+"""Expert parallelism: experts are divided over dp x cp x tp, and all-to-alls bring rows to them.
 
-Groups of `parallel.ep` ranks, neighbours in (dp, cp, tp) order, hold equal parts of a layer's
-experts; FSDP shards these over what is left, and adds up their gradients there; with HSDP
-(`fsdp.shard_size`) it does so in each copy of the parameters, and then over copies. A layer
-exchanges numbers of rows, then rows and scores (`wlb.parallel.expert_exchange`). Ranks of a group
-run the same schedule, so that they make the same calls in the same order; a rank without rows too.
+A group has `parallel.ep` ranks, neighbours in (dp, cp, tp) order. Its ranks have equal parts of a
+layer's experts. Ranks of different groups that have the same experts share them by FSDP, which also
+adds up their gradients; with HSDP (`fsdp.shard_size`) it does so within each copy of the parameters
+and then over copies.
+
+In each layer the ranks exchange the numbers of rows, then rows and scores
+(`wlb.parallel.expert_exchange`). Ranks of a group run the same schedule, so they make the same
+calls in the same order, even a rank without rows.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,21 +27,22 @@ from wlb.parallel.expert_exchange import ExpertAllToAll
 from wlb.parallel.mesh import EP, EXPERT_SHARD, Mesh
 from wlb.parallel.tensor import local_tensor
 
-_HOLDER = ".experts."
+_EXPERTS = ".experts."
+"""Part of the names of parameters that are stacks of experts."""
 
 
 def is_expert(name: str) -> bool:
-    """Whether the parameter of this name is a stack of experts."""
-    return _HOLDER in name
+    """Return whether the parameter of this name is a stack of experts."""
+    return _EXPERTS in name
 
 
 def mixtures_of(stage: nn.Module) -> list[MixtureMlp]:
-    """The layers with experts of a stage, in order."""
+    """Return the layers with experts of a stage, in order."""
     return [module for module in stage.modules() if isinstance(module, MixtureMlp)]
 
 
 def experts_of(stage: Llama) -> dict[str, GroupedMlp]:
-    """The modules of a stage that FSDP shards over `EXPERT_SHARD`, by layer."""
+    """Return the modules of a stage that FSDP shards over `EXPERT_SHARD`, by layer."""
     layers = stage.model.layers.items()
     return {i: layer.mlp.experts for i, layer in layers if isinstance(layer.mlp, MixtureMlp)}
 
@@ -46,8 +50,15 @@ def experts_of(stage: Llama) -> dict[str, GroupedMlp]:
 def divide_experts(
     stage: Llama, mesh: Mesh, queue: WeightQueue | None, *, num_stages: int = 1
 ) -> None:
-    """Give each layer its exchange, in `num_stages` stages, and each stack this rank's experts,
-    without storage yet.
+    """Give each layer its exchange, and leave only this rank's experts in each stack.
+
+    The stacks have no storage yet.
+
+    Args:
+        stage: The stage.
+        mesh: The ranks.
+        queue: Receives weight gradients of experts. None computes them in backward.
+        num_stages: Stages of the exchange.
     """
     side = torch.cuda.Stream() if mesh.device.type == "cuda" and mesh.parallel.ep > 1 else None
     for mixture in mixtures_of(stage):
@@ -74,7 +85,12 @@ def _defer(queue: WeightQueue, parameters: Sequence[Tensor], compute: Any) -> No
 
 
 def held_experts(num: int, mesh: Mesh) -> range:
-    """The experts of `num` that this rank's group member holds, before FSDP shards them."""
+    """Return the experts of this rank's position in its EP group, before FSDP shards them.
+
+    Args:
+        num: Experts of a layer.
+        mesh: The ranks.
+    """
     each = num // mesh.parallel.ep
     assert mesh.experts is not None
     first = each * mesh.experts.get_local_rank(EP)
@@ -82,7 +98,15 @@ def held_experts(num: int, mesh: Mesh) -> range:
 
 
 def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
-    """The experts whose weights this rank stores; FSDP2 splits axis 0, the last ones get less."""
+    """Return the experts whose weights this rank stores.
+
+    FSDP2 splits axis 0, so the last ranks may have fewer.
+
+    Args:
+        num: Experts of a layer.
+        mesh: The ranks.
+        is_sharded: Whether FSDP shards them.
+    """
     held = held_experts(num, mesh)
     if not is_sharded:
         return held
@@ -93,26 +117,25 @@ def own_experts(num: int, mesh: Mesh, *, is_sharded: bool) -> range:
 
 
 def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
-    """The mesh that FSDP2 shards experts over, with the axis of their copies if there are any."""
+    """Return the mesh that FSDP2 shards experts over, including the axis of copies, if any."""
     assert mesh.experts is not None
     axes = tuple(axis for axis in mesh.expert_axes if axis != EP)
     return mesh.experts[axes]
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Give each layer the rows of its experts in a step, of all ranks that share its experts, and
-    of the EP ranks that others waited for; once after a step's last backward pass, on all ranks.
-    """
+    """Set each layer's `load` and `slowest` of the step, summed over all ranks of the layer."""
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
     if not mixtures:
         return
-    told = [r.experts.counts for r in rows if r.experts is not None]
-    of_batches = [torch.stack([counts[mixture] for mixture in mixtures]) for counts in told]
+    by_batch = [r.experts.counts for r in rows if r.experts is not None]
+    of_batches = [torch.stack([counts[mixture] for mixture in mixtures]) for counts in by_batch]
+    # B micro-batches, L layers, E experts, R ranks of an EP group.
     counts_BLE = torch.stack(of_batches).long()
     counts_LE = counts_BLE.sum(0)
     ranks_BLR = counts_BLE.unflatten(-1, (mesh.parallel.ep, -1)).sum(-1)
     counts_LE, ranks_BLR = _added(mesh, EP, counts_LE, ranks_BLR)
-    # A micro-batch's layer waits for the rank with most rows in its own group.
+    # In each micro-batch and layer, an EP group waits for its rank with most rows.
     slowest_L = ranks_BLR.amax(-1).sum(0)
     for axis in mesh.expert_axes:
         if axis != EP:
@@ -122,7 +145,7 @@ def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> N
 
 
 def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
-    """The sums of tensors over an axis of the mesh of experts, in one all-reduce."""
+    """Sum tensors over an axis of the mesh of experts, in one all-reduce."""
     assert mesh.experts is not None
     group = mesh.experts.get_group(axis)
     if group.size() == 1:
@@ -133,29 +156,43 @@ def _added(mesh: Mesh, axis: str, *numbers: Tensor) -> Sequence[Tensor]:
 
 
 def num_load_values(num_layers: int, ep: int) -> int:
-    """Values of `load_values`."""
+    """Return the number of values in `load_values`."""
     return 2 * num_layers + ep
 
 
 def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor | None:
-    """Of the last step, float64: by layer of the whole model, the most loaded expert's rows over
-    the mean one's; by layer, the rows that its EP ranks waited for over the mean rank's; the rows
-    of each EP rank, of all layers. 0 for layers of other stages; None without experts here.
+    """Return how unevenly experts were loaded in the last step, in float64.
+
+    The values are, one after the other:
+
+    - for each layer of the whole model, the rows of its most loaded expert over the mean expert's;
+    - for each layer, the rows of the slowest EP rank of each micro-batch over the mean rank's;
+    - for each EP rank, its rows in all layers.
+
+    They are 0 for layers of other stages.
+
+    Args:
+        stages: This rank's stages.
+        num_layers: Layers of the whole model.
+        mesh: The ranks.
+
+    Returns:
+        A tensor of `num_load_values`, or None if this rank has no experts.
     """
-    held: dict[int, tuple[Tensor, Tensor]] = {}
+    loads: dict[int, tuple[Tensor, Tensor]] = {}
     for stage in stages:
         for name, layer in stage.model.layers.items():
             mlp = layer.mlp
             if isinstance(mlp, MixtureMlp) and mlp.load is not None and mlp.slowest is not None:
-                held[int(name)] = (mlp.load, mlp.slowest)
-    if not held:
+                loads[int(name)] = (mlp.load, mlp.slowest)
+    if not loads:
         return None
     ep = mesh.parallel.ep
-    load_LE, slowest_L = (torch.stack(both).double() for both in zip(*held.values(), strict=True))
+    load_LE, slowest_L = (torch.stack(both).double() for both in zip(*loads.values(), strict=True))
     of_ranks_R = load_LE.unflatten(-1, (ep, -1)).sum((0, 2))
     none = load_LE.new_zeros(())
     of_layers = [
-        dict(zip(held, ratio_L.unbind(), strict=True))
+        dict(zip(loads, ratio_L.unbind(), strict=True))
         for ratio_L in (
             load_LE.amax(-1) / load_LE.mean(-1).clamp(min=1e-9),
             slowest_L / (load_LE.sum(-1) / ep).clamp(min=1e-9),
@@ -166,7 +203,7 @@ def load_values(stages: Iterable[Llama], num_layers: int, mesh: Mesh) -> Tensor 
 
 
 def rebalance(stages: Iterable[nn.Module]) -> None:
-    """Move the biases or shares of all layers by the last step's load; after its update."""
+    """Update the biases or shares of all layers from the last step's load, after its update."""
     for stage in stages:
         for mixture in mixtures_of(stage):
             mixture.rebalance()

@@ -1,9 +1,9 @@
-"""Gloo process groups with one worker thread each, that connect ranks when these first talk.
+"""Gloo process groups with one worker thread each that connect ranks at their first message.
 
-torch's two workers corrupt the heap: they write the name of their last collective into one string
-without a lock (`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known), so a rank dies
-(SIGSEGV or SIGABRT) after minutes. Reproduced by tests/parallel/gloo_race.py. torch ignores
-`pg_options` for Gloo, hence the wrapped constructor. This file imports nothing of wlb.
+torch starts two workers, which corrupt the heap: both write the name of their last collective into
+one string without a lock (`ProcessGroupGloo::runLoop`, torch 2.13.0; no upstream issue known).
+After minutes a rank dies with SIGSEGV or SIGABRT. tests/parallel/gloo_race.py reproduces it. torch
+ignores `pg_options` for Gloo, so we wrap the constructor. This file imports nothing of wlb.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,18 @@ from typing import Any
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+"""Address of the loopback interface."""
 
 
 def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) -> None:
-    """Give every Gloo group that this process creates from now on a single worker thread, and
-    connections that are made when they are used instead of between all ranks at once.
+    """Give every Gloo group that is created from now on a single worker and lazy connections.
 
-    interfaces: to bind, as in GLOO_SOCKET_IFNAME; without any, the loopback interface if
-    `loopback`, else the host's own address. A second call replaces the first.
+    A lazy connection is made when it is first used; otherwise all ranks connect with each other at
+    once. A second call replaces the first.
+
+    Args:
+        interfaces: Network interfaces to bind, as in GLOO_SOCKET_IFNAME.
+        loopback: Without interfaces: bind the loopback interface instead of the host's address.
     """
     if not dist.is_gloo_available():
         return
@@ -39,7 +43,7 @@ def use_one_worker(interfaces: Sequence[str] = (), *, loopback: bool = False) ->
     def with_one_worker(
         group: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)
     ) -> None:
-        # Options that the caller gives are kept.
+        # Leave options alone that the caller has given.
         if not isinstance(timeout, gloo._Options):
             options = gloo._Options()
             options._devices = devices()

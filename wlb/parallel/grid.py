@@ -1,17 +1,20 @@
-"""Numbers of ranks on the axes of a layout, and over the links of a pipeline; imports no torch."""
+"""Ranks of a layout on its axes and on the links of its pipelines; imports no torch."""
 
 import numpy as np
 
 from wlb.spec import ParallelSpec
 
 LINKS = ("pp_even", "pp_odd", "pp_last")
-"""Kinds of links. The pipeline ranks form a ring, in which link i joins ranks i and i + 1 (modulo
-pp). Links of one kind share no rank, so that one call makes the communicators of all of them. The
-last link of an odd ring would share a rank with an even one, and is a kind of its own."""
+"""Kinds of links between neighbours of a pipeline.
+
+The pipeline ranks form a ring, in which link i joins ranks i and i + 1 (modulo pp). Links of one
+kind share no rank, so one call makes the communicators of all of them. The last link of an odd ring
+would share a rank with an even link, so it has a kind for itself.
+"""
 
 
 def rank_grid(parallel: ParallelSpec) -> np.ndarray:
-    """All ranks, shape [pp, dp, cp, tp]."""
+    """Return the numbers of all ranks, shape [pp, dp, cp, tp]."""
     physical = np.arange(parallel.world_size).reshape(
         max(1, parallel.dp), parallel.pp, parallel.cp, parallel.tp
     )
@@ -19,17 +22,17 @@ def rank_grid(parallel: ParallelSpec) -> np.ndarray:
 
 
 def kind_of_link(link: int, pp: int) -> str:
-    """The kind of a link of a ring of `pp` ranks."""
+    """Return the kind of link number `link` in a ring of `pp` ranks."""
     is_last_of_odd = pp % 2 == 1 and link == pp - 1
     return LINKS[2] if is_last_of_odd else LINKS[link % 2]
 
 
 def link_members(parallel: ParallelSpec) -> dict[str, list[list[int]]]:
-    """All ranks, divided by the links of each kind; empty without a pipeline.
+    """Divide all ranks into groups for each kind of link; empty without a pipeline.
 
-    Every rank is in exactly one group of each kind: with the neighbour to which a link of the kind
-    leads, or alone. torch derives a group's name from how many groups its rank has made, and both
-    members must arrive at the same name.
+    For each kind, every rank is in exactly one group: with a neighbour, or alone. Ranks that are
+    alone must make a group too, because torch derives a group's name from the number of groups that
+    the rank has made, and both members must arrive at the same name.
     """
     pp = parallel.pp
     if pp == 1:

@@ -1,9 +1,10 @@
-"""Communication between the ranks' hosts, over Gloo: CPU tensors and Python objects of all ranks.
+"""Communication of CPU tensors and Python objects among all ranks, over Gloo.
 
-NCCL groups have no Gloo side: a Gloo group that is split off one of NCCL would have torch's default
-options (two workers, see `wlb.parallel.gloo`). Connections are made when they are first used, and
-sums and tables run along a tree, so that a rank of 8,192 holds dozens of sockets; a full mesh would
-take 8,191, and 4.4 TB of addresses from rank 0's store (`host_cost` computes both).
+NCCL groups cannot carry CPU tensors, and a Gloo group that is split off an NCCL group would have
+torch's default options (two workers, see `wlb.parallel.gloo`). So there is one Gloo group of all
+ranks. It connects two ranks when they first communicate. Sums and tables run along a tree, so a
+rank of 8,192 needs dozens of sockets. A full mesh would need 8,191, and rank 0's store would send
+4.4 TB of addresses (`host_cost` computes both).
 """
 
 import resource
@@ -18,30 +19,33 @@ from torch.distributed import distributed_c10d
 from wlb.plan import UserError
 
 HOSTS = "hosts"
-"""Description of the group of all ranks' hosts, by which it is found."""
+"""Description of the Gloo group of all ranks, by which `host_group` finds it."""
 MOST_TIMED = 64
-"""Most ranks that send rank 0 their timelines, directly (`wlb.train.telemetry.ranks`)."""
-_OPEN_ANYWAY = {"cpu": 128, "cuda": 512}
-"""Files of a rank besides sockets to other ranks' hosts: logs, stores, and on CUDA the driver,
-NCCL's bootstrap and its sockets within a node."""
+"""Most ranks that send their timelines directly to rank 0 (`wlb.train.telemetry.ranks`)."""
+_OTHER_FILES = {"cpu": 128, "cuda": 512}
+"""Open files of a rank besides its Gloo sockets, by device.
+
+These are logs and stores, and on CUDA the driver, NCCL's bootstrap and its sockets within a node.
+"""
 
 
 def new_host_group(timeout_s: float) -> None:
-    """Make the group that `host_group` finds, if the default group is not Gloo itself; all ranks
-    call it, after `init_process_group`.
+    """Make the group that `host_group` finds, if the default group is NCCL.
+
+    All ranks call it after `init_process_group`.
     """
     dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc=HOSTS)
 
 
 def destroy_gloo_groups() -> None:
-    """Destroy this process's Gloo groups, and their threads, without waiting for other ranks."""
+    """Destroy this process's Gloo groups and their threads, without waiting for other ranks."""
     for group in list(distributed_c10d._world.pg_map):
         if dist.get_backend(group) == dist.Backend.GLOO:
             dist.destroy_process_group(group)
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """The group of all ranks for CPU tensors and objects; None without torch.distributed."""
+    """Return the group of all ranks for CPU tensors and objects; None without torch.distributed."""
     if not dist.is_initialized():
         return None
     groups = distributed_c10d._world.pg_map
@@ -49,11 +53,18 @@ def host_group() -> dist.ProcessGroup | None:
 
 
 def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
-    """Reduce a CPU tensor over all ranks, in place; op is "sum" or "max". Takes 2 * log2(ranks)
-    messages in a row, where Gloo's own all-reduce, a ring, takes 2 * (ranks - 1).
+    """Reduce a CPU tensor over all ranks, in place.
+
+    Takes 2 * log2(ranks) messages one after the other. Gloo's all-reduce, a ring, would take
+    2 * (ranks - 1).
+
+    Args:
+        x: Tensor with the same shape on all ranks.
+        op: "sum" or "max".
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, theirs = 1, torch.empty_like(x)
+    # In round k the ranks whose k-th bit is set send to the rank 2^k below and are done.
     while step < size:
         if rank & step:
             dist.send(x, dst=rank - step, group=group)
@@ -66,8 +77,9 @@ def all_reduce_hosts(x: Tensor, op: str = "sum") -> None:
 
 
 def gather_rows(own: Tensor) -> Tensor | None:
-    """CPU rows [W] of all ranks as [ranks, W] on rank 0, None elsewhere, along the same tree: the
-    root of Gloo's own gather connects to every rank.
+    """Gather a CPU row [W] of every rank: [ranks, W] on rank 0, None on others.
+
+    Uses a tree, because the root of Gloo's gather connects to every rank.
     """
     group, rank, size = host_group(), dist.get_rank(), dist.get_world_size()
     step, rows = 1, own[None].contiguous()
@@ -75,7 +87,7 @@ def gather_rows(own: Tensor) -> Tensor | None:
         if rank & step:
             dist.send(rows, dst=rank - step, group=group)
             return None
-        # The peer's rows are those of ranks rank + step ... rank + 2 * step - 1.
+        # The peer has collected the rows of ranks rank + step, ..., rank + 2 * step - 1.
         if rank + step < size:
             theirs = rows.new_empty(min(step, size - rank - step), own.numel())
             dist.recv(theirs, src=rank + step, group=group)
@@ -85,18 +97,15 @@ def gather_rows(own: Tensor) -> Tensor | None:
 
 
 class HostCost(NamedTuple):
-    """Costs of a job's Gloo groups and rendezvous store. sockets, root_sockets: of a rank
-    and of rank 0. messages: in a row for a sum over all ranks. store_requests, store_bytes: to rank
-    0's store, by all ranks. full_mesh_*: of one Gloo group that connects everybody, for comparison.
-    """
+    """Cost of a job's Gloo groups and of the rendezvous store, which rank 0 hosts."""
 
-    sockets: int
-    root_sockets: int
-    messages: int
-    store_requests: int
-    store_bytes: int
-    full_mesh_sockets: int
-    full_mesh_bytes: int
+    sockets: int  # sockets of a rank other than 0
+    root_sockets: int  # sockets of rank 0
+    messages: int  # messages one after the other, for a sum over all ranks
+    store_requests: int  # requests of all ranks to the store
+    store_bytes: int  # bytes of those requests
+    full_mesh_sockets: int  # for comparison: sockets of a rank if one group connected everybody
+    full_mesh_bytes: int  # for comparison: bytes of the store's requests then
 
 
 _ADDRESS_BYTES, _PAIR_BYTES = 170, 8
@@ -104,13 +113,14 @@ _ADDRESS_BYTES, _PAIR_BYTES = 170, 8
 
 
 def host_cost(world_size: int) -> HostCost:
-    """The cost of a job of `world_size` ranks, whose rank 0 hosts the store.
+    """Compute the cost of a job of `world_size` ranks.
 
-    Two Gloo groups (hosts, checkpoints) each connect a rank with those 2^k before and after it: the
-    ring, Gloo's barrier and broadcast, and the trees above; by two sockets for a moment where both
-    sides connect at the same time. Rank 0 gathers checkpoints' plans from everybody in both groups
-    (torch.distributed.checkpoint saves on one and loads on the other), hosts the store, and gets
-    timelines.
+    There are two Gloo groups, for hosts and for checkpoints. Each connects a rank with the ranks
+    2^k before and after it, because Gloo's barrier and broadcast, rings and the trees above need no
+    others. For a moment a pair may have two sockets, if both sides connect at the same time. In
+    addition rank 0 gathers checkpoints' plans from everybody in both groups
+    (torch.distributed.checkpoint saves on one and loads on the other), hosts the store, and
+    receives timelines.
     """
     n = world_size
     peers = {(sign * 2**k) % n for k in range((n - 1).bit_length()) for sign in (1, -1)} - {0}
@@ -132,14 +142,16 @@ def host_cost(world_size: int) -> HostCost:
 
 
 def open_files_needed(rank: int, world_size: int, device: str) -> int:
-    """Files and sockets that a rank on "cpu" or "cuda" may have open at once."""
+    """Return how many files and sockets a rank on "cpu" or "cuda" may have open at once."""
     cost = host_cost(world_size)
-    return (cost.sockets if rank else cost.root_sockets) + _OPEN_ANYWAY[device]
+    return (cost.sockets if rank else cost.root_sockets) + _OTHER_FILES[device]
 
 
 def allow_open_files(rank: int, world_size: int, device: str) -> None:
-    """Raise this process's soft limit on open files to the hard one if the sockets to other ranks
-    may exceed it (1,024 is usual); UserError if the hard one is too low as well.
+    """Raise this process's soft limit on open files, if its sockets may exceed it (1,024 is usual).
+
+    Raises:
+        UserError: The hard limit is too low.
     """
     needed = open_files_needed(rank, world_size, device)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

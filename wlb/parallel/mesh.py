@@ -1,14 +1,15 @@
-"""The 4-D mesh of ranks (Section 2.2): axes pp, dp, cp, tp, and the groups FSDP shards over.
+"""The 4-D mesh of ranks (Section 2.2): axes pp, dp, cp and tp, and the groups of FSDP.
 
-Ranks are numbered TP, CP, PP, DP from the inside out, so that TP neighbours share a node's fastest
-links. The mesh lists its axes as (pp, dp, cp, tp): dp and cp are adjacent and flatten into `fsdp`,
-over which gradients are summed and parameters sharded, either over all of it or (HSDP) within
-groups of `shard_size` consecutive ranks that hold one copy each, cp ranks of a pipeline first.
+Ranks are numbered with TP fastest, then CP, PP and DP, so that TP neighbours share a node's fastest
+links. The mesh lists its axes as (pp, dp, cp, tp), so dp and cp are adjacent and flatten into
+`fsdp`. Gradients are summed over `fsdp`, and parameters are sharded over all of it. With HSDP
+parameters are sharded over `shard_size` consecutive ranks instead, and each such group has a copy.
 
 A pipeline's transfers do not use the group of the axis pp. NCCL runs the operations of a
 communicator in the order in which a rank posts them, and interleaved schedules post receives long
-before their data exist; in one communicator such a receive would hold up the rank's later sends to
-its other neighbour. Each link between two pipeline ranks therefore has a communicator (`links`).
+before their data exist. If all transfers shared one communicator, such a receive would block the
+rank's later sends to its other neighbour. Therefore each link between two pipeline ranks has a
+communicator (`links`).
 """
 
 from collections.abc import Mapping
@@ -29,15 +30,23 @@ from wlb.spec import ModelSpec
 from wlb.spec.run import ParallelSpec
 
 AXES = ("pp", "dp", "cp", "tp")
+"""Axes of the mesh, outermost first."""
 FSDP = "fsdp"
+"""The axis of dp and cp, flattened."""
 HSDP = ("replicate", "shard")
+"""The axis `fsdp` as (copies of the parameters, shards of one copy)."""
 EXPERT_COPIES, EXPERT_SHARD, EP = "expert_replicate", "expert_shard", "ep"
-"""Axes of the mesh of experts: dp x cp x tp as (copies of experts, FSDP of experts, different
-experts). As torchtitan has it, copies are those of other parameters (HSDP), so that an EP group
-lies within the ranks of one copy; without HSDP the first axis is missing."""
+"""Axes of the mesh of experts, which divides dp x cp x tp.
+
+They are (copies of experts, FSDP shards of equal experts, different experts). As in torchtitan, the
+copies of experts are the copies of other parameters (HSDP), so an EP group lies within one copy.
+Without HSDP the first axis is missing.
+"""
 KV_HEAD, KV_COPY = "kv_head", "kv_copy"
-"""The axis tp as (different KV heads, copies of one), of a model with fewer KV heads than TP ranks:
-neighbours hold copies, because their query heads read the same keys."""
+"""The axis tp as (different KV heads, copies of one head), if tp exceeds the number of KV heads.
+
+Neighbours hold copies of the same head, because their query heads read the same keys.
+"""
 
 
 class Coordinates(NamedTuple):
@@ -50,7 +59,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
-    """A rank's place in the mesh; tp varies fastest, then cp, pp, dp."""
+    """Return a rank's place in the mesh; tp varies fastest, then cp, pp and dp."""
     if not 0 <= rank < parallel.world_size:
         raise UserError(f"rank {rank} is outside the {parallel.world_size} ranks of {parallel}")
     rank, tp = divmod(rank, parallel.tp)
@@ -63,76 +72,78 @@ def coordinates(rank: int, parallel: ParallelSpec) -> Coordinates:
 class Mesh:
     """The 4-D mesh seen from one rank."""
 
-    parallel: ParallelSpec
-    device: torch.device
-    rank: int
+    parallel: ParallelSpec  # degrees of all axes
+    device: torch.device  # device of this rank
+    rank: int  # this rank's number among all ranks
     device_mesh: DeviceMesh  # axes (pp, dp, cp, tp)
     fsdp: DeviceMesh  # dp and cp flattened, dp major
-    sharding: DeviceMesh  # what FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
-    experts: DeviceMesh | None = None  # axes pp and `expert_axes`, for a model with experts
-    kv_heads: DeviceMesh | None = None  # axes (kv_head, kv_copy), where TP ranks hold copies
-    # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`): with one neighbour, or
-    # alone. Empty without a pipeline.
+    sharding: DeviceMesh  # the mesh FSDP2 shards over: `fsdp`, or its ranks as (replicate, shard)
+    experts: DeviceMesh | None = None  # axes pp and `expert_axes`; None without experts
+    kv_heads: DeviceMesh | None = None  # axes (kv_head, kv_copy); None without copies of KV heads
+    # This rank's group for each kind of link (`wlb.parallel.grid.LINKS`). A group has this rank
+    # and one neighbour, or this rank alone. Empty without a pipeline.
     links: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def at(self) -> Coordinates:
-        """This rank's place."""
+        """This rank's index along each axis."""
         return coordinates(self.rank, self.parallel)
 
     @property
     def world_size(self) -> int:
+        """Number of all ranks."""
         return self.parallel.world_size
 
     @property
     def fsdp_rank(self) -> int:
+        """This rank's index along the axis `fsdp`."""
         return self.at.dp * self.parallel.cp + self.at.cp
 
     @property
     def fsdp_size(self) -> int:
+        """Number of ranks along the axis `fsdp`, dp x cp."""
         return self.parallel.dp * self.parallel.cp
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups of every axis, of `fsdp`, `sharding`, experts, copies of KV heads and
-        `links`.
-        """
+        """All process groups of this rank: of every axis and mesh, and of `links`."""
         meshes = (self.device_mesh, self.fsdp, self.sharding, self.experts, self.kv_heads)
         groups = [group for mesh in meshes if mesh is not None for group in mesh.get_all_groups()]
         return [*groups, *self.links.values()]
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of the parameters."""
+        """Number of ranks that share one copy of the parameters."""
         return self.sharding.size(self.sharding.ndim - 1)
 
     @property
     def shard_rank(self) -> int:
+        """This rank's index among the ranks that share a copy."""
         return self.fsdp_rank % self.shard_size
 
     @property
     def replica(self) -> int:
-        """Index of the copy of the parameters that this rank holds a shard of."""
+        """Index of the copy of the parameters of which this rank has a shard."""
         return self.fsdp_rank // self.shard_size
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """Axes of `experts` besides pp, of a model with experts."""
+        """Axes of `experts` other than pp. Only for a model with experts."""
         assert self.experts is not None
         return (self.experts.mesh_dim_names or ())[1:]
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The group of this rank's neighbours along "tp", "cp", "pp", "dp" or "fsdp"."""
+        """Return this rank's group along "tp", "cp", "pp", "dp" or "fsdp"."""
         return self.fsdp.get_group() if axis == FSDP else self.device_mesh.get_group(axis)
 
     @property
     def link_before(self) -> dist.ProcessGroup:
-        """The group of this rank and the pipeline rank before it; the last one is before rank 0."""
+        """The group of this rank and the previous pipeline rank; the ring wraps around."""
         return self._link((self.at.pp - 1) % self.parallel.pp)
 
     @property
     def link_after(self) -> dist.ProcessGroup:
-        """The group of this rank and the pipeline rank after it; rank 0 is after the last one."""
+        """The group of this rank and the next pipeline rank; the ring wraps around."""
         return self._link(self.at.pp)
 
     def _link(self, link: int) -> dist.ProcessGroup:
@@ -140,9 +151,11 @@ class Mesh:
 
 
 def used_groups(mesh: Mesh) -> list[tuple[str, dist.ProcessGroup]]:
-    """Name and group of each communicator of more than one rank that steps use, once each, in one
-    order on all ranks. torch also makes one of `pp`, of `dp`, and of `fsdp` beside HSDP's two,
-    which nothing uses.
+    """List the name and group of each communicator that steps use.
+
+    Groups of one rank are left out, and a group with several names is listed once. The order is the
+    same on all ranks. torch also makes groups for `pp`, for `dp`, and with HSDP for `fsdp`; nothing
+    uses those.
     """
     groups: list[tuple[str, dist.ProcessGroup | None]] = [("world", dist.group.WORLD)]
     groups += [*mesh.links.items(), *((axis, mesh.group(axis)) for axis in ("tp", "cp"))]
@@ -165,17 +178,16 @@ def build_mesh(
     shard_size: int = 0,
     model: ModelSpec | None = None,
 ) -> Mesh:
-    """The mesh over all ranks; a collective call.
+    """Build the mesh over all ranks. A collective call.
 
     Args:
-        parallel: degrees of all axes; their product is the number of ranks.
-        device: this rank's.
-        shard_size: ranks that share one copy of the weights, a divisor of dp * cp; 0 = all.
-        model: whose experts, and copies of KV heads over TP ranks, need groups of their own; None
-            for a model without either.
+        parallel: Degrees of all axes. Their product must be the number of ranks.
+        device: Device of this rank.
+        shard_size: Ranks that share one copy of the weights, a divisor of dp * cp. 0 means all.
+        model: The model, if it may have experts or copies of KV heads, which need more groups.
 
     Raises:
-        UserError: if the degrees are not those of the running ranks.
+        UserError: The degrees do not multiply to the number of running ranks.
     """
     world_size = dist.get_world_size()
     if parallel.dp < 1 or parallel.world_size != world_size:
@@ -197,16 +209,16 @@ def build_mesh(
         sharding=_sharding(fsdp, shard_size or fsdp.size()),
         experts=_experts(ranks, parallel, device, shard_size) if has_experts else None,
         kv_heads=None if copies == 1 else _kv_heads(device_mesh["tp"], copies),
-        links={kind: _own_of(parts, kind) for kind, parts in link_members(parallel).items()},
+        links={kind: _group_of(parts, kind) for kind, parts in link_members(parallel).items()},
     )
 
 
-def _own_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
-    """This rank's group of `parts`, which divide all ranks; a collective call."""
+def _group_of(parts: list[list[int]], name: str) -> dist.ProcessGroup:
+    """Make groups of disjoint `parts` of all ranks and return this rank's; a collective call."""
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:
-        # One ncclCommSplit makes the communicators of all parts, as torch makes those of a mesh.
+        # One ncclCommSplit makes the communicators of all parts, as torch does for a mesh.
         made = dist.split_group(split_ranks=parts, group_desc=name)
     else:
         own = next(part for part in parts if dist.get_rank() in part)
@@ -229,7 +241,7 @@ def _experts(
 
 
 def _kv_heads(tp: DeviceMesh, copies: int) -> DeviceMesh:
-    # Unflatten rather than build a new mesh, as in `_sharding`.
+    # Unflatten instead of building a new mesh, for the reason given in `_sharding`.
     return tp._unflatten(0, (tp.size() // copies, copies), (KV_HEAD, KV_COPY))
 
 
@@ -239,13 +251,15 @@ def _sharding(fsdp: DeviceMesh, shard_size: int) -> DeviceMesh:
         raise UserError(
             f"fsdp.shard_size = {shard_size} does not divide the {fsdp.size()} ranks of dp x cp"
         )
-    # Unflatten rather than build a new mesh: FSDP must find the root mesh to join it with tp.
+    # Unflatten instead of building a new mesh, because FSDP must find the root mesh to combine
+    # the axis with tp.
     return fsdp if copies == 1 else fsdp._unflatten(0, (copies, shard_size), HSDP)
 
 
 def limit_collectives(timeout_s: float, mesh: Mesh | None = None) -> None:
-    """Set the timeout of collectives of all ranks, or of all groups of a mesh: torch gives a new
-    group half an hour, whatever the default group has.
+    """Set the timeout of collectives, of the groups of all ranks or of all groups of a mesh.
+
+    Without it torch gives each new group half an hour, whatever the default group has.
     """
     for group in [dist.group.WORLD, host_group()] if mesh is None else mesh.groups:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

@@ -1,7 +1,7 @@
-"""Protocols for watching a rank execute a step: the running chunk, and its time by part.
+"""Protocols for watching a rank execute a step: which chunk runs, and how long its parts take.
 
-The executor reports each chunk of the schedule to a `Progress` and a `Timer`. Implementations are
-`wlb.launch.position` and `wlb.train.telemetry.clock`.
+The executor reports each chunk (one pass of one micro-batch in one stage) to a `Progress` and a
+`Timer`. They are implemented in `wlb.launch.position` and `wlb.train.telemetry.clock`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -15,52 +15,51 @@ from wlb.model import Llama
 
 
 class Pass(StrEnum):
-    """Kind of a chunk. weight: weight gradients computed separately (zero-bubble schedules)."""
+    """Kind of a chunk."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    WEIGHT = "weight"
+    WEIGHT = "weight"  # weight gradients computed separately (zero-bubble schedules)
 
 
 class Part(StrEnum):
-    """Parts of a chunk's time. attention: attention kernels. recompute: attention's forward
-    kernels inside a backward pass; other recomputed work counts as layers. layers: the rest of the
-    decoder layers, with the final norm. head: with the loss, whose gradients its forward pass
-    computes.
-    """
+    """Part of a chunk to which time is counted."""
 
-    ATTENTION = "attention"
-    LAYERS = "layers"
+    ATTENTION = "attention"  # attention kernels
+    LAYERS = "layers"  # the rest of the decoder layers, and the final norm
     EMBEDDING = "embedding"
-    HEAD = "head"
+    HEAD = "head"  # output head and loss; its forward pass also computes their gradients
+    # Forward kernels of attention inside a backward pass. Other recomputed work counts as layers.
     RECOMPUTE = "recompute"
 
 
 class Cell(NamedTuple):
-    """One chunk of a schedule. micro_batch: index in the pipeline's plan."""
+    """One chunk of a schedule."""
 
     kind: Pass
     stage: int
-    micro_batch: int
+    micro_batch: int  # index in the pipeline's plan
 
 
 class Progress(Protocol):
     """Receives each chunk as it begins."""
 
-    def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None: ...
+    def chunk(self, kind: str, stage: int, micro_batch: int, /) -> None:
+        """Receive the chunk that begins now."""
+        ...
 
 
 class Timer(Protocol):
     """Times the chunks of a step."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Entered around all chunks of a training step; nothing else is timed."""
+        """Return a context for all chunks of a training step; nothing outside is timed."""
         ...
 
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = ...
     ) -> AbstractContextManager[None]:
-        """Entered around a chunk; its time counts as `first` until `switch` is called."""
+        """Return a context for a chunk; its time counts as `first` until `switch` is called."""
         ...
 
     def switch(self, part: Part) -> None:
@@ -76,12 +75,13 @@ class Watchers:
     timer: Timer | None = None
 
     def step(self) -> AbstractContextManager[None]:
+        """Return a context for all chunks of a training step."""
         return nullcontext() if self.timer is None else self.timer.step()
 
     def chunk(
         self, kind: Pass, stage: int, micro_batch: int, first: Part
     ) -> AbstractContextManager[None]:
-        """The context that a chunk runs in."""
+        """Report that a chunk begins, and return a context to run it in."""
         if self.progress is not None:
             self.progress.chunk(kind, stage, micro_batch)
         if self.timer is None:
@@ -90,8 +90,10 @@ class Watchers:
 
 
 def watch_ends(stage: Llama, clock: Timer) -> None:
-    """Time a stage's embedding and head separately from its layers, by hooks on the first layer's
-    input (or the embedding), on the decoder's output, and on the gradients of both.
+    """Time a stage's embedding and head separately from its layers.
+
+    Hooks on the first layer's input (or the embedding), on the decoder's output, and on the
+    gradients of both switch the timer.
     """
     decoder = stage.model
     if decoder.embed_tokens is not None:
@@ -115,6 +117,6 @@ def watch_ends(stage: Llama, clock: Timer) -> None:
 
 
 def _when_differentiated(x_TC: Tensor, clock: Timer, part: Part) -> None:
-    """Switch to `part` once backward has computed the gradient of x_TC."""
+    """Switch to `part` as soon as backward has computed the gradient of x_TC."""
     if x_TC.requires_grad:
         x_TC.register_hook(lambda _: clock.switch(part))

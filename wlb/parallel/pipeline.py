@@ -1,10 +1,11 @@
-"""Pipeline parallelism by torch's schedules, with its own length for every micro-batch.
+"""Pipeline parallelism by torch's schedules, with a different length for every micro-batch.
 
-torch sizes receive buffers from micro-batch 0 and has no variable shapes
+torch sizes receive buffers by micro-batch 0 and does not support variable shapes
 (https://github.com/pytorch/pytorch/issues/159942). `VarLenStage` allocates a buffer when its
-receive is posted, from lengths that every rank knows from the plan, and drops it after the
-backward. Its transfers travel in the communicator of their link (`wlb.parallel.mesh`). All that it
-overrides is private to torch; tests/parity holds it on each supported version.
+receive is posted and drops it after the backward pass. Every rank knows the lengths from the plan,
+so no shapes are sent. Transfers use the communicator of their link (`wlb.parallel.mesh`).
+
+All overridden methods are private to torch. tests/parity checks them on each supported version.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +36,21 @@ from wlb.spec import Schedule
 
 
 class VarLenStage(PipelineStage):
-    """A stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
+    """A pipeline stage whose micro-batch i sends and receives `rows[i]` rows of `width`.
 
-    module: called with tokens or rows, and the micro-batch's `Rows`. queue: where its layers put
-    weight gradients, if the schedule splits the backward pass.
+    Args:
+        module: The stage's part of the model, called with tokens or rows, and the micro-batch's
+            `Rows`.
+        index: Index of the stage in the pipeline.
+        num_stages: Stages of the pipeline.
+        mesh: The ranks.
+        width: Channels of a row.
+        dtype: Dtype of activations and their gradients.
+        queue: Where the stage's layers put weight gradients, if the schedule splits backward.
+        watchers: Observers of the chunks.
     """
 
-    rows: list[int]
+    rows: list[int]  # rows that each micro-batch exchanges; set before a step
 
     def __init__(
         self,
@@ -59,8 +68,8 @@ class VarLenStage(PipelineStage):
         self._queue, self._watchers = queue, watchers or Watchers()
         self._before, self._after = mesh.link_before, mesh.link_after
         self._rows_record: dict[str, Any] = {}
-        # Static metadata spares torch a run that infers shapes; only its number of axes and dtype
-        # are used.
+        # With static metadata torch need not run the model to infer shapes. It uses only the number
+        # of axes and the dtype.
         activation = torch.empty(1, self.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(1, dtype=torch.long, device="meta")
         super().__init__(
@@ -85,27 +94,32 @@ class VarLenStage(PipelineStage):
             info.buffer = torch.empty(0, device=self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate the buffer of a micro-batch's activation, and return the receive."""
         if not self.is_first:
             infos = self.args_recv_info[fwd_chunk_id]
             self._allocate(infos, self.rows[fwd_chunk_id], requires_grad=self.has_backward)
         return _over(self._before, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the send of a micro-batch's activation."""
         return _over(self._after, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate the buffer of an activation's gradient, and return the receive."""
         if self.has_backward and not self.is_last:
             infos = self.grad_recv_info[bwd_chunk_id]
             self._allocate(infos, self.rows[bwd_chunk_id], requires_grad=False)
         return _over(self._after, super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the send of an activation's gradient."""
         return _over(self._before, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, **options: Any
     ) -> Any:
-        # Rows bypasses torch's bookkeeping of kwargs, because the zero-bubble code of torch 2.11
+        """Run the forward pass of a micro-batch."""
+        # Hide `Rows` from torch's bookkeeping of kwargs, because the zero-bubble code of torch 2.11
         # fails on arguments that are not tensors.
         self._rows_record = kwargs or {}
         first = Part.EMBEDDING if self.is_first else Part.LAYERS
@@ -116,9 +130,11 @@ class VarLenStage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **_: Any) -> Any:
+        """Call the module with the micro-batch's `Rows`."""
         return super().forward_maybe_with_nosync(*args, **self._rows_record)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        """Run the backward pass of a micro-batch, and drop its buffers."""
         with self._chunk(Pass.BACKWARD, bwd_chunk_id, Part.HEAD if self.is_last else Part.LAYERS):
             super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if not self.has_backward:
@@ -130,6 +146,7 @@ class VarLenStage(PipelineStage):
             self._drop(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        """Compute the weight gradients of a micro-batch (zero-bubble schedules)."""
         with self._chunk(Pass.WEIGHT, bwd_chunk_id, Part.LAYERS):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
             widen_gradients(self.submod)
@@ -140,33 +157,34 @@ class VarLenStage(PipelineStage):
     def _take_weights(self) -> Callable[[], None]:
         assert self._queue is not None
         if self._watchers.timer is not None:
-            # On the first stage backward ended in the embedding, which the timer would still count.
+            # On the first stage backward ended in the embedding; count the weight pass as layers.
             self._watchers.timer.switch(Part.LAYERS)
         return self._queue.take()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing: torch 2.11 would connect the group of the axis pp, which carries no transfers.
-        `wlb.parallel.connect` has connected the links.
+        """Return nothing: the links are already connected by `wlb.parallel.connect`.
+
+        torch 2.11 would connect the group of the axis pp, which carries no transfers.
         """
         return []
 
     def _validate_fwd_input(self, *_: Any) -> None:
-        """Disabled, as for outputs: torch 2.11 checks them against one static shape; ours vary."""
+        """Disabled: torch 2.11 checks inputs and outputs against one static shape; ours vary."""
 
     _validate_fwd_outputs = _validate_fwd_input
 
 
 def _over(link: dist.ProcessGroup, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-    """The same transfers in the communicator of a link. All ops of a stage's list have one peer."""
-    assert link.size() == 2, "with more ranks, transfers could hold up each other"
+    """Move transfers, which all have the same peer, to the communicator of a link."""
+    assert link.size() == 2, "with more ranks, transfers could block each other"
     return [dist.P2POp(op.op, op.tensor, op.peer, link) for op in ops]
 
 
 class LateWeights(ScheduleInterleavedZeroBubble):
-    """Interleaved zero-bubble whose weight passes run `rank * weight_delay` input passes later.
+    """Interleaved zero-bubble that delays weight passes by `rank * weight_delay` input passes.
 
-    1 is torch's schedule. If attention is most of a backward pass, weight passes are short, so that
-    more are needed to fill rank r's wait at the end of a step.
+    torch's schedule is `weight_delay = 1`. If attention dominates the backward pass, weight passes
+    are short, and rank r needs more of them to fill its idle time at the end of a step.
     """
 
     def __init__(self, *args: Any, weight_delay: int, **options: Any) -> None:
@@ -175,6 +193,8 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         actions = [a for a in super()._calculate_single_rank_operations(rank) if a is not None]
+        # Keep the order of all other actions; after each input pass insert the next weight pass, as
+        # soon as enough input passes have run.
         weights = [a for a in actions if a.computation_type == BACKWARD_WEIGHT]
         out: list[_Action | None] = []
         num_inputs = num_weights = 0
@@ -191,8 +211,13 @@ class LateWeights(ScheduleInterleavedZeroBubble):
 
 
 def gathered_once(actions: Sequence[_Action]) -> list[_Action]:
-    """A rank's actions with a stage's parameters gathered before its first pass and dropped after
-    its last one. torch keeps those of three stages and gathers the rest of a rank's again.
+    """Gather a stage's parameters only before its first pass, and drop them after its last.
+
+    torch keeps the parameters of at most three stages of a rank and gathers the others anew each
+    time.
+
+    Args:
+        actions: A rank's actions of a schedule, in order.
     """
     gathers: dict[int, int] = {}
     drops: dict[int, int] = {}
@@ -215,21 +240,27 @@ class Pipeline:
 
     stages: list[VarLenStage]
     schedule: Schedule
-    weight_delay: int = 1
-    _schedules: dict[int, Any] = field(default_factory=dict)
+    weight_delay: int = 1  # see `LateWeights`
+    _schedules: dict[int, Any] = field(default_factory=dict)  # by number of micro-batches
 
     def run(
         self, tokens: list[Tensor] | None, rows: Sequence[Any], num_rows: list[int], *, train: bool
     ) -> list[Tensor]:
-        """Forward (and backward) of all micro-batches; returns losses on the last stage, else [].
+        """Run forward, and backward if `train`, of all micro-batches.
 
-        tokens: [T_local] each on the first stage, else None. rows: the modules' `rows`. num_rows:
-        rows that stages exchange, T_local / tp; all per micro-batch.
+        Args:
+            tokens: Tokens [T_local] of each micro-batch on the first stage, else None.
+            rows: The `Rows` of each micro-batch.
+            num_rows: Rows that stages exchange for each micro-batch, T_local / tp.
+            train: Whether to run backward.
+
+        Returns:
+            The losses on the last stage, else an empty list.
         """
         if len(rows) not in self._schedules:
             self._schedules[len(rows)] = self._new_schedule(len(rows))
         schedule = self._schedules[len(rows)]
-        # schedule.eval() sets this around step() too.
+        # schedule.eval() sets the same field around step().
         schedule._has_backward = train
         for stage in self.stages:
             stage.has_backward = train
@@ -264,12 +295,12 @@ class Pipeline:
 
 
 def _skip_vote(stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-    """Replaces the vote of torch >= 2.12 on whether shapes must be inferred: ours never must be.
+    """Replaces the vote of torch >= 2.12 on whether shapes must be inferred; ours never must.
 
-    The vote sends messages through all stages and reads the result on the host, before a
-    schedule's first step and whenever training and evaluation alternate
-    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py).
-    `wlb.parallel.connect` has connected the neighbours already.
+    The vote sends messages through all stages and reads the result on the host, before a schedule's
+    first step and whenever training and evaluation alternate
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/pipelining/schedules.py). It
+    also connects neighbours, which `wlb.parallel.connect` has already done.
     """
     from torch.distributed.pipelining._utils import InferenceMode  # new in torch 2.12
 

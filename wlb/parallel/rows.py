@@ -1,7 +1,7 @@
-"""One rank's rows of a micro-batch: tokens and labels. NumPy only.
+"""Tokens and labels of one rank's rows of a micro-batch. NumPy only.
 
-Local rows are the tokens of the rank's spans in order, then padding to T_local. Padding is an
-attention segment of its own with label IGNORE, so it affects neither loss nor gradients.
+Local rows are the tokens of the rank's spans in order, then padding up to T_local. Padding is an
+attention segment by itself and has the label IGNORE, so it affects neither loss nor gradients.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,27 @@ import numpy.typing as npt
 from wlb.plan import IGNORE, IntArray, Layout, MicroBatch, RankSpans, ShardingPlan
 
 Read = Callable[[int, int, int], npt.NDArray[np.integer]]
+"""Reads tokens by document id, first token, and token behind the last one."""
 
 
 class TokenReader(Protocol):
     """Source of document tokens; `wlb.data.reader` has implementations."""
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """Tokens [start, stop) of a document by its id in the plan."""
+        """Return tokens [start, stop) of the document with this id in the plan."""
         ...
 
-    def length(self, document: int) -> int: ...
+    def length(self, document: int) -> int:
+        """Return the number of tokens of a document."""
+        ...
 
 
 @runtime_checkable
 class LabelReader(TokenReader, Protocol):
-    """A reader that knows which tokens are trained."""
+    """A reader that knows which tokens are targets."""
 
     def labels(self, document: int, start: int, stop: int) -> npt.NDArray[np.integer]:
-        """Tokens [start, stop) of a document, IGNORE for those that are not trained."""
+        """Return tokens [start, stop) of a document, with IGNORE where a token is no target."""
         ...
 
 
@@ -41,7 +44,15 @@ def rank_tokens(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Input tokens of the rank's rows, shape [T_local]; padding holds token 0."""
+    """Return the input tokens of the rank's rows, shape [T_local]; padding is token 0.
+
+    Args:
+        micro_batch: The micro-batch.
+        sharding: Its spans on all CP ranks.
+        rank: The CP rank.
+        local_tokens: T_local, padding included.
+        reader: Source of tokens.
+    """
     out = np.zeros(local_tokens, np.int64)
     return _read_into(out, micro_batch, sharding.for_rank(rank), reader, reader.read, shift=0)
 
@@ -53,11 +64,19 @@ def rank_labels(
     local_tokens: int,
     reader: TokenReader,
 ) -> IntArray:
-    """Labels of the rank's rows, shape [T_local]: each token's next token in its document.
+    """Return the labels of the rank's rows, shape [T_local]: each token's next token.
 
-    This also holds if the piece ends before the document. IGNORE for padding, for a document's last
-    token (with Layout.JOINED, the next document's first token) and for tokens that a `LabelReader`
-    does not train.
+    The next token is read from the document even if the piece or span ends before it. The label is
+    IGNORE for padding, for the last token of a document, and for tokens that a `LabelReader` marks
+    as no targets. With Layout.JOINED the last token of a document predicts the next document's
+    first token.
+
+    Args:
+        micro_batch: The micro-batch.
+        sharding: Its spans on all CP ranks.
+        rank: The CP rank.
+        local_tokens: T_local, padding included.
+        reader: Source of tokens.
     """
     out = np.full(local_tokens, IGNORE, np.int64)
     read = reader.labels if isinstance(reader, LabelReader) else reader.read

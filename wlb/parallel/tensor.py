@@ -1,10 +1,11 @@
 """Tensor parallelism with sequence parallelism (TP+SP), computed on local tensors.
 
-Between blocks a rank holds 1/tp of the rows. A block's first linear layers gather rows and compute
-1/tp of the columns; its last one reduce-scatters partial sums into rows. Backward gathers a layer's
-input again, as in Megatron: keeping it would take 1.5-2.4x the activation memory at tp 8-16.
+Between blocks a rank has 1/tp of the rows. The first linear layers of a block gather all rows and
+compute 1/tp of the columns. Its last linear layer reduce-scatters partial sums into rows. Backward
+gathers a layer's input a second time, as in Megatron; keeping it would take 1.5 to 2.4 times the
+activation memory at tp 8 to 16.
 
-Shapes: T rows of the CP rank, S = T / tp rows of this rank, C width, F columns of this rank.
+Shapes: T rows of the CP rank, S = T / tp rows of this rank, C channels, F columns of this rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,24 +32,27 @@ from wlb.parallel.deferred import WeightQueue, plain_product, product
 from wlb.parallel.mesh import KV_COPY, Mesh
 
 KEYS = ("k_proj", "v_proj")
+"""Projections to K and V, of which TP ranks may hold copies."""
 COLUMN = ("q_proj", *KEYS, "gate_proj", "up_proj", "lm_head", "embed_tokens")
+"""Modules whose weights are divided by output (column-parallel)."""
 ROW = ("o_proj", "down_proj")
+"""Modules whose weights are divided by input (row-parallel)."""
 
 
 class TpPlacement(NamedTuple):
-    """Where TP ranks have the parts of a parameter."""
+    """How a parameter is placed on TP ranks."""
 
     mesh: DeviceMesh  # the axis tp, or the axes (kv_head, kv_copy) of copied KV heads
-    placements: tuple[Placement, ...]  # on these axes
-    copies: dist.ProcessGroup | None  # ranks that hold the same part; None: each has another
+    placements: tuple[Placement, ...]  # one for each axis of `mesh`
+    copies: dist.ProcessGroup | None  # ranks that hold the same part; None if all parts differ
 
     @property
     def is_copy(self) -> bool:
-        """Whether another rank's part counts instead of this one, in a sum over all elements."""
+        """Whether a sum over all elements must skip this part, because another rank counts it."""
         return self.copies is not None and dist.get_rank(self.copies) > 0
 
     def part_of(self, value: Tensor) -> Tensor:
-        """This rank's part of a whole parameter."""
+        """Return this rank's part of a whole parameter."""
         placed = self.placements[0]
         if not isinstance(placed, Shard):
             return value
@@ -56,14 +60,14 @@ class TpPlacement(NamedTuple):
 
 
 def placement(name: str, mesh: Mesh) -> TpPlacement:
-    """Placement over TP ranks of the parameter of this name.
+    """Return the placement over TP ranks of the parameter with this name.
 
-    Where there are more TP ranks than KV heads (`Mesh.kv_heads`), a rank has one whole head of the
-    projections to K and V, which its neighbours in `kv_copy` have too.
+    If there are more TP ranks than KV heads (`Mesh.kv_heads`), a rank has one whole head of the
+    projections to K and V, and the other ranks of its group `kv_copy` have the same head.
     """
     module, tp = name.split(".")[-2], mesh.device_mesh["tp"]
     if ".linear_attn." in name:
-        # Heads are divided: rows of projections, channels of convolutions, gates of heads.
+        # Linear attention divides heads: rows of projections, channels of convolutions, gates.
         if module == "norm":
             return TpPlacement(tp, (Replicate(),), tp.get_group())
         return TpPlacement(tp, (Shard(int(module in ROW)),), None)
@@ -83,7 +87,7 @@ class Products(NamedTuple):
     group_name: str
 
     def size(self) -> int:
-        """Part of `wlb.parallel.collectives.Group`."""
+        """Return the number of ranks; makes this a `wlb.parallel.collectives.Group`."""
         return self.num_ranks
 
     def gathered_backward(
@@ -93,8 +97,16 @@ class Products(NamedTuple):
         weights_FC: Sequence[Tensor],
         begun: Sequence[Tensor] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of x_SC and of the weights. begun: `begin_backward`'s results, if it ran."""
+        """Return the gradients of x_SC and of the weights.
+
+        Args:
+            grads_TF: Gradient of each layer's output.
+            x_SC: Input of the layers, 1/tp of the rows.
+            weights_FC: Weight of each layer.
+            begun: Results of `begin_backward` if it has run; otherwise empty.
+        """
         if begun:
+            # The last layer's part of the gradient is already in dx_TC; add the others.
             dx_TC, gathering = begun
             for i in reversed(range(len(weights_FC) - 1)):
                 dx_TC = torch.addmm(dx_TC, grads_TF[i], weights_FC[i])
@@ -109,45 +121,49 @@ class Products(NamedTuple):
     def begin_backward(
         self, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The last layer's part of the gradient of all rows, and the started gather of x_SC: work
-        that does not need the other layers' gradients.
+        """Start the work of backward that does not need the other layers' gradients.
+
+        Returns:
+            The last layer's part of the gradient of all rows, and the started gather of x_SC.
         """
         gathering = start_all_gather(x_SC, self)
         return grad_TF @ weight_FC, gathering
 
     def start_inputs(self, grads_TF: Sequence[Tensor], weights_FC: Sequence[Tensor]) -> Tensor:
-        """Start computing the gradient of x_SC; `wait` before use, as late as possible."""
+        """Start to compute the gradient of x_SC; call `wait` on it as late as possible."""
         dx_TC = grads_TF[0] @ weights_FC[0]
         for grad, weight in zip(grads_TF[1:], weights_FC[1:], strict=True):
             dx_TC.addmm_(grad, weight)
         return start_reduce_scatter(dx_TC, self)
 
     def scattered(self, x_TF: Tensor, weight_CF: Tensor) -> Tensor:
-        """x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
+        """Return x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
         return reduce_scatter(x_TF @ weight_CF.t(), self)
 
     def scattered_backward(self, grad_SC: Tensor, weight_CF: Tensor) -> tuple[Tensor, Tensor]:
-        """The gathered gradient, [T, C], and the gradient of x_TF."""
+        """Return the gathered gradient of the output, [T, C], and the gradient of x_TF."""
         grad_TC = all_gather(grad_SC, self)
         return grad_TC, grad_TC @ weight_CF
 
 
 class _FanOut:
-    """Gradients of several linear layers of the same rows, as backward brings one after another.
+    """Collects the gradients of several linear layers of the same rows, one layer at a time.
 
-    The first starts the gather of x_SC for the weights' gradients. Each adds its part of the rows'
-    gradient at once, so that Q's is computed while gradients of K and V travel between CP ranks
-    (`wlb.parallel.context.op`).
+    The first gradient to arrive starts the gather of x_SC, which the weights' gradients need. Each
+    adds its part of the rows' gradient at once. Therefore the product for Q is computed while the
+    gradients of K and V travel between CP ranks (`wlb.parallel.context.op`).
     """
 
     def __init__(self, ops: "TensorParallelOps", parameters: Sequence[Tensor]) -> None:
         self.ops, self.parameters = ops, parameters
+        # Gradient of each layer's output, by the layer's index.
         self._grads: dict[int, Tensor] = {}
         self._x_SC: Tensor | None = None
         self._dx_TC: Tensor | None = None
         self._gathering: Tensor | None = None
 
     def receive(self, i: int, grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor) -> None:
+        """Take the gradient of layer i's output, and add its part of the rows' gradient."""
         self._grads[i] = grad_TF
         if self._dx_TC is not None:
             self._dx_TC.addmm_(grad_TF, weight_FC)
@@ -160,7 +176,10 @@ class _FanOut:
             self._dx_TC = grad_TF @ weight_FC
 
     def finish(self) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Gradients of x_SC and of the weights; the latter None if they are put into the queue."""
+        """Return the gradients of x_SC and of the weights.
+
+        The latter are None if they are put into the queue.
+        """
         assert self._x_SC is not None
         assert self._dx_TC is not None
         dx_SC = start_reduce_scatter(self._dx_TC, self.ops.group)
@@ -171,10 +190,10 @@ class _FanOut:
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gather x_SC once for several linear layers (`_FanProduct`), which run one after the other.
+    """Gathers x_SC once for several linear layers (`_FanProduct`), which run one after the other.
 
-    Its backward, which autograd runs after theirs, reduce-scatters the gradient that they left in
-    `fan` once, hidden behind the products that give the weights' gradients.
+    Autograd runs its backward after theirs. Then the rows' gradient is complete in `fan` and is
+    reduce-scattered once, hidden behind the products of the weights' gradients.
     """
 
     @staticmethod
@@ -190,8 +209,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _FanProduct(torch.autograd.Function):
-    """One of the linear layers; saves x_SC, of which `_GatherRows` and the others save nothing
-    more, and the weight.
+    """One of the linear layers.
+
+    Saves only the weight and x_SC, a tensor that all layers share. Its backward passes the gradient
+    to `fan` instead of returning it.
     """
 
     @staticmethod
@@ -209,7 +230,7 @@ class _FanProduct(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Reduce-scatter of rows; backward gathers."""
+    """Reduce-scatters rows; backward all-gathers."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, x_TC: Tensor) -> Tensor:
@@ -222,7 +243,7 @@ class _Scatter(torch.autograd.Function):
 
 
 def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularyShard:
-    """This rank's contiguous 1/tp of the padded vocabulary."""
+    """Return this rank's contiguous 1/tp of the padded vocabulary."""
     return VocabularyShard(
         offset=dist.get_rank(group) * (padded_size // group.size()),
         gather=partial(all_gather, group=group),
@@ -233,13 +254,17 @@ def vocabulary_shard(group: dist.ProcessGroup, padded_size: int) -> VocabularySh
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's plain tensor of a parameter or gradient."""
+    """Return this rank's plain tensor of a parameter or gradient."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorParallelOps(Ops):
-    """The layers with weights of `wlb.model`, over a tp group of at least 2 ranks. queue: receives
-    the weight gradients of linear layers; None computes them in backward.
+    """How layers apply their weights over a tp group of at least 2 ranks.
+
+    Args:
+        group: The tp group.
+        padded_vocab_size: Vocabulary entries, padded to a multiple of tp.
+        queue: Receives the weight gradients of linear layers. None computes them in backward.
     """
 
     def __init__(
@@ -250,6 +275,7 @@ class TensorParallelOps(Ops):
         self.vocabulary = vocabulary_shard(group, padded_vocab_size)
 
     def embed(self, embedding: nn.Embedding, tokens_T: Tensor) -> Tensor:
+        """Look up this rank's entries, and reduce-scatter the rows over the vocabulary's shards."""
         weight = local_tensor(embedding.weight)
         index = tokens_T - self.vocabulary.offset
         here = (index >= 0) & (index < weight.shape[0])
@@ -258,15 +284,17 @@ class TensorParallelOps(Ops):
         return out
 
     def norm(self, norm: nn.RMSNorm, x_TC: Tensor) -> Tensor:
+        """Normalise this rank's rows."""
         assert isinstance(norm.weight, DTensor)
-        # A rank's norm sees its own rows only, so its gradient is one term of a sum over the tp
-        # axis, which `finish_gradients` computes for all norms at once. With
-        # grad_placements=[Partial()] FSDP would make an all-reduce for each norm.
+        # A rank's norm sees only 1/tp of the rows, so its gradient is one term of a sum over tp.
+        # `finish_gradients` computes the sums of all norms at once. With
+        # grad_placements=[Partial()] FSDP would make one all-reduce per norm.
         weight = norm.weight.to_local()
         return normalise(norm, x_TC, weight, fused=self.fused)
 
     def fan_out(self, x_TC: Tensor, *linears: nn.Linear) -> Iterator[Tensor]:
-        # A rank has all rows of its columns, so a bias's gradient is complete without a sum.
+        """Gather the rows once, and apply column-parallel linear layers to them."""
+        # A rank has all rows of its columns, so a bias's gradient needs no sum over ranks.
         outputs = self._fan_products(x_TC, *linears)
         for linear, out_TF in zip(linears, outputs, strict=True):
             yield out_TF if linear.bias is None else out_TF + local_tensor(linear.bias)
@@ -281,6 +309,7 @@ class TensorParallelOps(Ops):
             yield _FanProduct.apply(fan, i, gathered, x_TC.detach(), weight.detach())  # pyright: ignore[reportReturnType]
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
+        """Apply a row-parallel linear layer, and reduce-scatter the sum by rows."""
         return product(
             x_TC,
             local_tensor(linear.weight),
@@ -296,10 +325,18 @@ class TensorParallelOps(Ops):
         dx_SC: Tensor,
         gathering: Tensor | None,
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Gradients of x_SC and of the weights, the latter None if they are put into the queue.
+        """Finish the gradients of x_SC and of the weights, whose collectives have started.
 
-        Their collectives have started: dx_SC, and `gathering`, all ranks' rows of x_SC, which is
-        not read if the weights' gradients are put into the queue.
+        Args:
+            parameters: The layers' weights.
+            grads_TF: Gradient of each layer's output.
+            x_SC: Input of the layers.
+            dx_SC: Gradient of x_SC, still in a reduce-scatter.
+            gathering: All ranks' rows of x_SC, still in an all-gather. Not read with a queue.
+
+        Returns:
+            The gradient of x_SC and the weights' gradients. The latter are None with a queue, which
+            receives the work instead.
         """
         if self.queue is None:
             assert gathering is not None
@@ -315,14 +352,14 @@ class TensorParallelOps(Ops):
         grad_TC, dx_TF = self.products.scattered_backward(grad_SC, weight_CF)
         if self.queue is None:
             return dx_TF, grad_TC.t() @ x_TF
-        # To save memory, the queue holds the scattered gradient, which is gathered again later.
+        # To save memory, queue the scattered gradient, and gather it a second time later.
         self._defer([parameter], grad_SC, lambda grad_TC: [grad_TC.t() @ x_TF])
         return dx_TF, None
 
     def _defer(
         self, parameters: Sequence[Tensor], rows: Tensor, compute: Callable[[Tensor], list[Tensor]]
     ) -> None:
-        """Queue compute(all ranks' rows), which gives the gradients of `parameters`."""
+        """Queue `compute`, which gets all ranks' rows and returns the gradients of `parameters`."""
 
         def weight_gradients(gathering: Tensor | None) -> list[Tensor]:
             assert gathering is not None
@@ -333,4 +370,5 @@ class TensorParallelOps(Ops):
         self.queue.push(parameters, weight_gradients, begin=begin)
 
     def own(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of a parameter as a plain tensor."""
         return local_tensor(parameter)

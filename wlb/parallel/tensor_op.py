@@ -1,9 +1,11 @@
 """The products of tensor parallelism as custom ops, for layers that torch.compile compiles.
 
-The ops contain their collectives, so that the compiler does not merge the gathers of forward and
-backward. It also cannot trace how the autograd functions of `wlb.parallel.tensor` hand gradients to
-each other, so here a product's gradient travels through a `slot`: an output of `gather_rows` that
-has the product's shape but no memory. Shapes: as in `wlb.parallel.tensor`.
+The ops contain their collectives, so that the compiler cannot merge the gathers of forward and
+backward. In eager mode the autograd functions of `wlb.parallel.tensor` pass gradients to each other
+through a Python object, which torch.compile cannot trace. Here a gradient travels through a slot
+instead: `gather_rows` returns a tensor with the product's shape but without memory, the product
+takes it, and the product's backward returns the real gradient as the gradient of the slot. The
+backward of `gather_rows` then finds all of them. Shapes: as in `wlb.parallel.tensor`.
 """
 
 from collections.abc import Iterator
@@ -17,19 +19,21 @@ from wlb.parallel.tensor import Products, TensorParallelOps, local_tensor
 
 
 def _rows_like(x_SC: Tensor, num_ranks: int, width: int) -> Tensor:
-    """All ranks' rows of this width, without values."""
+    """Allocate all ranks' rows with this width."""
     return x_SC.new_empty((num_ranks * x_SC.shape[0], width))
 
 
 def _begins_early(weights_FC: list[Tensor]) -> bool:
-    """Whether the last layer's backward is to begin before the others' gradients are there: Q's,
-    while those of K and V travel between CP ranks. It costs one more tensor of all rows.
+    """Return whether the last layer's backward starts before the other gradients have arrived.
+
+    With Q, K and V it does: Q's gradient is computed while the gradients of K and V travel between
+    CP ranks. It costs one more tensor of all rows.
     """
     return len(weights_FC) > 2
 
 
 def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[Tensor]:
-    """A slot for each layer's gradient, and two for `begin_backward`'s results if it is to run."""
+    """Make a slot for each layer's gradient, and two for `begin_backward`'s results if it runs."""
     num_rows, width = num_ranks * x_SC.shape[0], x_SC.shape[1]
     widths = [w.shape[0] for w in weights_FC] + [width] * 2 * _begins_early(weights_FC)
     return [x_SC.new_zeros(()).expand(num_rows, size) for size in widths]
@@ -42,14 +46,14 @@ def _slots_like(x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int) -> list[
 def gather_rows(
     x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """All ranks' rows, not differentiable, and a slot for the product with each weight."""
+    """Return all ranks' rows, not differentiable, and a slot for the product with each weight."""
     x_TC = all_gather(x_SC, Products(num_ranks, group_name))
     return x_TC, _slots_like(x_SC, weights_FC, num_ranks)
 
 
 @custom_op("slotted_product", fake=lambda x, weight, _: _rows_like(x, 1, weight.shape[0]))
 def slotted_product(x_TC: Tensor, weight_FC: Tensor, slot_TF: Tensor) -> Tensor:
-    """The product, [T, F]; its gradient goes to the slot."""
+    """Return the product, [T, F]; its gradient becomes the gradient of the slot."""
     return x_TC @ weight_FC.t()
 
 
@@ -63,7 +67,7 @@ slotted_product.register_autograd(lambda _, grad_TF: (None, None, grad_TF))
 def begin_backward(
     grad_TF: Tensor, x_SC: Tensor, weight_FC: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """`Products.begin_backward`; only gathered_backward may read the second result."""
+    """Run `Products.begin_backward`; only gathered_backward may read the second result."""
     return Products(num_ranks, group_name).begin_backward(grad_TF, x_SC, weight_FC)
 
 
@@ -71,7 +75,7 @@ def begin_backward(
 def early_product(
     x_TC: Tensor, weight_FC: Tensor, slots: list[Tensor], x_SC: Tensor, n: int, group_name: str
 ) -> Tensor:
-    """`slotted_product` of the last layer, whose backward begins early. slots: the last three."""
+    """Return the last layer's product, whose backward starts early; takes the last three slots."""
     return x_TC @ weight_FC.t()
 
 
@@ -95,7 +99,15 @@ early_product.register_autograd(_differentiate_early, setup_context=_keep_early)
 def gathered_backward(
     grads_TF: list[Tensor], x_SC: Tensor, weights_FC: list[Tensor], num_ranks: int, group_name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of x_SC and of the weights. grads_TF: also `begin_backward`'s results, if any."""
+    """Return the gradients of x_SC and of the weights.
+
+    Args:
+        grads_TF: Gradient of each layer's output, then the results of `begin_backward`, if it ran.
+        x_SC: Input of the layers.
+        weights_FC: Weight of each layer.
+        num_ranks: Ranks of the tp group.
+        group_name: Name of the tp group.
+    """
     products, num = Products(num_ranks, group_name), len(weights_FC)
     return products.gathered_backward(grads_TF[:num], x_SC, weights_FC, grads_TF[num:])
 
@@ -120,7 +132,7 @@ def _scattered_like(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, *_: Any) ->
 
 @custom_op("product_scatter", fake=_scattered_like)
 def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """x_TF times weight_CF, reduce-scattered by rows: [S, C]."""
+    """Return x_TF times weight_CF, summed over ranks and scattered by rows: [S, C]."""
     return Products(num_ranks, group_name).scattered(x_TF, weight_CF)
 
 
@@ -128,7 +140,7 @@ def product_scatter(x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name:
 def product_scatter_backward(
     grad_SC: Tensor, x_TF: Tensor, weight_CF: Tensor, num_ranks: int, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x_TF and of the weight."""
+    """Return the gradients of x_TF and of the weight."""
     products = Products(num_ranks, group_name)
     grad_TC, dx_TF = products.scattered_backward(grad_SC, weight_CF)
     return dx_TF, grad_TC.t() @ x_TF
@@ -161,4 +173,5 @@ class TracedTensorParallelOps(TensorParallelOps):
             yield early_product(gathered, weights[-1].detach(), slots[-3:], x_TC.detach(), *where)
 
     def fan_in(self, x_TC: Tensor, linear: nn.Linear) -> Tensor:
+        """Apply a row-parallel linear layer, and reduce-scatter the sum by rows."""
         return product_scatter(x_TC, local_tensor(linear.weight), *self.products)

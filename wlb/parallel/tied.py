@@ -1,8 +1,9 @@
-"""Tied embeddings over a pipeline: the embedding and its copy, the head, stay equal.
+"""Tied embeddings over a pipeline: keeps the embedding and its copy, the head, equal.
 
-The first and the last pipeline rank hold the same shard each. After a step's last backward pass
-they exchange their gradients and both add them in the same order, so that equal optimisers keep the
-two equal to the bit. A model with one stage has one parameter and nothing to exchange.
+The first pipeline rank has the embedding, and the last one has the head, a copy of it. After a
+step's last backward pass the two ranks exchange their gradients, and both add them in the same
+order. Equal optimisers then keep the two parameters equal to the bit. A model with one stage has
+only one parameter and exchanges nothing.
 """
 
 from collections.abc import Mapping
@@ -21,13 +22,18 @@ from wlb.spec import ModelSpec
 def without_copy(
     parameters: Mapping[str, nn.Parameter], model: ModelSpec
 ) -> dict[str, nn.Parameter]:
-    """Parameters by name, less a tied head: what a sum over all ranks counts once."""
+    """Return the parameters without a tied head, so that a sum over all ranks counts it once."""
     return {n: p for n, p in parameters.items() if not (model.tied_embeddings and n == HEAD)}
 
 
 def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
-    """Give the embedding and its copy the sum of both gradients; once a step, after all others are
-    complete. parameters: of this rank, by name; gradients are changed in place or made.
+    """Give the embedding and its copy the sum of both gradients.
+
+    Call it once per step, after all other gradients are complete.
+
+    Args:
+        parameters: This rank's parameters by name. The gradient is changed in place, or made.
+        mesh: The ranks.
     """
     last = mesh.parallel.pp - 1
     if mesh.at.pp not in (0, last):
@@ -36,27 +42,29 @@ def add_tied_gradients(parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> No
     parameter = parameters[EMBEDDING if is_first else HEAD]
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    own = local_tensor(parameter.grad).contiguous()
-    theirs = _exchanged(own, mesh)
-    first, second = (own, theirs) if is_first else (theirs, own)
+    local = local_tensor(parameter.grad).contiguous()
+    received = _exchanged(local, mesh)
+    # Add in the same order on both ranks: the embedding's gradient, then the head's.
+    first, second = (local, received) if is_first else (received, local)
     _write(parameter.grad, first + second)
 
 
-def _exchanged(own: Tensor, mesh: Mesh) -> Tensor:
-    is_first, theirs = mesh.at.pp == 0, torch.empty_like(own)
-    # The last rank is before the first one in the ring that links join.
+def _exchanged(local: Tensor, mesh: Mesh) -> Tensor:
+    is_first, received = mesh.at.pp == 0, torch.empty_like(local)
+    # Links form a ring, in which the last rank is the neighbour before the first one.
     link = mesh.link_before if is_first else mesh.link_after
     peer = 1 - dist.get_rank(link)
     ops = [
-        dist.P2POp(dist.isend, own, group=link, group_peer=peer),
-        dist.P2POp(dist.irecv, theirs, group=link, group_peer=peer),
+        dist.P2POp(dist.isend, local, group=link, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=link, group_peer=peer),
     ]
-    # Both list what goes to the last rank first: messages between two ranks pair up by order.
+    # Messages between two ranks are matched by order, so both ranks list the message to the last
+    # rank first.
     if not is_first:
         ops.reverse()
     for work in dist.batch_isend_irecv(ops):
         work.wait()
-    return theirs
+    return received
 
 
 @torch.no_grad()

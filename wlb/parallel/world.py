@@ -1,7 +1,7 @@
 """This process among all ranks: its launcher, its device, start and end of torch.distributed.
 
-The only file that reads the environment. `discover` says whether torchrun or Slurm started this
-process, `choose_device` picks CPU or CUDA, and `init` starts torch.distributed.
+`discover` finds out whether torchrun or Slurm started this process, `choose_device` chooses CPU or
+CUDA, and `init` starts torch.distributed. No other file reads the environment.
 """
 
 import atexit
@@ -25,8 +25,8 @@ from wlb.parallel.wait_signals import ended_by_signals
 from wlb.plan import UserError
 from wlb.spec.run import Device
 
-# Slurm gives its batch, interactive and external steps numbers from here on. They are not srun
-# steps, so their variables do not describe ranks.
+# Slurm numbers its batch, interactive and external steps from here on. They are no srun steps, so
+# their variables do not describe ranks.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
@@ -35,27 +35,28 @@ class Origin(StrEnum):
 
     TORCHRUN = "torchrun"
     SLURM = "slurm"
-    SPAWNED = "spawned"
-    SINGLE = "single"
+    SPAWNED = "spawned"  # another process of wlb
+    SINGLE = "single"  # none: one process alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among all ranks, which meet at master_address:master_port or through
-    rendezvous_file; a single rank needs neither. one_gpu_each: the launcher shows each rank only
-    its own GPU.
+    """This process among all ranks.
+
+    Ranks find each other at master_address:master_port or through rendezvous_file. A single rank
+    needs neither.
     """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
+    local_rank: int = 0  # this rank's number on its node
+    local_world_size: int = 1  # ranks on this node
     node_rank: int = 0
     origin: Origin = Origin.SINGLE
-    master_address: str = ""
+    master_address: str = ""  # host of rank 0
     master_port: int = 0
-    rendezvous_file: str = ""
-    one_gpu_each: bool = False
+    rendezvous_file: str = ""  # path of a file that all ranks share
+    one_gpu_each: bool = False  # the launcher lets each rank see only one GPU
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -67,23 +68,23 @@ class World:
             )
         if self.world_size > 1 and not (self.rendezvous_file or self.master_port):
             raise UserError(
-                f"{self.world_size} ranks need a place to meet: give a master address and port, or "
+                f"{self.world_size} ranks need a rendezvous: give a master address and port, or "
                 "a rendezvous file"
             )
 
 
 def discover() -> World | None:
-    """The world that torchrun or srun describes; None if neither started this process.
+    """Read the world from the variables of torchrun or srun; None if neither started this process.
 
-    RANK and WORLD_SIZE alone are no sign of torchrun: enroot's hook for PyTorch images sets both in
-    tasks of srun, without a number of ranks on the node.
+    RANK and WORLD_SIZE alone do not mean torchrun: enroot's hook for PyTorch images sets both in
+    srun tasks, without the number of ranks on the node.
     """
     env = os.environ
     is_given = "RANK" in env and "WORLD_SIZE" in env
     if is_given and "LOCAL_WORLD_SIZE" in env:
         return _from_torchrun(env)
     num_tasks = _tasks_of_step(env)
-    # A job of one process, such as a PyTorchJob's of Kubernetes, needs neither.
+    # A job of one process, such as a PyTorchJob of Kubernetes, may set RANK and WORLD_SIZE = 1.
     if is_given and _number(env, "WORLD_SIZE") != max(1, num_tasks):
         step = f"a step of srun with {num_tasks} tasks" if num_tasks else "no step of srun"
         raise UserError(
@@ -96,7 +97,7 @@ def discover() -> World | None:
 
 
 def _tasks_of_step(env: Mapping[str, str]) -> int:
-    """Tasks of the step of srun that this process belongs to; 0 outside one."""
+    """Return the number of tasks of the srun step that this process belongs to; 0 outside one."""
     if _number(env, "SLURM_STEP_ID", _FIRST_SPECIAL_STEP) >= _FIRST_SPECIAL_STEP:
         return 0
     return _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
@@ -139,7 +140,7 @@ def _from_slurm(env: Mapping[str, str], num_tasks: int) -> World:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: "gpu[003-007,9],login" gives "gpu003"."""
+    """Return the first host of a Slurm node list: "gpu[003-007,9],login" gives "gpu003"."""
     prefix, bracket, rest = nodelist.partition("[")
     if "," in prefix or not bracket:
         return nodelist.partition(",")[0]
@@ -150,7 +151,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Tasks of one node in Slurm's notation, where "8(x2),4" means 8, 8 and 4."""
+    """Return the number of tasks on one node, from Slurm's notation: "8(x2),4" means 8, 8 and 4."""
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -185,22 +186,31 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 class DeviceChoice(NamedTuple):
-    """Kind of device of all ranks ("cpu" or "cuda") and a sentence for the log."""
+    """The kind of device that all ranks use, and why."""
 
-    kind: str
-    reason: str
+    kind: str  # "cpu" or "cuda"
+    reason: str  # a sentence for the log
 
 
 def choose_device(
     requested: Device, *, local_ranks: int, one_gpu_each: bool = False
 ) -> DeviceChoice:
-    """CUDA if every rank of this machine gets a GPU, else the CPU. `CUDA_DEFAULTS` are set before
-    devices are counted; no context is made. UserError if CUDA was requested and GPUs are missing.
+    """Choose CUDA if every rank of this machine gets a GPU, else the CPU.
+
+    Sets `CUDA_DEFAULTS` before it counts devices. It does not create a CUDA context.
+
+    Args:
+        requested: The configured device.
+        local_ranks: Ranks on this machine.
+        one_gpu_each: Whether the launcher lets each rank see only one GPU.
+
+    Raises:
+        UserError: CUDA is requested and there are too few GPUs.
     """
     if requested == Device.CPU:
         return DeviceChoice("cpu", "run.device = cpu was asked for")
     if torch.backends.cuda.is_built():
-        # The driver may read its variables when it is first asked for devices, which is next.
+        # Set variables now, because the driver may read them when devices are first counted.
         set_cuda_defaults()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = 1 if one_gpu_each else local_ranks
@@ -218,7 +228,7 @@ def choose_device(
 
 
 def device_memory_bytes() -> int | None:
-    """Memory of the smallest visible GPU; None without a GPU."""
+    """Return the memory of the smallest visible GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     gpus = range(torch.cuda.device_count())
@@ -226,21 +236,23 @@ def device_memory_bytes() -> int | None:
 
 
 def rank_device(world: World, kind: str) -> torch.device:
-    """The GPU of the rank's local rank, or the CPU."""
+    """Return the GPU of this rank, or the CPU."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", 0 if world.one_gpu_each else world.local_rank)
 
 
 def select_device(device: torch.device) -> None:
-    """Make a GPU this thread's; no effect for a CPU."""
+    """Make a GPU the current device of this thread; no effect for a CPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """A pool of one thread that uses `device`. Every new thread begins with GPU 0, and a stream or
-    event that it used would cost each rank a context there: about 0.5 GiB, all on one GPU.
+    """Make a pool of one thread whose current device is `device`.
+
+    A new thread starts with GPU 0. A stream or event that it used there would cost each rank a
+    context of about 0.5 GiB, all on one GPU.
     """
     return ThreadPoolExecutor(
         1, thread_name_prefix=name, initializer=select_device, initargs=(device,)
@@ -249,8 +261,10 @@ def device_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
 
 @contextmanager
 def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterator[None]:
-    """torch.distributed for the block (`init`), destroyed after it; after an exception only where
-    that waits for no other rank, because peers may never join what this rank's GPU has begun.
+    """Run the block with torch.distributed (`init`), and destroy it afterwards.
+
+    After an exception, only groups that can be destroyed without waiting for other ranks are
+    destroyed, because the other ranks may never join a collective that this rank's GPU has started.
     """
     init(world, device, timeout_s=timeout_s)
     try:
@@ -265,19 +279,26 @@ def in_group(world: World, device: torch.device, *, timeout_s: float) -> Iterato
 
 
 def init(world: World, device: torch.device, *, timeout_s: float) -> None:
-    """Start torch.distributed: Gloo on CPU; on CUDA NCCL, with a group of Gloo beside it for CPU
-    tensors and objects (`wlb.parallel.host`). UserError if too few files may be open or the port
-    where ranks meet is taken.
+    """Start torch.distributed: Gloo on the CPU, NCCL on CUDA.
 
-    With `device_id` torch makes the world's communicator at once and splits a mesh's groups off it,
-    one ncclCommSplit an axis (torch 2.11 and 2.13 alike; neither has run here on a GPU). A group's
-    transfers then share its communicator and stream and wait for each other, which is why each
-    link of a pipeline has a group (`wlb.parallel.mesh`).
+    On CUDA a Gloo group for CPU tensors and objects is added (`wlb.parallel.host`).
 
-    Gloo groups, also those that are made later, are destroyed when Python exits, because a Gloo
-    worker still alive then can abort the process (https://github.com/pytorch/pytorch/issues/65237).
-    NCCL groups are left: they have no such worker, and destroying one could wait for ranks that are
-    gone.
+    Because `device_id` is given, torch makes the communicator of all ranks at once and splits the
+    mesh's groups off it, with one ncclCommSplit per axis (torch 2.11 and 2.13 alike; neither has
+    run here on a GPU). All transfers of a group then share its communicator and stream and wait for
+    each other, so each link of a pipeline has a separate group (`wlb.parallel.mesh`).
+
+    All Gloo groups are destroyed when Python exits, because a Gloo worker that is still alive then
+    can abort the process (https://github.com/pytorch/pytorch/issues/65237). NCCL groups are left
+    alone: they have no such worker, and destroying one could wait for ranks that have ended.
+
+    Args:
+        world: This process among all ranks.
+        device: This rank's device.
+        timeout_s: How long a collective may wait for other ranks.
+
+    Raises:
+        UserError: Too few files may be open, or the port on which ranks find each other is taken.
     """
     is_cuda = device.type == "cuda"
     allow_open_files(world.rank, world.world_size, device.type)
@@ -305,33 +326,35 @@ CUDA_DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
 }
-"""Variables for ranks on CUDA, unless the user set them; slurm/environment.sh has the same.
+"""Variables for ranks on CUDA, unless the user has set them; slurm/environment.sh has the same.
 
-Steps differ in length, which fragments segments of fixed size. A device has 8 hardware queues by
-default and 32 at most; streams that share one wait for each other, and a rank has a stream for
-computing, for every communicator and for FSDP2's gathers and reductions. (Megatron's advice of 1 is
-for overlap that relies on the order of launches; FSDP2's gathers then wait behind the kernels that
-they should hide under.) The cache is FlashAttention-4's, of what it compiled: a later start on a
-node reads it.
+- Expandable segments: steps differ in length, which would fragment segments of fixed size.
+- Connections: a device has 8 hardware queues by default and 32 at most. Streams that share a queue
+  wait for each other, and a rank has a stream for computing, one for each communicator and several
+  for FSDP2. (Megatron advises 1, for overlap that relies on the order of launches. FSDP2's gathers
+  would then wait behind the kernels that they should hide under.)
+- Cache: FlashAttention-4 stores what it compiles, and later starts on the node read it.
 """
 _OLD_NAMES = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
 }
-"""Names that torch still reads, unless the new one is set as well."""
+"""Older names of variables, which torch still reads if the new one is not set."""
 
 
 def set_cuda_defaults() -> None:
-    """Set `CUDA_DEFAULTS` that are not set yet, before CUDA is initialised. Processes that this one
-    starts inherit them, and the allocator reads its own when it is first used.
+    """Set those `CUDA_DEFAULTS` that are not set. Call it before CUDA is initialised.
+
+    Child processes inherit them. The allocator reads its variable when it is first used.
     """
     _set_unless_given(CUDA_DEFAULTS)
 
 
 def set_flight_records(prefix: str) -> None:
-    """Have NCCL keep its last operations, and write those of rank N to `prefix`N when a collective
-    times out, unless the user set these variables. NCCL reads them when a group is made.
+    """Make NCCL record its last operations and write them to `prefix`N when a collective times out.
+
+    N is the rank. Variables that the user has set remain. NCCL reads them when a group is made.
     """
     _set_unless_given(
         {
@@ -343,17 +366,20 @@ def set_flight_records(prefix: str) -> None:
 
 
 def _set_unless_given(variables: Mapping[str, str]) -> None:
-    """Set the variables that the user set neither by this name nor by an old one."""
+    """Set the variables that the user has set neither by this name nor by an old one."""
     for name, value in variables.items():
         if name not in os.environ and _OLD_NAMES.get(name, name) not in os.environ:
             os.environ[name] = value
 
 
 def one_gloo_worker(*, is_one_machine: bool = False) -> None:
-    """Give Gloo groups of this process one worker each (`wlb.parallel.gloo`); `init` calls this.
+    """Give each Gloo group of this process one worker (`wlb.parallel.gloo`); `init` calls this.
 
-    They use the interfaces of GLOO_SOCKET_IFNAME. Call it yourself if another library, such as
-    accelerate, starts torch.distributed.
+    Call it yourself if another library, such as accelerate, starts torch.distributed. Groups use
+    the network interfaces of GLOO_SOCKET_IFNAME.
+
+    Args:
+        is_one_machine: Whether all ranks are on this machine, so that loopback suffices.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     use_one_worker(names, loopback=is_one_machine)
@@ -361,8 +387,9 @@ def one_gloo_worker(*, is_one_machine: bool = False) -> None:
 
 @contextmanager
 def _free_port(world: World) -> Iterator[None]:
-    """Makes torch's error of a port that is taken a UserError; rank 0 listens, so that it alone
-    gets one.
+    """Turn torch's error about a port that is taken into a UserError.
+
+    Only rank 0 listens, so only rank 0 gets the error.
     """
     try:
         yield
@@ -389,8 +416,9 @@ def _rendezvous(world: World, timeout: timedelta) -> dict[str, Any]:
 
 
 def _store_of_attempt(world: World, timeout: timedelta) -> Any:
-    """The store of torchrun's agent, in which ranks that are started again (--max-restarts) have
-    keys of their own: a static rendezvous keeps the addresses of those that ended.
+    """Connect to the store of torchrun's agent, with keys of this attempt (--max-restarts).
+
+    With a static rendezvous the store still has the addresses of ranks that have ended.
     """
     attempt = _number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     host, port = world.master_address, world.master_port
@@ -409,8 +437,10 @@ def shutdown() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """CPU threads for each rank: the usable cores are divided among this machine's ranks, and
-    OMP_NUM_THREADS, if it is set, is the most.
+    """Return the number of CPU threads for each rank.
+
+    The usable cores are divided among this machine's ranks. OMP_NUM_THREADS is an upper limit if
+    set.
     """
     share = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     most = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
@@ -418,19 +448,19 @@ def threads_per_rank(local_world_size: int) -> int:
 
 
 def environment(**overrides: str) -> dict[str, str]:
-    """A copy of this process's environment with `overrides` applied."""
+    """Return a copy of this process's environment with `overrides` applied."""
     return {**os.environ, **overrides}
 
 
 def adopt_environment(variables: Mapping[str, str]) -> None:
-    """Replace this process's environment; a forked rank would otherwise keep its server's."""
+    """Replace this process's environment; a forked rank would otherwise keep the fork server's."""
     os.environ.clear()
     os.environ.update(variables)
 
 
 @contextmanager
 def temporary_environment(**overrides: str) -> Iterator[None]:
-    """Set variables for the processes that are started inside the block."""
+    """Set variables for processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in overrides}
     os.environ.update(overrides)
     try:

@@ -181,7 +181,7 @@ class SpansBefore:
         self._composed = _Composition.of(made.before.found, num_spans, device)
 
     def rows(self, rows_TD: Tensor, layout: SpanLayout, count: int) -> Tensor:
-        """Return the latest rows before each span [S, count, D], zeros where the document begins."""
+        """Return the latest rows before each span, [S, count, D]; missing ones are zero."""
         assert len(self._found) == count, "the plan was made for another convolution"
         pool = self._latest.filled(rows_TD.index_select(0, self._latest.kept), self._group)
         pool = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
