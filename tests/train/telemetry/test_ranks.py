@@ -57,25 +57,25 @@ def test_over_the_median_leaves_work_and_a_common_factor_out() -> None:
 def test_a_rank_is_named_after_three_tables_in_a_row_with_its_place() -> None:
     seen = watch()
     slow, even = table([100, 100, 120, 100]), table([100, 100, 114, 100])
-    assert seen.see(slow) == seen.see(slow) == ()
-    assert seen.see(even) == ()  # and it begins anew
-    assert [len(seen.see(slow)) for _ in range(3)] == [0, 0, 1]
-    (named,) = seen.see(slow)
+    assert seen.update(slow) == seen.update(slow) == ()
+    assert seen.update(even) == ()  # and it begins anew
+    assert [len(seen.update(slow)) for _ in range(3)] == [0, 0, 1]
+    (named,) = seen.update(slow)
     assert (named.rank, named.host, named.node) == (2, "host1", 1)
     assert (named.tp, named.cp, named.pp, named.dp) == (0, 0, 1, 0)
     assert named.over == pytest.approx(1.2)
     place = "rank 2 on host1 (node 1; tp 0, cp 0, pp 1, dp 0)"
     assert lacks(named.text, place, "1.20 times", "median rank") == []
     # A short last table says nothing either way.
-    assert seen.see(table([100] * 4, steps=2)) == (named,)
-    assert seen.see(even) == ()
+    assert seen.update(table([100] * 4, steps=2)) == (named,)
+    assert seen.update(even) == ()
 
 
 def test_the_slowest_straggler_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "STRAGGLER_TABLES", 1)
     seen = watch()
-    assert [s.rank for s in seen.see(table([130, 100, 100, 100, 100, 160][:4]))] == [0]
-    assert [s.rank for s in seen.see(table([130, 100, 100, 190]))] == [3]  # median 115
+    assert [s.rank for s in seen.update(table([130, 100, 100, 100, 100, 160][:4]))] == [0]
+    assert [s.rank for s in seen.update(table([130, 100, 100, 190]))] == [3]  # median 115
     assert [s.rank for s in watch().see(table([160, 100, 300, 100]))] == [2, 0]
 
 

@@ -1,8 +1,8 @@
-"""`wlb train --calibrate`: a new kernel profile from a run's measured times, and the terms that
-drifted.
+"""`wlb train --calibrate`: a kernel profile fitted to a run's measured times.
 
-A run's own plans keep their prices: the profile is written when training has ended, under another
-name, and only runs that name it (`cost.profile`) use it.
+The profile is written under another name when training has ended. The run's own plans keep their
+prices to the end, and only runs that name the new profile (`cost.profile`) use it. A report says
+which terms of the old profile were wrong.
 """
 
 import os
@@ -22,15 +22,23 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.meter import TelemetryMeter
 
 DRIFT_THRESHOLD = 0.15
-"""A term is called drifted if its measured over predicted ratio, over the median ratio of the other
-terms, is further from 1 than this. Smaller differences are usual between runs."""
+"""Deviation from which a term is reported as drifted.
+
+The deviation is that of measured over predicted time, relative to the median of the other terms.
+Smaller ones are usual between runs."""
 
 
 def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
-    """Path of the profile that --calibrate writes. wanted: a path ending in .json, a name for a
-    file in `folder`, or empty for the name of `priced_by` with "-calibrated", numbered if taken.
+    """Return the path of the profile that --calibrate writes.
 
-    UserError for a file that exists: profiles are never overwritten.
+    Args:
+        wanted: A path that ends in .json, or a name for a file in `folder`. "" adds "-calibrated"
+            to the name `priced_by`, with a number if that file exists.
+        priced_by: Name of the profile that prices the run.
+        folder: Folder for profiles without a path.
+
+    Raises:
+        UserError: If the file exists, because profiles are never overwritten.
     """
     if not wanted:
         name = calibrated_name(priced_by)
@@ -49,7 +57,7 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
             f"--calibrate: {path.stem!r} is the name of a shipped profile, so logs could not tell "
             f"them apart; give another name"
         )
-    # A link that leads nowhere is in the way as well.
+    # lexists, because a dangling symbolic link occupies the name too.
     if os.path.lexists(path):
         raise UserError(
             f"--calibrate: {path} exists, and profiles are never overwritten; give another name"
@@ -58,13 +66,14 @@ def profile_path(wanted: str, *, priced_by: str, folder: Path) -> Path:
 
 
 class Calibration:
-    """Records of a run after its warm-up, and the profile that is fitted to them."""
+    """Collects a run's records after its warm-up and fits a profile to them."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
         self._records: list[Telemetry] = []
 
     def add(self, record: Telemetry) -> None:
+        """Add the record of a step."""
         self._records.append(record)
 
     def finish(
@@ -76,8 +85,14 @@ class Calibration:
         collectives: bool,
         console: Console | None,
     ) -> None:
-        """Fit and write the profile, and print the terms that drifted or are missing (rank 0
-        only).
+        """Fit and write the profile, and print which terms drifted. Does nothing except on rank 0.
+
+        Args:
+            path: The file.
+            cost: The workload model that priced the run.
+            run: The run's folder, named as the source of the profile.
+            collectives: Whether the measured times include collectives.
+            console: Where messages are printed; None except on rank 0.
         """
         if console is None:
             return
@@ -89,7 +104,7 @@ class Calibration:
         old = cost.profile.name
         name = path.stem
         provenance = _provenance(scales, cost, run, name)
-        # Constants were fitted per cell, which is a stage, but a profile has them per layer.
+        # Constants were fitted per micro-batch and stage, but a profile has them per layer.
         layers = self.spec.model.num_layers / self.spec.num_stages
         made = scaled_profile(
             cost.profile,
@@ -111,22 +126,27 @@ class Calibration:
         save_profile(path, replace(made, name=path.stem))
         if path != taken:
             console.print(f"{taken} was written by another run meanwhile")
-        _say(scales, DRIFT_THRESHOLD, old, console)
+        _print_ratios(scales, DRIFT_THRESHOLD, old, console)
         console.print(f"profile: {path} (this run's plans were priced by {old!r} to the end)")
 
 
 class WriteProfile(Hook):
-    """Collects a run's records and, unless it was stopped, writes the profile `path` in the end."""
+    """Collects a run's records, and writes the profile `path` when the run ends.
+
+    A run that was stopped writes no profile.
+    """
 
     def __init__(self, calibration: Calibration, path: Path, meter: TelemetryMeter) -> None:
         self.calibration, self.path, self.meter = calibration, path, meter
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Add the record of a step after the warm-up."""
         # own_ns is None in the warm-up.
         if step.own_ns is not None and step.telemetry is not None:
             self.calibration.add(step.telemetry)
 
     def finished(self, run: RunContext) -> None:
+        """Fit and write the profile."""
         if not run.stop:
             self.calibration.finish(
                 self.path,
@@ -138,6 +158,7 @@ class WriteProfile(Hook):
 
 
 def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) -> Provenance:
+    """Return how the profile came about: run, profile that was scaled, and factors."""
     factors = ", ".join(f"{term} {scale:.4g}" for term, scale in scales.by_term.items())
     kernel = cost.backend or cost.table.backends[0]
     extra = " / ".join(
@@ -158,7 +179,8 @@ def _provenance(scales: Scales, cost: ProfiledWorkload, run: Path, name: str) ->
     )
 
 
-def _say(scales: Scales, threshold: float, profile: str, console: Console) -> None:
+def _print_ratios(scales: Scales, threshold: float, profile: str, console: Console) -> None:
+    """Print the measured over predicted ratio of each term, and whether it drifted."""
     drifted = scales.drifted(threshold)
     console.print(
         f"calibration: measured / predicted by {profile!r}, weighted median of "

@@ -1,9 +1,15 @@
-"""How long a rank computes in each pass, stage and micro-batch of a step, without a host sync.
+"""Times a rank's passes by stage and micro-batch, without waiting for the device.
 
-A rank's clock is a list of marks. From each mark on, time belongs to one part of one cell (or to
-none, between passes), so parts add up to their pass and nothing is counted twice. Marks are CUDA
-events, read after the step's one wait for the device, or the launching thread's CPU time (3 us
-each). README.md says what each kind of mark holds.
+A cell is one pass of one micro-batch in one stage. During a step the clock makes a list of marks.
+From each mark to the next, time belongs to one part of one cell, or to no cell between passes. So
+the parts of a pass add up to its time, and nothing is counted twice.
+
+    cell:    [   forward, stage 0, micro-batch 0   ] (none) [   forward, ...
+    part:    [layers][attention][layers][attention]         [layers] ...
+    mark:    ^       ^          ^       ^          ^        ^
+
+A mark is a CUDA event, which is read after the step's one wait for the device. On a CPU it is the
+CPU time of the thread, which takes 3 us to read. README.md says what each kind of mark includes.
 """
 
 import threading
@@ -22,50 +28,57 @@ from wlb.parallel.observe import Cell, Part, Pass
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
-    """A rank's step. parts_ns: computing time by cell and part. wall_ns: of the whole step."""
+    """Computing times of a step on one rank."""
 
-    parts_ns: dict[tuple[Cell, Part], int]
-    wall_ns: int
+    parts_ns: dict[tuple[Cell, Part], int]  # computing time by cell and part
+    wall_ns: int  # wall time of the whole step
 
     def part_ns(self, cell: Cell, *parts: Part) -> int:
+        """Return the time of some parts of a cell; 0 for parts that did not run."""
         return sum(self.parts_ns.get((cell, part), 0) for part in parts)
 
     def total_ns(self, part: Part) -> int:
+        """Return the time of one part over all cells."""
         return sum(ns for (_, at), ns in self.parts_ns.items() if at == part)
 
     @cached_property
     def compute_ns(self) -> int:
+        """Time in all cells."""
         return sum(self.parts_ns.values())
 
     @property
     def bubble_ns(self) -> int:
-        """Step less computing: pipeline bubbles, waiting for transfers (and, on CPU, for cores)."""
+        """The rest of the step: pipeline bubbles and waits for transfers.
+
+        On a CPU it includes waits for cores that ranks share.
+        """
         return max(0, self.wall_ns - self.compute_ns)
 
 
 class StepSpans(NamedTuple):
-    """Wall times of a rank's step, which began at the Unix time began_ns. spans: each chunk's cell,
-    its begin since the step's, and its duration, in ns.
-    """
+    """When the passes of a step ran on one rank, in wall time."""
 
-    began_ns: int
-    wall_ns: int
+    began_ns: int  # Unix time at which the step began
+    wall_ns: int  # duration of the step
+    # Cell, begin since the step's begin, and duration (ns) of each pass.
     spans: tuple[tuple[Cell, int, int], ...]
 
 
 class WallMarks:
-    """Timestamps whose differences are read after the step, and the base of other kinds. These
-    are of wall time, for operators on several threads. Wall points time the whole step.
+    """Marks of wall time, for operators on several threads. Base class of the other kinds of marks.
+
+    A mark is a point in time. Differences between marks are read after the step.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a step: the last step's points will not be read any more."""
+        """Begin a step. Marks of the step before are not read after this."""
         self._thread = threading.get_ident()
 
     def now(self) -> Any:
+        """Return a mark of computing time."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
                 "part of a step ran on another thread than the one whose CPU time is measured"
@@ -73,38 +86,47 @@ class WallMarks:
         return time.perf_counter_ns()
 
     def wall_now(self) -> Any:
+        """Return a mark of wall time."""
         return time.perf_counter_ns()
 
     def wall_of(self, point: Any) -> Any:
-        """The wall point that belongs to `point`, which was made just now."""
+        """Return the mark of wall time for `point`, a mark that was made just now."""
         return point
 
     def between_ns(self, start: Any, stop: Any) -> int:
+        """Return the time between two marks of the same kind."""
         return stop - start
 
 
 class ThreadMarks(WallMarks):
-    """CPU time of the thread that runs the step; wall time for the whole step."""
+    """Marks of the CPU time of the thread that runs the step; the step itself has wall time."""
 
     def now(self) -> int:
+        """Return the thread's CPU time."""
         super().now()
         return time.thread_time_ns()
 
     def wall_of(self, point: int) -> int:
+        """Return the wall time now, because CPU time cannot be converted."""
         return time.perf_counter_ns()
 
 
 class EventMarks(WallMarks):
-    """CUDA events on the current stream, from a pool that grows to the number that a step needs."""
+    """Marks by CUDA events on the current stream.
+
+    The events are reused in each step; their number grows to what a step needs.
+    """
 
     def __init__(self) -> None:
         self._pool: list[torch.cuda.Event] = []
         self._num_used = 0
 
     def reset(self) -> None:
+        """Make all events available for a new step."""
         self._num_used = 0
 
     def now(self) -> torch.cuda.Event:
+        """Record an event."""
         if self._num_used == len(self._pool):
             self._pool.append(torch.cuda.Event(enable_timing=True))
         event = self._pool[self._num_used]
@@ -115,15 +137,19 @@ class EventMarks(WallMarks):
     wall_now = now
 
     def between_ns(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> int:
+        """Return the time between two events, which have both completed."""
         return round(start.elapsed_time(stop) * 1e6)
 
 
 _NUM_TRIED = 100
-"""Number of marks that are made once, to measure the cost of a mark."""
+"""Number of marks that are made once to measure the cost of a mark."""
 
 
 class StepClock:
-    """Times the steps of one rank. Off outside of `step`, so that evaluations leave no record."""
+    """Times the steps of one rank.
+
+    It is off outside of `step`, so that evaluations leave no times.
+    """
 
     def __init__(self, marks: WallMarks) -> None:
         self._marks = marks
@@ -135,7 +161,7 @@ class StepClock:
         self._part = Part.LAYERS
         self._wall: list[Any] = []
         self._is_running = False
-        # The first round makes events, which all later steps use again.
+        # The first round creates events, which all later steps reuse, so only the second is timed.
         for _ in range(_NUM_TRIED):
             marks.now()
         marks.reset()
@@ -146,14 +172,15 @@ class StepClock:
 
     @classmethod
     def of(cls, device: torch.device) -> "StepClock":
+        """Return the clock for a device."""
         if device.type == "cuda":
             return cls(EventMarks())
-        # With several threads, one thread's CPU time measures neither the work nor its duration.
+        # With several threads, the CPU time of one is neither their work nor its duration.
         return cls(ThreadMarks() if torch.get_num_threads() == 1 else WallMarks())
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the block; forget the last step if `take` was not called."""
+        """Time the block. Times of the step before are dropped if `take` was not called."""
         self._marks.reset()
         self._points, self._seen, self._spans = [], set(), []
         with observing(self):
@@ -169,7 +196,17 @@ class StepClock:
     def chunk(
         self, kind: Pass, *, stage: int, micro_batch: int, first: Part = Part.LAYERS
     ) -> AbstractContextManager[None]:
-        """Time a chunk, as `first` until `switch` is called. RuntimeError if it ran before."""
+        """Time one cell, a context manager. Its time belongs to `first` until `switch` is called.
+
+        Args:
+            kind: Forward, backward or weight-gradient pass.
+            stage: Number of the stage.
+            micro_batch: Index of the micro-batch in the pipeline's step.
+            first: Part of the cell that begins.
+
+        Raises:
+            RuntimeError: If the cell ran before in this step, or begins inside another one.
+        """
         return self._chunk(Cell(kind, stage, micro_batch), first) if self._is_running else _OFF
 
     @contextmanager
@@ -189,17 +226,22 @@ class StepClock:
             self._cell = None
 
     def switch(self, part: Part) -> None:
-        """Attribute time from now on to `part` of the current chunk; outside chunks do nothing."""
+        """Count time from now on to `part` of the current cell. Does nothing outside of cells."""
         if self._cell is not None:
             self._part = part
             self._points.append(((self._cell, part), self._marks.now()))
 
     @contextmanager
     def attention(self, *, is_backward: bool) -> Iterator[None]:
-        """`wlb.kernels.AttentionObserver`."""
+        """Count the block's time as attention (`wlb.kernels.AttentionObserver`).
+
+        Forward attention in a backward pass is counted as recomputation.
+        """
         before = self._part
-        is_again = self._cell is not None and self._cell.kind != Pass.FORWARD and not is_backward
-        self.switch(Part.RECOMPUTE if is_again else Part.ATTENTION)
+        is_recomputed = (
+            self._cell is not None and self._cell.kind != Pass.FORWARD and not is_backward
+        )
+        self.switch(Part.RECOMPUTE if is_recomputed else Part.ATTENTION)
         try:
             yield
         finally:
@@ -207,11 +249,14 @@ class StepClock:
 
     @property
     def marks_ns(self) -> int:
-        """Estimated thread time of the last step's marks: their number times the cost of one."""
+        """Estimated CPU time of the last step's marks: their number times the cost of one."""
         return round(len(self._points) * self._mark_ns)
 
     def take(self) -> StepTimes:
-        """The last step's times. On CUDA, call it after the host has waited for the step's end."""
+        """Return the times of the last step.
+
+        On CUDA, call it after the host has waited for the end of the step.
+        """
         times: dict[tuple[Cell, Part], int] = {}
         for (key, start), (_, stop) in zip(self._points, self._points[1:], strict=False):
             if key is not None:
@@ -219,7 +264,7 @@ class StepClock:
         return StepTimes(times, self._marks.between_ns(*self._wall))
 
     def spans(self) -> StepSpans:
-        """Where the last step's chunks lie in it; may be called when `take` may."""
+        """Return when the cells of the last step ran. It may be called whenever `take` may."""
         origin = self._wall[0]
         return StepSpans(
             began_ns=self._began_ns,

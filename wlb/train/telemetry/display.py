@@ -1,4 +1,7 @@
-"""Output of rank 0: a live table on a terminal, else a line for each step, and the summary."""
+"""Output of rank 0: the table of steps and the summary.
+
+On a terminal the table is live. Otherwise each step prints a line.
+"""
 
 import time
 from collections import deque
@@ -25,23 +28,23 @@ from wlb.plan import (
 from wlb.plan.tally import MeasuredShare, Saves, Stragglers, Tally
 from wlb.report.tables import facts_table
 
-_ROWS = 14
-_MOST_STRAGGLERS = 5
+_ROWS = 14  # of the live table
+_MOST_STRAGGLERS = 5  # in the summary
+# Short names of sharding strategies.
 _SHORT = {"per_sequence": "seq", "per_document": "doc", "hybrid": "hyb", "balanced": "bal"}
 
 
 class Heading(NamedTuple):
-    """Of a column of the table of steps. rank: columns of a high one are left out first where a
-    live table is wider than its terminal.
-    """
+    """Heading of a column of the table of steps."""
 
-    above: str
-    name: str
-    width: int
-    rank: int
+    above: str  # first line of the heading
+    name: str  # second line
+    width: int  # characters
+    rank: int  # columns with a high rank are left out first if the terminal is narrow
 
     @property
     def whole(self) -> str:
+        """Both lines as one text."""
         return f"{self.above} {self.name}".strip()
 
 
@@ -60,26 +63,32 @@ HEADINGS = (
     Heading("time", "left", 9, 0),
 )
 FEW = ("step", "loss", "tokens/s", "imbalance usual", "imbalance ours", "time left")
-"""Columns without `--verbose`."""
+"""Columns that are shown without `--verbose`."""
 ANOTHER_MACHINE = 0.3
-"""Mean error of predicted times above which the prices are another machine's."""
+"""Mean relative error of predicted times above which the profile seems to be another machine's."""
 _LOADS = Heading("slowest rank", "CP, experts", 12, 3)
-"""Of a model with experts, before the last column: predicted attention of the slowest CP rank, and
-rows of the EP rank that a layer waits for, both over the mean rank's."""
+"""Column of a model with experts, before the last one.
+
+It has the predicted attention of the slowest CP rank and the rows of the slowest EP rank, each over
+the mean rank's."""
 
 
 class StepFigures(NamedTuple):
-    """Of a step, besides its metrics. memory_bytes: peak of rank 0's device, or process on a
-    CPU.
-    """
+    """Figures of a step besides its metrics."""
 
     learning_rate: float
-    memory_bytes: int
+    memory_bytes: int  # peak memory of rank 0's GPU, or of its process on a CPU
 
 
 class Display:
-    """Shows steps as they end. Use as a context manager. experts: whether the model has any.
-    verbose: all columns; False: those of `FEW`.
+    """Shows steps as they end. Use as a context manager.
+
+    Args:
+        console: Where the table is printed.
+        title: Its title.
+        total_steps: Steps of the run.
+        experts: Whether the model has experts.
+        verbose: Whether all columns are shown; otherwise those of `FEW`.
     """
 
     def __init__(
@@ -101,7 +110,7 @@ class Display:
         self._has_warned = False
         self._left = TimeLeft(total_steps)
         self._live: Live | None = None
-        # A dumb terminal would show a live table only when it ends.
+        # A dumb terminal would show a live table only at the end.
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, refresh_per_second=4, transient=False)
 
@@ -127,8 +136,16 @@ class Display:
         plain: StepMetrics | None,
         figures: StepFigures,
     ) -> None:
-        """A row of the table of steps, and a warning with the first documents that are later than
-        packing.max_delay; plain: of the usual loader.
+        """Add a step to the table of steps.
+
+        The first step with documents later than `packing.max_delay` also prints a warning.
+
+        Args:
+            steps_done: Updates so far.
+            m: What was measured.
+            predicted: Predictions for the run's packing.
+            plain: Predictions for the usual loader; None if not computed.
+            figures: Other figures of the step.
         """
         seconds = m.step_time_s or 0.0
         counts = dict(m.sharding_counts)
@@ -160,6 +177,7 @@ class Display:
             self.say(f"warning: in step {steps_done}, {late}; the summary counts all steps")
 
     def evaluation(self, step: int, loss: float) -> None:
+        """Show a held-out loss."""
         note = f"held-out loss {loss:.3f} after {step} steps"
         self._first_note = self._first_note or note
         self._note = note if note == self._first_note else f"{self._first_note}   {note}"
@@ -173,7 +191,7 @@ class Display:
         self.console.print(line, soft_wrap=True, markup=False)
 
     def _table(self) -> Group:
-        # Columns fit a narrow terminal better without vertical lines.
+        # Without vertical lines, more columns fit a narrow terminal.
         table = Table(
             title=self.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
@@ -194,23 +212,34 @@ class Display:
 
 
 def _loads(m: MeasuredStep) -> str:
+    """Return the cell of the column `_LOADS`."""
     return "-" if m.experts is None else f"{m.cp_imbalance:.2f}, {m.experts.mean_rank:.2f}"
 
 
 def fitting(width: int, headings: Sequence[Heading] = HEADINGS) -> list[int]:
-    """Indices of the columns that fit a terminal, in order; the least important are left out."""
-    room, kept = width - 2, list[int]()
+    """Choose the columns that fit a terminal.
+
+    Args:
+        width: Characters of the terminal.
+        headings: All columns.
+
+    Returns:
+        Indices of the columns, in order. The least important ones are left out.
+    """
+    left, shown = width - 2, list[int]()
     for i in sorted(range(len(headings)), key=lambda i: headings[i].rank):
-        room -= headings[i].width + 1
-        if room < 0 and kept:
+        left -= headings[i].width + 1
+        if left < 0 and shown:
             break
-        kept.append(i)
-    return sorted(kept)
+        shown.append(i)
+    return sorted(shown)
 
 
 class TimeLeft:
-    """Time until the last step, at the mean pace since the first step of this start, with the
-    evaluations and saves in between.
+    """Estimates the time until the last step.
+
+    It uses the mean time of a step since this start of training, with the evaluations and saves in
+    between.
     """
 
     def __init__(self, total_steps: int) -> None:
@@ -218,10 +247,10 @@ class TimeLeft:
         self._first: tuple[int, float] | None = None
 
     def after(self, steps_done: int) -> str:
-        """ "1:02:03", "3 d 04 h", or "-" before the second step."""
+        """Return the time left, as "1:02:03" or "3 d 04 h"; "-" before the second step."""
         now_s = time.perf_counter()
         if self._first is None or steps_done <= self._first[0]:
-            # After a rollback the pace starts anew.
+            # This is the first step, or the first one after a rollback.
             self._first = (steps_done, now_s)
             return "-"
         done, begun_s = self._first
@@ -234,16 +263,17 @@ class TimeLeft:
 
 
 def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
+    """Add the summary's rows on the loads of experts and ranks."""
     if not loads:
         return
-    told = (
+    text = (
         f"{sum(loads) / len(loads):.2f} mean of steps, {loads[-1]:.2f} in the last: rows of "
         f"the most loaded expert over the mean one's, mean of layers"
     )
     if not sums.steps:
-        table.add_row("expert load", told)
+        table.add_row("expert load", text)
         return
-    table.add_row("expert load", f"{told}; most in layer {_most(sums, 'expert')}")
+    table.add_row("expert load", f"{text}; most in layer {_most(sums, 'expert')}")
     table.add_row(
         "load of ranks",
         f"attention {sums.mean_attention:.2f} (slowest CP rank over the mean one, predicted), "
@@ -254,6 +284,7 @@ def _experts(table: Table, loads: list[float], sums: ExpertLoads) -> None:
 
 
 def _most(sums: ExpertLoads, name: str) -> str:
+    """Return which layer or rank has the largest load, and the load, as "3 (1.25)"."""
     worst, ratio = sums.worst(name)
     return f"{worst} ({ratio:.2f})"
 
@@ -261,14 +292,14 @@ def _most(sums: ExpertLoads, name: str) -> str:
 def summary(
     console: Console, tally: Tally, *, files: dict[str, Path], wall: str, verbose: bool = True
 ) -> None:
-    """Print what balance gained, losses, speed, where time went, and what went wrong.
+    """Print the summary: balance, losses, speed, time, and what went wrong.
 
     Args:
-        console: What is printed on.
-        tally: Of the run.
-        files: What the run left, by name.
-        wall: Where its time went, in words.
-        verbose: Whether everything else is printed too.
+        console: Where it is printed.
+        tally: Sums over the run.
+        files: Files that the run wrote, by name.
+        wall: Where the run's time went, in words.
+        verbose: Whether all other rows are printed too.
     """
     table = facts_table("Summary")
     if tally.stopped:
@@ -302,14 +333,14 @@ def summary(
         _details(table, tally)
     console.print(table)
     for name, path in files.items():
-        # The table would shorten a long path.
+        # Outside of the table, which would shorten a long path.
         console.print(f"{name}: {path}", soft_wrap=True)
     if not verbose:
         console.print("--verbose and `wlb report` have delays, sharding, ranks and measured times")
 
 
 def _warnings(table: Table, tally: Tally) -> None:
-    """Rows of what went wrong, if anything did."""
+    """Add rows about what went wrong, if anything did."""
     if tally.overdue:
         table.add_row("late", late_remark(tally.overdue, tally.max_delay))
     if starved := starved_remark(tally.step_tokens):
@@ -317,14 +348,14 @@ def _warnings(table: Table, tally: Tally) -> None:
     if tally.stragglers.by_rank:
         table.add_row("stragglers", _stragglers(tally.stragglers))
     if tally.refused:
-        told = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
-        table.add_row("refused", f"steps: {told}")
+        text = ", ".join(f"{count} {_REFUSED[what]}" for what, count in tally.refused.items())
+        table.add_row("refused", f"steps: {text}")
     if tally.saves.failed:
         table.add_row("checkpoints", _saves(tally.saves))
 
 
 def _details(table: Table, tally: Tally) -> None:
-    """All other rows."""
+    """Add the rows that only --verbose shows."""
     _balance(table, tally)
     chosen = ", ".join(f"{n} {c}" for n, c in sorted(tally.shardings.items()) if c)
     table.add_row("sharding chosen", f"{chosen or '-'} (micro-batches)")
@@ -406,7 +437,7 @@ def _measured(table: Table, measured: MeasuredShare) -> None:
 
 
 def _overhead(measured: MeasuredShare) -> str:
-    """A rank's time a step besides computing and waiting for other ranks."""
+    """Describe a rank's time per step besides computing and waiting for other ranks."""
     parts = (measured.loading_s, measured.planning_s, measured.records_s)
     loading, planning, records = (part / measured.steps * 1e3 for part in parts)
     return (

@@ -1,4 +1,4 @@
-"""The hooks that say how a run ended: on request, and with which results."""
+"""The hooks that report the end of a run: who stopped it, and its summary."""
 
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.faults.stop import StopRequest
@@ -8,14 +8,13 @@ from wlb.train.telemetry.wall import wall_line
 
 
 class TellStop(Hook):
-    """Reports the source of a request to end early, and whether there is a checkpoint to continue
-    from.
-    """
+    """Reports what stopped a run early, and whether there is a checkpoint to resume from."""
 
     def __init__(self, request: StopRequest) -> None:
         self.request = request
 
     def end(self, run: RunContext) -> None:
+        """Print and record the reason, if the run was stopped."""
         if run.stop:
             asked_by = self.request.words[run.stop]
             run.report.write("stop", steps_done=run.steps_done, asked_by=asked_by)
@@ -29,15 +28,18 @@ class TellStop(Hook):
 
 
 class ShowSummary(Hook):
-    """Prints the summary on rank 0, unless the run was stopped before its first step, and records
-    where the time went.
+    """Prints the summary on rank 0 and records where the time went.
+
+    A run that was stopped before its first step has no summary.
     """
 
     def end(self, run: RunContext) -> None:
+        """Record the wall time of each phase."""
         seconds = {str(phase): s for phase, s in run.wall.seconds.items()}
         run.report.write("wall", steps_done=run.steps_done, seconds=seconds)
 
     def finished(self, run: RunContext) -> None:
+        """Print the summary."""
         if run.report.display is not None and (run.tally.ours.steps or not run.stop):
             files = {
                 "metrics": run.report.path,

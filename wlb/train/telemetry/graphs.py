@@ -1,4 +1,4 @@
-"""The hook that reports steps that waited for torch.compile, which explains their time."""
+"""The hook that reports steps in which ranks waited for torch.compile."""
 
 import torch
 
@@ -8,24 +8,26 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 
 
 class CountGraphs(Hook):
-    """Counts compiled graphs of decoder layers on this rank, and the most on any rank."""
+    """Counts the compiled graphs of decoder layers on this rank, and the most on any rank."""
 
     def __init__(self) -> None:
         self._num_before = num_graphs()
-        self._num_told = 0
+        self._num_reported = 0
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Report graphs that were compiled since the last step."""
         total = num_graphs() - self._num_before
-        if new := total - self._num_told:
-            self._num_told = total
+        if new := total - self._num_reported:
+            self._num_reported = total
             run.report.write("compiled", steps_done=run.steps_done, graphs=new, total=total)
             run.report.say(
                 f"compiled {new} graphs of a decoder layer by step {run.steps_done}, {total} in all"
             )
 
     def finished(self, run: RunContext) -> None:
+        """Add the numbers to the summary."""
         most = torch.tensor(num_graphs() - self._num_before)
         all_reduce_hosts(most, "max")
-        if self._num_told:
-            told = f"{self._num_told} graphs of a layer, {int(most)} at most on a rank"
-            run.tally.rows["compiled"] = told
+        if self._num_reported:
+            text = f"{self._num_reported} graphs of a layer, {int(most)} at most on a rank"
+            run.tally.rows["compiled"] = text

@@ -1,10 +1,11 @@
-"""The tokens that every executed step trained (telemetry.ledger), and the proof that each was
-trained once.
+"""The tokens that every step trained (`telemetry.ledger`), and a proof that each was trained once.
 
-ledger.jsonl in a run's folder has a line a step, from rank 0: the pieces of documents in its plan.
-A training that goes on from a checkpoint writes the step it begins with; lines of that step and
-later ones before it no longer belong to the weights' lineage. A killed process may leave half a
-line; after a full disk, the next line says that lines were lost, and the count is not exact.
+ledger.jsonl in a run's folder has one line per step, written by rank 0: the pieces of documents in
+the step's plan. Every start of training writes the number of the step that it begins with. Earlier
+lines from that step on then no longer count, because the weights do not contain them.
+
+A killed process may leave half a line. After a full disk, the next line says how many lines were
+lost, and the count is then not exact.
 """
 
 import json
@@ -22,7 +23,8 @@ from wlb.train.hooks import ExecutedStep, Hook, RunContext
 from wlb.train.telemetry.appended import AppendedFile
 
 FILE = "ledger.jsonl"
-_IN_STEPS = "step"
+_IN_STEPS = "step"  # key in the position of a source that counts steps
+# Columns of `Pieces` that a line has.
 _COLUMNS = ("document", "start", "stop", "source")
 
 
@@ -36,65 +38,74 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = AppendedFile(folder / FILE)
-        self._num_told = 0
+        self._num_reported = 0
 
     def begin(self, step: int) -> None:
-        """`step` is executed next, with new weights or those of a checkpoint."""
+        """Write that `step` is next, with new weights or those of a checkpoint."""
         self._write({"begin": step}, before="\n")
 
     def add(self, plan: StepPlan, *, updated: bool) -> None:
-        """A step was executed. updated: it changed the weights."""
+        """Write an executed step.
+
+        Args:
+            plan: The step.
+            updated: Whether it changed the weights.
+        """
         pieces = Pieces.concat(*(batch.pieces for batch in plan.packing.micro_batches))
         self._write({"step": plan.step, "updated": updated, **_columns(pieces)})
 
     def _write(self, data: dict[str, Any], *, before: str = "") -> None:
+        """Write a line, and before it the number of lines that were lost since the last one."""
         file = self._file
         lost = file.num_lost
-        if lost > self._num_told and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
-            self._num_told = lost
+        if lost > self._num_reported and file.write("\n" + json.dumps({"lost": lost}) + "\n"):
+            self._num_reported = lost
         file.write(before + json.dumps(data) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 class RecordLedger(Hook):
-    """Writes every executed step to the ledger, on rank 0 alone."""
+    """Writes every executed step to the ledger. For rank 0."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
 
     def begin(self, run: RunContext) -> None:
+        """Write the step with which training begins."""
         self.ledger.begin(run.progress.next_step if run.progress else 0)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Write the step."""
         self.ledger.add(step.plan, updated=step.updated)
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        """Write the step at which training continues from the checkpoint."""
         self.begin(run)
 
     def close(self) -> None:
+        """Close the file."""
         self.ledger.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """How often the steps of a lineage trained each token that the loader gave.
+    """How often the run's weights were trained on each token that the loader read.
 
-    waiting: tokens held back for later steps. skipped: tokens in steps without an update.
-    num_begun: starts, the first and each resume. num_undone: recorded steps that are not in the
-    lineage. num_lost: steps of the lineage whose lines could not be written.
+    Only the steps that made the present weights count.
     """
 
-    once: int
-    never: int
-    repeated: int
-    waiting: int
-    skipped: int
-    num_steps: int
-    num_begun: int
-    num_undone: int
-    num_lost: int = 0
+    once: int  # tokens trained once
+    never: int  # tokens neither trained nor waiting
+    repeated: int  # tokens trained more than once
+    waiting: int  # tokens that wait for later steps
+    skipped: int  # tokens in steps that did not update the weights
+    num_steps: int  # steps that made the present weights
+    num_begun: int  # starts of training: the first one and each resume
+    num_undone: int  # recorded steps that do not count, because training resumed before them
+    num_lost: int = 0  # steps that count but whose lines could not be written
 
     @property
     def is_exact(self) -> bool:
@@ -103,9 +114,16 @@ class Count:
 
 
 def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
-    """Lines by step that made the run's present weights; numbers of starts and of undone steps.
+    """Return the recorded steps that made the run's present weights.
 
-    UserError for a torn line without a start after it, or a step that is missing unsaid.
+    Args:
+        folder: The run's folder.
+
+    Returns:
+        Lines by step, the number of starts, and the number of steps that no longer count.
+
+    Raises:
+        UserError: If a step is missing or a line is damaged, and no later line explains it.
     """
     path = folder / FILE
     if not path.exists():
@@ -132,6 +150,7 @@ def lineage(folder: Path) -> tuple[dict[int, dict[str, Any]], int, int]:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a ledger, without half a line that a killed process left."""
     torn = ""
     for line in path.read_text("utf-8", errors="replace").splitlines():
         if not line:
@@ -148,19 +167,27 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
-    """Count every token that `planner`'s source gave until `state`, of the last checkpoint."""
+    """Count how often each token was trained that the source gave until the last checkpoint.
+
+    The source is read anew up to the checkpoint's state.
+
+    Args:
+        folder: The run's folder, with its ledger.
+        planner: A planner of the run, whose source is read.
+        state: The planner's state in the last checkpoint.
+    """
     steps, num_begun, num_undone = lineage(folder)
     done = {step: line for step, line in steps.items() if step < state.next_step}
-    given = _given(planner, state)
-    held = Pieces.concat(
+    lengths = _lengths_read(planner, state)
+    waiting_pieces = Pieces.concat(
         state.carry.pieces, *(b.pieces for plan in state.ready for b in plan.micro_batches)
     )
-    covered = {key: np.zeros(length, np.int64) for key, length in given.items()}
+    covered = {key: np.zeros(length, np.int64) for key, length in lengths.items()}
     skipped = 0
     for line in done.values():
         num_tokens = _cover(covered, line)
         skipped += 0 if line["updated"] else num_tokens
-    waiting = _cover(covered, _columns(held))
+    waiting = _cover(covered, _columns(waiting_pieces))
     times: IntArray = np.concatenate([np.zeros(0, np.int64), *covered.values()])
     return Count(
         once=int((times == 1).sum()) - waiting,
@@ -176,7 +203,7 @@ def count(folder: Path, planner: Planner, state: PlannerState) -> Count:
 
 
 def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) -> int:
-    """Count the pieces' tokens once more; returns how many there are."""
+    """Add one to the count of each token of some pieces; return the number of tokens."""
     num_tokens = 0
     rows = zip(*(columns[name] for name in _COLUMNS), strict=True)
     for document, start, stop, source in rows:
@@ -185,14 +212,16 @@ def _cover(covered: dict[tuple[int, int], np.ndarray], columns: dict[str, Any]) 
     return num_tokens
 
 
-def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
-    """Length of each document that the loader gave until `state`, by (source, id). Reads as many
-    documents again: a resumed run may have batches of another size.
+def _lengths_read(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
+    """Return the length of each document that the loader had read at `state`, by (source, id).
+
+    The documents are read one after the other, because a resumed run may have batches of another
+    size.
     """
     found: dict[tuple[int, int], int] = {}
-    end = _place(state.corpus)
+    end = _position(state.corpus)
     at = planner.source.start()
-    while (left := end - _place(at)) > 0:
+    while (left := end - _position(at)) > 0:
         item = planner.source.next(at)
         assert item is not None
         batch, at = item
@@ -204,8 +233,8 @@ def _given(planner: Planner, state: PlannerState) -> dict[tuple[int, int], int]:
     return found
 
 
-def _place(corpus: dict[str, Any]) -> int:
-    """How far a source has been read: in documents, or in steps of `PackedBatches`."""
+def _position(corpus: dict[str, Any]) -> int:
+    """Return how far a source has been read, in documents or in steps of `PackedBatches`."""
     if _IN_STEPS in corpus:
         return corpus[_IN_STEPS]
     if "documents_read" in corpus:

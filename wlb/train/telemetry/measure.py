@@ -1,4 +1,4 @@
-"""The hook that measures steps: a record of all ranks' times each step."""
+"""The hook that measures steps: it puts all ranks' times into each step."""
 
 import time
 from dataclasses import replace
@@ -13,7 +13,13 @@ from wlb.train.telemetry.work import WorkMeter
 
 
 class MeasureSteps(Hook):
-    """Puts the record of a step into `ExecutedStep.telemetry`."""
+    """Measures each step and stores the record in `ExecutedStep.telemetry`, for later hooks.
+
+    Args:
+        spec: The run, with the attention kernel that computes.
+        mesh: This rank's place in the layout.
+        clock: Has timed the passes of the step.
+    """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, clock: StepClock) -> None:
         self.clock, self.mesh = clock, mesh
@@ -22,10 +28,12 @@ class MeasureSteps(Hook):
         self._num_recorded = 0
 
     def begin(self, run: RunContext) -> None:
+        """Say if MFU cannot be computed."""
         if self.work.note:
             run.report.say(self.work.note)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Measure the step, together with all ranks."""
         if not step.plan.num_targets:
             return  # The step computed nothing.
         times, experts = self.clock.take(), expert_tokens(step, self.mesh)
@@ -36,13 +44,16 @@ class MeasureSteps(Hook):
         step.telemetry = replace(reduced, work=self.work.take())
         is_warm = self._num_recorded >= run.spec.telemetry.warmup_steps
         self._num_recorded += reduced.num_steps
-        # Steps of the warm-up are slower and are not recorded.
+        # Steps of the warm-up are slower, so the summary leaves them out.
         if is_warm:
             step.own_ns = own_ns
             run.tally.telemetry.add(step.telemetry)
 
     def _exposed(self, run: RunContext, step: ExecutedStep) -> Exposed:
-        """Waits of the step, also for its plan; the time of records counts with the next step."""
+        """Return the waits of a step, including the wait for its plan.
+
+        Time that hooks spend on records is known only afterwards, so it counts in the next step.
+        """
         step_ns = round((time.perf_counter() - step.began_s) * 1e9) + step.waited_ns
         exposed = Exposed(
             loading_ns=run.inputs.exposed_ns,
@@ -55,16 +66,25 @@ class MeasureSteps(Hook):
 
 
 def expert_tokens(step: ExecutedStep, mesh: Mesh) -> FloatArray | None:
-    """Tokens of each micro-batch whose experts' products are in this rank's times, [n]; None
-    without experts. This is the mean of the pipelines that an EP group spans, times the load of
-    this rank on a CPU, and on CUDA that of the most loaded rank, for which the others wait.
+    """Return the tokens of each micro-batch whose experts' products are in this rank's times.
+
+    The tokens are the mean of the pipelines that share an EP group, times a load. On a CPU it is
+    the load of this rank. On CUDA it is the load of the most loaded rank, for which the others
+    wait.
+
+    Args:
+        step: The executed step.
+        mesh: This rank's place in the layout.
+
+    Returns:
+        Tokens, shape [n]; None for a model without experts.
     """
     load = step.sums.experts
     if load is None:
         return None
     assert mesh.experts is not None
-    meets = mesh.parallel.meeting_pipelines
-    first = mesh.at.dp // meets * meets
-    tokens = step.plan.packing.rows[step.plan.pipelines[first : first + meets]].mean(0)
+    num_sharing = mesh.parallel.pipelines_per_ep_group
+    first = mesh.at.dp // num_sharing * num_sharing
+    tokens = step.plan.packing.rows[step.plan.pipelines[first : first + num_sharing]].mean(0)
     is_cuda = mesh.device.type == "cuda"
     return tokens * (load.mean_rank if is_cuda else load.ranks[mesh.experts.get_local_rank(EP)])

@@ -1,10 +1,12 @@
-"""Predicted beside measured times: each rank compares its cells, and all ranks reduce the sums.
+"""Compares predicted with measured times, on each rank, and sums the result over ranks.
 
-A cell is a micro-batch on a stage on a rank. Predictions are those of the profile that plans are
-priced with, for the rank's own spans; on CPU without collectives, which CPU time does not hold
-either. Terms of linear layers are predicted for the rows that experts computed, so that a profile
-fitted to them has no run's load. Not compared: cells without a document's token (padding has no
-price) and, under FSDP, the passes that hold its collectives.
+A cell is a micro-batch on a stage on a rank. A cell's prediction comes from the profile that plans
+are priced with, for the spans of this rank. On a CPU it is without collectives, because the
+measured CPU time does not include them. Linear layers are predicted for the rows that experts
+really computed, so that a profile fitted to these times does not depend on a run's routing.
+
+Cells without a document's token are not compared, because padding has no price. Neither are passes
+that include collectives of FSDP.
 """
 
 from dataclasses import fields
@@ -30,36 +32,38 @@ from wlb.spec import RunSpec
 from wlb.train.telemetry.clock import StepTimes
 
 _LATENCIES = ("", "predicted_", "whole_")
-"""Times of a micro-batch in decoder layers, measured and predicted, and of the whole pass."""
+"""A micro-batch's time in decoder layers, measured and predicted, and of the whole pass."""
+# Parts of a pass in decoder layers.
 _IN_LAYERS = (Part.ATTENTION, Part.LAYERS)
 _COLUMNS = tuple(f.name for f in fields(Moments))
 
 
 class Exposed(NamedTuple):
-    """Times of a step on a rank, in ns: waits for inputs and for plans, making records, and all."""
+    """Times of a step on one rank besides its passes."""
 
-    loading_ns: int = 0
-    planning_ns: int = 0
-    records_ns: int = 0
-    step_ns: int = 0
+    loading_ns: int = 0  # waits for inputs
+    planning_ns: int = 0  # waits for plans
+    records_ns: int = 0  # making records of telemetry
+    step_ns: int = 0  # the whole step
 
 
+# Times whose mean over ranks is recorded, and times whose largest rank is recorded too.
 _MEANS = ("embedding_ns", "head_ns", "predicted_embedding_ns", "predicted_head_ns")
 _SPREADS = ("compute_ns", "bubble_ns")
 _SUMMED = (*_MEANS, *Exposed._fields, *_SPREADS)
 
 
 class TelemetryMeter:
-    """Collects this rank's steps; all ranks add the same ones and `reduce` them together."""
+    """Collects the times of this rank's steps. All ranks add the same steps and reduce together."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
         self.cost = workload_for(spec, mesh.device.type)
         self._priced = self.cost if self.times_hold_collectives else without_collectives(self.cost)
         self._experts_ns = experts_ns_per_token(self._priced)
-        # `StragglerWatch` compares ranks by the terms that hold no wait for other ranks.
-        is_alone = mesh.device.type == "cpu" and torch.get_num_threads() == 1
-        self._own_terms = [t for t in TERMS if is_alone or t.startswith("attention")]
+        # `StragglerWatch` compares ranks by terms that include no wait for other ranks.
+        excludes_waits = mesh.device.type == "cpu" and torch.get_num_threads() == 1
+        self._own_terms = [t for t in TERMS if excludes_waits or t.startswith("attention")]
         self._layers = {s: StageLayers.of(spec, s) for s in spec.stages_of(mesh.at.pp)}
         self._clear()
 
@@ -71,17 +75,20 @@ class TelemetryMeter:
 
     @property
     def times_hold_collectives(self) -> bool:
+        """Whether measured times include collectives, as on CUDA."""
         return self.mesh.device.type == "cuda"
 
     @property
     def num_steps(self) -> int:
-        """Steps that were added and that no record has yet."""
+        """Steps that were added since the last record."""
         return len(self._latencies_ns)
 
     @property
     def own_ns(self) -> np.ndarray:
-        """int64 [5] of the steps that no record has yet: own time of the terms that ranks are
-        compared by, measured and predicted, and compute, bubble and loading time.
+        """This rank's times since the last record, int64 [5].
+
+        They are the measured and the predicted time of the terms that ranks are compared by, and
+        the times of computing, bubbles and loading.
         """
         own = (self._own_measured_ns, self._own_predicted_ns)
         times = (self._sums[name] for name in (*_SPREADS, "loading_ns"))
@@ -94,8 +101,14 @@ class TelemetryMeter:
         exposed: Exposed | None = None,
         experts: FloatArray | None = None,
     ) -> None:
-        """A step that this rank executed. experts: tokens of each micro-batch whose experts'
-        products are in its times (`wlb.train.telemetry.measure.expert_tokens`).
+        """Add a step that this rank executed.
+
+        Args:
+            plan: The step of this rank's pipeline.
+            times: Measured times of its cells.
+            exposed: Times besides its passes; None counts them as 0.
+            experts: Tokens of each micro-batch whose experts are in this rank's times, shape [n]
+                (`wlb.train.telemetry.measure.expert_tokens`).
         """
         predicted = {
             layers: stage_times(plan, self._priced, layers) for layers in set(self._layers.values())
@@ -107,9 +120,10 @@ class TelemetryMeter:
                 row = self.mesh.at.dp * num + i
                 latencies[row, stage] = self._forward_ns(i, stage, predicted[layers], times)
                 if layers.layers and plan.shardings[i].tokens[self.mesh.at.cp]:
+                    # Tokens that experts computed beyond the tokens that the price assumes.
                     tokens = plan.shardings[i].num_tokens * self._priced.expert_load
-                    more = 0.0 if experts is None else float(experts[i]) - tokens
-                    self._compare(i, num - 1, stage, predicted[layers], times, more)
+                    extra = 0.0 if experts is None else float(experts[i]) - tokens
+                    self._compare(i, num - 1, stage, predicted[layers], times, extra)
         self._latencies_ns.append(latencies)
         embedding_ns, head_ns = end_times_ns(plan, self._priced)
         step = {
@@ -126,7 +140,7 @@ class TelemetryMeter:
     def _forward_ns(
         self, i: int, stage: int, predicted: StageTimes, times: StepTimes
     ) -> tuple[int, int, int]:
-        """A micro-batch's forward times on this rank, as in `_LATENCIES`."""
+        """Return a micro-batch's forward times on this rank, in the order of `_LATENCIES`."""
         forward = Cell(Pass.FORWARD, stage, i)
         layers = times.part_ns(forward, *_IN_LAYERS)
         attention = int(predicted.attention_forward_ns[i, self.mesh.at.cp])
@@ -134,12 +148,21 @@ class TelemetryMeter:
         return layers, attention + int(predicted.linear_forward_ns[i]), whole
 
     def _compare(
-        self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes, more: float
+        self, i: int, last: int, stage: int, predicted: StageTimes, times: StepTimes, extra: float
     ) -> None:
-        """more: tokens that experts computed beyond those that are priced."""
+        """Compare the measured and predicted times of one micro-batch in one stage.
+
+        Args:
+            i: Index of the micro-batch.
+            last: Index of the step's last micro-batch.
+            stage: Number of the stage.
+            predicted: Predicted times of all micro-batches.
+            times: Measured times.
+            extra: Tokens that experts computed beyond the tokens that are priced.
+        """
         of = self._layers[stage]
-        experts = (round(ns * more * of.with_experts) for ns in self._experts_ns)
-        more_ns: dict[str, int] = dict(zip(TERMS[2:], experts, strict=True))
+        experts = (round(ns * extra * of.with_experts) for ns in self._experts_ns)
+        extra_ns: dict[str, int] = dict(zip(TERMS[2:], experts, strict=True))
         forward, backward, weight = (Cell(kind, stage, i) for kind in Pass)
         measured = {
             "attention_forward": times.part_ns(forward, Part.ATTENTION),
@@ -149,14 +172,16 @@ class TelemetryMeter:
             + times.part_ns(weight, Part.LAYERS),
         }
         has_fsdp = self.mesh.fsdp_size > 1
+        # FSDP gathers parameters in the first forward pass and reduces gradients in the last
+        # backward pass, so these times include its collectives.
         left_out = ("forward" if i == 0 else "", "backward" if i == last else "")
         for name, measured_ns in measured.items():
             if measured_ns <= 0:
                 continue
-            # Attention has a column for each CP rank.
+            # Attention has one column for each CP rank, other terms have none.
             column = getattr(predicted, f"{name}_ns")
             expected_ns = int(column[i, self.mesh.at.cp] if column.ndim == 2 else column[i])
-            expected_ns += more_ns.get(name, 0)
+            expected_ns += extra_ns.get(name, 0)
             if name in self._own_terms:
                 self._own_measured_ns += measured_ns
                 self._own_predicted_ns += expected_ns
@@ -164,11 +189,11 @@ class TelemetryMeter:
                 self._moments[name] += Moments.of(expected_ns * 1e-9, measured_ns * 1e-9)
 
     def reduce(self) -> Telemetry:
-        """The record of all ranks' steps that no record has yet. A collective call."""
+        """Return the record of all ranks' steps since the last record. A collective call."""
         sums = [float(getattr(m, c)) for m in self._moments.values() for c in _COLUMNS]
         total = torch.tensor([*sums, *self._sums.values()], dtype=torch.float64)
-        # Each code holds a time and a rank, so that one maximum gives the largest time, and of the
-        # ranks that have it the lowest.
+        # Each code combines a time with a rank, so that one maximum gives the largest time and its
+        # rank. Of ranks with equal times, the lowest wins.
         world, rank = self.mesh.world_size, self.mesh.rank
         codes = torch.tensor([self._sums[name] * world + world - 1 - rank for name in _SPREADS])
         peaks = torch.cat([codes, torch.from_numpy(np.stack(self._latencies_ns)).flatten()])
@@ -179,6 +204,7 @@ class TelemetryMeter:
         return record
 
     def _record(self, total: list[float], peaks: torch.Tensor) -> Telemetry:
+        """Build the record from reduced sums and maxima."""
         steps = self.num_steps
         width = len(_COLUMNS)
         of_terms = width * len(TERMS)
@@ -189,7 +215,7 @@ class TelemetryMeter:
         }
         compute_s, bubble_s = means.pop("compute_s"), means.pop("bubble_s")
         shape = (steps, self.spec.num_micro_batches, self.spec.num_stages, 3)
-        # The result has shape [steps, micro-batches, 3].
+        # Sum over stages; the result has shape [steps, micro-batches, 3].
         latencies = peaks[2:].view(shape).sum(2)
         slowest = latencies.amax(1).sum(0).tolist()
         mean = latencies.double().mean(1).sum(0).tolist()
@@ -207,6 +233,7 @@ class TelemetryMeter:
         )
 
     def _spread(self, mean_s: float, code: int, steps: int) -> Spread:
+        """Return the mean rank's time, and the largest time and its rank from their code."""
         time_ns, behind = divmod(code, self.mesh.world_size)
         rank = self.mesh.world_size - 1 - behind
         return Spread(mean_s=mean_s, max_s=time_ns * 1e-9 / steps, max_rank=rank)

@@ -1,10 +1,12 @@
-"""Tables of all ranks' times, the ranks that are slower than others, and timelines of a few ranks.
+"""Tables of all ranks' times, ranks that are slower than others, and timelines of a few ranks.
 
-A table gathers five integers from each rank every RANKS_INTERVAL steps (35 bytes a rank
-in the file); a timeline is a message from each of at most `MOST_TIMED` ranks, TP rank 0 of the
-first pipelines (20 bytes a pass). On CPU a timeline's ranks begin when their hosts' clocks say,
-unless those are further apart than the step is long; on CUDA all begin at 0, because a host may be
-ahead of its device.
+A table gathers five integers from each rank every `RANKS_INTERVAL` steps (35 bytes per rank in the
+file). A timeline has every pass of a step on at most `MOST_TIMED` ranks, which are TP rank 0 of the
+first pipelines (20 bytes per pass).
+
+On a CPU, the ranks of a timeline are aligned by the clocks of their hosts, unless those differ by
+more than the step is long. On CUDA all ranks begin at 0, because a host may run ahead of its
+device.
 """
 
 import platform
@@ -28,21 +30,30 @@ from wlb.train.telemetry.clock import StepClock, StepSpans
 from wlb.train.telemetry.report import RunReport
 
 LEAST_SHARE = 0.5
-"""Least share of RANKS_INTERVAL that a table needs to change who is a straggler; the last
-table of a run may be shorter."""
+"""Tables with fewer steps than this share of `RANKS_INTERVAL` do not change the stragglers.
+
+The last table of a run may be that short."""
+# Columns of a table, in the order of `TelemetryMeter.own_ns`.
 _TABLED = ("measured_us", "predicted_us", "compute_us", "bubble_us", "loading_us")
 _KINDS = tuple(Pass)
-_NONE = -1
+_NONE = -1  # fills unused rows of a packed timeline
 
 
 class StragglerWatch:
-    """Takes a run's tables in order and names the ranks that are slower for the same work.
+    """Names the ranks that are slower than others at the same work, from a run's tables in order.
 
-    A straggler's ratio of measured to predicted time exceeds the median rank's by
-    STRAGGLER_THRESHOLD in STRAGGLER_TABLES tables in a row; the first table
-    without it ends that. Times are of decoder layers on CPU, of attention kernels alone on CUDA,
-    where the rest of a layer holds the wait for slower ranks of its TP and CP groups. A rank that
-    is late for another reason (host, link) is not named; its neighbours' bubble shows it.
+    A rank is a straggler if its measured over predicted time exceeds the median rank's by
+    `STRAGGLER_THRESHOLD` in `STRAGGLER_TABLES` tables in a row. It stops being one at the first
+    table in which it does not.
+
+    On a CPU the times are those of decoder layers. On CUDA they are those of attention kernels
+    alone, because the rest of a layer includes waits for slower TP and CP ranks. A rank that is
+    late for another reason, such as its host or a network link, is not named; the bubbles of its
+    neighbours show it.
+
+    Args:
+        spec: The run.
+        places: Node and host of each rank.
     """
 
     def __init__(self, spec: RunSpec, places: Sequence[Place]) -> None:
@@ -50,8 +61,8 @@ class StragglerWatch:
         self._streaks: dict[int, int] = {}
         self._named: tuple[Straggler, ...] = ()
 
-    def see(self, table: RankTable) -> tuple[Straggler, ...]:
-        """The stragglers as of `table`, slowest first."""
+    def update(self, table: RankTable) -> tuple[Straggler, ...]:
+        """Take the next table, and return the stragglers so far, slowest first."""
         if table.num_steps < LEAST_SHARE * RANKS_INTERVAL:
             return self._named
         over = table.over_median
@@ -72,29 +83,47 @@ class StragglerWatch:
 
 
 class RankMeter:
-    """Collects this rank's times; all ranks add the same steps and gather together.
+    """Collects this rank's times. All ranks add the same steps and gather together.
 
-    places: of all ranks, on rank 0 (`gather_places`).
+    Args:
+        spec: The run.
+        mesh: This rank's place in the layout.
+        places: Node and host of each rank (`gather_places`); needed on rank 0 only.
     """
 
     def __init__(self, spec: RunSpec, mesh: Mesh, places: tuple[Place, ...]) -> None:
         self.spec, self.mesh = spec, mesh
         self._watch = StragglerWatch(spec, places)
-        self._drawn = timed_ranks(spec.parallel)
+        self._timed = timed_ranks(spec.parallel)
         self._clear()
 
     def _clear(self) -> None:
         self._own_ns, self._num_steps = np.zeros(5, np.int64), 0
 
     def add(self, own_ns: np.ndarray, num_steps: int) -> None:
+        """Add steps of this rank.
+
+        Args:
+            own_ns: Their times (`TelemetryMeter.own_ns`), shape [5].
+            num_steps: Their number.
+        """
         self._own_ns = self._own_ns + own_ns
         self._num_steps += num_steps
 
     def is_table_due(self, *, is_last: bool) -> bool:
+        """Return whether the next table is due: every `RANKS_INTERVAL` steps, and at the end."""
         return self._num_steps > 0 and (is_last or self._num_steps >= RANKS_INTERVAL)
 
     def table(self, step: int, steps_done: int) -> RankTable | None:
-        """The table of the steps since the last one, on rank 0. A collective call."""
+        """Gather the table of the steps since the last one. A collective call.
+
+        Args:
+            step: Number of the last step.
+            steps_done: Updates so far.
+
+        Returns:
+            The table on rank 0, None on other ranks.
+        """
         own = torch.from_numpy(self._own_ns // 1000)
         rows = gather_rows(own)
         num_steps = self._num_steps
@@ -103,30 +132,42 @@ class RankMeter:
             return None
         columns = dict(zip(_TABLED, rows.numpy().T.copy(), strict=True))
         table = RankTable(step=step, steps_done=steps_done, num_steps=num_steps, **columns)
-        return replace(table, stragglers=self._watch.see(table))
+        return replace(table, stragglers=self._watch.update(table))
 
     def timeline(self, spans: StepSpans, step: int, steps_done: int) -> MeasuredTimeline | None:
-        """The passes of the ranks that are drawn, on rank 0. All ranks call it."""
-        rank, drawn = self.mesh.rank, self._drawn
-        if rank not in drawn:
+        """Gather the passes of the last step on a few ranks. All ranks call it.
+
+        Args:
+            spans: The passes of this rank.
+            step: Number of the step.
+            steps_done: Updates so far.
+
+        Returns:
+            The timeline on rank 0, None on other ranks.
+        """
+        rank, timed = self.mesh.rank, self._timed
+        if rank not in timed:
             return None
         own = self._packed(spans)
         if rank:
             dist.send(own, dst=0, group=host_group())
             return None
-        others = {r: torch.empty_like(own) for r in drawn if r}
+        others = {r: torch.empty_like(own) for r in timed if r}
         for work in [dist.irecv(rows, src=r, group=host_group()) for r, rows in others.items()]:
             assert work is not None
             work.wait()
         return timeline_of(
-            {r: others.get(r, own).numpy() for r in drawn},
+            {r: others.get(r, own).numpy() for r in timed},
             step=step,
             steps_done=steps_done,
             has_common_clock=self.mesh.device.type == "cpu",
         )
 
     def _packed(self, spans: StepSpans) -> torch.Tensor:
-        """A header (when it began, ns; wall time, us), then passes; every rank has as many rows."""
+        """Pack a timeline into integers, with equally many rows on every rank.
+
+        The first row has the step's begin (ns) and wall time (us). Each further row is one pass.
+        """
         spec = self.spec
         most = len(_KINDS) * spec.pp.virtual_stages * spec.micro_batches_per_pipeline
         packed = np.full((1 + most, 5), _NONE, np.int64)
@@ -138,7 +179,10 @@ class RankMeter:
 
 
 def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
-    """TP rank 0 of as many pipelines as fit into MOST_TIMED, of CP rank 0 alone if need be."""
+    """Return the ranks of a timeline: TP rank 0 of as many pipelines as `MOST_TIMED` allows.
+
+    If one pipeline already has too many ranks, only its CP rank 0 is included.
+    """
     # The grid has shape [dp, cp, pp].
     grid = rank_grid(parallel)[..., 0].transpose(1, 2, 0)
     if grid[0].size > MOST_TIMED:
@@ -150,7 +194,14 @@ def timed_ranks(parallel: ParallelSpec) -> tuple[int, ...]:
 def timeline_of(
     rows: dict[int, np.ndarray], *, step: int, steps_done: int, has_common_clock: bool
 ) -> MeasuredTimeline:
-    """rows: by rank, as `RankMeter` packs them."""
+    """Build a timeline from packed rows.
+
+    Args:
+        rows: What `RankMeter` packed, by rank.
+        step: Number of the step.
+        steps_done: Updates after it.
+        has_common_clock: Whether begin times of different ranks can be compared.
+    """
     began_us = np.array([r[0, 0] // 1000 for r in rows.values()])
     walls_us = np.array([r[0, 1] for r in rows.values()])
     offsets_us = began_us - began_us.min()
@@ -182,6 +233,7 @@ class RecordRanks(Hook):
         self._stragglers: dict[int, Straggler] = {}
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Write a table or a timeline if it is due."""
         meter, number = self.meter, step.plan.step
         if step.own_ns is not None and step.telemetry is not None:
             meter.add(step.own_ns, step.telemetry.num_steps)
@@ -193,13 +245,14 @@ class RecordRanks(Hook):
             if table is not None:
                 run.report.write("ranks", **table.to_json())
                 run.tally.stragglers.add(table)
-                self._tell(table, run.report)
+                self._report(table, run.report)
         if TIMELINE_INTERVAL and (is_last or run.steps_done % TIMELINE_INTERVAL == 0):
             timeline = meter.timeline(self.clock.spans(), number, run.steps_done)
             if timeline is not None:
                 run.report.write("timeline", **timeline.to_json())
 
-    def _tell(self, table: RankTable, report: RunReport) -> None:
+    def _report(self, table: RankTable, report: RunReport) -> None:
+        """Report ranks that became stragglers, and ranks that no longer are."""
         known = {s.rank: s for s in table.stragglers}
         for rank, straggler in known.items():
             if rank not in self._stragglers:
@@ -210,9 +263,14 @@ class RecordRanks(Hook):
 
 
 def gather_places(mesh: Mesh, world: World) -> tuple[Place, ...]:
-    """Where every rank computes, on rank 0; () elsewhere. A collective call."""
+    """Gather where every rank computes. A collective call.
+
+    Returns:
+        Node and host of each rank on rank 0; () on other ranks.
+    """
     found: list[Any] = [None] * mesh.world_size
     own = Place(platform.node(), world.node_rank)
-    # This gathers along a ring; with gather_object rank 0 would connect to every rank.
+    # all_gather_object works along a ring; for gather_object, rank 0 would open a connection to
+    # every rank.
     dist.all_gather_object(found, own, group=host_group())
     return tuple(found) if mesh.rank == 0 else ()

@@ -1,4 +1,4 @@
-"""Sends a run's records and messages to the sinks and the screen, on rank 0."""
+"""Sends a run's records and messages to files and the screen, on rank 0."""
 
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
@@ -14,9 +14,15 @@ from wlb.train.telemetry.sinks import Sink, open_sinks
 
 
 class RunReport:
-    """metrics.jsonl, other sinks and the screen; a context manager, silent unless `is_shown`.
-    priced: the run's spec with the kernel that computes. steps_done: executed steps of the
-    checkpoint that the run continues from.
+    """Writes metrics.jsonl, the other sinks and the screen. Use as a context manager.
+
+    Args:
+        job: The run.
+        is_shown: Whether this rank writes anything; true on rank 0.
+        priced: The run's spec with the attention kernel that computes.
+        device: Kind of device.
+        steps_done: Updates of the checkpoint that the run resumes from; 0 for a new run.
+        places: Node and host of each rank; empty except on rank 0.
     """
 
     def __init__(
@@ -65,17 +71,27 @@ class RunReport:
         self._opened.close()
 
     def write(self, kind: str, **values: Any) -> None:
-        """A record for every sink: a line of metrics.jsonl."""
+        """Write a record to every sink, which is a line of metrics.jsonl.
+
+        Args:
+            kind: What the record is about, such as "step".
+            **values: The record's other entries.
+        """
         for sink in self._sinks:
             sink.write({"kind": kind, **values})
 
     def say(self, line: str) -> None:
-        """A line on the screen that stays."""
+        """Print a line, above the live table if there is one."""
         if self.display is not None:
             self.display.say(line)
 
     def start(self, resumed_from: str | None, *, steps_done: int) -> None:
-        """Write that training begins, or continues from a checkpoint."""
+        """Record that training begins or resumes.
+
+        Args:
+            resumed_from: The checkpoint; None for a new run.
+            steps_done: Its updates.
+        """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         about = {"resumed_from": resumed_from, "steps_done": steps_done, "time": now}
         self.write("start", **about, **self._about)

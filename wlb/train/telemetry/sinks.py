@@ -1,8 +1,8 @@
-"""Sinks of a run's records: metrics.jsonl always, TensorBoard and Weights & Biases if configured.
+"""Where a run's records go: always to metrics.jsonl, TensorBoard and wandb if configured.
 
-A record is a line of metrics.jsonl: a dictionary with its `kind`. Every sink gets every record. The
-two that draw curves take all numbers in it by their names (`scalars_of`), so a new field of a
-record appears everywhere. On rank 0 only.
+A record is a dictionary with its `kind`, and one line of metrics.jsonl. Every sink gets every
+record. TensorBoard and Weights & Biases draw curves of all numbers in it (`scalars_of`), so a new
+entry of a record appears everywhere. Only rank 0 has sinks.
 """
 
 import importlib
@@ -21,23 +21,34 @@ from wlb.spec import RunSpec
 from wlb.train.telemetry.appended import AppendedFile
 
 CURVES = ("step", "evaluation")
-"""Kinds of records that are points of curves."""
+"""Kinds of records whose numbers are points of curves."""
 MOST_TABLE_BYTES = 64 * 2**20
-"""Limit of the tables of ranks and timelines that one start writes; later ones are left out."""
+"""Most bytes of tables of ranks and timelines that one start of a run writes.
+
+Later ones are left out."""
 _TABLES = ("ranks", "timeline")
+# Numbers that make no curve: sums behind other numbers, and the axis.
 _SUMS = frozenset(f.name for f in fields(Moments))
 _COUNTS = frozenset(("step", "steps_done"))
 
 
 class Sink(Protocol):
-    def write(self, record: dict[str, Any]) -> None: ...
+    """Where records go."""
 
-    def close(self) -> None: ...
+    def write(self, record: dict[str, Any]) -> None:
+        """Write a record."""
+
+    def close(self) -> None:
+        """Release files and connections."""
 
 
 def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
-    """The configured sinks, metrics.jsonl first. steps_done: executed steps of the checkpoint that
-    a resumed run continues from.
+    """Open the configured sinks, metrics.jsonl first.
+
+    Args:
+        spec: The run.
+        folder: The run's folder.
+        steps_done: Updates of the checkpoint that the run resumes from; 0 for a new run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl")]
@@ -49,7 +60,7 @@ def open_sinks(spec: RunSpec, folder: Path, *, steps_done: int) -> list[Sink]:
 
 
 def refuse_missing(spec: RunSpec) -> None:
-    """UserError with the remedy for a sink whose package is not installed."""
+    """Raise UserError for a configured sink whose package is not installed."""
     for key, value, package in (
         ("telemetry.tensorboard", spec.telemetry.tensorboard, "tensorboard"),
         ("telemetry.wandb", spec.telemetry.wandb, "wandb"),
@@ -63,7 +74,11 @@ def refuse_missing(spec: RunSpec) -> None:
 
 
 def scalars_of(record: dict[str, Any]) -> dict[str, float]:
-    """Numbers of a record by path ("measured/telemetry/imbalance"), without axis and bare sums."""
+    """Return the numbers of a record that make curves, by path.
+
+    A path is, for example, "measured/telemetry/imbalance". Step counts, which are the axis, and
+    sums behind other numbers are left out.
+    """
     return dict(_leaves(record, ""))
 
 
@@ -78,7 +93,10 @@ def _leaves(data: dict[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
 
 
 class JsonLines:
-    """A line for each record, written at once; ends a line that an earlier start left torn."""
+    """Writes each record at once as a line of a file.
+
+    A line that an earlier start left incomplete is ended first.
+    """
 
     def __init__(self, path: Path) -> None:
         is_cut = path.exists() and not _ends_a_line(path)
@@ -88,6 +106,7 @@ class JsonLines:
             self._file.write("\n")
 
     def write(self, record: dict[str, Any]) -> None:
+        """Write a record, unless it is a table beyond `MOST_TABLE_BYTES`."""
         text = json.dumps(record)
         if record["kind"] in _TABLES:
             if self._tables_left < len(text):
@@ -96,6 +115,7 @@ class JsonLines:
         self._file.write(text + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
@@ -108,7 +128,10 @@ def _ends_a_line(path: Path) -> bool:
 
 
 class TensorBoard:
-    """Event files; a resumed run hides an earlier start's values of the steps it trains again."""
+    """Writes event files.
+
+    After a resume, values that an earlier start wrote for the same steps are hidden.
+    """
 
     def __init__(self, folder: Path, *, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -116,39 +139,45 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1 if steps_done else None)
 
     def write(self, record: dict[str, Any]) -> None:
+        """Add the numbers of a record to the curves."""
         if record["kind"] in CURVES:
             for name, value in scalars_of(record).items():
                 self._writer.add_scalar(name, value, record["steps_done"])
 
     def close(self) -> None:
+        """Close the files."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """A run of the project telemetry.wandb; its id is kept in the run's folder, to resume it. The
-    library itself reads WANDB_MODE (online or not) and the account.
+    """Logs to a run in the project `telemetry.wandb`.
+
+    Its id is stored in the run's folder, so that a resumed run continues it. The wandb library
+    itself reads WANDB_MODE (online or not) and the account.
     """
 
     def __init__(self, spec: RunSpec, folder: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
-        kept = folder / "wandb_id"
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:8], "utf-8")
+        id_file = folder / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:8], "utf-8")
         self._run = wandb.init(
             project=spec.telemetry.wandb,
             name=spec.run.name,
-            id=read_text(kept, remedy="remove it"),
+            id=read_text(id_file, remedy="remove it"),
             resume="allow",
             dir=str(folder),
             config=spec.to_dict(),
         )
-        # wandb's own axis cannot return to steps that are trained again after a resume.
+        # wandb's default axis cannot go back, but after a resume steps may be trained anew.
         self._run.define_metric("steps_done")
         self._run.define_metric("*", step_metric="steps_done")
 
     def write(self, record: dict[str, Any]) -> None:
+        """Log the numbers of a record."""
         if record["kind"] in CURVES:
             self._run.log({"steps_done": record["steps_done"], **scalars_of(record)})
 
     def close(self) -> None:
+        """End the run of wandb."""
         self._run.finish()

@@ -1,7 +1,7 @@
 """The hook that writes snapshots of CUDA's allocator: `telemetry.snapshot_steps`.
 
-A snapshot holds every block of a rank's GPU memory and the calls that allocated it, for
-https://docs.pytorch.org/memory_viz. It has not run on a GPU.
+A snapshot has every block of a rank's GPU memory and the calls that allocated it, for
+https://docs.pytorch.org/memory_viz. This has not run on a GPU.
 """
 
 import sys
@@ -14,47 +14,53 @@ from wlb.train.telemetry.wall import Phase
 
 FOLDER = "memory"
 MOST_EVENTS = 100_000
-"""Allocations and frees that a rank remembers, about 1 KiB each."""
+"""Allocations and frees that a rank remembers, of about 1 KiB each."""
 _ATTACH = "_cuda_attach_out_of_memory_observer"
 
 
 class SnapshotMemory(Hook):
-    """Writes a snapshot of this rank after each step of `telemetry.snapshot_steps`, as the table of
-    steps counts them, and where an allocation fails.
+    """Writes snapshots of this rank's GPU memory.
+
+    It writes one after each step of `telemetry.snapshot_steps`, counted as in the table of steps,
+    and one when an allocation fails.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank
 
     def begin(self, run: RunContext) -> None:
+        """Start to record allocations, and watch for a failing one."""
         torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
-        # It is called while the tensors of the failing step are still there.
+        # The observer runs while the tensors of the failing step still exist.
         attach = getattr(torch._C, _ATTACH)  # a name that torch's stubs lack
         attach(self._out_of_memory)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Write a snapshot if it is due."""
         if step.updated and run.steps_done in run.spec.telemetry.snapshot_steps:
-            # Writing a snapshot may take longer than its step, and is no part of it.
+            # Writing a snapshot may take longer than its step and does not belong to it.
             with run.wall.phase(Phase.REST):
                 run.report.say(self._write(f"step-{run.steps_done:08d}"))
 
     def close(self) -> None:
+        """Stop to record allocations."""
         torch.cuda.memory._record_memory_history(enabled=None)
 
     def _out_of_memory(self, device: int, asked: int, allocated: int, free: int) -> None:
+        """Report a failing allocation and write a snapshot. Called by torch."""
         sys.stderr.write(
             f"wlb train: rank {self.rank} needs {asked:,} bytes, its GPU has {free:,} free; "
             f"{self._write('oom')}\n"
         )
 
     def _write(self, moment: str) -> str:
-        """Write a snapshot; a line that says where it is, or why it is not there."""
+        """Write a snapshot; return a line that says where it is, or why it failed."""
         path = self.folder / f"{moment}-rank-{self.rank}.pickle"
         try:
-            # Without parents=True, so that a run's folder that was removed is not made again.
+            # Without parents=True, so that a run's folder that was removed is not created anew.
             self.folder.mkdir(exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))
-        # A failure here would hide the one that the snapshot is of.
+        # Raising here would hide the failure that the snapshot should explain.
         except OSError as error:
             return f"the memory snapshot {path} could not be written: {error}"
         return f"memory snapshot: {path} (https://docs.pytorch.org/memory_viz)"

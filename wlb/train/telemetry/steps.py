@@ -1,4 +1,4 @@
-"""The hook that writes and shows every step: predicted and measured metrics, refusals, restarts."""
+"""The hook that records and shows every step: predictions, measurements and refusals."""
 
 import resource
 import sys
@@ -16,9 +16,10 @@ from wlb.train.telemetry.display import StepFigures
 
 
 class RecordSteps(Hook):
-    """Writes a line a step to the sinks, shows it, and adds it to the tally."""
+    """Writes a line per step to the sinks, shows it, and adds it to the summary's sums."""
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Record and show an executed step."""
         plan, sums = step.plan, step.sums
         predicted = replace(
             plan.predicted,
@@ -53,6 +54,7 @@ class RecordSteps(Hook):
         run.report.display.step(run.steps_done, measured, predicted, plan.baseline, figures)
 
     def refused(self, run: RunContext, step: RefusedStep) -> None:
+        """Record and show a step that was not finite."""
         run.tally.refused[str(step.action)] += 1
         run.tally.skipped_tokens += step.plan.packing.num_tokens
         found = f"loss {step.sums.loss}, gradient norm {step.sums.gradient_norm}"
@@ -68,13 +70,17 @@ class RecordSteps(Hook):
         run.report.say(f"the step after step {run.steps_done}: {found}; {then}")
 
     def rolled_back(self, run: RunContext, saved_in: Path) -> None:
+        """Record that training continues from a checkpoint."""
         run.report.start(str(saved_in), steps_done=run.steps_done)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that tensors of this rank have had on a GPU, or its process on a CPU."""
+    """Return the most memory that this rank has used so far.
+
+    On a GPU it is the memory of tensors, on a CPU the memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB, macOS in bytes.
+    # Linux returns KiB, macOS bytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,7 +1,7 @@
 """The hook that traces whole steps with torch.profiler: `telemetry.trace_steps`.
 
-A trace holds every operator and kernel of a rank's step, for Perfetto or chrome://tracing. It makes
-the traced steps slower, so their times are not those of other steps.
+A trace has every operator and kernel of a rank's step, for Perfetto or chrome://tracing. Tracing
+slows the step, so do not compare its time with other steps.
 """
 
 from pathlib import Path
@@ -15,25 +15,27 @@ from wlb.train.telemetry.wall import Phase
 
 FOLDER = "traces"
 TRACED_RANK = 0
-"""The rank whose steps are traced. More ranks write more files of hundreds of megabytes."""
+"""The rank whose steps are traced.
+
+Each further rank would write a file of hundreds of megabytes."""
 
 
 class TraceSteps(Hook):
-    """Traces the steps of `telemetry.trace_steps`, as the table of steps counts them, on this
-    rank.
-    """
+    """Traces the steps of `telemetry.trace_steps`, which count updates from 1, on this rank."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.folder, self.rank = directory / FOLDER, rank
         self._running: Any = None
 
     def begin(self, run: RunContext) -> None:
+        """Start a trace if the first step is to be traced."""
         self._start_if_due(run)
 
     def record(self, run: RunContext, step: ExecutedStep) -> None:
+        """Write the trace of the step that ended."""
         if self._running is None:
             return
-        # Writing a trace may take longer than its step, and is no part of it.
+        # Writing a trace may take longer than its step and does not belong to it.
         with run.wall.phase(Phase.REST):
             self._write(run)
 
@@ -43,16 +45,18 @@ class TraceSteps(Hook):
         try:
             self.folder.mkdir(exist_ok=True)
         except FileNotFoundError:
-            # The run's folder was removed or renamed, with which KeepFolder ends the run.
+            # The run's folder was removed or renamed, and `KeepFolder` will end the run.
             return
         path = self.folder / f"step-{run.steps_done:08d}-rank-{self.rank}.json.gz"
         running.export_chrome_trace(str(path))
         run.report.say(f"trace of step {run.steps_done}: {path} (https://ui.perfetto.dev)")
 
     def after_step(self, run: RunContext, step: ExecutedStep) -> None:
+        """Start a trace if the next step is to be traced."""
         self._start_if_due(run)
 
     def close(self) -> None:
+        """End a trace that is running."""
         if self._running is not None:
             self._running.stop()
             self._running = None
@@ -63,7 +67,8 @@ class TraceSteps(Hook):
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
-        # A trace is of one cycle; without `acc_events` torch 2.11 warns that it forgets others.
+        # Each trace has a single profiler cycle. Without `acc_events`, torch 2.11 warns that it
+        # drops events of earlier cycles.
         started = profile(activities=kinds, acc_events=True)
         started.start()
         self._running = started

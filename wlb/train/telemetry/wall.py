@@ -1,7 +1,7 @@
-"""Where a run's wall time goes: every second belongs to one phase, so that phases sum to all.
+"""Wall time of a run by phase. Every second belongs to one phase, so the phases sum to the total.
 
-Phases may nest; the inner one takes its time from the outer one. The clock starts in the start-up,
-which began before there were ranks (`Job.started_s`).
+Phases may nest; the time of the inner phase is not counted in the outer one. The clock starts in
+the start-up, which began before the ranks existed (`Job.started_s`).
 """
 
 import time
@@ -11,21 +11,22 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """start-up: until the first plan is waited for. planning: waits for plans, and their
-    comparison. steps: with loading inputs and records. rest: between steps, and at the end.
-    """
+    """A part of a run's wall time."""
 
-    START = "start-up"
-    PLANNING = "planning"
-    STEPS = "steps"
+    START = "start-up"  # until the first plan is awaited
+    PLANNING = "planning"  # waits for plans, and their first comparison
+    STEPS = "steps"  # with loading inputs and making records
     EVALUATION = "evaluation"
     CHECKPOINTS = "checkpoints"
-    REST = "rest"
+    REST = "rest"  # between steps and at the end
 
 
 class WallTimes:
-    """Seconds by phase of one rank. started_s: Unix time at which the run began; ready_s: at which
-    its ranks could begin, 0 if not known.
+    """Seconds by phase of one rank.
+
+    Args:
+        started_s: Unix time at which the run began.
+        ready_s: Unix time at which its ranks could begin; 0 if not known.
     """
 
     def __init__(self, *, started_s: float, ready_s: float = 0.0) -> None:
@@ -36,7 +37,7 @@ class WallTimes:
         self._mark_s = time.perf_counter()
 
     def switch(self, phase: Phase) -> Phase:
-        """Begin `phase`; returns the phase that ended."""
+        """End the current phase and begin another; return the phase that ended."""
         now_s, before = time.perf_counter(), self._phase
         self._seconds[before] += now_s - self._mark_s
         self._phase, self._mark_s = phase, now_s
@@ -44,7 +45,7 @@ class WallTimes:
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Count the time of this context to `phase`, without that of phases inside."""
+        """Count the time of the block to `phase`, without the time of phases inside."""
         outer = self.switch(phase)
         try:
             yield
@@ -59,7 +60,12 @@ class WallTimes:
 
 
 def wall_line(seconds: dict[Phase, float], *, before_ranks_s: float) -> str:
-    """All phases in one sentence, which sum to the run's time."""
+    """Return all phases in one sentence.
+
+    Args:
+        seconds: Seconds by phase.
+        before_ranks_s: Seconds of the start-up before ranks could begin; 0 if not known.
+    """
     parts = ", ".join(f"{name} {s:.1f}" for name, s in seconds.items())
     line = f"{sum(seconds.values()):.1f} s = {parts}"
     if before_ranks_s:

@@ -1,7 +1,7 @@
 """Model FLOPs of executed steps and their wall time: TFLOP/s and MFU.
 
-Plans are global, so every rank knows the work of all without communication. Time is the rank's own
-wall clock of whole steps, as for tokens/s, because ranks wait for each other in every step.
+Plans are global, so every rank knows the work of all ranks without communication. The time is the
+rank's wall time of whole steps, as for tokens/s, because ranks wait for each other in every step.
 """
 
 import torch
@@ -14,7 +14,11 @@ from wlb.spec import RunSpec
 
 
 class WorkMeter:
-    """Adds up steps until `take`. peak_tflops: of one rank; 0 where it is not known."""
+    """Adds up the work of steps until `take`.
+
+    Attributes:
+        peak_tflops: Peak TFLOP/s of one rank's device; 0 if not known.
+    """
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.num_ranks = spec, mesh.world_size
@@ -34,7 +38,12 @@ class WorkMeter:
         )
 
     def add(self, plan: PackingPlan, wall_s: float) -> None:
-        """An executed step: forward and backward of every token in `plan`."""
+        """Add an executed step: forward and backward of every token.
+
+        Args:
+            plan: The packing of the step.
+            wall_s: Its wall time.
+        """
         model, rank_s = self.spec.model, wall_s * self.num_ranks
         window = self.spec.data.context_window
         self._sum += Work(
@@ -45,6 +54,6 @@ class WorkMeter:
         )
 
     def take(self) -> Work:
-        """The work of the steps since the last call."""
+        """Return the work of the steps since the last call."""
         taken, self._sum = self._sum, Work()
         return taken
