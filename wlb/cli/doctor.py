@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     if options.name is None:
         options.name = PRESETS[choose_device(Device.AUTO, local_ranks=1).kind]
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
-    tell = functools.partial(_tell, options.name, command_of(options), options.json)
+    tell = functools.partial(_report, options.name, command_of(options), options.json)
     try:
         is_well = examine(spec, Options(is_quick=options.quick, limit_s=options.timeout, tell=tell))
     except RankFailure as failure:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if is_well else UNFIT
 
 
-def _tell(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
+def _report(name: str, command: str, json_to: str | None, findings: Sequence[Any]) -> None:
     """Print and write the findings; called in rank 0's process."""
     from wlb.doctor import Verdict, counts, is_failed
 

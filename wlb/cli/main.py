@@ -62,10 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 0
+    # For a misspelled command argparse would only list all commands.
     meant = did_you_mean(words[0], commands.choices)
     if meant and words[0] not in commands.choices and not words[0].startswith("-"):
         print(f"wlb: there is no command {words[0]!r}{meant}", file=sys.stderr)
         return 2
+    # As part of a file's name it would raise a ValueError, which looks like a defect of wlb.
     if nul := next((word for word in words if "\0" in word), None):
         print(
             f"wlb: {shortened(repr(nul), 300)} has a zero character; leave it out", file=sys.stderr

@@ -252,7 +252,8 @@ def _take_away(
         masks_labels: Whether the store marks which tokens are trained.
 
     Returns:
-        At most one sentence; none if the best policy saves nothing.
+        At most one sentence. It is left out if the file was written, or if the policy saves
+        nothing.
     """
     if not options.out and (saving.best is saving.usual or (shares and shares[0].saved <= 0)):
         return []

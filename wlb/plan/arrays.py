@@ -39,6 +39,7 @@ def int_array(name: str, values: IntLike) -> IntArray:
         raise UserError(
             f"{name} holds lists of unequal lengths; give one whole number each, in one flat list"
         ) from error
+    # NumPy turns a set or a generator into a single object without axes.
     if array.ndim == 0 and hasattr(values, "__iter__") and not isinstance(values, np.ndarray):
         raise UserError(
             f"{name} is a {type(values).__name__}, which has no length or order of its own; give a "

@@ -11,10 +11,10 @@ from decimal import Decimal
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
-_FEW = 18
+_FEW_DIGITS = 18
 """Words of fewer digits fit 64 bits and need no checks. A longer exponent makes no usable
 number."""
-_MANY = 60
+_MOST_CHARACTERS = 60
 """Characters of the longest word that `number_of` reads as a number."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")
 _MOST_DIGITS = 400
@@ -53,13 +53,13 @@ def number_of(word: str) -> int | float | str:
     needs one (12, 12.0, 2e1). Underscores, digits of other scripts and thousands separators are not
     accepted.
     """
-    if len(word) < _FEW and word.isascii() and word.isdecimal():
+    if len(word) < _FEW_DIGITS and word.isascii() and word.isdecimal():
         return int(word)
     found = _NUMBER.fullmatch(word)
-    if found is None or len(word) > _MANY or len(found["exponent"] or "") > _FEW:
+    if found is None or len(word) > _MOST_CHARACTERS or len(found["exponent"] or "") > _FEW_DIGITS:
         return word
     exact = Decimal(word)
-    if exact.adjusted() < _MANY and exact == exact.to_integral_value():
+    if exact.adjusted() < _MOST_CHARACTERS and exact == exact.to_integral_value():
         return int(exact)
     # If the float nearest to a fraction is whole, the fraction would be lost: return the word.
     rounded = float(word)

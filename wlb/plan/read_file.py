@@ -139,6 +139,8 @@ def parse_json(
         raise UserError(f"{where} has {len(text)} bytes, must have at most {MOST_BYTES}; {remedy}")
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+        # A text without 19 digits in a row has no integer beyond 64 bits, and `parse_int` slows
+        # parsing.
         is_limited = not wide and _DIGITS.search(decoded) is not None
         options: dict[str, Any] = {"parse_int": _int64} if is_limited else {}
         options |= {"object_pairs_hook": _unique} if unique else {}
@@ -149,6 +151,7 @@ def parse_json(
         raise UserError(f"{where} is nested too deeply to be JSON; {remedy}") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}); {remedy}") from None
+    # Nesting this deep needs at least as many brackets, so most files need no second pass.
     if decoded.count("[") + decoded.count("{") > MOST_DEPTH:
         check_depth(value, where, remedy=remedy)
     return value
@@ -244,6 +247,7 @@ def check_depth(value: Any, where: object, *, remedy: str, bits: int = 0) -> Non
         remedy: What the reader of the message can do.
         bits: Also refuse integers of more bits than this; 0 means no limit.
     """
+    # Descend level by level. A recursive function could itself overflow the stack.
     level: list[Any] = [[value]]
     for _ in range(MOST_DEPTH + 2):
         inner = [part for one in level for part in _parts(one)]
@@ -286,6 +290,7 @@ def load_arrays(
             names = [item.filename.removesuffix(".npy") for item in file.infolist()]
             if twice := next((n for i, n in enumerate(names) if n in names[:i]), None):
                 raise UserError(f"{where} has two arrays {twice!r}; {remedy}")
+            # Check the sizes first: a small zip file may unpack to more than memory has.
             for item in file.infolist():
                 if item.file_size > most_bytes:
                     raise UserError(
@@ -319,6 +324,7 @@ def _array(data: bytes, name: str, where: object, remedy: str) -> npt.NDArray[An
     if read is None:
         raise UserError(f"{where} is a .npy file of version {version}; {remedy}")
     shape, _, dtype = read(stream)
+    # Read the header alone first: numpy would allocate what it claims.
     need, have = dtype.itemsize, len(data) - stream.tell()
     for length in shape:
         need *= length

@@ -103,20 +103,20 @@ def _misfit(value: Any, schema: Schema, at: str) -> str:
         case range():
             if type(value) is int and value in schema:
                 return ""
-            return _must(value, at, f"a whole number in [{schema.start}, {schema.stop - 1}]")
+            return _message(value, at, f"a whole number in [{schema.start}, {schema.stop - 1}]")
         case None:
-            return "" if value is None else _must(value, at, "null")
+            return "" if value is None else _message(value, at, "null")
         case _ if schema is ANYTHING:
             return ""
         case _:
             kinds, name = _PLAIN[schema]
-            return "" if type(value) in kinds else _must(value, at, name)
+            return "" if type(value) in kinds else _message(value, at, name)
 
 
 def _misfit_of_list(value: Any, inner: Schema, at: str) -> str:
     # A record's `to_json` has tuples where its file has lists.
     if not isinstance(value, list | tuple):
-        return _must(value, at, "a list")
+        return _message(value, at, "a list")
     items = cast("list[Any]", value)
     # Fast path: a carry may have millions of waiting pieces.
     if inner in (int, float, str) and set(map(type, items)) <= _PLAIN[inner][0]:
@@ -127,7 +127,7 @@ def _misfit_of_list(value: Any, inner: Schema, at: str) -> str:
 
 def _misfit_of_object(value: Any, schema: Mapping[str, Schema], at: str) -> str:
     if not isinstance(value, dict):
-        return _must(value, at, "an object")
+        return _message(value, at, "an object")
     left = dict(cast("dict[str, Any]", value))
     for name, inner in schema.items():
         key = name.removesuffix("?")
@@ -148,5 +148,5 @@ def _misfit_of_object(value: Any, schema: Mapping[str, Schema], at: str) -> str:
     return ""
 
 
-def _must(value: Any, at: str, what: str) -> str:
+def _message(value: Any, at: str, what: str) -> str:
     return f"{at or 'it'} = {shortened(repr(value), 100)} must be {what}"

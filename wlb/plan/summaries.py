@@ -174,6 +174,7 @@ class _Readers(NamedTuple):
         key = (reading * self.cp + holder) * most + row
         moved = np.unique(key[travels])
         to, by = np.divmod(moved // most, self.cp)
+        # `moved` is sorted by receiving rank, sending rank and row.
         splits = np.bincount(to[by == self.rank], minlength=self.cp)
         arrived = moved[to == self.rank]
         received = np.bincount(by[to == self.rank], minlength=self.cp)

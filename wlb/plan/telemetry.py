@@ -13,9 +13,9 @@ TERMS = ("attention_forward", "attention_backward", "linear_forward", "linear_ba
 decoder layers except attention kernels. Embedding, head and loss are not part of it and are
 recorded separately."""
 
-_NOTHING_VARIES = 1e-12
+_ROUNDING = 1e-12
 """Variances below this multiple of the squared mean are rounding errors."""
-_TELLS_A_LINE = 0.1
+_LEAST_VARIATION = 0.1
 """Smallest ratio of the predictions' standard deviation to their mean that allows to fit a line."""
 
 
@@ -79,7 +79,7 @@ class Moments:
         if self.num_cells < 2:
             return None
         x, y, variance, _, covariance = self._spread
-        if variance < _TELLS_A_LINE**2 * x * x:
+        if variance < _LEAST_VARIATION**2 * x * x:
             return None
         slope = covariance / variance
         intercept = y - slope * x
@@ -92,7 +92,7 @@ class Moments:
             return None
         x, y, variance_x, variance_y, covariance = self._spread
         # Differences of sums this small are rounding errors.
-        if variance_x <= _NOTHING_VARIES * x * x or variance_y <= _NOTHING_VARIES * y * y:
+        if variance_x <= _ROUNDING * x * x or variance_y <= _ROUNDING * y * y:
             return None
         return max(-1.0, min(1.0, covariance / (variance_x * variance_y) ** 0.5))
 

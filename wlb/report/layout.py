@@ -1,4 +1,4 @@
-"""Results of a search of layouts as rich tables and sentences."""
+"""Results of a search of layouts (`wlb tune layout`) as tables and sentences for the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,25 +21,31 @@ COLUMNS: tuple[str, ...] = ("s/step", "ktok/s", "gain", "MFU", "GiB", "delay", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutReport:
-    """best: the best layouts, the winner first. own_note: a remark on the run's own settings, or
-    empty.
+    """What a search of layouts found.
+
+    A family is all layouts that share a degree, a schedule or a kind of recomputation
+    (`wlb.simulate.layout_search.why`).
     """
 
     search: Search
-    best: tuple[Trial, ...]
+    best: tuple[Trial, ...]  # the best layouts, the winner first
+    # families to which the winner does not belong, and why they are slower
     losers: tuple[Loser, ...]
-    references: References
-    own_note: str = ""
+    references: References  # other packing policies and sharding strategies on the winner's layout
+    own_note: str = ""  # why the run as it is set is not compared; "" if it is
 
     @property
     def winner(self) -> Trial:
+        """The best layout."""
         return self.best[0]
 
     @property
     def own(self) -> Trial | None:
+        """The run as it is set; None if it was not simulated."""
         return self.search.own
 
     def to_json(self) -> dict[str, Any]:
+        """Return what was found as plain values."""
         known = self.search
         return {
             "best": [trial.to_json() for trial in self.best],
@@ -61,12 +67,12 @@ class LayoutReport:
 
 
 def fits_own_devices(trial: Trial) -> bool:
-    """Whether a run as it is fits what plans may use of its devices."""
+    """Return whether a run fits in the memory that plans may use of its devices."""
     return trial.fits
 
 
 def lines_of(trial: Trial) -> tuple[str, str, str]:
-    """A layout in three lines: degrees; pipeline; packing and sharding."""
+    """Describe a layout in three lines: degrees; pipeline; packing and sharding."""
     spec = trial.spec
     second = f"{pipeline_of(spec)}, n {spec.micro_batches_per_pipeline}"
     if spec.splits_backward and spec.pp.weight_delay > 1:
@@ -80,7 +86,7 @@ def lines_of(trial: Trial) -> tuple[str, str, str]:
 
 
 def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
-    """Cells of a row in the order of COLUMNS."""
+    """Return the cells of a row, in the order of COLUMNS."""
     has_gain = own is not None and fits_own_devices(own)
     return (
         f"{trial.time_s:.3f}",
@@ -95,7 +101,7 @@ def cells_of(trial: Trial, own: Trial | None) -> tuple[str, ...]:
 
 
 def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -> str:
-    """The best layout, and how much longer the run's own takes, in a sentence."""
+    """Say in a sentence which layout is best, and how it compares with the run as it is set."""
     best, own = report.winner, report.own
     beside = ""
     if own is not None and fits_own_devices(own):
@@ -111,7 +117,7 @@ def layout_verdict(report: LayoutReport, *, profile: KernelProfile, gpus: int) -
 
 
 def layout_table(report: LayoutReport, *, title: str) -> Table:
-    """The best layouts, and the run's own settings below them."""
+    """Return a table of the best layouts, with the run as it is set below them."""
     texts = ["layout, pipeline, packing"]
     table = new_table(
         title, labels=[""], texts=texts, numbers=COLUMNS, is_plain=True, caption=CAPTION
@@ -134,8 +140,9 @@ CAPTION = (
 
 
 def loser_lines(report: LayoutReport) -> list[str]:
-    """A line for families with the same best layout, then packing policies and sharding on the
-    winner's layout.
+    """Return lines on why other layouts, packing policies and sharding strategies are slower.
+
+    Families that have the same best layout share a line.
     """
     labels: dict[str, list[str]] = {}
     for loser in report.losers:
@@ -146,6 +153,7 @@ def loser_lines(report: LayoutReport) -> list[str]:
 
 
 def _of_loser(loser: Loser) -> str:
+    """Describe how much slower the best layout of a family is, and why."""
     if loser.trial is None:
         return loser.why
     degrees, pipeline, packing = lines_of(loser.trial)
@@ -155,6 +163,10 @@ def _of_loser(loser: Loser) -> str:
 
 
 def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
+    """Compare packing policies or sharding strategies on the winner's layout, in one line.
+
+    There is no line if only one was simulated.
+    """
     parts: list[str] = []
     for trial in trials:
         name = trial.packing if what == "packing" else str(trial.spec.sharding.strategy)
@@ -167,7 +179,7 @@ def _beside(what: str, trials: Sequence[Trial], winner: Trial) -> list[str]:
 
 
 def refusal_lines(report: LayoutReport) -> list[str]:
-    """How many candidates were refused for what, with the first one's error."""
+    """Return a line for each reason to refuse candidates: their number and the first error."""
     out: list[str] = []
     for r in sorted(report.search.layouts.refusals.values(), key=lambda r: -r.count):
         first = r.message if r.name in r.message else f"{r.name}: {r.message}" * bool(r.message)
@@ -176,7 +188,7 @@ def refusal_lines(report: LayoutReport) -> list[str]:
 
 
 def effort_line(report: LayoutReport) -> str:
-    """How many candidates reached each phase of the search."""
+    """Say how many candidates reached each phase of the search."""
     known = report.search
     text = (
         f"{len(known.layouts.candidates):,} candidates fit; {len(known.even):,} walked with even "

@@ -1,10 +1,10 @@
-"""Shared by all figures: colours, axes, running means, and SVG; needs matplotlib.
+"""What all figures share: colours, axes, running means, and conversion to SVG.
 
-matplotlib is imported when a figure is made, so that tables and pages' numbers need none. Colours
-are Okabe and Ito's, which colour-blind readers can tell apart. Text stays text in the SVG
-(`svg.fonttype = none`), so that pages are small and searchable; black becomes `currentColor`, so
-that figures follow a light or dark page. No axis hides a value: where a few points would flatten
-all others, `keep_far_points_at_the_edge` marks them with their values.
+matplotlib is imported when a figure is made, so tables and numbers of pages do not need it. The
+colours are Okabe and Ito's, which colour-blind readers can distinguish. Text stays text in the SVG
+(`svg.fonttype = none`), so pages are small and searchable. Black becomes `currentColor`, so figures
+follow a light or dark page. No axis hides a value: where a few points would flatten all others,
+`keep_far_points_at_the_edge` marks them with their values.
 """
 
 import importlib
@@ -19,17 +19,20 @@ import numpy.typing as npt
 from wlb.plan import FloatArray, UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Colours of series, in order."""
 RUNS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+"""The same colours in another order, for lines in figures of runs."""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 1.5, 1, 1.5)), "-", "-")
 INK = "#111111"
-"""Text on a bar; not black, which follows a page's colours in `svg`."""
+"""Colour of text on a bar. It is not black, because `svg` turns black into the page's text
+colour."""
 WIDTH = 9.0
 ANNOTATED_CELLS = 200
-"""Cells of a heat map up to which each has its number."""
+"""A heat map with at most this many cells shows each cell's number."""
 
 
 def require_matplotlib() -> None:
-    """Raise UserError with the remedy if matplotlib is not installed."""
+    """Raise a UserError with the remedy if matplotlib is not installed."""
     try:
         importlib.import_module("matplotlib.figure")
     except ModuleNotFoundError:
@@ -39,7 +42,7 @@ def require_matplotlib() -> None:
 def new_figure(
     *, height: float, width: float = WIDTH, nrows: int = 1, ncols: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A Figure in inches that needs no window system, and its axes, row by row."""
+    """Return a Figure, sized in inches, and its axes row by row; it needs no window system."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -53,7 +56,7 @@ def new_figure(
 
 
 def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
-    """A legend above all panels that has each of their labels once."""
+    """Add a legend above all panels that has each of their labels once."""
     found: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -63,9 +66,12 @@ def legend_above(figure: Any, panels: Sequence[Any], **options: Any) -> None:
 
 
 def svg(figure: Any, name: str) -> str:
-    """The figure as an <svg> element. `name` prefixes its ids and must be unique on the page."""
+    """Return the figure as an <svg> element; `name` must be unique on the page.
+
+    The name prefixes the element's ids.
+    """
     out = StringIO()
-    # Without this, the metadata would contain links.
+    # matplotlib's metadata contains links, and a page must not need the network.
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with importlib.import_module("matplotlib").rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": name}
@@ -79,10 +85,14 @@ def svg(figure: Any, name: str) -> str:
 def keep_far_points_at_the_edge(
     axes: Any, points: Sequence[tuple[npt.NDArray[Any], FloatArray, str]]
 ) -> None:
-    """If a few steps (such as a flush of little data) would flatten all others, end the axis before
-    them and draw them as triangles with their values at its top.
+    """Keep a few far points, such as a flush of little data, from flattening all others.
 
-    points: steps, their values and the colour of each run.
+    If there are such points, the axis ends below them. They are drawn as triangles at its top, with
+    their values.
+
+    Args:
+        axes: Axes that already have the lines.
+        points: Steps, values and colour of each line.
     """
     together = np.concatenate([values for _, values, _ in points])
     usual = float(np.percentile(together, 98))
@@ -101,9 +111,10 @@ def keep_far_points_at_the_edge(
 
 
 def running_mean(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """Weighted mean over about a twentieth of the steps, fewer at both ends; 0 where weights are 0.
+    """Return the weighted mean over about a twentieth of the steps around each one.
 
-    Ratios weighted by work or tokens give the ratio of the steps together.
+    There are fewer steps at both ends. The mean is 0 where all weights are 0. For ratios that are
+    weighted by their denominator, it is the ratio of the summed steps.
     """
     half = values.size // 40
     first = np.maximum(np.arange(values.size) - half, 0)
@@ -126,8 +137,16 @@ def draw_means(
     alpha: float | None = None,
     **style: Any,
 ) -> None:
-    """Draw steps as faint points and their running mean as a line. Of more than `most` steps, every
-    k-th is drawn. style: of the line (`color`, `ls`, `label`).
+    """Draw steps as faint points and their running mean as a line.
+
+    Args:
+        axes: Where to draw.
+        steps: x of each step.
+        values: y of each step.
+        weights: Weight of each step in the running mean.
+        most: Most points to draw; of more steps, every k-th is drawn. None draws all.
+        alpha: Opacity of the points; None chooses it by their number.
+        **style: Style of the line (`color`, `ls`, `label`).
     """
     faint = alpha or (0.25 if values.size > 40 else 0.5)
     every = stride(values.size, most)
@@ -140,7 +159,7 @@ def draw_means(
 
 
 def stride(count: int, most: int | None) -> int:
-    """Step between drawn points of `count`, so that at most `most` are drawn."""
+    """Return k so that every k-th of `count` points are at most `most` points."""
     return max(1, -(-count // most)) if most else 1
 
 
@@ -153,9 +172,17 @@ def heat_map_figure(
     inner: Sequence[str] = (),
     devices: str = "GPUs",
 ) -> Any:
-    """Values [dp, pp, cp], of each GPU, shown relative to their mean: rows are dp x cp, columns pp.
+    """Draw a value of each GPU relative to the mean of all.
 
-    tp: GPUs that each cell stands for. inner: name of the last axis if it is not CP ranks.
+    Rows are DP x CP ranks, and columns are pipeline ranks.
+
+    Args:
+        values: The values, shape [dp, pp, cp].
+        what: What the values are, for the title.
+        title: Beginning of the title.
+        tp: Number of TP ranks that each cell stands for.
+        inner: Names of the entries of the last axis, if these are not CP ranks.
+        devices: What the title calls the GPUs.
     """
     if values.ndim != 3 or not values.size:
         raise ValueError(f"values have shape {values.shape}, not [dp, pp, cp]")

@@ -1,8 +1,8 @@
-"""Pages from the jinja2 templates of this room: a base, and one template for each page.
+"""HTML pages from the jinja2 templates of this room: one base, and one template for each page.
 
-Python gives a context of numbers and records; sentences stand in the templates. Everything is
-escaped but the SVG of figures. A page is one file that needs no network. A name that a context
-lacks raises instead of printing nothing.
+Python passes numbers and records; sentences are in the templates. Everything is escaped except the
+SVG of figures. A page is one file that needs no network. A template that uses a name which is
+missing in the context raises an error.
 """
 
 from functools import cache
@@ -13,9 +13,13 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 
 
 def render(template: str, *, folder: Path | None = None, **context: Any) -> str:
-    """The page of `templates/<template>.html.j2`; every page needs a `title`.
+    """Return the page of `templates/<template>.html.j2`.
 
-    folder: has the template, which may extend those of this room; None for one of them.
+    Args:
+        template: Name of the template.
+        folder: Folder that has the template, if it is not one of this room. It may extend templates
+            of this room.
+        **context: What the template needs; every page needs a `title`.
     """
     return _environment(folder).get_template(f"{template}.html.j2").render(context)
 
@@ -31,6 +35,6 @@ def _environment(folder: Path | None) -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    # {{ 0.5 | num(".1%") }}; jinja2 leaves the values of `filters` untyped.
+    # Used as {{ 0.5 | num(".1%") }}. pyright complains because jinja2 does not type `filters`.
     made.filters["num"] = format  # pyright: ignore[reportUnknownMemberType]
     return made

@@ -1,4 +1,4 @@
-"""Simulated runs as a table, and the provenance of the profile that priced them."""
+"""Simulated runs as a table, and where the numbers of the profile that priced them come from."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from wlb.simulate import RunSimulation
 from wlb.spec import RunSpec
 
 Cell = Callable[[RunSimulation, RunSimulation], str]
-"""The cell of a run and the baseline."""
+"""Formats a column for a run; the second argument is the baseline."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("s/step", lambda run, _: f"{float(run.step_time_s.mean()):.2f}"),
     ("ktok/s", lambda run, _: f"{run.tokens_per_s / 1e3:,.0f}"),
@@ -31,8 +31,13 @@ FEW = ("s/step", "speed-up", "imb.", "delay", "GiB")
 def simulation_table(
     runs: Sequence[RunSimulation], *, title: str, own: str = "", has_all: bool = True
 ) -> Table:
-    """A row for each run; speed-up over the first one, which is the baseline. has_all: False for
-    the columns of `FEW`.
+    """Return a table with a row for each run.
+
+    Args:
+        runs: The runs; speed-ups are relative to the first one.
+        title: Title of the table.
+        own: Label of the run whose row is in bold.
+        has_all: Whether the table has all columns, or only those in `FEW`.
     """
     columns = [(name, cell) for name, cell in COLUMNS if has_all or name in FEW]
     names, caption = [name for name, _ in columns], CAPTION if has_all else FEW_CAPTION
@@ -58,7 +63,11 @@ CAPTION = (
 
 
 def layout_text(spec: RunSpec) -> str:
-    """ "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank"."""
+    """Describe a layout in words.
+
+    For example: "TP 8, CP 2, PP 4, DP 1 (64 GPUs), interleaved_1f1b with 4 stages a rank, 2
+    micro-batches a pipeline".
+    """
     p = spec.parallel
     stages = f" with {spec.pp.virtual_stages} stages a rank" if spec.pp.virtual_stages > 1 else ""
     return (
@@ -68,7 +77,11 @@ def layout_text(spec: RunSpec) -> str:
 
 
 def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
-    """Blocks of a profile by the kind of their numbers (published, measured, assumed)."""
+    """Group the parts of a profile by how their numbers were obtained.
+
+    Returns:
+        Pairs of a kind (published, measured, assumed) and the names of these parts.
+    """
     blocks = [
         (f"attention ({', '.join(t.backends)})", t.provenance.kind) for t in profile.attention
     ]
@@ -86,6 +99,6 @@ def worth_of(profile: KernelProfile) -> list[tuple[str, str]]:
 
 
 def worth_line(profile: KernelProfile) -> str:
-    """The same in one line, for a terminal."""
+    """Describe in one line how the numbers of a profile were obtained."""
     kinds = "; ".join(f"{kind}: {blocks}" for kind, blocks in worth_of(profile))
     return f"priced with {profile.name} ({profile.device}; {kinds})"

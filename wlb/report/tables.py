@@ -1,8 +1,7 @@
-"""Tables for the terminal as all commands print them: a number is never cut.
+"""Tables for the terminal, used by all commands; a number is never cut.
 
-Where a table is wider than its terminal, its columns are printed in several blocks below each
-other, each with the labels again; every column keeps its name, and none is left out. Pipes and
-files get the whole width.
+A table that is wider than its terminal is printed in several blocks below each other. Each block
+repeats the labels, and no column is left out. Pipes and files get the whole width.
 """
 
 import copy
@@ -16,13 +15,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 WHOLE = 10_000
-"""Columns of an output that is no terminal; more than any table needs."""
+"""Width in characters of an output that is not a terminal. No table needs more."""
 _FOLDED = 24
-"""Columns that a text which folds gets before numbers move to another block."""
+"""Characters to which a column of text folds before columns of numbers move to another block."""
 
 
 def console(*, stderr: bool = False, **options: Any) -> Console:
-    """The console of a command. options: of rich's Console, such as markup."""
+    """Return the console on which a command prints; `options` go to rich's Console."""
     made = Console(stderr=stderr, highlight=False, **options)
     if made.is_terminal:
         return made
@@ -30,11 +29,9 @@ def console(*, stderr: bool = False, **options: Any) -> Console:
 
 
 class BlockTable(Table):
-    """A rich table that becomes several blocks where it is too wide. num_labels: first columns,
-    which every block has.
-    """
+    """A rich table that is printed in several blocks if it is too wide."""
 
-    num_labels = 1
+    num_labels = 1  # number of first columns that every block repeats
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         blocks = list(self._blocks(options.max_width))
@@ -52,9 +49,10 @@ class BlockTable(Table):
             yield Text(str(self.caption), style="table.caption")
 
     def _blocks(self, width: int) -> Iterator[list[Column]]:
-        """Columns of each block, each with the labels."""
+        """Yield the columns of each block, the labels included."""
         labels, others = self.columns[: self.num_labels], self.columns[self.num_labels :]
         taken = sum(_width(column, unfolded=True) for column in labels)
+        # Labels that would fill half the terminal are folded.
         if taken > width // 2:
             taken = sum(map(_width, labels))
         free = width - 1 - taken
@@ -70,14 +68,18 @@ class BlockTable(Table):
 
 
 def _placed(column: Column, at: int) -> Column:
+    """Return a copy of a column at another index of its table."""
     moved = copy.copy(column)
     moved._index = at  # pyright: ignore[reportPrivateUsage]
     return moved
 
 
 def _width(column: Column, *, unfolded: bool = False) -> int:
-    """Columns of the terminal that a column needs, with padding and a line beside it. unfolded:
-    also if it may fold.
+    """Return the characters that a column needs, with padding and the line beside it.
+
+    Args:
+        column: The column.
+        unfolded: Measure a column that may fold without folding it.
     """
     texts = [str(cell) for cell in (column.header, *column.cells)]
     lines = [line for text in texts for line in text.splitlines()]
@@ -96,13 +98,19 @@ def new_table(
     is_plain: bool = False,
     **options: Any,
 ) -> BlockTable:
-    """An empty table with columns of labels, of texts, which fold, and of numbers.
+    """Return an empty table with columns of labels, of texts, and of numbers.
 
-    Every block of a narrow terminal has the labels, or the first text if there is no label.
-    is_plain: only the heads are ruled. options: of rich's Table, such as its caption.
+    Args:
+        title: Title above the table.
+        labels: Names of the columns that every block of a narrow terminal repeats. Without labels,
+            the first text is repeated.
+        texts: Names of columns whose cells may fold.
+        numbers: Names of columns that are never folded or cut.
+        is_plain: Draw a line only below the heads.
+        **options: Further arguments of rich's Table, such as its caption.
     """
     plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False} if is_plain else {}
-    # A title with brackets is no markup.
+    # As a Text, a title with brackets is not taken for markup.
     shown = None if title is None else Text(title, style="table.title")
     table = BlockTable(
         title=shown, title_justify="left", caption_justify="left", **plain, **options
@@ -118,7 +126,7 @@ def new_table(
 
 
 def facts_table(title: str) -> Table:
-    """An empty table of names and their values, which fold between words."""
+    """Return an empty table of names and values; values fold between words."""
     table = Table(title=Text(title, style="table.title"), title_justify="left", show_header=False)
     table.add_column(no_wrap=True, style="bold")
     table.add_column()

@@ -13,26 +13,28 @@ from wlb.report.plots import INK, WIDTH, new_figure
 from wlb.simulate import Node, NodeKind, PassKind, Simulation
 
 MICRO_BATCHES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B59B00", "#6E6E6E")
-"""Colours of backward passes by micro-batch, in a cycle; forward passes have the light shade.
-Colour-blind readers can tell all of them apart, also the light shades."""
+"""Colours of backward passes by micro-batch, in a cycle. Forward passes have a light shade of them.
+Colour-blind readers can distinguish all colours and shades."""
 LIGHT = 0.58
 """Share of white in the shade of a forward pass."""
 COLLECTIVE = "#F0E442"
 BAR = 0.86
 CHUNK_SHIFT = 0.32
-"""Part of a bar's height by which chunks of a rank stand lower than the first."""
+"""Share of a bar's height by which virtual stages of a rank are drawn lower than the first one."""
 MIN_FONT = 6.5
 Box = tuple[float, float, float, float]
-"""left, right, top, bottom of a bar."""
+"""Left, right, top and bottom of a bar."""
 ASIDE = (NodeKind.GATHER, NodeKind.PREFETCH, NodeKind.REDUCE_AHEAD)
-"""Kinds of nodes that run beside passes."""
+"""Kinds of nodes that run at the same time as passes."""
 
 
 def timeline_figure(
     simulation: Simulation, step: int = 0, pipeline: int = 0, *, title: str = ""
 ) -> Any:
-    """A row for each pipeline rank. Passes are coloured by micro-batch, forward light and backward
-    dark; collectives that ranks wait for are yellow, bubbles blank; outlined: the critical path.
+    """Draw a step of one pipeline, with a row for each pipeline rank.
+
+    Passes are coloured by micro-batch, forward light and backward dark. Collectives that ranks wait
+    for are yellow, idle time is blank, and the critical path is outlined.
     """
     pp = simulation.simulator.spec.parallel.pp
     figure, (axes,) = new_figure(height=1.5 + row_inches(pp) * pp)
@@ -43,18 +45,24 @@ def timeline_figure(
 
 
 def row_inches(pp: int) -> float:
-    """Height of a row in inches that is readable with `pp` rows."""
+    """Return the height of a row, in inches, at which `pp` rows are readable."""
     return 0.5 if pp <= 8 else 0.28
 
 
 def draw_timeline(
     axes: Any, simulation: Simulation, step: int = 0, pipeline: int = 0, *, end_s: float = 0.0
 ) -> None:
-    """Draw into given axes. end_s: end of the time axis, so that several timelines can share it
-    (default: the step's end).
+    """Draw a step of one pipeline into given axes.
 
-    Passes of a micro-batch and kind are a collection with the gid `mb<i><kind>`. Data are in the
-    axis' unit (s or ms); rows are ranks.
+    The passes of a micro-batch and kind are one collection with the gid `mb<i><kind>`. Times are in
+    the unit of the axis (s or ms), and rows are ranks.
+
+    Args:
+        axes: Where to draw.
+        simulation: The simulated steps.
+        step: Which of its steps.
+        pipeline: Which pipeline.
+        end_s: End of the time axis, so that several timelines can share it. 0 means the step's end.
     """
     total_s = max(end_s, float(simulation.step_time_s[step]))
     unit, scale = ("ms", 1e-6) if total_s < 2 else ("s", 1e-9)
@@ -82,7 +90,7 @@ def frame_rows(axes: Any, labels: Sequence[object], *, end: float, unit: str) ->
 
 
 def write_idle(axes: Any, shares: Iterable[float]) -> None:
-    """Write each row's idle share of the step at its right."""
+    """Write each row's idle share of the step to its right."""
     style = {"transform": axes.get_yaxis_transform(), "fontsize": 8}
     for row, share in enumerate(shares):
         axes.text(1.006, row, f"{share:.0%}", va="center", **style)
@@ -90,7 +98,7 @@ def write_idle(axes: Any, shares: Iterable[float]) -> None:
 
 
 def row_box(left: float, right: float, *, row: int, chunk: int, chunks: int) -> Box:
-    """The bar of a pass in its row; later chunks of a rank are shifted down within it."""
+    """Return the bar of a pass in its row; later virtual stages are shifted down within the row."""
     height = BAR if chunks == 1 else BAR * (1 - CHUNK_SHIFT)
     top = row - BAR / 2 + BAR * CHUNK_SHIFT * chunk / max(1, chunks - 1)
     return left, right, top, top + height
@@ -121,7 +129,10 @@ def add_timeline_legend(figure: Any, simulation: Simulation) -> None:
 
 
 def shade_handles(*, splits: bool) -> list[Any]:
-    """Legend of the kinds of passes. splits: whether weight gradients have passes of their own."""
+    """Return legend entries for the kinds of passes.
+
+    `splits` says whether weight gradients have separate passes.
+    """
     from matplotlib.patches import Patch
 
     grey = MICRO_BATCHES[-1]
@@ -136,7 +147,7 @@ def shade_handles(*, splits: bool) -> list[Any]:
 
 
 def colour_handles(num_micro_batches: int) -> list[Any]:
-    """Legend of the micro-batches' colours."""
+    """Return legend entries for the micro-batches' colours."""
     from matplotlib.patches import Patch
 
     handles: list[Any] = []
@@ -150,6 +161,7 @@ def colour_handles(num_micro_batches: int) -> list[Any]:
 
 
 def legend_below(figure: Any, handles: list[Any]) -> None:
+    """Add a legend below the figure."""
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -164,8 +176,16 @@ def legend_below(figure: Any, handles: list[Any]) -> None:
 def draw_passes(
     axes: Any, micro_batch: int, kind: PassKind, boxes: list[Box], *, inches: float
 ) -> None:
-    """Draw the bars of one micro-batch and kind as a collection with the gid
-    `mb<micro_batch><kind>`. inches: height of a row.
+    """Draw the passes of one micro-batch and kind as a collection.
+
+    The collection has the gid `mb<micro_batch><kind>`.
+
+    Args:
+        axes: Where to draw.
+        micro_batch: Number of the micro-batch, which decides the colour.
+        kind: Forward, backward or weight-gradient pass.
+        boxes: The bars.
+        inches: Height of a row.
     """
     colour = MICRO_BATCHES[micro_batch % len(MICRO_BATCHES)]
     colour = mixed(colour, LIGHT) if kind == PassKind.FORWARD else colour
@@ -183,15 +203,15 @@ def draw_passes(
 
 
 class _Bars(NamedTuple):
-    """Draws nodes of one step of one pipeline. start, stop: shape [nodes], in the axis' unit."""
+    """Draws the nodes of one step of one pipeline."""
 
     axes: Any
     simulation: Simulation
-    start: FloatArray
-    stop: FloatArray
+    start: FloatArray  # start of each node, shape [nodes], in the axis' unit
+    stop: FloatArray  # end of each node, shape [nodes], in the axis' unit
 
     def box(self, i: int, node: Node) -> Box:
-        """The bar of a node; only passes are shifted within their row."""
+        """Return the bar of a node; only passes are shifted within their row."""
         spec = self.simulation.simulator.spec
         chunk, chunks = 0, 1
         if node.kind == NodeKind.PASS:
@@ -200,6 +220,7 @@ class _Bars(NamedTuple):
         return row_box(start, stop, row=node.rank, chunk=chunk, chunks=chunks)
 
     def passes(self) -> None:
+        """Draw the passes, grouped by micro-batch and kind."""
         groups: dict[tuple[int, PassKind], list[Box]] = {}
         for i, node in enumerate(self.simulation.simulator.graph.nodes):
             if node.kind == NodeKind.PASS and node.action is not None:
@@ -210,8 +231,10 @@ class _Bars(NamedTuple):
             draw_passes(self.axes, micro_batch, kind, boxes, inches=inches)
 
     def waits(self) -> None:
-        """Draw nodes that run beside passes as a strip under the row, and nodes that ranks wait for
-        over the whole row.
+        """Draw collectives and the optimizer.
+
+        Nodes that run at the same time as passes are a strip below the row. Nodes that ranks wait
+        for fill the height of the row.
         """
         boxes: list[Box] = []
         graph = self.simulation.simulator.graph
@@ -227,6 +250,7 @@ class _Bars(NamedTuple):
         add_boxes(self.axes, boxes, "waits", facecolors=COLLECTIVE, linewidths=0)
 
     def critical(self, step: int, pipeline: int) -> None:
+        """Outline the passes of the critical path, and join each one with the next."""
         s = self.simulation
         graph = s.simulator.graph
         path = graph.critical_path(s.ends_ns, s.durations_ns, step=step)
@@ -252,7 +276,10 @@ class _Bars(NamedTuple):
 def number_bars(
     axes: Any, micro_batch: int, boxes: list[Box], colour: str, *, inches: float
 ) -> None:
-    """Write the micro-batch's number into each bar that has room. inches: height of a row."""
+    """Write the micro-batch's number into each bar that is large enough.
+
+    `inches` is the height of a row.
+    """
     across = axes.get_xlim()[1]
     for left, right, top, bottom in boxes:
         font = min(9.0, 72 * 0.6 * (bottom - top) * inches)
@@ -272,12 +299,13 @@ def number_bars(
 
 
 def corners(box: Box) -> list[tuple[float, float]]:
+    """Return the corners of a box."""
     left, right, top, bottom = box
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
 def mixed(colour: str, white: float) -> str:
-    """`colour` with this share of white."""
+    """Return `colour` with this share of white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(p + (255 - p) * white):02X}" for p in parts)
 

@@ -205,7 +205,7 @@ def test_the_page_says_what_happened_besides(tmp_path: Path) -> None:
         "The step after step 11 was not finite (loss nan): training went back to the last",
         "update of the step after step 13 was skipped, since its gradient norm was a spike (loss "
         "2.0, gradient norm 60.0, with a median of 1).",
-        "stopped after step 20, asked by the stop file &lt;x&gt;.",
+        "stopped after step 20 by the stop file &lt;x&gt;.",
     ):
         assert text in shown
     assert "No checkpoint was written" in run_page(read_run(write(tmp_path / "no", whole_run())))
@@ -277,7 +277,7 @@ def test_the_page_says_how_keys_were_exchanged(tmp_path: Path) -> None:
         }
     text = text_of(run_page(read_run(write(tmp_path / "new", [start(), *lines]))))
     assert "keys exchanged 25.0%" in text
-    assert "by need in 6 of 8 micro-batches" in text
+    assert "only the rows that are read in 6 of 8 micro-batches" in text
     assert "sharding.exchange = gather, cp.overlap_stages = 0" in text
 
 

@@ -1,0 +1,1 @@
+"""Tables, figures and the page of a comparison of packing policies."""

@@ -1,4 +1,4 @@
-"""What `wlb tune packing` recommends: a verdict, a table of three rows, and how it was chosen."""
+"""The output of `wlb tune packing`: verdict, table of three rows, and how the choice was made."""
 
 from collections.abc import Sequence
 from math import ceil, log10
@@ -14,13 +14,14 @@ from wlb.simulate.forecast import SavedShare
 from wlb.spec import PackingSection, Policy
 
 SIGNIFICANT = 2.0
-"""Standard errors by which a saving must exceed zero to be called one."""
+"""A saving must exceed this many standard errors to be called one."""
 FINE = 0.0025
-"""Standard error of a saving, as a share of GPU hours, below which more steps are not proposed."""
+"""More steps are not proposed once the standard error of a saving is below this share of GPU
+hours."""
 
 
 class PackingChoice(NamedTuple):
-    """A packing that a user can choose."""
+    """A packing between which the user can choose."""
 
     name: str
     summary: PackingSummary
@@ -32,7 +33,7 @@ def switch_verdict(name: str, switch: SavedShare, *, steps: int) -> str:
 
     Args:
         name: The preset or file that is tuned.
-        switch: Share of the run's own GPU hours that the recommended packing saves.
+        switch: Share of the run's present GPU hours that the recommended packing saves.
         steps: Global batches that were simulated.
     """
     saved, error = switch.saved, switch.error
@@ -64,13 +65,13 @@ def switch_verdict(name: str, switch: SavedShare, *, steps: int) -> str:
 
 
 def _rounded_up(number: float) -> int:
-    """The number with two significant digits, rounded up."""
+    """Return the number rounded up to two significant digits."""
     unit = 10 ** max(0, int(log10(number)) - 1)
     return ceil(number / unit) * unit
 
 
 def choice_table(choices: Sequence[PackingChoice]) -> Table:
-    """The choices side by side; the last one, which is recommended, in bold."""
+    """Return a table of the choices; the last one, which is recommended, is in bold."""
     columns = ("GPU hours", "imbalance", "mean\ndelay", "longest\ndelay", "most\ntokens")
     caption = (
         "usual loader: that of Megatron-LM and torchtitan, which cuts documents where a window "
@@ -94,7 +95,7 @@ def choice_table(choices: Sequence[PackingChoice]) -> Table:
 
 
 def in_words(section: PackingSection) -> str:
-    """The settings of a policy that was tuned, such as "policy bounded, micro-batches of ..."."""
+    """Describe the settings of a tuned policy, as in "policy bounded, micro-batches of ..."."""
     said = f"policy {section.policy}, micro-batches of at most {section.s_max:g} context windows"
     if section.step_tokens:
         said += f", steps of at most {section.step_tokens:g} global batches"
@@ -110,7 +111,7 @@ def in_words(section: PackingSection) -> str:
 
 
 def how_chosen(tuning: Tuning) -> str:
-    """By which rule the setting was recommended."""
+    """Describe the rule by which the setting was recommended."""
     budget, tried = tuning.delay_budget, len(tuning.points)
     if not tuning.is_within_budget:
         return (

@@ -31,20 +31,21 @@ def packing_page(
     provenance: Sequence[tuple[str, str]],
     notes: Sequence[str] = (),
 ) -> str:
-    """The page as HTML.
+    """Return the page as HTML.
 
     Args:
-        title: Of the page.
-        facts: Of the documents.
-        lengths: Of the documents, in tokens.
-        runs: A policy each.
-        own: Label of the run's own policy.
-        answer: What balance is worth and what to do, a sentence each, the verdict first.
-        saving: The best policy over the usual loader; None without a step of the latter.
-        hours: Share of GPU hours that it saves in whole simulated steps; None if that is not known.
-        assumes: Whose prices, and for how many GPUs.
-        provenance: Names and values shown last, such as the command.
-        notes: Remarks that are folded away.
+        title: Title of the page.
+        facts: Facts about the documents.
+        lengths: Lengths of the documents, in tokens.
+        runs: One packing run for each policy.
+        own: Label of the policy that the run has now.
+        answer: Sentences on what balance saves and what to do, the verdict first.
+        saving: The best policy and the usual loader; None if the latter made no step.
+        hours: Share of GPU hours that the best policy saves in whole simulated steps; None if
+            unknown.
+        assumes: Whose prices, and for which model and number of GPUs.
+        provenance: Names and values that are listed last, such as the command.
+        notes: Remarks in a section that is folded at first.
     """
     summaries = [run.summary for run in runs]
     labels = [s.label for s in summaries]

@@ -1,4 +1,7 @@
-"""Figures of a packing comparison as SVG; a policy has the same colour and marker everywhere."""
+"""Figures of a comparison of packing policies.
+
+A policy has the same colour and marker in all of them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +28,7 @@ MOST_LINES = 6
 
 
 def length_figure(lengths: IntArray, *, window: int) -> str:
-    """Figure 3: how many documents of each length; share of tokens in documents up to a length."""
+    """Draw the distribution of document lengths and of their tokens (the paper's Figure 3)."""
     figure, (left, right) = new_figure(ncols=2, height=3.4)
     longest = int(lengths.max())
     edges = np.geomspace(1.0, max(2.0, longest + 1.0), 60)
@@ -34,7 +37,8 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
     _mark(left, window, "window")
     ordered = np.sort(lengths)
     share = np.cumsum(ordered) / ordered.sum()
-    # Points are spread evenly over tokens, since few documents hold the long lengths.
+    # Choose points that are evenly spread over tokens. Spread over documents, hardly any would be
+    # at the long lengths.
     keep = np.unique(np.searchsorted(share, np.linspace(0, 1, 400)).clip(0, len(ordered) - 1))
     right.plot(ordered[keep], share[keep], drawstyle="steps-post", color=COLOURS[0])
     half = float(ordered[ordered < window / 2].sum() / ordered.sum())
@@ -55,7 +59,7 @@ def length_figure(lengths: IntArray, *, window: int) -> str:
 
 
 def _mark(axes: Any, x: float, text: str) -> None:
-    """Draw a dashed line at `x` with its name above the axes."""
+    """Draw a dashed line at `x`, with its name above the axes."""
     axes.axvline(x, color=COLOURS[1], linestyle="--", linewidth=1)
     at = axes.transAxes.inverted().transform(axes.transData.transform((x, 1)))[0]
     side = "left" if at < 0.25 else "right" if at > 0.75 else "center"
@@ -65,7 +69,7 @@ def _mark(axes: Any, x: float, text: str) -> None:
 
 
 def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Imbalance of each step, sorted from worst to best, for a few policies."""
+    """Draw the imbalance of each step, sorted from worst to best, for a few policies."""
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     for run in _few(runs, own):
         worst_first = np.sort(run.imbalance)[::-1]
@@ -79,7 +83,7 @@ def imbalance_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
-    """Share of tokens that wait longer than so many iterations, log scale."""
+    """Draw the share of tokens that wait longer than each number of steps."""
     figure, (axes,) = new_figure(ncols=1, height=3.6)
     few = _few(runs, own)
     for run in few:
@@ -96,7 +100,7 @@ def delay_figure(runs: Sequence[PackingRun], *, own: str = "") -> str:
 
 
 def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
-    """Imbalance against mean delay of each policy."""
+    """Draw the imbalance of each policy over its mean delay."""
     figure, (axes,) = new_figure(ncols=1, height=4.6)
     shown = [s for s in summaries if s.num_steps]
     for s in shown:
@@ -115,7 +119,7 @@ def trade_figure(summaries: Sequence[PackingSummary], *, own: str = "") -> str:
 
 
 def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each label at the first of some places beside its point where it covers nothing.
+    """Write each label beside its point, at the first of several places where it covers nothing.
 
     A label that is further away gets a thin line to its point.
     """
@@ -130,6 +134,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
     inside = axes.bbox
     for (x, y), (data_x, data_y, label) in zip(pixels, points, strict=True):
         wide = 5.2 * per_point * len(label)
+        # Places to try: first beside the point, then ever higher and lower, right before left.
         boxes = [
             Bbox.from_bounds(x + dx, y + up * high - high / 2, wide, high)
             for up in (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, -5, 6, -6)
@@ -157,7 +162,7 @@ def _label_points(figure: Any, axes: Any, points: Sequence[tuple[float, float, s
 
 
 def tuning_figure(tuning: Tuning) -> Any:
-    """Imbalance against mean, p99 and maximum delay and token variation; a Figure to save."""
+    """Draw each setting's imbalance over its delay and its variation of tokens per step."""
     figure, axes = new_figure(ncols=4, height=3.6, width=14.0)
     names = ("mean_delay", "p99_delay", "max_delay", "tokens_cv")
     titles = (
@@ -191,14 +196,18 @@ def tuning_figure(tuning: Tuning) -> Any:
 
 
 def _wait(summary: PackingSummary) -> float:
-    """Percent of a mean micro-batch's time; at least a hundredth, for the logarithm."""
+    """Return the wait for the slowest micro-batch in percent of the mean one's time.
+
+    It is at least a hundredth, because the axis is logarithmic.
+    """
     return max(0.01, 100 * (summary.step_time_weighted - 1))
 
 
 def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
-    """The run's own settings and the best balanced ones of each policy, so that lines stay legible.
+    """Return the present run and the best balanced setting of each other policy.
 
-    Settings that made no step before the data ended have no balance to show.
+    More lines would not be legible. Settings without a step before the data ended are left out,
+    because they have no balance to show.
     """
     kept: dict[str, PackingRun] = {}
     ranked = sorted(runs, key=lambda r: (r.summary.label != own, r.summary.step_time_weighted))
@@ -209,6 +218,7 @@ def _few(runs: Sequence[PackingRun], own: str) -> list[PackingRun]:
 
 
 def _line(summary: PackingSummary, own: str) -> dict[str, Any]:
+    """Return the style of a policy's line."""
     colour, _ = MARKS[summary.policy]
     width = 2.4 if summary.label == own else 1.3
     return {"color": colour, "linewidth": width, "label": summary.label}

@@ -1,4 +1,4 @@
-"""Comparisons of packing policies as rich tables, and facts of the documents in sentences."""
+"""Comparisons of packing policies as tables for the terminal, and facts about the documents."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,18 +19,23 @@ from wlb.spec import LossNormalizer
 Cell = Callable[[PackingSummary], str]
 
 MOST_FLUSHED = 0.1
-"""Share of flushed tokens above which a row gets a remark."""
+"""A row gets a remark if more than this share of its tokens was trained only when the data
+ended."""
 UNEVEN_WEIGHT = 0.05
-"""Difference of a label's weight from 1 above which a row gets a remark."""
+"""A row gets a remark if the weight of labels of long documents differs from 1 by more than
+this."""
 
 
 def _of_steps(name: str, form: str) -> Cell:
-    """A number of the steps before the flush; a dash if there was none (1.000 would mislead)."""
+    """Return a cell for a figure of the steps before the flush.
+
+    Without such a step the cell is a dash, because the figure's default of 1.000 would mislead.
+    """
     return lambda s: format(getattr(s, name), form) if s.num_steps else "-"
 
 
 STEP = "F+B time-w."
-"""The column by which policies are compared and from which the saving is computed."""
+"""The column by which policies are compared, and from which the saving is computed."""
 COLUMNS: tuple[tuple[str, Cell], ...] = (
     (STEP, _of_steps("step_time_weighted", ".3f")),
     ("imbalance", _of_steps("imbalance", ".3f")),
@@ -53,7 +58,7 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("cut docs", lambda s: f"{s.cut_documents}"),
     ("ms", lambda s: f"{s.packing_ms:.2f}"),
 )
-"""(heading, cell)."""
+"""Heading and cell of each column."""
 
 CAPTION = (
     f"{STEP}: what a step takes: forward and backward of the slowest micro-batches over the mean "
@@ -70,8 +75,10 @@ CAPTION = (
 
 
 def remarks(runs: Sequence[PackingRun]) -> list[str]:
-    """Sentences about rows that held back much until the data ended, trained documents late, or
-    have starved steps before the flush.
+    """Return sentences about policies whose figures need an explanation.
+
+    These are policies that let many documents wait until the data ended, that trained documents
+    later than allowed, or that made steps with very few tokens.
     """
     out: list[str] = []
     for run in runs:
@@ -109,14 +116,15 @@ def verdict(
     simulated: Sequence[SavedShare] | None,
     error: PublishedError | None,
 ) -> str:
-    """What balance is worth on the documents, in a sentence.
+    """Say in a sentence what balanced packing would save on the documents.
 
     Args:
         saving: The best policy and the usual loader.
         setting: Model, GPUs and prices in words.
-        simulated: Shares of GPU hours that whole simulated steps save, the best policy's first;
-            None where nothing was simulated.
-        error: How far predictions of this kind were off published runs; None if that is not known.
+        simulated: Shares of GPU hours that whole simulated steps save, the best policy's first.
+            None if nothing was simulated.
+        error: How far predictions of this kind were off from published runs; None if that is
+            unknown.
     """
     if saving.best is saving.usual and not simulated:
         return f"No policy here is faster than the usual loader on these documents ({setting})."
@@ -144,7 +152,7 @@ FEW_COLUMNS = ("computing", "imbalance", "mean\ndelay", "longest\ndelay", "most\
 
 
 def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list[list[str]]:
-    """Cells of policies in six columns: the policy, and `FEW_COLUMNS`."""
+    """Return the cells of each policy: its name, and one for each of `FEW_COLUMNS`."""
     usual = None if saving is None else saving.usual
 
     def over_usual(s: PackingSummary) -> str:
@@ -166,7 +174,10 @@ def few_rows(summaries: Sequence[PackingSummary], saving: Saving | None) -> list
 
 
 def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, title: str) -> Table:
-    """Policies in six columns; the best one in bold, and the usual loader named."""
+    """Return a table of policies with the most important columns.
+
+    The best policy is in bold, and the usual loader is marked as such.
+    """
     best = None if saving is None else saving.best
     table = new_table(title, labels=["policy"], numbers=FEW_COLUMNS, caption=FEW_CAPTION)
     for s, cells in zip(summaries, few_rows(summaries, saving), strict=True):
@@ -175,42 +186,50 @@ def few_table(summaries: Sequence[PackingSummary], saving: Saving | None, *, tit
 
 
 def saving_line(saving: Saving, *, model: str, simulated: Sequence[SavedShare] | None) -> str:
-    """One sentence on GPU hours, with the figures of the column `STEP`. model: what is priced.
-    simulated: shares of the usual loader's hours that whole simulated steps save, the best policy's
-    first; None where nothing was simulated.
+    """Say in a sentence how many GPU hours the best policy saves.
+
+    The sentence has the figures of column `STEP`.
+
+    Args:
+        saving: The best policy and the usual loader.
+        model: Which model was priced, in words.
+        simulated: Shares of the usual loader's GPU hours that whole simulated steps save, the best
+            policy's first. None if nothing was simulated.
     """
     best, usual = saving.best, saving.usual
     figures = f"{STEP} {best.step_time_weighted:.3f} against {usual.step_time_weighted:.3f}"
+    cutting = _describe_cutting(usual)
     if saving.best is saving.usual:
-        said = f"no policy here is faster than the usual loader{_cut(usual)[:-1]}: {figures}"
+        said = f"no policy here is faster than the usual loader{cutting[:-1]}: {figures}"
         return f"{said}; predicted for {model}"
     if not simulated:
         return (
-            f"with {best.label} instead of the usual loader{_cut(usual)} the slowest micro-batches "
+            f"with {best.label} instead of the usual loader{cutting} the slowest micro-batches "
             f"of all steps would take {saving.gain.saved:.1%} less: {figures}; predicted by "
             f"{model}, which leaves out collectives and a pipeline's bubbles"
         )
     return (
-        f"with {best.label} instead of the usual loader{_cut(usual)} and sharding per sequence you "
+        f"with {best.label} instead of the usual loader{cutting} and sharding per sequence you "
         f"would save {_hours(simulated[0].saved)}; by its slowest micro-batches alone "
         f"{saving.gain.saved:.1%}: {figures}; predicted for {model}"
     )
 
 
-def _cut(row: PackingSummary) -> str:
-    """What a loader cuts, in words that follow its name."""
+def _describe_cutting(row: PackingSummary) -> str:
+    """Say which documents a loader cuts, as in ", which cuts documents anywhere (original),"."""
     cut = "documents anywhere" if loader_of(row) == ANYWHERE else "short documents only"
     return f", which cuts {cut} ({row.label}),"
 
 
 def _hours(share: float) -> str:
+    """Return the saved GPU hours in words."""
     if share > 0:
         return f"{share:.1%} of GPU hours, whole steps simulated"
     return f"no GPU hours: whole simulated steps take {-share:.1%} longer, with the flush"
 
 
 def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
-    """Whether labels of the longest documents count noticeably more or less than others."""
+    """Return whether labels of the longest documents count noticeably more or less than others."""
     is_even = abs(summary.long_weight - 1) < UNEVEN_WEIGHT
     return normalizer != LossNormalizer.CONSTANT and not is_even
 
@@ -218,10 +237,13 @@ def uneven(summary: PackingSummary, normalizer: LossNormalizer) -> bool:
 def weight_remark(
     summary: PackingSummary, normalizer: LossNormalizer, *, masks_labels: bool = False
 ) -> list[str]:
-    """A sentence if labels of the longest documents count noticeably more or less than others.
+    """Return a sentence if labels of the longest documents weigh noticeably more or less.
 
-    normalizer: the run's loss normalizer. masks_labels: whether the store says which tokens are
-    trained, which lengths alone do not tell.
+    Args:
+        summary: The policy.
+        normalizer: The run's loss normalizer.
+        masks_labels: Whether the store marks which tokens are trained. Lengths do not tell which,
+            so the weight is unknown then.
     """
     if masks_labels:
         return [
@@ -239,7 +261,7 @@ def weight_remark(
 
 
 def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str = "") -> Table:
-    """A row for each summary; the one labelled `own` in bold."""
+    """Return a table with a row for each policy; the row labelled `own` is in bold."""
     names = [name for name, _ in COLUMNS]
     table = new_table(title, texts=["policy"], numbers=names, caption=CAPTION)
     for summary in summaries:
@@ -249,7 +271,9 @@ def packing_table(summaries: Sequence[PackingSummary], *, title: str, own: str =
 
 
 def tuning_table(tuning: Tuning, *, rows: int) -> Table:
-    """Settings that no other setting beats in imbalance, delay and evenness of steps at once.
+    """Return a table of the settings that no other setting beats in every respect.
+
+    The respects are imbalance, delay and evenness of steps.
 
     Args:
         tuning: The settings that were tried.
@@ -279,28 +303,24 @@ def tuning_table(tuning: Tuning, *, rows: int) -> Table:
 
 
 def thousands(tokens: float) -> str:
-    """A number of tokens, in thousands from 1,000 on."""
+    """Format a number of tokens, from 1,000 on in thousands."""
     return f"{tokens / 1000:.0f}K" if tokens >= 1000 else f"{tokens:.0f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFacts(PlainRecord):
-    """Documents of a corpus before they are packed; lengths in tokens.
-
-    short_share: share of tokens in documents shorter than half the window. num_long: documents
-    longer than the window; long_share: their share of tokens.
-    """
+    """Facts about the documents of a source before they are packed; lengths in tokens."""
 
     name: str
-    window: int
+    window: int  # context window
     num_documents: int
     num_tokens: int
-    median: int
-    p99: int
-    longest: int
-    short_share: float
-    num_long: int
-    long_share: float
+    median: int  # length
+    p99: int  # 99th percentile of the lengths
+    longest: int  # length
+    short_share: float  # share of tokens in documents shorter than half the window
+    num_long: int  # documents longer than the window
+    long_share: float  # share of tokens in these
 
     @property
     def lines(self) -> tuple[str, str]:
@@ -324,7 +344,7 @@ class SourceFacts(PlainRecord):
 
 
 def facts_of(name: str, lengths: IntArray, *, window: int) -> SourceFacts:
-    """Facts of documents of `lengths` (shape [n], n >= 1)."""
+    """Return the facts about documents of these lengths (shape [n], n >= 1)."""
     total = int(lengths.sum())
     is_long = lengths > window
     return SourceFacts(

@@ -1,7 +1,7 @@
-"""What `wlb profile` draws: the paper's Figures 7 and 10, and how well fits fit.
+"""Figures of a kernel profile: the paper's Figures 7 and 10, and how well the fits agree.
 
-In every figure points are measured and lines are fitted. No axis is limited to less than its
-points, so nothing that was measured is out of sight.
+Points are measured and lines are fitted. Axes always include all points, so nothing that was
+measured is out of sight.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,8 @@ from wlb.spec import ModelSpec
 
 MARKERS = "osD^vPX"
 DENSE_ROWS = 512
-"""Query rows up to which the steps of tiles are drawn row by row (Figure 10 goes to 256)."""
+"""Query rows up to which fitted times are drawn for every row, to show the steps of tiles. The
+paper's Figure 10 goes to 256."""
 MOST_SERIES = 4
 
 
@@ -45,10 +46,13 @@ def profile_figures(
     records: Sequence[Record],
     held: Sequence[HeldPoint],
 ) -> dict[str, Any]:
-    """Matplotlib Figures by name; what was not measured has none.
+    """Return the figures by name; what was not measured has no figure.
 
-    records: all that the sweep has, with `kind`, `point`, `numbers` and `failed` each. held: held-
-    out calls with their predictions.
+    Args:
+        profile: The kernel profile.
+        model: The model.
+        records: All records of the sweep, each with `kind`, `point`, `numbers` and `failed`.
+        held: Held-out calls with their predictions.
     """
     work = workload_at(profile, model)
     figures = {"figure7": terms_figure(terms_of(work, records))}
@@ -81,23 +85,30 @@ def profile_figures(
 
 
 def heads_text(table: AttentionTable) -> str:
-    """Heads of a rank and their size: "4x128", "8-2x128" where two key heads serve eight."""
+    """Return a rank's heads and their size, as in "4x128".
+
+    "8-2x128" means that eight query heads share two key heads.
+    """
     grouped = table.num_kv_heads != table.num_heads
     heads = f"{table.num_heads}-{table.num_kv_heads}" if grouped else f"{table.num_heads}"
     return f"{heads}x{table.head_dim}"
 
 
 def rate_unit(tflops: Sequence[float]) -> tuple[float, str]:
-    """Factor and unit in which these TFLOP/s are legible."""
+    """Return the factor and the unit in which these TFLOP/s are legible."""
     return (1.0, "TFLOP/s") if max(tflops, default=1.0) >= 1 else (1e3, "GFLOP/s")
 
 
 def spoken(name: str) -> str:
+    """Return a name with hyphens instead of underscores."""
     return name.replace("_", "-")
 
 
 def terms_figure(terms: TermCurves) -> Any:
-    """Latency over document length, relative to attention at `normal_length`, and absolute."""
+    """Draw Figure 7: time over document length, relative to attention at `normal_length`.
+
+    The right axis has absolute times.
+    """
     figure, (axes,) = new_figure(ncols=1, height=4.4)
     styles = {
         "attention": (COLOURS[0], "-", 2.4),
@@ -139,7 +150,7 @@ def terms_figure(terms: TermCurves) -> Any:
 
 
 def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
-    """A few key counts at which several counts of query rows were measured."""
+    """Return a few numbers of keys for which several numbers of query rows were measured."""
     rows: dict[int, set[int]] = {}
     for s in samples:
         if s.at["q"] < s.at["kv"]:
@@ -149,9 +160,10 @@ def shown_keys(samples: Sequence[PlottedSample]) -> list[int]:
 
 
 def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, which: int) -> Any:
-    """One pass of a kernel: latency of a segment over few query rows; throughput over all.
+    """Draw one pass of an attention kernel (Figure 10).
 
-    Whole documents (as many keys as rows) are a line of their own.
+    Left: time of a segment with few query rows. Right: throughput over all numbers of rows, with a
+    separate line for whole documents, which have as many keys as rows.
     """
     figure, (left, right) = new_figure(ncols=2, height=4.0)
 
@@ -193,10 +205,14 @@ def kernel_figure(table: AttentionTable, samples: Sequence[PlottedSample], *, wh
 def _fitted(
     table: AttentionTable, samples: Sequence[PlottedSample]
 ) -> tuple[IntArray, tuple[FloatArray, FloatArray]]:
-    """Fitted times at every row count up to DENSE_ROWS, then at measured points.
+    """Return fitted times at every number of rows up to DENSE_ROWS, then at measured points.
 
-    samples: of one kv, sorted by rows. A call is taken to have as many segments as that of the next
-    measured point.
+    The number of segments of a call, which the fit depends on, is taken from the next measured
+    point.
+
+    Args:
+        table: Fitted attention table.
+        samples: Measured calls with one number of keys, sorted by rows.
     """
     at = np.array([[s.at["q"], s.at["count"]] for s in samples], np.int64)
     first, last = int(at[0, 0]), int(at[-1, 0])
@@ -206,13 +222,16 @@ def _fitted(
 
 
 def _draw(axes: Any, marker: str, colour: str, measured: Any, fitted: Any, *, label: str) -> None:
-    """A series: what was measured as points, what is fitted as a line; x and y of each."""
+    """Draw a series: measured values as points and fitted values as a line.
+
+    `measured` and `fitted` are pairs of x and y.
+    """
     axes.plot(*measured, marker, color=colour, markersize=4, label=label)
     axes.plot(*fitted, color=colour, linewidth=1.2)
 
 
 def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
-    """Predicted over measured time of every held-out call, with a band of 10% each way."""
+    """Draw predicted over measured time of held-out calls, with a band of 10% either way."""
     figure, panels = new_figure(ncols=2, height=4.6)
     for which, axes in enumerate(panels):
         for kind, label, colour, mark in (
@@ -244,7 +263,7 @@ def held_figure(points: Sequence[HeldPoint], *, title: str) -> Any:
 
 
 def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Throughput of matrix products over tokens, of a few matrices."""
+    """Draw the throughput of a few matrix products over tokens."""
     figure, panels = new_figure(ncols=2, height=3.8)
     sizes = _few(sorted({s.at["weights"] for s in samples}))
     scale, unit = rate_unit([gemm_rate(s, s.measured_ns[i], i) for s in samples for i in range(2)])
@@ -265,7 +284,7 @@ def gemm_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any
 
 
 def elementwise_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Bytes a second of each element-wise operator over the bytes of its call."""
+    """Draw the bytes per second of each element-wise operator over the bytes of a call."""
     figure, panels = new_figure(ncols=2, height=3.8)
     for which, axes in enumerate(panels):
         for i, op in enumerate(Elementwise):
@@ -295,9 +314,14 @@ def layer_figure(
     held: Sequence[PlottedSample],
     operators: Sequence[PlottedSample],
 ) -> Any:
-    """Time of whole layers without attention over tokens: full marks are held out, empty ones fit.
+    """Draw the time of whole layers without attention over tokens.
 
-    operators: the same points, priced as the sum of their operators (dotted).
+    Full marks are held out and empty ones were fitted. Dotted lines are sums of operators.
+
+    Args:
+        fitted: Layers to which the profile was fitted.
+        held: Held-out layers.
+        operators: The same layers, priced as the sum of their operators.
     """
     figure, panels = new_figure(ncols=2, height=3.8)
     both = sorted([*fitted, *held], key=lambda s: s.at["tokens"])
@@ -321,13 +345,13 @@ def layer_figure(
 def _times(
     samples: Sequence[PlottedSample], of: str, tp: int, which: int
 ) -> tuple[list[int], list[float]]:
-    """Tokens and seconds of layers of one TP degree."""
+    """Return the tokens and seconds of the layers of one TP degree."""
     mine = [s for s in samples if s.at["tp"] == tp]
     return [s.at["tokens"] for s in mine], [getattr(s, of)[which] * 1e-9 for s in mine]
 
 
 def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) -> Any:
-    """Time of collectives over bytes of the whole buffer, a panel for each measured scope."""
+    """Draw the time of collectives over the bytes of the whole buffer, one panel for each scope."""
     scopes = [scope for scope in Scope if any(s.at["scope"] == scope for s in samples)]
     figure, panels = new_figure(ncols=len(scopes), height=3.8)
     for scope, axes in zip(scopes, panels, strict=True):
@@ -353,17 +377,18 @@ def collective_figure(profile: KernelProfile, samples: Sequence[PlottedSample]) 
 
 
 def tokens_text(count: int) -> str:
-    """4096 as 4K, 131072 as 128K, 384 as it is."""
+    """Format a number of tokens: 4096 as 4K, 131072 as 128K, 384 as 384."""
     return f"{count // 1024}K" if count >= 1024 and count % 1024 == 0 else str(count)
 
 
 def _few(values: Sequence[Any]) -> list[Any]:
-    """At most MOST_SERIES, the first and the last among them, evenly spread."""
+    """Return at most MOST_SERIES values, evenly spread, including the first and the last."""
     some = np.linspace(0, len(values) - 1, min(MOST_SERIES, len(values))).round()
     return [values[int(i)] for i in some]
 
 
 def _between(sizes: FloatArray) -> FloatArray:
+    """Return 60 sizes from the smallest to the largest, evenly spaced on a logarithmic axis."""
     first, last = float(sizes.min()), float(sizes.max())
     return first * (last / first) ** np.linspace(0.0, 1.0, 60)
 
@@ -375,15 +400,17 @@ def _locator(ticks: Sequence[float]) -> Any:
 
 
 def _from_zero(axes: Any) -> None:
+    """Let the y axis start at zero."""
     axes.set_ylim(0, 1.07 * axes.dataLim.y1)
 
 
 def _powers_of_two(axes: Any) -> None:
-    """Ticks of a logarithmic x axis of tokens."""
+    """Set ticks of a logarithmic x axis of tokens."""
     _fixed_ticks(axes, 1, lambda x, _: tokens_text(round(x)))
 
 
 def _bytes_axis(axes: Any) -> None:
+    """Set ticks of a logarithmic x axis of bytes."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
 
     def text(x: float, _: int) -> str:
@@ -394,6 +421,7 @@ def _bytes_axis(axes: Any) -> None:
 
 
 def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) -> None:
+    """Set about seven ticks at powers of two, labelled by `text`."""
     low, high = (float(np.log2(x)) for x in axes.get_xlim())
     step = max(least_step, int(np.ceil((high - low) / 7)))
     first = int(np.ceil(low / step)) * step
@@ -403,7 +431,10 @@ def _fixed_ticks(axes: Any, least_step: int, text: Callable[[float, int], str]) 
 
 
 def _engineering(axis: Any, unit: str, span: tuple[float, float] | None = None) -> None:
-    """Ticks of a logarithmic axis as 100 µs, 1 ms; also between decades where there are few."""
+    """Label a logarithmic axis with units, as in 100 µs and 1 ms.
+
+    If the axis has few decades, there are ticks within each decade.
+    """
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     low, high = span or axis.get_view_interval()

@@ -1,6 +1,6 @@
-"""Measured points of a sweep beside the fitted times of the same calls, for figures.
+"""Measured points of a profile's sweep, with the times that the fitted profile gives for them.
 
-Fitted times come from the code that prices plans.
+Fitted times are computed by the same code that prices plans.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,34 +18,34 @@ from wlb.spec import ModelSpec, ParallelSpec, Recompute
 
 PASSES = ("forward", "backward")
 NORMAL_LENGTH = 4096
-"""Tokens at which attention is 1 in Figure 7."""
+"""Document length in tokens at which Figure 7 sets the time of attention to 1."""
 
 Record = Mapping[str, Any]
-"""kind, point, numbers, failed: as the sweep saves them."""
+"""A saved record of the sweep, with the keys kind, point, numbers and failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPoint:
-    """A held-out call: measured and predicted ns, forward and backward. table: in the profile."""
+    """A held-out call: it was measured, but not used to fit the profile."""
 
-    table: int
-    kind: str
-    label: Mapping[str, int]
-    measured_ns: tuple[float, float]
-    predicted_ns: tuple[float, float]
+    table: int  # index of the attention table in the profile
+    kind: str  # kind of record: equal segments (held_pair) or batches of unequal ones (held_batch)
+    label: Mapping[str, int]  # what was called, such as rows, keys and count
+    measured_ns: tuple[float, float]  # forward and backward
+    predicted_ns: tuple[float, float]  # forward and backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedSample:
-    """at: the record's point. Times are of forward and backward; a collective has only one."""
+    """A measured call and its fitted time."""
 
-    at: Mapping[str, Any]
-    measured_ns: tuple[float, ...]
-    fitted_ns: tuple[float, ...]
+    at: Mapping[str, Any]  # the record's point: what was called
+    measured_ns: tuple[float, ...]  # forward and backward; one value for a collective
+    fitted_ns: tuple[float, ...]  # the same by the profile
 
 
 def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]:
-    """Records of a kind that did not fail, at points with these values."""
+    """Return the records of a kind that did not fail and whose points have these values."""
     return [
         r
         for r in records
@@ -56,26 +56,34 @@ def measured_of(records: Iterable[Record], kind: str, **at: Any) -> list[Record]
 
 
 def _passes(record: Record) -> tuple[float, float]:
+    """Return the measured forward and backward time of a record."""
     numbers = record["numbers"]
     return float(numbers["forward_ns"]), float(numbers["backward_ns"])
 
 
 def _sample(record: Record, fitted_ns: Iterable[float], **more: Any) -> PlottedSample:
-    """A record of both passes beside its fit. more: what `at` has in addition."""
+    """Return a record of both passes with its fitted times; `more` is added to its point."""
     at = {**record["point"], **more}
     return PlottedSample(at=at, measured_ns=_passes(record), fitted_ns=tuple(fitted_ns))
 
 
 def layout_of(table: AttentionTable) -> dict[str, int]:
+    """Return the heads of an attention table as they are named in records."""
     return {name: getattr(table, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
 
 
 def segment_ns(
     table: AttentionTable, q: IntArray, kv: IntArray, count: IntArray
 ) -> tuple[FloatArray, FloatArray]:
-    """Fitted ns of one of `count` equal segments of a call, its share of the call's cost included.
+    """Return the fitted forward and backward time of one segment of a call with equal segments.
 
-    Shape [n] each; the segments of a call are one group.
+    A segment's share of the call's fixed cost is included.
+
+    Args:
+        table: Fitted attention table.
+        q: Query rows of a segment, shape [n].
+        kv: Keys of a segment, shape [n].
+        count: Segments of the call, shape [n]. They all form one group.
     """
     forward, backward = table.times_ns(
         q.astype(np.float64),
@@ -100,7 +108,7 @@ def segment_ns(
 
 
 def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[PlottedSample]:
-    """Each grid point of the table's kernel and layout: ns of one of its equal segments."""
+    """Return the grid points of a table's kernels and head layout, as times of one segment."""
     found: list[PlottedSample] = []
     for backend in table.backends:
         for record in measured_of(records, "grid", backend=backend, **layout_of(table)):
@@ -115,7 +123,7 @@ def grid_samples(table: AttentionTable, records: Sequence[Record]) -> list[Plott
 
 
 def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
-    """Each matrix product; `at` also has its weights (in * out) and forward FLOPs."""
+    """Return the matrix products; `at` also has the weights (in * out) and the forward FLOPs."""
     found: list[PlottedSample] = []
     for record in measured_of(records, "gemm"):
         at = record["point"]
@@ -132,14 +140,15 @@ def gemm_samples(profile: KernelProfile, records: Sequence[Record]) -> list[Plot
 
 
 def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
-    """Each element-wise call and look-up; `at` also has op and the bytes that the model counts."""
+    """Return the element-wise calls; `at` also has the operator and the bytes that it moves."""
     value_bytes = DTYPE_BYTES[profile.dtype]
     found: list[PlottedSample] = []
     for record in measured_of(records, "elementwise") + measured_of(records, "embedding"):
         at, numbers = record["point"], record["numbers"]
         op = Elementwise(at.get("op", Elementwise.EMBEDDING))
         if record["kind"] == "embedding":
-            # As `elementwise_values`: read and write; backward reads a row and adds to another.
+            # As in `elementwise_values`: forward reads and writes a row, and backward reads one row
+            # and adds it to another (one more read and a write).
             values = at["tokens"] * at["hidden"] * value_bytes
             sizes = (2 * values, 3 * values)
         else:
@@ -156,9 +165,13 @@ def elementwise_samples(profile: KernelProfile, records: Sequence[Record]) -> li
 def layer_samples(
     profile: KernelProfile, model: ModelSpec, records: Sequence[Record], *, kind: str = "layer"
 ) -> list[PlottedSample]:
-    """Whole decoder layers without attention against W_l and the calls of a layer.
+    """Return whole decoder layers without attention, with W_l plus the fixed cost of a layer.
 
-    kind: "layer", which the profile's layer factor is fitted to, or "held_layer".
+    Args:
+        profile: The kernel profile.
+        model: The model.
+        records: Records of the sweep.
+        kind: "layer" for records to which the profile's layer factor is fitted, or "held_layer".
     """
     found: list[PlottedSample] = []
     for record in measured_of(records, kind):
@@ -180,7 +193,7 @@ def layer_samples(
 
 
 def without_layer(profile: KernelProfile) -> KernelProfile:
-    """The profile with layers that cost the sum of their operators."""
+    """Return the profile with layers that cost exactly the sum of their operators."""
     free = LayerCost(
         forward_factor=1.0,
         backward_factor=1.0,
@@ -192,6 +205,7 @@ def without_layer(profile: KernelProfile) -> KernelProfile:
 
 
 def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> list[PlottedSample]:
+    """Return the collectives."""
     found: list[PlottedSample] = []
     for record in measured_of(records, "collective"):
         at = record["point"]
@@ -204,7 +218,7 @@ def collective_samples(profile: KernelProfile, records: Sequence[Record]) -> lis
 
 
 def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, which: int) -> float:
-    """TFLOP/s of the FLOPs that the segment asks for, without those of padding."""
+    """Return the TFLOP/s of a segment's attention, without counting padding."""
     flops = (attention_forward_flops, attention_backward_flops)[which](
         np.array([sample.at["q"]]),
         np.array([sample.at["kv"]]),
@@ -215,27 +229,26 @@ def attention_rate(table: AttentionTable, sample: PlottedSample, ns: float, whic
 
 
 def gemm_rate(sample: PlottedSample, ns: float, which: int) -> float:
-    """TFLOP/s; backward has two products."""
+    """Return the TFLOP/s of a matrix product; backward consists of two products."""
     return (1, 2)[which] * sample.at["flops"] / ns * 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermCurves:
-    """Figure 7: ns of all layers over document lengths, forward and backward together.
+    """Figure 7: time of all layers over document lengths, forward and backward together."""
 
-    lengths: shape [n]; parts, by name: shape [n] each. normal_length, normal_ns: where attention
-    is 1, and what it takes there. measured: tokens and ns of attention.
-    """
-
-    lengths: IntArray
-    parts: Mapping[str, FloatArray]
-    normal_length: int
-    normal_ns: float
-    measured: Sequence[tuple[int, float]]
+    lengths: IntArray  # document lengths in tokens, shape [n]
+    parts: Mapping[str, FloatArray]  # time of each part in nanoseconds, by its name; shape [n] each
+    normal_length: int  # length at which attention is drawn as 1
+    normal_ns: float  # time of attention at this length
+    measured: Sequence[tuple[int, float]]  # tokens, and nanoseconds of attention
 
 
 def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
-    """At the TP degree whose ranks have the first table's heads; TP 1 where none has."""
+    """Return the cost model at the TP degree whose ranks have the heads of the first table.
+
+    If no degree has them, TP is 1.
+    """
     table = profile.attention[0]
     tp, rest = divmod(model.num_heads, table.num_heads)
     return ProfiledWorkload(
@@ -248,7 +261,7 @@ def workload_at(profile: KernelProfile, model: ModelSpec) -> ProfiledWorkload:
 
 
 def terms_of(work: ProfiledWorkload, records: Sequence[Record]) -> TermCurves:
-    """At lengths that the profile's attention table covers."""
+    """Return the curves of Figure 7, at lengths that the profile's attention table covers."""
     keys = work.table.forward.axis1
     first, last = int(keys[0]), int(keys[-1])
     normal = min(NORMAL_LENGTH, last)

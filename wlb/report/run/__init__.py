@@ -1,0 +1,1 @@
+"""Records, figures and the page of a training run."""

@@ -1,4 +1,4 @@
-"""`wlb report RUN RUN ...`: figures of several runs and the keys that they differ in, as tables."""
+"""`wlb report RUN RUN ...`: tables of the figures of several runs, and of keys that differ."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ from wlb.report.run.records import RunRecords
 from wlb.report.tables import new_table
 from wlb.spec import to_dict
 
-UNTOLD = ("run.name", "run.output_dir", "run.stop_file")
+IGNORED_KEYS = ("run.name", "run.output_dir", "run.stop_file")
 """Keys whose differences say nothing about a run."""
 
 
 def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
-    """A table of the runs' figures, and one of their differing keys if there are any."""
+    """Return a table of the runs' figures and, if keys differ, a table of these keys."""
     names, figures = run_names(runs), [figures_of(run) for run in runs]
     rows = [(name, [cells[name] for cells in figures]) for name in figures[0]]
     differing = differences([to_dict(run.spec) for run in runs])
@@ -25,14 +25,14 @@ def runs_tables(runs: Sequence[RunRecords]) -> list[Table]:
     tables: list[Table] = []
     for title, cells in found[: 2 if differing else 1]:
         table = new_table(title, labels=[""], numbers=names)
-        for name, told in cells:
-            table.add_row(name, *told)
+        for name, values in cells:
+            table.add_row(name, *values)
         tables.append(table)
     return tables
 
 
 def run_names(runs: Sequence[RunRecords]) -> list[str]:
-    """Names of the runs' folders, with those above them where names are alike."""
+    """Return the names of the runs' folders, with their paths if two names are equal."""
     short = [run.folder.resolve().name for run in runs]
     alike = {name for name, count in Counter(short).items() if count > 1}
     return [
@@ -41,15 +41,15 @@ def run_names(runs: Sequence[RunRecords]) -> list[str]:
 
 
 def differences(specs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Keys that differ between the runs, with the value of each."""
+    """Return the keys that differ between the runs, with the value of each run."""
     of_runs = [dict(flat(spec)) for spec in specs]
-    names = [name for name in of_runs[0] if name not in UNTOLD]
+    names = [name for name in of_runs[0] if name not in IGNORED_KEYS]
     values = {name: [repr(one.get(name)) for one in of_runs] for name in names}
-    return [(name, told) for name, told in values.items() if len(set(told)) > 1]
+    return [(name, found) for name, found in values.items() if len(set(found)) > 1]
 
 
 def figures_of(run: RunRecords) -> dict[str, str]:
-    """Cells of a run by the name of their row."""
+    """Return the cells of a run, by the name of their row."""
     totals = tally_of(run)
     last, work, measured = totals.losses[-5:], totals.telemetry.work, totals.telemetry
     experts = totals.experts

@@ -1,4 +1,4 @@
-"""`wlb report RUN`: the page of a run, finished or still going."""
+"""`wlb report RUN`: the page of a run, which may still be training."""
 
 from typing import Any
 
@@ -20,8 +20,13 @@ from wlb.spec import to_toml
 
 
 def run_page(records: RunRecords, *, step: int | None = None, command: str = "") -> str:
-    """The page as HTML. step: the one whose passes are drawn, counted from 1 as in the run's table
-    (default: the last one that was recorded). command: shown among the facts of the run.
+    """Return the page as HTML.
+
+    Args:
+        records: The run.
+        step: Step whose passes are drawn, counted from 1 as in the table that training prints. None
+            means the last one that was recorded.
+        command: The command line, listed among the facts of the run.
     """
     spec, totals = records.spec, tally_of(records)
     device = records.starts[-1].get("device") if records.starts else None
@@ -62,7 +67,7 @@ def run_page(records: RunRecords, *, step: int | None = None, command: str = "")
 
 
 def tally_of(records: RunRecords) -> Tally:
-    """The sums that training prints, over the recorded steps."""
+    """Return the sums over the recorded steps that training prints at its end."""
     totals = Tally()
     for step in records.steps:
         totals.add(step.measured, step.predicted, step.plain)
@@ -74,7 +79,7 @@ def tally_of(records: RunRecords) -> Tally:
 
 
 def _ranks(records: RunRecords) -> dict[str, Any]:
-    """Computing time of ranks in all tables, and the busiest ranks of the last one."""
+    """Return figures of all ranks' times, from all tables."""
     tables, spec = records.tables, records.spec
     num_steps = sum(t.num_steps for t in tables)
     compute = np.sum([t.compute_us for t in tables], axis=0).astype(np.float64)
@@ -89,7 +94,10 @@ def _ranks(records: RunRecords) -> dict[str, Any]:
 
 
 def _timeline(records: RunRecords, step: int | None) -> dict[str, Any]:
-    """Measured where it was recorded, else simulated; `kind` says which, or why there is none."""
+    """Return the timeline of a step, measured if it was recorded, otherwise simulated.
+
+    The entry `kind` says which one it is, or why there is none.
+    """
     chosen = None if step is None else records.at(step)
     found = [t for t in records.timelines if chosen is None or t.step == chosen.step]
     if found:

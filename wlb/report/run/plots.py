@@ -1,7 +1,7 @@
 """Figures of a training run; needs matplotlib.
 
-Points are steps and lines their running means. Of more than `MOST_POINTS` steps, every k-th point
-is drawn, so that a page of a long run stays small; lines are means of all.
+Points are steps, and lines are their running means. Of more than `MOST_POINTS` steps, every k-th
+point is drawn, so that the page of a long run stays small. Lines are means over all steps.
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,16 @@ MOST_ROWS = 256
 
 
 class StepSeries(NamedTuple):
-    """A value of every step; weights: weights of its running mean."""
+    """A value of every step, drawn as a line."""
 
     label: str
     values: FloatArray
+    # weight of each step in the running mean; None means equal weights
     weights: FloatArray | None = None
 
 
 def loss_figure(records: RunRecords) -> Any:
-    """Training and held-out loss; below, the gradient's norm."""
+    """Draw training and held-out loss and, below, the gradient norm."""
     figure, (above, below) = new_figure(height=5.0, nrows=2, sharex=True)
     loss = records.column(lambda s: s.measured.loss)
     tokens = records.column(lambda s: s.measured.num_targets)
@@ -55,7 +56,7 @@ def loss_figure(records: RunRecords) -> Any:
 
 
 def rate_figure(records: RunRecords) -> Any:
-    """Tokens a second and time of each step."""
+    """Draw tokens per second and the time of each step."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     time_s = records.column(lambda s: s.measured.step_time_s)
     tokens = records.column(lambda s: s.measured.num_tokens)
@@ -71,7 +72,7 @@ def rate_figure(records: RunRecords) -> Any:
 
 
 def ratio_figure(records: RunRecords) -> Any:
-    """Measured over predicted time of each term, by record of telemetry."""
+    """Draw measured over predicted time of each term, over steps."""
     figure, (axes,) = new_figure(height=3.4)
     found = records.telemetry
     steps = np.array([done for done, _ in found], np.float64)
@@ -95,7 +96,7 @@ def ratio_figure(records: RunRecords) -> Any:
 
 
 def balance_figure(records: RunRecords) -> Any:
-    """Imbalance of micro-batches: the usual loader's and ours as predicted, ours as measured."""
+    """Draw the imbalance of steps, predicted for the usual loader and for ours, and measured."""
     figure, (axes,) = new_figure(height=3.8)
     series = [
         StepSeries(
@@ -128,8 +129,10 @@ def balance_figure(records: RunRecords) -> Any:
 
 
 def expert_figure(records: RunRecords) -> Any:
-    """Waits in a layer, by step: for the slowest CP rank's attention, and for the EP rank with most
-    rows. Below, the load of each layer, mean of steps.
+    """Draw how unevenly CP ranks and EP ranks are loaded over steps and, below, over layers.
+
+    The upper panel shows what the ranks of a layer wait for: the slowest CP rank's attention, and
+    the EP rank with the most rows. The lower one shows the load of each layer, mean over steps.
     """
     figure, (above, below) = new_figure(height=5.4, nrows=2)
     series = [
@@ -159,7 +162,7 @@ def expert_figure(records: RunRecords) -> Any:
 
 
 def delay_figure(records: RunRecords) -> Any:
-    """Delay of each step's tokens, and tokens that are held back after it."""
+    """Draw the delay of each step's tokens and, below, the tokens that wait after it."""
     figure, (above, below) = new_figure(height=4.6, nrows=2, sharex=True)
     tokens = records.column(lambda s: s.measured.num_tokens)
     mean = records.column(lambda s: s.measured.mean_delay)
@@ -178,11 +181,17 @@ def delay_figure(records: RunRecords) -> Any:
 
 
 def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> Any:
-    """Values [ranks], shown relative to their mean: rows are DP, CP and TP ranks, columns PP."""
+    """Draw a value of each rank relative to the mean: rows are DP, CP and TP ranks, columns PP.
+
+    Args:
+        values: The values, shape [ranks].
+        parallel: Degrees of parallelism.
+        what: What the values are.
+    """
     p = parallel
     grid = values.reshape(max(1, p.dp), p.pp, p.cp, p.tp)
     inner = [f"cp {c}, tp {t}" for c in range(p.cp) for t in range(p.tp)] if p.tp > 1 else ()
-    # Above MOST_ROWS rows, a TP group is shown by its slowest rank.
+    # With too many rows, a TP group is shown by its slowest rank.
     if max(1, p.dp) * p.cp * p.tp > MOST_ROWS:
         return heat_map_figure(grid.max(3), what=what, tp=p.tp, devices="ranks")
     cells = grid.reshape(grid.shape[0], p.pp, p.cp * p.tp)
@@ -190,10 +199,10 @@ def ranks_figure(values: FloatArray, parallel: ParallelSpec, *, what: str) -> An
 
 
 def ranks_over_time_figure(tables: Sequence[RankTable], *, threshold: float) -> Any:
-    """Measured over predicted time of each rank over the median rank's, table by table."""
+    """Draw measured over predicted time of each rank, relative to the median rank, over tables."""
     # The values have shape [ranks, tables].
     values = np.stack([t.over_median for t in tables], axis=1)
-    # Keep the slowest ranks if there are too many rows.
+    # With too many rows, only the slowest ranks are shown.
     order = np.argsort(-values.max(1), kind="stable").tolist()
     kept: list[int] = sorted(order[:MOST_ROWS])
     every = stride(values.shape[1], MOST_ROWS)
@@ -228,6 +237,7 @@ def _draw(axes: Any, records: RunRecords, series: Sequence[StepSeries]) -> None:
 
 
 def _colour(series: Sequence[StepSeries], k: int) -> str:
+    """Return the colour of the k-th line; a single line is black."""
     return RUNS[0 if len(series) == 1 else k + 1]
 
 

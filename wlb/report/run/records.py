@@ -1,7 +1,7 @@
-"""A run read back from its folder: the lines of metrics.jsonl and the configuration.
+"""A training run, read back from its folder: the lines of metrics.jsonl and the configuration.
 
-A resumed run appends to the same file. Lines of steps after the checkpoint that it resumed from are
-dropped, so that each step counts once, as it was trained last.
+A resumed run appends to the same file. Lines of steps after the checkpoint from which it resumed
+are dropped, so that each step counts once, as it was trained last.
 """
 
 import re
@@ -30,84 +30,84 @@ from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
-"""Kinds of lines that say what happened besides steps."""
+"""Kinds of lines about events: a checkpoint, a refused or skipped step, an early stop."""
 _REMEDY = "remove the line, which no run wrote"
 
 
 class StepRecord(NamedTuple):
     """The line of a step."""
 
-    step: int
-    steps_done: int
+    step: int  # number of the step, from 0
+    steps_done: int  # executed steps of the run, this one included
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None  # prediction for the usual loader; None if planner.baseline is off
+    # peak memory of rank 0 since the run began: its GPU's, by torch's allocator, or on a CPU the
+    # process's
     memory_bytes: int | None = None
-    """Most that rank 0 has taken since the run began: of its GPU by torch's allocator, or on a CPU
-    of the process."""
+    # whether the step was planned with prices that the run had learned while it trained, as earlier
+    # versions could do (`cost.online`)
     has_learned_prices: bool = False
-    """Whether the step was planned with prices that the run had learned, as earlier versions could
-    (`cost.online`)."""
 
 
 @dataclass(kw_only=True)
 class RunRecords:
-    """All lists are in the order of steps.
-
-    starts: a line for each start. evaluations: (steps_done, held-out loss). tables: of ranks.
-    events: lines of `EVENT_KINDS`. since_start: numbers of the steps since the last start.
-    num_replaced: steps that were trained again. num_unreadable: lines that are not JSON, such as
-    the last one of a run that was killed. wall: seconds by phase of the last start, empty before it
-    ended.
-    """
+    """Everything that was recorded about a run; lists are in the order of steps."""
 
     folder: Path
     spec: RunSpec
-    starts: list[dict[str, Any]]
+    starts: list[dict[str, Any]]  # one line for each start of the run
     steps: list[StepRecord]
-    evaluations: list[tuple[int, float]]
-    tables: list[RankTable]
-    timelines: list[MeasuredTimeline]
+    evaluations: list[tuple[int, float]]  # (steps_done, held-out loss)
+    tables: list[RankTable]  # times of all ranks, every few steps
+    timelines: list[MeasuredTimeline]  # passes of a few ranks
+    # lines of `EVENT_KINDS`
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    since_start: frozenset[int] = frozenset()
-    num_replaced: int = 0
+    since_start: frozenset[int] = frozenset()  # numbers of the steps since the last start
+    num_replaced: int = 0  # steps that were trained more than once
+    # lines that are not JSON, such as the last line of a run that was killed
     num_unreadable: int = 0
+    # seconds of each phase of the last start; empty if it has not ended
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def learned_from(self) -> StepRecord | None:
-        """The first step whose plan depends on prices that the run had learned. Neither it nor
-        later steps can be planned again.
+        """The first step that was planned with learned prices; None if there is none.
+
+        Neither this step nor any later one can be planned once more.
         """
         return next((step for step in self.steps if step.has_learned_prices), None)
 
     @property
     def num_restarts(self) -> int:
+        """Number of starts after the first one."""
         return max(0, len(self.starts) - 1)
 
     @property
     def restarts(self) -> list[int]:
-        """steps_done of each restart, where its line says so."""
+        """`steps_done` at each restart, as far as it is recorded."""
         found = [resumed_at(start) for start in self.starts[1:]]
         return [at for at in found if at is not None]
 
     @property
     def places(self) -> tuple[Place, ...]:
+        """Host and node of each rank in the last start; empty if they are not recorded."""
         data = self.starts[-1].get("places") if self.starts else None
         return places_from_json(data) if data else ()
 
     @cached_property
     def steps_done(self) -> FloatArray:
+        """Number of executed steps after each recorded step."""
         return self.column(lambda s: s.steps_done)
 
     def column(self, of: Callable[[StepRecord], float | None]) -> FloatArray:
-        """A value of every step; NaN for None."""
+        """Return a value of every step; NaN where `of` returns None."""
         values = (of(step) for step in self.steps)
         return np.array([np.nan if v is None else v for v in values], np.float64)
 
     @property
     def telemetry(self) -> list[tuple[int, Telemetry]]:
-        """(steps_done, record), without those of the warm-up unless there are no others."""
+        """Pairs (steps_done, record) after the warm-up, or all if there are none after it."""
         found = [
             (s.steps_done, s.measured.telemetry)
             for s in self.steps
@@ -117,7 +117,7 @@ class RunRecords:
         return warm or found
 
     def at(self, steps_done: int) -> StepRecord:
-        """The record with this `steps_done`; UserError if there is none."""
+        """Return the record with this `steps_done`; UserError if there is none."""
         for step in self.steps:
             if step.steps_done == steps_done and step.measured.num_targets:
                 return step
@@ -162,7 +162,8 @@ _LINES: dict[str, Schema] = {
         "error": str,
         OTHERS: ANYTHING,
     },
-    # A step that was refused has no number of its own in files of the first version.
+    # Files of the first version have no `steps_done` here, because they did not number refused
+    # steps.
     "nonfinite": {
         "step": _DONE,
         "steps_done?": _DONE,
@@ -173,11 +174,11 @@ _LINES: dict[str, Schema] = {
     "spike": {"steps_done": _DONE, "found": str, OTHERS: ANYTHING},
     "stop": {"steps_done": _DONE, "asked_by": str, OTHERS: ANYTHING},
 }
-"""The schema of each kind of line that is read. Only readers of the file use other keys."""
+"""Schema of each kind of line that is read. Further keys are for other readers of the file."""
 
 
 def read_run(folder: Path) -> RunRecords:
-    """The run in `folder` (run.output_dir/run.name); UserError where there is nothing to show."""
+    """Return the run in `folder` (run.output_dir/run.name); UserError if it recorded nothing."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{path} does not exist; give the folder of a run that trained")
@@ -202,13 +203,14 @@ def read_run(folder: Path) -> RunRecords:
             num_unreadable=read.num_unreadable,
             wall=read.wall,
         )
-        # What they are made of comes from the file as well.
+        # These properties read values of the file too, so read them once where errors name the
+        # file.
         _ = made.places, made.restarts
     return made
 
 
 def resumed_at(start: dict[str, Any]) -> int | None:
-    """steps_done from which a start resumed; None if its line does not say."""
+    """Return the `steps_done` from which a start resumed; None if its line does not say."""
     if "steps_done" in start:
         return start["steps_done"]
     named = re.search(r"step-(\d+)$", start.get("resumed_from") or "")
@@ -221,11 +223,10 @@ _BY_STEP = ("step", "evaluation", "ranks", "timeline")
 
 @dataclass
 class _Reading:
-    """Lines of the file. by_step: of kinds where a later line of the same step replaces the earlier
-    one.
-    """
+    """The lines of the file that count, collected one by one."""
 
     starts: list[_Line] = field(default_factory=list[_Line])
+    # by kind and number: lines of which a later one replaces an earlier one of the same step
     by_step: dict[str, dict[int, _Line]] = field(
         default_factory=lambda: {kind: {} for kind in _BY_STEP}
     )
@@ -236,10 +237,11 @@ class _Reading:
     wall: dict[str, float] = field(default_factory=dict[str, float])
 
     def take(self, lines: Iterable[bytes], path: Path) -> None:
+        """Read all lines of the file."""
         for number, text in enumerate(lines, 1):
             try:
                 line = parse_json(text, path)
-            except UserError:  # a run that was killed leaves an incomplete line
+            except UserError:  # a run that was killed may leave an incomplete line
                 self.num_unreadable += bool(text.strip())
                 continue
             where = f"{path}, line {number}"
@@ -247,8 +249,9 @@ class _Reading:
                 self._add(Fields(object_of(line, where), where))
 
     def _add(self, of: Fields) -> None:
+        """Add a line; kinds that only later versions write are ignored."""
         line = dict(of.values)
-        kind = of.text("kind")  # a later version may write others than these
+        kind = of.text("kind")
         if kind in _LINES:
             hold_schema(line, _LINES[kind], of.where, remedy=_REMEDY)
         if kind == "start":
@@ -271,6 +274,7 @@ class _Reading:
             self.wall = {name: float(seconds) for name, seconds in line["seconds"].items()}
 
     def _roll_back(self, steps_done: int | None) -> None:
+        """Drop the lines of steps after `steps_done`, which a resumed run trains once more."""
         if steps_done is None:
             return
         for kind, lines in self.by_step.items():
@@ -281,6 +285,7 @@ class _Reading:
 
 
 def _tables(lines: list[_Line]) -> list[RankTable]:
+    """Return the tables of ranks; UserError if their numbers of ranks differ."""
     tables = [RankTable.from_json(line) for line in lines]
     if len(sizes := {table.measured_us.size for table in tables}) > 1:
         raise UserError(f"tables of one layout have {sorted(sizes)} ranks")
@@ -288,15 +293,17 @@ def _tables(lines: list[_Line]) -> list[RankTable]:
 
 
 def _evaluation(line: dict[str, Any]) -> tuple[int, float]:
-    # A loss may be NaN, where training went wrong.
+    """Return (steps_done, held-out loss); a loss may be NaN if training diverged."""
     return line["steps_done"], float(line["heldout_loss"])
 
 
 def _layout(start: dict[str, Any]) -> Any:
+    """Return the parallelism of a start, for comparison."""
     return start.get("spec", {}).get("parallel")
 
 
 def _step(line: dict[str, Any]) -> StepRecord:
+    """Return the record of a step's line."""
     plain = line["plain_4d"]
     return StepRecord(
         step=line["step"],
@@ -310,7 +317,7 @@ def _step(line: dict[str, Any]) -> StepRecord:
 
 
 def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
-    """The configuration of the last start, else of the newest checkpoint."""
+    """Return the configuration of the last start or, in old files, of the newest checkpoint."""
     source, stored = folder / "metrics.jsonl", starts[-1].get("spec") if starts else None
     if stored is None:
         saved = sorted((folder / "checkpoints").glob("step-*/run.json"))

@@ -1,7 +1,7 @@
-"""Plans and simulates one step of a run again, for a timeline where none was measured; no torch.
+"""Simulation of a step of a run from its plan, for a timeline where none was measured; no torch.
 
-The planner runs from the start of the data to the step, with the run's own store and kernel
-profile. A plan that is not the one that was trained is refused.
+The planner runs from the start of the data up to the step, with the run's token store and kernel
+profile. If it makes another plan than the one that was trained, the simulation is refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,12 @@ from wlb.spec import RunSpec
 
 
 def simulate_step(records: RunRecords, record: StepRecord) -> Simulation:
-    """UserError or OSError where the step cannot be planned again."""
+    """Plan and simulate a recorded step.
+
+    Raises:
+        UserError: The step cannot be planned once more.
+        OSError: The run's store cannot be read.
+    """
     start: dict[str, Any] = records.starts[-1] if records.starts else {}
     name, device = start.get("train_store"), str(start.get("device", ""))
     if not name or not device:
@@ -44,10 +49,18 @@ def simulate_again(
     profile: str = "",
     written: str = "metrics.jsonl",
 ) -> list[Simulation]:
-    """Simulations of the steps that were trained, by their numbers, from plans that are made again.
+    """Plan steps that a run has trained, check the plans, and simulate them.
 
-    profile: kernel profile that prices them, "" for the run's own. UserError naming `written` for
-    a plan that is not the one that was trained.
+    Args:
+        spec: Configuration of the run.
+        store: Its token store.
+        device: Type of its devices.
+        trained: Recorded counts of each step to simulate, by its number.
+        profile: Kernel profile that prices the simulation; "" for the run's.
+        written: File that recorded the counts, for messages.
+
+    Raises:
+        UserError: A plan differs from the one that was trained.
     """
     spec = replace(spec, planner=replace(spec.planner, baseline=False))
     planner = open_planner(spec, store, device)
@@ -59,7 +72,7 @@ def simulate_again(
 
 
 def learned_remark(first: StepRecord) -> str:
-    """Says that steps from `first` on (`RunRecords.learned_from`) cannot be planned again."""
+    """Say that steps from `first` on (`RunRecords.learned_from`) cannot be planned once more."""
     return (
         f"steps from {first.steps_done} on were planned with prices that the run had learned "
         f"(cost.online, which was removed), so this version of wlb cannot plan them again; the "
@@ -70,6 +83,7 @@ def learned_remark(first: StepRecord) -> str:
 def _planned_again(
     planner: Planner, trained: Mapping[int, StepCounts], *, dp: int, written: str
 ) -> Iterator[ShardedStep]:
+    """Plan the steps of `trained`, and check that their counts equal the recorded ones."""
     until = islice(planner.steps(), max(trained) + 1)  # steps count from 0
     plans = (plan for plan in until if plan.step in trained)
     for step in sharded_steps(planner, dp=dp, plans=plans):

@@ -18,24 +18,27 @@ _KINDS = {
 
 
 class TimelineRow(NamedTuple):
-    """A rank of the drawn pipeline."""
+    """A rank of the pipeline that is drawn."""
 
     rank: int
     pp: int
     cp: int
-    wall_us: int
+    wall_us: int  # duration of the step on this rank
     passes: tuple[TimedPass, ...]
 
     @property
     def idle(self) -> float:
-        """Share of the step in which the rank is in no pass."""
+        """Share of the step in which the rank executes no pass."""
         return 1 - sum(p.time_us for p in self.passes) / max(1, self.wall_us)
 
 
 def measured_timeline_figure(
     timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int
 ) -> Any:
-    """A row a rank: passes coloured by micro-batch, forward light and backward dark, idle blank."""
+    """Draw a measured step of one pipeline, with a row for each rank.
+
+    Passes are coloured by micro-batch, forward light and backward dark. Idle time is blank.
+    """
     rows = rows_of(timeline, parallel, pipeline)
     end_us = max(row.wall_us for row in rows)
     unit, scale = ("ms", 1e-3) if end_us < 2e6 else ("s", 1e-6)
@@ -57,7 +60,7 @@ def measured_timeline_figure(
 
 
 def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
-    """The recorded pipeline whose passes ended last."""
+    """Return the recorded pipeline whose passes ended last."""
     ends: dict[int, int] = {}
     for rank, of_rank in zip(timeline.ranks, timeline.passes, strict=True):
         pipeline = rank // parallel.model_ranks
@@ -67,7 +70,7 @@ def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
 
 
 def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[TimelineRow]:
-    """A pipeline's ranks by pipeline and CP rank; of many CP ranks only the first are kept."""
+    """Return the ranks of a pipeline by pipeline and CP rank; of many CP ranks only the first."""
     rows: list[TimelineRow] = []
     for rank, wall_us, passes in zip(
         timeline.ranks, timeline.wall_us, timeline.passes, strict=True
@@ -82,7 +85,7 @@ def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -
 def _boxes(
     rows: Sequence[TimelineRow], pp: int, chunks: int, scale: float
 ) -> dict[tuple[int, str], list[bars.Box]]:
-    """Return the boxes of passes by micro-batch and kind of pass."""
+    """Return the bars of passes, by micro-batch and kind of pass."""
     boxes: dict[tuple[int, str], list[bars.Box]] = {}
     for i, row in enumerate(rows):
         for timed in row.passes:
