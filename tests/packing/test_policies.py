@@ -119,7 +119,7 @@ def test_defaults_mean_what_their_help_says() -> None:
         (
             {"s_max": 1.0, "policy": Policy.BOUNDED},
             r"8 micro-batches of at most packing.s_max = 1.0 context windows leave bounded no room "
-            r"to catch up what it holds back of global batches of 8 windows; raise packing.s_max",
+            r"to catch up on delayed documents with global batches of 8 windows; raise packing.s_max",
         ),
         (
             {"num_micro_batches": 6, "s_max": 1.25},

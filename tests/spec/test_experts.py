@@ -47,7 +47,7 @@ HEADS = ["model.num_heads=6", "model.num_kv_heads=6", "model.head_dim=8"]
         (["fsdp.shard_size=2", "parallel.ep=2"], ""),
         (
             ["fsdp.shard_size=2", "parallel.ep=4"],
-            "ep = 4 does not divide fsdp.shard_size 2 x tp 1 = 2 ranks, which hold one copy",
+            "ep = 4 does not divide fsdp.shard_size 2 x tp 1 = 2 ranks of one copy",
         ),
         (["training.compile=true"], ""),
         (["parallel.ep=4", "cost.expert_load=4"], ""),

@@ -1,4 +1,4 @@
-"""Parse `data.blend`: the token stores that a run mixes, and their weights."""
+"""Parse `data.blend`, the token stores that a run mixes and their weights."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,16 @@ from wlb.plan.numerals import real_of
 
 
 def parse_blend(entries: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """Return (prefix, weight) of each entry "PREFIX:WEIGHT"; UserError for any other entry.
+    """Return (prefix, weight) of each entry "PREFIX:WEIGHT".
 
     Weights are shares of tokens and need not add up to 1.
+
+    Raises:
+        UserError: If an entry has another form, or a store is named twice.
     """
     found: list[tuple[str, float]] = []
     for entry in entries:
+        # Split at the last colon, because a path may contain colons.
         prefix, colon, number = entry.rpartition(":")
         try:
             weight = real_of(number)

@@ -1,6 +1,7 @@
-"""Checks of a whole RunSpec, made before any rank starts.
+"""Check a whole RunSpec before any rank starts.
 
-Every message holds the offending value and a remedy.
+`check` looks at combinations of keys; `wlb.spec.keys` checks each key's bounds. Every message names
+the offending values and what to do.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ _MOST_STEP_TOKENS = 2**40
 
 
 def check(spec: RunSpec) -> RunSpec:
-    """Return `spec`; UserError for the first setting that cannot work."""
+    """Return `spec` unchanged, or raise UserError for the first setting that cannot work."""
     check_declared(spec)
     spec.model.check()
     _check_ranges(spec)
@@ -37,7 +38,11 @@ def check(spec: RunSpec) -> RunSpec:
 
 
 def resolve_dp(spec: RunSpec, world_size: int) -> RunSpec:
-    """Fill in parallel.dp for `world_size` ranks; UserError if the layout does not fit them."""
+    """Return `spec` with parallel.dp filled in for `world_size` ranks, and checked.
+
+    Raises:
+        UserError: If the layout does not fit the number of ranks.
+    """
     parallel = spec.parallel
     need = parallel.model_ranks
     layout = f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
@@ -87,7 +92,7 @@ def _check_ranges(spec: RunSpec) -> None:
 
 
 def _check_rates(spec: RunSpec) -> None:
-    """The rate must not rise after warm-up; decay_steps is valid only for wsd."""
+    """Refuse learning rates that rise after warm-up, and decay_steps without wsd."""
     t = spec.training
     if t.schedule != RateSchedule.CONSTANT and t.min_learning_rate > t.learning_rate:
         raise UserError(
@@ -118,7 +123,7 @@ def _check_rates(spec: RunSpec) -> None:
 
 
 def _check_name(spec: RunSpec) -> None:
-    """run.name must be one folder below run.output_dir, other than that of the token stores."""
+    """Refuse run names that are not a folder name, or that are the folder of token stores."""
     name = spec.run.name
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise UserError(
@@ -172,13 +177,16 @@ def _check_layout(spec: RunSpec) -> None:
 
 
 def _divided_linear(spec: RunSpec) -> dict[str, int]:
-    """What TP divides of linear layers, by key."""
+    """Return the key of linear layers that TP divides, with its value."""
     linear = spec.model.linear
     return {"model.linear.num_key_heads": linear.num_key_heads} if linear.num_value_heads else {}
 
 
 def _divided_mlp(spec: RunSpec) -> dict[str, int]:
-    """What TP divides of an MLP, by key. Experts are divided by parallel.ep instead."""
+    """Return the sizes of MLPs and shared experts that TP divides, by key.
+
+    Routed experts are divided by parallel.ep instead.
+    """
     experts = spec.model.experts
     dense = {"model.ffn_hidden_size": spec.model.ffn_hidden_size}
     shared = {"model.experts.shared x hidden_size": experts.shared_hidden_size}
@@ -189,12 +197,13 @@ def _divided_mlp(spec: RunSpec) -> dict[str, int]:
 
 
 MOST_EXPERTS_OF_RANK = 1023
-"""Groups that one of torch's grouped products (`torch.nn.functional.grouped_mm`) takes on CUDA."""
+"""Most groups that `torch.nn.functional.grouped_mm` takes on CUDA."""
 
 
 def _check_experts(spec: RunSpec) -> None:
     parallel, num = spec.parallel, spec.model.experts.num
-    # Refused of runs, not of models: one that was imported can be exported and looked at.
+    # Checked here and not in ModelSpec.check, so that such a model can still be imported and
+    # exported. Only training it is refused.
     if spec.model.experts.never_learns:
         raise UserError(
             "model.experts.per_token = 1 with model.experts.normalised = true: a token's only "
@@ -204,8 +213,8 @@ def _check_experts(spec: RunSpec) -> None:
     if spec.cost.expert_load > (parallel.ep if num else 1):
         raise UserError(
             f"cost.expert_load = {spec.cost.expert_load} with parallel.ep = {parallel.ep} and "
-            f"model.experts.num = {num}: a rank has at most parallel.ep times the mean rank's rows "
-            f"of experts; lower it, 1 = even"
+            f"model.experts.num = {num}: the busiest rank has at most parallel.ep times the "
+            f"mean rank's expert rows; lower it, 1 = even"
         )
     if not num:
         if parallel.ep > 1:
@@ -230,26 +239,25 @@ def _check_experts(spec: RunSpec) -> None:
             f"parallel.ep = {parallel.ep} does not divide dp {parallel.dp} x cp {parallel.cp} x tp "
             f"{parallel.tp} = {parallel.expert_ranks} ranks; use a divisor"
         )
-    of_copy = spec.fsdp.shard_size * parallel.tp
-    if of_copy % parallel.ep:
+    copy_ranks = spec.fsdp.shard_size * parallel.tp
+    if copy_ranks % parallel.ep:
         raise UserError(
             f"parallel.ep = {parallel.ep} does not divide fsdp.shard_size {spec.fsdp.shard_size} x "
-            f"tp {parallel.tp} = {of_copy} ranks, which hold one copy of the parameters: experts "
-            f"are divided within a copy; lower parallel.ep or raise fsdp.shard_size"
+            f"tp {parallel.tp} = {copy_ranks} ranks of one copy of the parameters, within which "
+            f"experts are divided; lower parallel.ep or raise fsdp.shard_size"
         )
 
 
-def _check_expert_stages(spec: RunSpec, held: int) -> None:
-    """held: experts of a layer on a rank."""
+def _check_expert_stages(spec: RunSpec, experts_per_rank: int) -> None:
     stages = spec.ep.stages
     if stages > 1 and spec.parallel.ep == 1:
         raise UserError(
             f"ep.stages = {stages} with parallel.ep = 1: no rows travel; set ep.stages = 1"
         )
-    if held % stages:
-        good = [n for n in range(1, held + 1) if held % n == 0]
+    if experts_per_rank % stages:
+        good = [n for n in range(1, experts_per_rank + 1) if experts_per_rank % n == 0]
         raise UserError(
-            f"ep.stages = {stages} does not divide the {held} experts of a rank "
+            f"ep.stages = {stages} does not divide the {experts_per_rank} experts of a rank "
             f"(model.experts.num / parallel.ep); use one of {good}"
         )
 
@@ -281,14 +289,15 @@ def _check_stage_layers(spec: RunSpec) -> None:
         )
     if not given:
         return
-    said = f"pp.stage_layers = {list(given)}"
+    setting = f"pp.stage_layers = {list(given)}"
     if len(given) != stages:
-        raise UserError(f"{said} has {len(given)} entries, but there are {named}")
+        raise UserError(f"{setting} has {len(given)} entries, but there are {named}")
     if sum(given) != layers:
-        raise UserError(f"{said} adds up to {sum(given)}, but model.num_layers is {layers}")
+        raise UserError(f"{setting} adds up to {sum(given)}, but model.num_layers is {layers}")
     if min(given) < 0 or 0 in given[1:-1]:
         raise UserError(
-            f"{said}: only the first and the last stage, which hold embedding and head, may have 0"
+            f"{setting}: only the first and the last stage, which have embedding and head, may "
+            f"have 0 layers"
         )
 
 
@@ -330,7 +339,14 @@ def _check_compile(spec: RunSpec) -> None:
 
 
 def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
-    """Checked for packed micro-batches and for windows, which evaluation uses."""
+    """Refuse a number of micro-batches per step that the pipeline schedule cannot process.
+
+    Args:
+        spec: Configuration of the run.
+        num: Micro-batches per step over all pipelines: the number that packing makes, or the number
+            of windows, because evaluation has a micro-batch for each window.
+        name: Key that sets `num`, for messages.
+    """
     dp, pp = max(1, spec.parallel.dp), spec.parallel.pp
     if num % dp:
         raise UserError(
@@ -353,7 +369,7 @@ def _check_schedulable(spec: RunSpec, num: int, name: str) -> None:
 
 
 def _check_number_packed(spec: RunSpec) -> None:
-    """The micro-batches that packing makes must be able to hold a global batch."""
+    """Refuse numbers of micro-batches that the policy does not make or that are too few."""
     packing, m, n = spec.packing, spec.num_micro_batches, spec.num_windows
     if m != n and not packing.varies_lengths:
         raise UserError(
@@ -362,14 +378,15 @@ def _check_number_packed(spec: RunSpec) -> None:
             f"to 0"
         )
     if packing.takes_s_max_from_memory:
-        # S_max is unknown here; `with_s_max` checks the filled-in spec again.
+        # S_max is not known yet. `with_s_max` fills it in and repeats this check.
         return
     most = m * spec.s_max
+    # `bounded` delays documents, so it needs room beyond a global batch to train them later.
     is_bounded = packing.policy == Policy.BOUNDED
     if packing.varies_lengths and (most < spec.tokens_per_step + is_bounded):
         raise UserError(
             f"{m} micro-batches of at most packing.s_max = {packing.s_max} context windows leave "
             f"{packing.policy} no room "
-            + ("to catch up what it holds back of" if is_bounded else "for")
+            + ("to catch up on delayed documents with" if is_bounded else "for")
             + f" global batches of {n} windows; raise packing.s_max or packing.num_micro_batches"
         )

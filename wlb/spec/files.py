@@ -1,4 +1,4 @@
-"""Load a preset or a TOML file, with `--set` overrides, as a checked RunSpec."""
+"""Load a preset or a TOML file with `--set` overrides, as a checked RunSpec."""
 
 from importlib import resources
 from pathlib import Path
@@ -16,7 +16,7 @@ _MOST_DOTS = 8
 
 
 def presets() -> list[str]:
-    """Names of the presets that ship with wlb."""
+    """Return the names of the presets that ship with wlb."""
     folder = resources.files("wlb.spec") / "presets"
     return sorted(
         f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")
@@ -24,14 +24,20 @@ def presets() -> list[str]:
 
 
 def load(name: str, overrides: list[str] | None = None) -> RunSpec:
-    """Load preset or TOML file `name` with `--set` overrides such as "parallel.tp=4".
+    """Return the checked configuration of a preset or a TOML file.
 
-    UserError for an unknown preset, a file that is not TOML, an unknown key or a wrong value.
+    Args:
+        name: Name of a preset, or path of a TOML file.
+        overrides: Values of `--set` options, such as "parallel.tp=4". Later ones win.
+
+    Raises:
+        UserError: For an unknown preset, invalid TOML, an unknown key or a wrong value.
     """
     given = _read(name)
     if not given and not overrides:
         raise UserError(
-            f"{name} sets no key, so it is no run; `wlb init demo > {name}` writes all keys"
+            f"{name} sets no key, so it does not describe a run; `wlb init demo > {name}` writes "
+            f"all keys"
         )
     spec = apply(RunSpec(), _expanded(given), source=name)
     types = {key.name: key.type for key in list_keys(RunSpec)}
@@ -50,7 +56,7 @@ def load(name: str, overrides: list[str] | None = None) -> RunSpec:
 
 
 def _expanded(values: dict[str, Any]) -> dict[str, Any]:
-    """Add the keys that packing.method stands for; `check` finds contradictions later."""
+    """Return `values` with the keys added that packing.method implies, unless they are set."""
     given = values.get("packing")
     if not isinstance(given, dict):
         return values
@@ -77,14 +83,23 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _value(text: str, source: str, *, is_text: bool) -> Any:
-    """Parse a TOML value; keep bare text that is no TOML value, or whose key takes text."""
+    """Return the value of a `--set` option.
+
+    Args:
+        text: Text after the equals sign.
+        source: The option, for messages.
+        is_text: Whether the key takes text, so that `run.name=7` need not be quoted.
+
+    Returns:
+        The TOML value that `text` is; `text` itself if it is no TOML value or the key takes text.
+    """
     try:
         values = parse_toml(f"v = {text}", source)
     except UserError:
         return text
     if values.keys() != {"v"}:
         raise UserError(
-            f"{source}: the value goes on with further keys or sections; give each key its own "
+            f"{source}: the value contains further keys or sections; give each key its own "
             f"section.key=value"
         )
     value = values["v"]

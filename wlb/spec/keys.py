@@ -1,8 +1,11 @@
 """Declare, set, check and list configuration keys.
 
-A section is a frozen dataclass whose fields are made by `key(default, "what it does", unit=...)`;
-`RunSpec` nests sections. `apply` sets keys from nested values and refuses unknown names and wrong
-types with the value and the nearest known key.
+A section is a frozen dataclass whose fields are declared with `key(default, "what it does", ...)`,
+and `RunSpec` nests the sections. `apply` sets keys from nested values. It refuses unknown names and
+wrong types with an error that names the value and the closest known key.
+
+Stored specs, which wlb itself wrote into checkpoints and records, must stay readable. `RENAMED`,
+`REMOVED` and `REMOVED_VALUES` say how to read keys and values that have changed since.
 """
 
 import difflib
@@ -20,15 +23,15 @@ from wlb.plan.plain import plain
 T = TypeVar("T")
 
 RENAMED = {"data.num_micro_batches": "data.num_windows", "data.token_quantum": "data.row_multiple"}
-"""Old names of keys, which still work with a RenamedKeyWarning."""
+"""Old name -> new name of a key. Old names still work, with a RenamedKeyWarning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedKey:
-    """A key that there was."""
+    """A key that wlb had once."""
 
-    why: str  # completes "was removed, because", and says what to do instead if there is anything
-    value: Any = None  # what wlb does as if it were set to; None = no value of it matters any more
+    why: str  # completes "was removed, because", with what to do instead if there is anything
+    value: Any = None  # value that wlb now always behaves by; None = no value has an effect
 
 
 _LEARNED = RemovedKey(
@@ -37,12 +40,12 @@ _LEARNED = RemovedKey(
 
 
 def _constant(value: Any, name: str, file: str) -> RemovedKey:
-    """A key that became the constant `name` of `file`, because all runs had its default."""
+    """Return the entry of a key that became the constant `name` in wlb/`file`."""
     return RemovedKey(f"all runs use {plain(value)} ({name} in wlb/{file})", value)
 
 
 _TURNS = RemovedKey(
-    "model.rope_scaling.turns has both bounds: [low_freq_factor, high_freq_factor] of llama3, "
+    "model.rope_scaling.turns replaces both: [low_freq_factor, high_freq_factor] of llama3, "
     "[beta_slow, beta_fast] of yarn"
 )
 
@@ -62,7 +65,8 @@ REMOVED: dict[str, RemovedKey] = {
         "checkpoint.interval in steps is enough; a step's time is in the run's summary", 0.0
     ),
     "checkpoint.keep_every": RemovedKey(
-        "the newest checkpoint.keep are kept; copy the folder of one that is to stay for good", 0
+        "the newest checkpoint.keep checkpoints are kept; copy the folder of one that should stay",
+        0,
     ),
     "checkpoint.max_failed": _constant(3, "MOST_FAILED", "train/checkpoint/saves.py"),
     "cluster.allocator_gaps": _constant(0.06, "ALLOCATOR_GAPS", "memory/budget.py"),
@@ -78,12 +82,12 @@ REMOVED: dict[str, RemovedKey] = {
         "float32",
     ),
     "cp.keep_gathered_kv": RemovedKey(
-        "backward always gathers keys and values again, while the MLP's backward runs, and "
-        "training.recompute = full keeps what its second forward pass gathered",
+        "backward always gathers keys and values a second time, hidden behind the MLP's backward, "
+        "and with training.recompute = full it keeps those that the recomputed forward gathered",
         False,
     ),
-    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does it"),
-    "cp.stages": RemovedKey("cp.overlap_stages says both that and how often"),
+    "cp.overlap": RemovedKey("cp.overlap_stages = 1 does the same"),
+    "cp.stages": RemovedKey("cp.overlap_stages says whether to overlap and in how many stages"),
     "data.cache_dir": RemovedKey(
         "stores of data.corpus are in run.output_dir/stores; `wlb prepare` puts one anywhere",
         "runs/stores",
@@ -95,8 +99,8 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "data.prefetch": _constant(1, "STEPS_LOADED", "train/prefetch.py"),
     "data.verify": RemovedKey(
-        "every run reads its stores whole beside its first steps; `wlb prepare --verify PREFIX` "
-        "reads one before",
+        "every run checks its whole stores in the background of its first steps; `wlb prepare "
+        "--verify PREFIX` checks one before",
         "background",
     ),
     "fsdp.prefetch": _constant(1, "LAYERS_AHEAD", "spec/machine.py"),
@@ -106,36 +110,40 @@ REMOVED: dict[str, RemovedKey] = {
     "model.rope_scaling.high_freq_factor": _TURNS,
     "model.rope_scaling.low_freq_factor": _TURNS,
     "packing.bin_method": RemovedKey(
-        "packing.method, which records hold beside it, chooses how bins are filled; "
-        "CapacityPacker(method=...) of wlb.packing takes any way",
+        "packing.method chooses how bins are filled; CapacityPacker(method=...) of wlb.packing "
+        "takes any of the methods",
         "best_fit_decreasing",
     ),
-    "packing.by_length": RemovedKey("packing.method = group_by_length_padding does it", False),
+    "packing.by_length": RemovedKey(
+        "packing.method = group_by_length_padding does the same", False
+    ),
     "packing.grouping": RemovedKey(
-        "micro-batches of like load always share a step, which balances better", "by_load"
+        "micro-batches of similar load always share a step, which balances better", "by_load"
     ),
     "packing.literal": RemovedKey(
-        "no run trained by it; VarLenPacker(literal=True) of wlb.packing has it", False
+        "no run used it; VarLenPacker(literal=True) of wlb.packing has it", False
     ),
     "packing.open_bins": RemovedKey(
         "all runs use 32; CapacityPacker(open_bins=...) of wlb.packing has it", 32
     ),
     "planner.ahead": _constant(3, "STEPS_AHEAD", "train/feed.py"),
-    "run.memory_gib": RemovedKey("cluster.memory_gib is for runs and estimates"),
+    "run.memory_gib": RemovedKey("cluster.memory_gib now serves both runs and estimates"),
     "run.over_memory": RemovedKey(
         "a run whose memory estimate exceeds the device is always refused; a larger "
         "cluster.memory_gib starts it anyway",
         "refuse",
     ),
     "sharding.stages": RemovedKey(
-        "one number of stages for all micro-batches is at most 2.5% of a CP layer's time slower "
-        "than one chosen for each; cp.overlap_stages sets it",
+        "choosing the number of stages for each micro-batch saved at most 2.5% of a CP layer's "
+        "time; cp.overlap_stages sets one number for all",
         "fixed",
     ),
     "telemetry.drift_threshold": _constant(0.15, "DRIFT_THRESHOLD", "train/telemetry/calibrate.py"),
     "telemetry.enabled": RemovedKey("every run times its micro-batches", True),
     "telemetry.interval": RemovedKey("every step is recorded", 1),
-    "telemetry.peak_tflops": RemovedKey("cluster.peak_tflops is for runs and estimates", 0.0),
+    "telemetry.peak_tflops": RemovedKey(
+        "cluster.peak_tflops now serves both runs and estimates", 0.0
+    ),
     "telemetry.ranks_interval": _constant(10, "RANKS_INTERVAL", "plan/ranks.py"),
     "telemetry.snapshot_oom": RemovedKey(
         "a run with telemetry.snapshot_steps also writes a snapshot where an allocation fails",
@@ -146,7 +154,7 @@ REMOVED: dict[str, RemovedKey] = {
     "telemetry.timeline_interval": _constant(100, "TIMELINE_INTERVAL", "plan/ranks.py"),
     "telemetry.trace_ranks": RemovedKey("rank 0 alone is traced", [0]),
     "tp.overlap": RemovedKey(
-        "torch's fused products of symmetric memory were never run on GPUs; TP's collectives "
+        "torch's fused products over symmetric memory were never run on GPUs; TP's collectives "
         "overlap with weight gradients in backward without them",
         False,
     ),
@@ -163,40 +171,45 @@ REMOVED: dict[str, RemovedKey] = {
     ),
     "training.max_nonfinite": _constant(10, "MOST_SKIPPED", "train/faults/nonfinite.py"),
 }
-"""Keys that there were. They are refused where a user sets them. Where wlb wrote them they are left
-out, with a RemovedKeyWarning if another value than the one that is left was written."""
+"""Removed keys by dotted name.
+
+A user who sets one gets an error. In stored specs the key is ignored, with a RemovedKeyWarning if
+its value differs from the value that wlb now always behaves by."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedValue:
-    """A value that a key could have."""
+    """A value that a key could have once."""
 
     why: str  # completes "was removed, because"
-    instead: str  # the value of the key that comes closest
+    instead: str  # the remaining value that comes closest
 
 
 REMOVED_VALUES = {
     ("sharding.exchange", "relayed"): RemovedValue(
-        "rows of other nodes no longer come by way of one rank of the own node", "needed"
+        "rows of other nodes are no longer relayed by one rank of the receiving node", "needed"
     )
 }
-"""Values that keys could have. They are refused where a user gives them. Where wlb wrote them they
-are read as the closest one, with a RemovedKeyWarning."""
+"""Removed values by (dotted name, value).
+
+A user who sets one gets an error. In stored specs it is read as `RemovedValue.instead`, with a
+RemovedKeyWarning."""
 
 
 class RenamedKeyWarning(FutureWarning):
-    """A user's settings hold an old name of a key; the command line prints it as one line."""
+    """Warning: a user's settings use an old name of a key. The CLI prints it as one line."""
 
 
 class RemovedKeyWarning(FutureWarning):
-    """A record of a run holds a key that was removed, with a value that no longer has an effect,
-    or a value that was removed; the command line prints it as one line.
+    """Warning: a stored spec has a removed key or value that no longer has an effect.
+
+    The command line prints it as one line.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The numbers that a key takes; a list of numbers has them for each entry."""
+    """Limits of a number that a key takes. A key with a list applies them to each entry."""
 
     at_least: float | None = None
     above: float | None = None
@@ -205,12 +218,12 @@ class Bounds:
 
     @property
     def are_given(self) -> bool:
-        """Whether there is a lower and an upper bound."""
+        """Whether there are both a lower and an upper bound."""
         low, high = (self.at_least, self.above), (self.at_most, self.below)
         return low != (None, None) and high != (None, None)
 
     def check(self, name: str, value: float, unit: str = "") -> None:
-        """UserError for a number that is not finite or out of bounds."""
+        """Raise UserError if `value` is not finite or out of bounds."""
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name} = {value} must be a finite number")
         if self.at_least is not None and self.below is not None:
@@ -228,24 +241,32 @@ class Bounds:
 
 _LARGEST = 1e300
 MOST_CHARACTERS = 4096
-"""Most characters of a key that takes text."""
+"""Longest text that a key takes, in characters."""
 MOST_ENTRIES = 100_000
-"""Most entries of a key that takes a list."""
+"""Longest list that a key takes."""
 
 
 def key(default: Any, doc: str, *, unit: str = "", **bounds: float) -> Any:
-    """A configuration field with its help text and unit.
+    """Return a dataclass field that declares a configuration key.
 
-    bounds: keywords of `Bounds`, a lower and an upper one for every key that takes numbers.
+    Args:
+        default: Value where the configuration does not set the key.
+        doc: Help text: lower case, without a full stop.
+        unit: Unit that help shows behind the value.
+        **bounds: Keywords of `Bounds`. A key that takes numbers needs a lower and an upper bound.
     """
     limits = Bounds(**bounds)
     return field(default=default, metadata={"doc": doc, "unit": unit, "bounds": limits})
 
 
 def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> None:
-    """UserError for the first number below `section` that is out of the bounds of its declaration.
+    """Raise UserError for the first value in `section` that is outside its declared bounds.
 
-    entries: check entries of lists instead, for which `check` has more specific messages.
+    Args:
+        section: A section or a whole RunSpec, with nested sections.
+        entries: Check the entries of lists instead of plain numbers. `check` does so last, because
+            other checks have more specific messages for lists.
+        prefix: Dotted name of `section` with a final dot, for messages.
     """
     for f in fields(section):
         value, name = getattr(section, f.name), f"{prefix}{f.name}"
@@ -269,17 +290,17 @@ def check_declared(section: Any, *, entries: bool = False, prefix: str = "") -> 
 
 @dataclass(frozen=True, slots=True)
 class KeyHelp:
-    """One key of `wlb train --help` and `--help-all`."""
+    """A key as `wlb train --help` and `--help-all` print it."""
 
-    name: str
-    type: str
+    name: str  # dotted, as in packing.s_max
+    type: str  # int, list of float, or the choices of an enumeration: "a|b"
     default: str
-    unit: str
+    unit: str  # "" = no unit
     doc: str
 
 
 def list_keys(section: type[Any], prefix: str = "") -> list[KeyHelp]:
-    """List every key below `section` by dotted name, in declaration order."""
+    """List all keys of `section` and its nested sections, in order of declaration."""
     hints = get_type_hints(section)
     out: list[KeyHelp] = []
     for f in fields(section):
@@ -303,15 +324,24 @@ def apply(
     is_stored: bool = False,
     whole: type[Any] | None = None,
 ) -> T:
-    """Return `spec` with nested `values` set; UserError naming `source`, the key and the remedy.
+    """Return `spec` with nested `values` set.
 
-    is_stored: wlb wrote the values (checkpoint, metrics.jsonl), so old names of keys are no reason
-    for a warning, and removed keys none for a refusal (`REMOVED`). whole: type of the outermost
-    section, in which a misplaced key is looked for.
+    Args:
+        spec: A section or a whole RunSpec.
+        values: Nested plain values, as parsed from TOML or JSON.
+        source: File or option that the values come from, for messages.
+        prefix: Dotted name of `spec` with a final dot; "" for a whole RunSpec.
+        is_stored: Whether wlb wrote the values (in a checkpoint or metrics.jsonl). Then old names
+            give no warning, and removed keys and values no error.
+        whole: Type of the outermost section, in which a misplaced key is looked up for the error
+            message. Defaults to the type of `spec`.
+
+    Raises:
+        UserError: If a key is unknown or removed, or a value has a wrong type.
     """
     section = cast("type[Any]", type(spec))
     whole = whole or section
-    values = _carried_over(values, prefix, is_stored=is_stored)
+    values = _with_merged_keys(values, prefix) if is_stored else values
     hints = get_type_hints(section)
     changes: dict[str, Any] = {}
     for name, value in values.items():
@@ -324,7 +354,7 @@ def apply(
             if name in values:
                 raise UserError(f"{source}: {new} is given twice; remove its old name")
         if _is_removed(dotted, value):
-            _meet_removed(dotted, value, source=source, is_stored=is_stored)
+            _report_removed(dotted, value, source=source, is_stored=is_stored)
             continue
         if name not in hints:
             raise UserError(
@@ -345,44 +375,41 @@ def apply(
             )
         else:
             if isinstance(value, str) and (dotted, value) in REMOVED_VALUES:
-                value = _meet_removed_value(dotted, value, source=source, is_stored=is_stored)
+                value = _replace_removed(dotted, value, source=source, is_stored=is_stored)
             changes[name] = _convert(value, kind, f"{source}: {dotted}")
     return cast(T, replace(cast(Any, spec), **changes))
 
 
-_LEFT_SECTIONS = ("tp",)
-"""Sections whose keys were all removed."""
+_REMOVED_SECTIONS = ("tp",)
+"""Sections of which all keys were removed."""
 
 
 def _is_removed(dotted: str, value: Any) -> bool:
-    """Whether this is a removed key, or a section with nothing but removed keys."""
-    if dotted in _LEFT_SECTIONS and isinstance(value, dict):
+    """Return whether `dotted` is a removed key, or a section with removed keys only."""
+    if dotted in _REMOVED_SECTIONS and isinstance(value, dict):
         return all(f"{dotted}.{name}" in REMOVED for name in cast("dict[str, Any]", value))
     return dotted in REMOVED
 
 
-def _carried_over(values: dict[str, Any], prefix: str, *, is_stored: bool) -> dict[str, Any]:
-    """Values that wlb wrote (is_stored), with merged keys of `REMOVED` as those that have their
-    meaning.
+def _with_merged_keys(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return stored values with keys that were merged into others replaced by those others.
 
-    A section that holds an old key was written before they were merged, so that the new key is not
-    in it or has its default.
+    A section with an old key was written before the merge, so the new key is missing from it or has
+    its default, and may be overwritten.
     """
-    if not is_stored:
-        return values
     out = dict(values)
     if not prefix:
         for section, old, new in (
             ("run", "memory_gib", "memory_gib"),
             ("telemetry", "peak_tflops", "peak_tflops"),
         ):
-            held = cast("dict[str, Any]", out.get(section, {}))
-            if old in held:
+            stored = cast("dict[str, Any]", out.get(section, {}))
+            if old in stored:
                 cluster = cast("dict[str, Any]", out.get("cluster", {}))
-                out["cluster"] = {**cluster, new: held[old]}
-                out[section] = {name: value for name, value in held.items() if name != old}
+                out["cluster"] = {**cluster, new: stored[old]}
+                out[section] = {name: value for name, value in stored.items() if name != old}
     if prefix == "packing." and out.get("method"):
-        # The method of the record decided these keys, as it does without them.
+        # The method already implied the values of these keys, so they carry no information.
         out.pop("bin_method", None)
         out.pop("by_length", None)
     if prefix == "cp." and "overlap" in out:
@@ -399,11 +426,12 @@ def _carried_over(values: dict[str, Any], prefix: str, *, is_stored: bool) -> di
     return out
 
 
-def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
-    """Refuse a removed key of a user; warn of one that wlb wrote, if its value was another one."""
+def _report_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> None:
+    """Raise UserError for a removed key, or warn if a stored spec has it with another value."""
     if dotted not in REMOVED:
+        # A section of which all keys were removed: report each key.
         for name, each in value.items():
-            _meet_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
+            _report_removed(f"{dotted}.{name}", each, source=source, is_stored=is_stored)
         return
     removed = REMOVED[dotted]
     if not is_stored:
@@ -417,9 +445,11 @@ def _meet_removed(dotted: str, value: Any, *, source: str, is_stored: bool) -> N
     )
 
 
-def _meet_removed_value(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
-    """The value that a removed one that wlb wrote is read as, with a warning; a user's is
-    refused.
+def _replace_removed(dotted: str, value: str, *, source: str, is_stored: bool) -> str:
+    """Return the value that replaces a removed one in a stored spec, with a warning.
+
+    Raises:
+        UserError: If the value is not from a stored spec.
     """
     removed = REMOVED_VALUES[dotted, value]
     if not is_stored:
@@ -473,26 +503,28 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
 
 
 def _check_text(value: str, where: str) -> None:
-    """UserError for text that can be no path: paths end at a zero, and files hold UTF-8."""
+    """Raise UserError for text that cannot be a path or be stored as UTF-8."""
     if "\0" in value or len(value) > MOST_CHARACTERS:
         raise UserError(
             f"{where} = {value!r} must be text of at most {MOST_CHARACTERS} characters without "
-            f"zeros; shorten or correct it"
+            f"NUL bytes; shorten or correct it"
         )
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where} = {value!r} must be UTF-8; rename what it names") from None
+        raise UserError(
+            f"{where} = {value!r} cannot be encoded as UTF-8; rename the file that it names"
+        ) from None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" with the known name that is most like `name`, else ""."""
+    """Return "; did you mean 'x'?" with the known name closest to `name`, or "" if none is."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _nearest(dotted: str, hints: dict[str, Any], prefix: str, whole: type[Any]) -> str:
-    """The known key that was probably meant: of this section, or of the same name in another."""
+    """Return a hint for an unknown key: a key of this name elsewhere, or a similar one here."""
     here = [prefix + name for name in hints]
     name = dotted.removeprefix(prefix)
     keys = [key.name for key in list_keys(whole)]

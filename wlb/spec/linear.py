@@ -1,4 +1,4 @@
-"""The [model.linear] section: gated delta net in place of attention in most layers."""
+"""Section [model.linear]: a gated delta net instead of attention in most layers."""
 
 from dataclasses import dataclass
 
@@ -8,25 +8,26 @@ from wlb.spec.keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearSpec:
-    """Linear layers, as Qwen3-Next and Qwen3.5 have them; none while num_value_heads is 0, which
-    leaves the other keys unused.
+    """Section [model.linear]: linear-attention layers as in Qwen3-Next and Qwen3.5.
+
+    With num_value_heads = 0 there are none, and the other keys are unused.
     """
 
     num_value_heads: int = key(
         0,
-        "value heads of a gated delta net, which all layers have but each model.full_every-th one; "
-        "0 = all layers have attention",
+        "value heads of the gated delta net that all layers except every model.full_every-th one "
+        "have instead of attention; 0 = all layers have attention",
         at_least=0,
         at_most=65_536,
     )
     num_key_heads: int = key(
-        16, "its key heads; must divide num_value_heads", at_least=1, at_most=65_536
+        16, "key heads of a linear layer; must divide num_value_heads", at_least=1, at_most=65_536
     )
-    key_head_dim: int = key(128, "size of a head of its keys and queries", at_least=1, at_most=4096)
-    value_head_dim: int = key(128, "size of a head of its values", at_least=1, at_most=4096)
+    key_head_dim: int = key(128, "size of a key and query head", at_least=1, at_most=4096)
+    value_head_dim: int = key(128, "size of a value head", at_least=1, at_most=4096)
     conv_kernel_dim: int = key(
         4,
-        "tokens that its short convolution reads, the latest one included",
+        "tokens that the short convolution reads, with the current one",
         unit="tokens",
         at_least=2,
         at_most=64,
@@ -34,33 +35,36 @@ class LinearSpec:
 
     @property
     def key_dim(self) -> int:
-        """Columns of all heads of keys, or of queries."""
+        """Columns of keys, or of queries: all heads together."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_dim(self) -> int:
-        """Columns of all heads of values."""
+        """Columns of values: all heads together."""
         return self.num_value_heads * self.value_head_dim
 
     @property
     def latest(self) -> int:
-        """Tokens before a span of a document that the convolution reads."""
+        """Number of tokens before a span that the convolution of its first token reads."""
         return self.conv_kernel_dim - 1
 
     def parameters_of(self, width: int) -> int:
-        """Parameters of a layer's gated delta net, for rows `width` wide."""
+        """Return the parameters of a gated delta net. `width` is the model's hidden size."""
         projections = width * (2 * self.key_dim + 3 * self.value_dim + 2 * self.num_value_heads)
         convolution = (2 * self.key_dim + self.value_dim) * self.conv_kernel_dim
         return projections + convolution + 2 * self.num_value_heads + self.value_head_dim
 
     @property
     def summary_values(self) -> int:
-        """Values of a span's summary in a layer: of each value head, what becomes of a state, and
-        the state that the span ends with from zero.
+        """Numbers in the summary of a span in one layer.
+
+        For each value head the summary has two matrices: the one by which the span multiplies the
+        state before it, and the state at the span's end if the state before it is zero.
         """
         return self.num_value_heads * self.key_head_dim * (self.key_head_dim + self.value_head_dim)
 
     def check(self) -> None:
+        """Raise UserError if the numbers of heads do not fit together."""
         if self.num_value_heads % self.num_key_heads:
             raise UserError(
                 f"model.linear.num_value_heads = {self.num_value_heads} is not a multiple of "

@@ -1,9 +1,11 @@
 """Named grouping methods for packed fine-tuning: the [packing] keys that each one sets.
 
-Source: Table 1 of "Enhancing Training Efficiency Using Packing with Flash Attention" (Kundu et al.,
-2024). The paper's bs is packing.examples or packing.bin_windows, msl is data.context_window, gas
-is N / dp. Deviation: the paper says that Multipack packs best fit decreasing, but its library packs
-first fit decreasing; multipack_bfd_posid is the true best fit decreasing.
+The names are those of Table 1 in "Enhancing Training Efficiency Using Packing with Flash Attention"
+(Kundu et al., 2024). That paper's bs is packing.examples or packing.bin_windows, its msl is
+data.context_window, and its gas is N / dp.
+
+Deviation: the paper describes Multipack as best fit decreasing, but the Multipack library packs
+first fit decreasing. multipack_posid does as the library, multipack_bfd_posid as the paper says.
 """
 
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ from wlb.plan import UserError
 
 
 class BinMethod(StrEnum):
-    """How `capacity` fills its bins."""
+    """Bin-packing algorithm of the policy `capacity`."""
 
     FIRST_FIT_DECREASING = "first_fit_decreasing"
     BEST_FIT_DECREASING = "best_fit_decreasing"
@@ -24,7 +26,7 @@ class BinMethod(StrEnum):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether documents are placed in arrival order."""
+        """Whether documents are placed in the order in which they arrive."""
         return self in (BinMethod.NEXT_FIT, BinMethod.BEST_FIT)
 
     @property
@@ -34,7 +36,7 @@ class BinMethod(StrEnum):
 
 
 GROUPED_BY_LENGTH = "group_by_length_padding"
-"""The method that takes documents of similar length together, within 50 steps at a time."""
+"""The method that sorts the documents of 50 steps by length and groups neighbours."""
 _BIN_METHODS = {
     "multipack_posid": BinMethod.FIRST_FIT_DECREASING,
     "multipack_bfd_posid": BinMethod.BEST_FIT_DECREASING,
@@ -49,20 +51,25 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "fixed_length_posid": {"policy": "original", "window_cut": "anywhere", "layout": "separate"},
     **{name: {"policy": "capacity", "layout": "separate"} for name in _BIN_METHODS},
 }
+"""[packing] keys that each method sets, by the method's name."""
 
 
 def bin_method_of(method: str) -> BinMethod:
-    """How bins are filled; best fit decreasing without a method that says how."""
+    """Return the bin-packing algorithm of a method; best fit decreasing if it names none."""
     return _BIN_METHODS.get(method, BinMethod.BEST_FIT_DECREASING)
 
 
 def kept_method(method: str, policy: str) -> str:
-    """`method`, which decides bins and grouping too, if it is one of `policy`; else ""."""
+    """Return `method` if it belongs to `policy`, otherwise ""."""
     return method if keys_of(method).get("policy") == policy else ""
 
 
 def keys_of(method: str) -> Mapping[str, Any]:
-    """Return the [packing] keys of a method, none for ""; UserError listing the known methods."""
+    """Return the [packing] keys that a method sets, by name; none for "".
+
+    Raises:
+        UserError: If the method is unknown. The message lists the known ones.
+    """
     if not method:
         return {}
     if method not in METHODS:

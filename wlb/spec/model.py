@@ -1,4 +1,9 @@
-"""The [model] section: shapes and parts of a decoder (LLaMA, Mistral, Qwen, Gemma, hybrids)."""
+"""Section [model]: the shapes and parts of a decoder.
+
+The defaults describe a LLaMA decoder. Further keys switch on parts of Mistral, Qwen, Gemma and
+OLMoE, experts, and linear layers. Cost and memory estimates take parameter counts and layer kinds
+from here.
+"""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -13,14 +18,14 @@ from wlb.spec.linear import LinearSpec
 
 
 class Activation(StrEnum):
-    """What the MLP's gate goes through: SiLU (SwiGLU), or GELU's tanh approximation (GeGLU)."""
+    """Activation function of the gated MLP: SiLU (SwiGLU) or the tanh form of GELU (GeGLU)."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
 
 
 class RopeKind(StrEnum):
-    """How RoPE's frequencies are scaled: as Llama 3 does; all by the factor; YaRN."""
+    """Rule that scales RoPE frequencies: Llama 3's, all by the same factor, or YaRN."""
 
     LLAMA3 = "llama3"
     LINEAR = "linear"
@@ -29,22 +34,28 @@ class RopeKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """Scaling of RoPE's frequencies for longer texts; off while factor is 1."""
+    """Section [model.rope_scaling]: scaling of RoPE frequencies for longer contexts."""
 
-    kind: RopeKind = key(RopeKind.LLAMA3, "what scales the frequencies; off while factor is 1")
+    kind: RopeKind = key(
+        RopeKind.LLAMA3, "how RoPE frequencies are scaled; no effect while factor is 1"
+    )
     factor: float = key(
-        1.0, "context length relative to the length in pre-training; 1 = off", above=0, at_most=1e6
+        1.0, "context length divided by the length in pre-training; 1 = off", above=0, at_most=1e6
     )
     turns: tuple[float, ...] = key(
         (),
-        "llama3, yarn: channel pairs that turn less often than the first number in "
-        "original_context are scaled by the whole factor, those that turn more often than the "
-        "second not at all; empty = 1 and 4 for llama3, 1 and 32 for yarn",
+        "llama3 and yarn: two numbers of turns within original_context; channel pairs with fewer "
+        "turns than the first are scaled by the whole factor, pairs with more turns than the "
+        "second are not scaled, and pairs between them in part; empty = 1 and 4 for llama3, 1 and "
+        "32 for yarn",
         above=0,
         at_most=1e9,
     )
     attention_factor: float = key(
-        0.0, "yarn: factor of Q and K; 0 = 0.1 ln(factor) + 1", at_least=0, at_most=1000
+        0.0,
+        "yarn: factor by which Q and K are multiplied; 0 = 0.1 ln(factor) + 1",
+        at_least=0,
+        at_most=1000,
     )
     original_context: int = key(
         8192, "context length in pre-training", unit="tokens", at_least=1, at_most=2**40
@@ -52,24 +63,26 @@ class RopeScaling:
 
     @property
     def is_on(self) -> bool:
+        """Whether frequencies are scaled."""
         return self.factor != 1.0
 
     @property
     def score_factor(self) -> float:
-        """A factor of attention's scores: YaRN's of Q times that of K."""
+        """Factor of attention scores: 1, or YaRN's attention_factor of Q times the one of K."""
         if self.kind != RopeKind.YARN or not self.is_on:
             return 1.0
         return (self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0) ** 2
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Turns in the original context below which pairs are scaled whole, and above which not."""
+        """Both numbers of `turns`, with the kind's defaults where `turns` is empty."""
         if not self.turns:
             return (1.0, 32.0) if self.kind == RopeKind.YARN else (1.0, 4.0)
         low, high = self.turns
         return low, high
 
     def check(self) -> None:
+        """Raise UserError if `turns` is not empty and not two increasing numbers."""
         if not self.turns:
             return
         if len(self.turns) != 2 or not 0 < self.turns[0] < self.turns[1]:
@@ -80,25 +93,25 @@ class RopeScaling:
 
 
 class LayerKind(NamedTuple):
-    """The layers of a model that are of one kind."""
+    """A kind of decoder layer, and how many layers of a model are of this kind."""
 
-    model: "ModelSpec"  # a model that has such layers alone
-    has_experts: bool  # instead of an MLP
-    is_linear: bool  # a gated delta net instead of attention
-    layers: int  # of the whole model that are of this kind
+    model: "ModelSpec"  # the same model with all its layers of this kind
+    has_experts: bool  # whether the layers have experts instead of an MLP
+    is_linear: bool  # whether the layers have a gated delta net instead of attention
+    layers: int  # number of layers of this kind in the whole model
 
     @property
     def share(self) -> float:
-        """Of all layers."""
+        """Layers of this kind as a share of the model's layers."""
         return self.layers / self.model.num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A LLaMA decoder: RMSNorm, RoPE, SwiGLU, grouped-query attention; keys add parts of others."""
+    """Section [model]: a LLaMA decoder, to which keys add parts of other models."""
 
     vocab_size: int = key(
-        0, "vocabulary size; 0 = that of the token store", unit="tokens", at_least=0, at_most=2**27
+        0, "vocabulary size; 0 = the token store's", unit="tokens", at_least=0, at_most=2**27
     )
     hidden_size: int = key(512, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = key(8, "decoder layers", at_least=1, at_most=10_000)
@@ -108,65 +121,74 @@ class ModelSpec:
         0, "size of an attention head; 0 = hidden_size / num_heads", at_least=0, at_most=65_536
     )
     ffn_hidden_size: int = key(1408, "hidden size of the gated MLP", at_least=1, at_most=2**24)
-    activation: Activation = key(Activation.SILU, "what the MLP's gate goes through")
-    qkv_bias: bool = key(False, "projections to Q, K and V have biases (Qwen2)")
-    qk_norm: bool = key(False, "each head of Q and K goes through an RMSNorm before RoPE (Qwen3)")
+    activation: Activation = key(
+        Activation.SILU, "activation of the gated MLP: silu = SwiGLU; gelu_tanh = GeGLU"
+    )
+    qkv_bias: bool = key(False, "the Q, K and V projections have biases (Qwen2)")
+    qk_norm: bool = key(False, "apply an RMSNorm to each head of Q and K before RoPE (Qwen3)")
     attention_gate: bool = key(
         False,
-        "attention's output is multiplied by the sigmoid of a gate, which the query projection "
-        "gives beside each head of Q (Qwen3-Next)",
+        "the query projection also computes a gate for every channel, and attention's output is "
+        "multiplied by the gate's sigmoid (Qwen3-Next)",
     )
     qk_norm_rows: bool = key(
-        False, "rows of Q and K, all heads together, go through an RMSNorm before RoPE (OLMoE)"
+        False,
+        "apply one RMSNorm to all heads of a token's Q together, and one to its K, before RoPE "
+        "(OLMoE)",
     )
     query_scale_size: int = key(
         0,
-        "attention's scores are divided by the square root of this; 0 = the size of a head",
+        "attention scores are divided by the square root of this number; 0 = the head size",
         at_least=0,
         at_most=2**20,
     )
     branch_norms: bool = key(
-        False, "attention and MLP go through another RMSNorm before they are added (Gemma)"
+        False,
+        "apply a second RMSNorm to the outputs of attention and MLP, before they are added to the "
+        "residual stream (Gemma)",
     )
-    zero_centred_norms: bool = key(False, "RMSNorm multiplies by 1 + its weight (Gemma)")
+    zero_centred_norms: bool = key(False, "RMSNorm multiplies by 1 + weight (Gemma)")
     scaled_embeddings: bool = key(
         False, "embeddings are multiplied by the square root of hidden_size (Gemma)"
     )
     sliding_window: int = key(
         0,
-        "keys that a query sees in layers whose window slides, its own included; 0 = all keys in "
-        "all layers",
+        "sliding-window layers: number of latest keys that a query attends to, with its own; 0 = "
+        "every layer attends to all keys",
         unit="tokens",
         at_least=0,
         at_most=2**40,
     )
     full_every: int = key(
         0,
-        "with sliding_window or model.linear: each n-th layer sees all keys (Gemma 2: 2, Gemma 3: "
-        "6, Qwen3-Next: 4); 0 = none",
+        "with sliding_window or model.linear: every n-th layer attends to all keys (Gemma 2: 2, "
+        "Gemma 3: 6, Qwen3-Next: 4); 0 = no layer",
         at_least=0,
         at_most=10_000,
     )
     full_first: int = key(
         0,
-        "with sliding_window: so many first layers see all keys (Qwen2's max_window_layers)",
+        "with sliding_window: number of first layers that attend to all keys (Qwen2's "
+        "max_window_layers)",
         at_least=0,
         at_most=10_000,
     )
     attention_softcap: float = key(
         0.0,
-        "attention's scores s become this * tanh(s / this); 0 = they stay",
+        "soft cap of attention scores: a score s becomes cap * tanh(s / cap); 0 = off",
         at_least=0,
         at_most=1e9,
     )
     logit_softcap: float = key(
         0.0,
-        "the head's logits s become this * tanh(s / this); 0 = they stay",
+        "soft cap of the output logits: a logit s becomes cap * tanh(s / cap); 0 = off",
         at_least=0,
         at_most=1e9,
     )
     tied_embeddings: bool = key(
-        False, "the head is the embedding; with pipeline stages both ends add their gradients"
+        False,
+        "the output head uses the embedding's weight; with pipeline stages the first and the last "
+        "stage add up their gradients of it",
     )
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", above=0, at_most=1)
     init_std: float = key(
@@ -175,14 +197,14 @@ class ModelSpec:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0, at_most=1e15)
     rotary_share: float = key(
         1.0,
-        "share of a head's channels, the first ones, that RoPE rotates (Qwen3-Next: 0.25)",
+        "share of each head's channels that RoPE rotates, from the first on (Qwen3-Next: 0.25)",
         above=0,
         at_most=1,
     )
     sliding_rope_theta: float = key(
         0.0,
-        "base of the rotary frequencies in layers whose window slides, which are not scaled "
-        "(Gemma 3); 0 = as in the others",
+        "base of the rotary frequencies in sliding-window layers, to which rope_scaling then does "
+        "not apply (Gemma 3); 0 = rope_theta, scaled as in other layers",
         at_least=0,
         at_most=1e15,
     )
@@ -191,79 +213,90 @@ class ModelSpec:
     experts: ExpertsSpec = field(default_factory=ExpertsSpec)
 
     def with_kv_copies(self, tp: int) -> "ModelSpec":
-        """The model that `tp` TP ranks compute together. Where it has fewer KV heads than they are,
-        each rank has a copy of one, so this model has `tp` of them; otherwise it is this model.
-        What a rank computes, keeps and exchanges is 1 / tp of it.
+        """Return the model of which each of `tp` TP ranks computes exactly 1 / tp.
+
+        If there are fewer KV heads than TP ranks, several ranks have a copy of one KV head. The
+        returned model counts every copy, so it has `tp` KV heads. Otherwise it is this model.
         """
         return self if tp <= self.num_kv_heads else replace(self, num_kv_heads=tp)
 
     def kv_copies(self, tp: int) -> int:
-        """TP ranks that hold the same KV head."""
+        """Return the number of TP ranks that have a copy of the same KV head."""
         return max(1, tp // self.num_kv_heads)
 
     @property
     def kv_dim(self) -> int:
+        """Columns of K, or of V: all KV heads together."""
         return self.num_kv_heads * self.head_size
 
     @property
     def q_dim(self) -> int:
+        """Columns of Q: all query heads together."""
         return self.num_heads * self.head_size
 
     @property
     def head_size(self) -> int:
+        """Channels of an attention head."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def rotated_size(self) -> int:
-        """Channels of a head that RoPE rotates, an even number."""
+        """Channels of a head that RoPE rotates, rounded to an even number."""
         return round(self.head_size * self.rotary_share / 2) * 2
 
     def slides(self, layer: int) -> bool:
-        """Whether a query of this layer sees the latest `sliding_window` keys alone."""
+        """Return whether layer `layer` has a sliding window."""
         is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
         return self.sliding_window > 0 and layer >= self.full_first and not is_full
 
     def is_linear(self, layer: int) -> bool:
-        """Whether this layer has a gated delta net instead of attention."""
+        """Return whether layer `layer` has a gated delta net instead of attention."""
         is_full = self.full_every > 0 and (layer + 1) % self.full_every == 0
         return self.linear.num_value_heads > 0 and not is_full
 
     @property
     def num_linear_layers(self) -> int:
+        """Number of layers with a gated delta net instead of attention."""
         return sum(map(self.is_linear, range(self.num_layers)))
 
     @property
     def attention_share(self) -> float:
-        """Layers with attention over all."""
+        """Share of the layers that have attention; the others are linear."""
         return 1.0 - self.num_linear_layers / self.num_layers
 
     def sees_all(self, layer: int) -> bool:
-        """Whether a query of this layer sees all keys before it."""
+        """Return whether queries of layer `layer` attend to all earlier keys."""
         return not self.slides(layer) and not self.is_linear(layer)
 
     @property
     def num_full_layers(self) -> int:
-        """Layers whose queries see all keys before them."""
+        """Number of layers whose queries attend to all earlier keys."""
         return self.num_layers - self.num_sliding_layers - self.num_linear_layers
 
     @property
     def num_sliding_layers(self) -> int:
+        """Number of layers with a sliding window."""
         return sum(map(self.slides, range(self.num_layers)))
 
     def query_factor(self, *, slides: bool = False) -> float:
-        """What a layer's queries are multiplied with before attention, whose scores are over
-        sqrt(head size). slides: its window does.
+        """Return the factor by which a layer's queries are multiplied before attention.
+
+        Kernels divide scores by sqrt(head_size). The factor adds query_scale_size and YaRN to that.
+
+        Args:
+            slides: Whether the layer has a sliding window.
         """
         is_scaled = not (slides and self.sliding_rope_theta)
         factor = self.rope_scaling.score_factor if is_scaled else 1.0
         return factor * math.sqrt(self.head_size / (self.query_scale_size or self.head_size))
 
     def has_experts(self, layer: int) -> bool:
-        """Whether this layer has experts instead of an MLP."""
+        """Return whether layer `layer` has experts instead of an MLP."""
         return self.experts.num > 0 and self.experts.are_in(layer)
 
     @property
     def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
         experts, layers = self.experts, range(self.num_layers)
         if not experts.num:
             return 0
@@ -272,31 +305,31 @@ class ModelSpec:
 
     @property
     def layer_kinds(self) -> "tuple[LayerKind, ...]":
-        """Layers with experts before those with an MLP, and of both those with attention before
-        linear ones; one entry if all layers are alike.
+        """Layers grouped by kind; a single entry if all layers are alike.
+
+        Kinds with experts come first. Among them, and among the others, attention comes before
+        linear layers.
         """
         return _layer_kinds(self)
 
     @property
     def is_all_linear(self) -> bool:
-        """Whether no layer has attention, as in the model of a `LayerKind`."""
+        """Whether every layer is linear, as in `LayerKind.model` of linear layers."""
         return self.linear.num_value_heads > 0 and not self.full_every
 
     @property
     def active_ffn_size(self) -> int:
-        """Hidden size of the MLPs that compute a token in a layer: of its experts, if there are
-        any.
-        """
+        """Summed hidden size of the MLPs or experts that process a token in a layer."""
         return self.experts.active_hidden_size if self.experts.num else self.ffn_hidden_size
 
     @property
     def padded_vocab_size(self) -> int:
-        """Vocabulary size rounded up to a multiple of 256, independent of tp."""
+        """Vocabulary size rounded up to a multiple of 256, whatever the TP degree."""
         return -(-self.vocab_size // 256) * 256
 
     @property
     def num_layer_parameters(self) -> int:
-        """Parameters of a layer, where all are alike (`layer_kinds`)."""
+        """Parameters of one layer of a model whose layers are alike (`LayerKind.model`)."""
         mlp = 3 * self.hidden_size * self.ffn_hidden_size
         if self.experts.num:
             mlp = self.experts.parameters_of(self.hidden_size)
@@ -310,7 +343,7 @@ class ModelSpec:
 
     @property
     def num_layer_norm_parameters(self) -> int:
-        """Of a layer's norms, which tensor parallelism does not divide."""
+        """Parameters of a layer's norms, which tensor parallelism does not divide."""
         rows = self.norms_per_layer * self.hidden_size
         if self.is_all_linear:
             return rows + self.linear.value_head_dim
@@ -320,21 +353,22 @@ class ModelSpec:
 
     @property
     def norms_keys(self) -> bool:
-        """Whether Q and K are normalised, by head or by row."""
+        """Whether Q and K have a norm, of each head or of all heads together."""
         return self.qk_norm or self.qk_norm_rows
 
     @property
     def norm_width(self) -> int:
-        """Columns of the widest rows that a norm takes."""
+        """Width of the widest row that a norm of the model reads, in channels."""
         return max(self.hidden_size, self.q_dim * self.qk_norm_rows)
 
     @property
     def norms_per_layer(self) -> int:
-        """Norms of rows in a layer."""
+        """Number of norms in a layer that read rows of hidden_size channels."""
         return 4 if self.branch_norms else 2
 
     @property
     def num_parameters(self) -> int:
+        """Parameters of the whole model, with the padded vocabulary."""
         ends = (2 - self.tied_embeddings) * self.padded_vocab_size * self.hidden_size
         ends += self.hidden_size
         kinds = self.layer_kinds
@@ -342,7 +376,7 @@ class ModelSpec:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that compute a token: without those of experts that it does not choose."""
+        """Parameters that process one token: all but the experts that it does not choose."""
         experts = self.experts
         idle = (experts.num - experts.per_token) * 3 * self.hidden_size * experts.hidden_size
         return self.num_parameters - self.num_expert_layers * idle
@@ -375,13 +409,13 @@ class ModelSpec:
         if (self.full_every or self.full_first) and not has_others:
             raise UserError(
                 f"model.full_every = {self.full_every} and model.full_first = {self.full_first} "
-                f"say which layers see all keys, but with model.sliding_window = 0 and "
+                f"say which layers attend to all keys, but with model.sliding_window = 0 and "
                 f"model.linear.num_value_heads = 0 all of them do; leave them out"
             )
         if self.sliding_rope_theta and not self.sliding_window:
             raise UserError(
-                f"model.sliding_rope_theta = {self.sliding_rope_theta}, but no layer slides: "
-                f"model.sliding_window = 0"
+                f"model.sliding_rope_theta = {self.sliding_rope_theta} is for sliding-window "
+                f"layers, but model.sliding_window = 0; set one of them"
             )
         if self.sliding_window and not self.num_sliding_layers:
             raise UserError(
@@ -425,12 +459,13 @@ class ModelSpec:
             )
         if not 1 < self.full_every <= self.num_layers:
             raise UserError(
-                f"model.full_every = {self.full_every} with model.linear: it says which layers "
-                f"have attention, of which a model needs some, and linear layers beside them; use "
-                f"2 to model.num_layers = {self.num_layers} (Qwen3-Next: 4)"
+                f"model.full_every = {self.full_every} with model.linear: every n-th layer has "
+                f"attention and the others are linear, and a model needs both kinds; use 2 to "
+                f"model.num_layers = {self.num_layers} (Qwen3-Next: 4)"
             )
 
     def check(self) -> None:
+        """Raise UserError for the first setting of the model that cannot work."""
         check_declared(self, prefix="model.")
         self.rope_scaling.check()
         self.experts.check(self.hidden_size)
@@ -441,11 +476,12 @@ class ModelSpec:
         if self.qk_norm and self.qk_norm_rows:
             raise UserError(
                 "model.qk_norm = true and model.qk_norm_rows = true: Q and K have one norm each, "
-                "of heads or of rows; set one of them to false"
+                "of every head or of all heads together; set one of them to false"
             )
         if self.experts.num and self.activation != Activation.SILU:
             raise UserError(
-                f"model.activation = {self.activation} is not built for model.experts; use silu"
+                f"model.activation = {self.activation} is not supported with model.experts; use "
+                f"silu"
             )
         if self.rope_scaling.kind == RopeKind.YARN and self.rope_theta <= 1:
             raise UserError(
@@ -461,6 +497,7 @@ def _layer_kinds(model: ModelSpec) -> tuple[LayerKind, ...]:
         return (LayerKind(model, *found[0], len(found)),)
     kinds: list[LayerKind] = []
     for has_experts, is_linear in sorted(set(found), key=lambda kind: (not kind[0], kind[1])):
+        # Build a model whose layers are all of this kind, so that costs read one layer from it.
         alone = model
         if model.linear.num_value_heads:
             linear = model.linear if is_linear else LinearSpec()

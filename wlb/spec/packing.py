@@ -1,4 +1,7 @@
-"""The [packing] section: policies and their options, in context windows and global batches."""
+"""Section [packing]: packing policies and their options.
+
+Lengths are given in context windows and global batches, so that they fit every window.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +13,7 @@ from wlb.spec.methods import GROUPED_BY_LENGTH, BinMethod, bin_method_of, keys_o
 
 
 class Policy(StrEnum):
-    """Packing policies that a run can train with (`wlb.packing` has a file for each)."""
+    """Rule that groups documents into micro-batches. `wlb.packing` has a file for each."""
 
     ORIGINAL = "original"
     FIXED = "fixed"
@@ -21,11 +24,11 @@ class Policy(StrEnum):
 
 
 METHOD_POLICIES = (Policy.ORIGINAL, Policy.CAPACITY, Policy.EXAMPLES)
-"""Policies that support every layout; fine-tuning methods use these."""
+"""Policies that support every `packing.layout`. Fine-tuning methods use only these."""
 
 
 class WindowCut(StrEnum):
-    """Documents that may be cut at the end of a window (original)."""
+    """Which documents the policy `original` may cut at the end of a window."""
 
     ANYWHERE = "anywhere"
     SHORT = "short"
@@ -33,6 +36,8 @@ class WindowCut(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingSection:
+    """Section [packing]. Help names in parentheses the policies that a key is for."""
+
     method: str = key(
         "",
         "grouping method for packed fine-tuning (wlb/spec/methods.py), which sets policy, "
@@ -44,94 +49,97 @@ class PackingSection:
     )
     policy: Policy = key(
         Policy.VAR_LEN,
-        "original = Plain-4D; fixed = greedy packing in windows; var_len = Algorithm 1; bounded"
-        " = wlb's own, with caps on delay and memory; capacity = bin packing by tokens; "
-        "examples = a fixed number of documents",
+        "rule that groups documents into micro-batches: original = fill windows in order and cut "
+        "documents at their ends (window_cut); fixed = balance windows greedily by work; var_len = "
+        "the paper's Algorithm 1; bounded = wlb's own, with caps on delay and memory; capacity = "
+        "bin packing by tokens; examples = a fixed number of documents",
     )
     num_micro_batches: int = key(
         0,
-        "M: micro-batches per global batch (var_len, bounded); more of them shorten pipeline "
-        "bubbles, until the longest document takes too long; 0 = N",
+        "M: micro-batches per step over all pipelines (var_len, bounded); more of them shorten "
+        "pipeline bubbles, as long as the longest document does not outlast a mean micro-batch; 0 "
+        "= N",
         at_least=0,
         at_most=2**17,
     )
     s_max: float = key(
         1.5,
-        "S_max: longest micro-batch (var_len, bounded); 0 = the longest that fits the device "
-        "memory, at most 2 windows, with step_tokens lowered to fit",
+        "S_max: longest micro-batch (var_len, bounded); 0 = the longest that fits the device's "
+        "memory, at most 2 windows; step_tokens is lowered to fit too",
         unit="context windows",
         at_least=0,
         at_most=1000,
     )
     step_tokens: float = key(
         0.0,
-        "T: most tokens per step (var_len, bounded); 0 = only S_max limits it; where steps vary"
-        " much in tokens (1.5 or 0), training.loss_normalizer = constant weighs labels equally",
+        "T: most tokens per step (var_len, bounded); 0 = limited by S_max only; if steps may vary "
+        "much in tokens (1.5 or 0), training.loss_normalizer = constant weighs labels equally",
         unit="global batches",
         at_least=0,
         at_most=1000,
     )
     memory_gib: float = key(
         0.0,
-        "GPU memory: s_max and step_tokens are lowered until the memory estimate fits it "
-        "(var_len, bounded); 0 = use them as given",
+        "GPU memory for plans: s_max and step_tokens are lowered until the memory estimate fits "
+        "it (var_len, bounded); 0 = use them as given",
         unit="GiB",
         at_least=0,
         at_most=1e6,
     )
     queue_thresholds: tuple[float, ...] = key(
         (0.2, 0.63),
-        "L_i: shortest document of each outlier queue (var_len)",
+        "L_i: length of the shortest document in each outlier queue (var_len)",
         unit="context windows",
         above=0,
         at_most=1,
     )
     hold: int = key(
         0,
-        "every outlier document waits exactly this many steps, to study what delay does to "
-        "training (var_len); 0 = a queue is released when it holds M documents",
+        "delay every outlier document by exactly this many steps, to study what delay does to "
+        "training (var_len); 0 = release a queue when it has M documents",
         unit="steps",
         at_least=0,
         at_most=10**6,
     )
     max_delay: int = key(
         10,
-        "D: most steps that a document is delayed, as far as step_tokens permits (bounded)",
+        "D: most steps by which a document is delayed, as far as step_tokens permits (bounded)",
         unit="steps",
         at_least=1,
         at_most=10**6,
     )
     delay_price: float = key(
         0.0,
-        "price of delaying a global batch by one step (bounded); 0 = 0.15 / sqrt(N), "
-        "0.1 / sqrt(N) with a price_range",
+        "price of delaying a global batch by one step, weighed against imbalance (bounded); 0 = "
+        "0.15 / sqrt(N), or 0.1 / sqrt(N) with a price_range",
         unit="micro-batch times",
         at_least=0,
         at_most=1e9,
     )
     price_range: tuple[float, ...] = key(
         (1.0, 1.0),
-        "balance holds if attention costs between these factors times its price, as in forward "
-        "passes and where the kernel profile is wrong, say 0.7 1.6; a wider range holds documents "
-        "back for longer, 1.0 1.0 = at the price only (bounded, var_len)",
+        "micro-batches stay balanced while attention costs between these two factors times its "
+        "price, because attention's share differs in forward passes and the kernel profile may be "
+        "wrong; try [0.7, 1.6]; a wider range delays documents longer; [1.0, 1.0] = balance at the "
+        "price only (bounded, var_len)",
         above=0,
         at_most=1e6,
     )
     window_batches: int = key(
         1,
-        "W: batches packed together (fixed, capacity)",
+        "W: global batches packed together (fixed, capacity)",
         unit="global batches",
         at_least=1,
         at_most=10**6,
     )
     window_cut: WindowCut = key(
         WindowCut.ANYWHERE,
-        "documents that are cut at the end of a window (original and the baseline): anywhere = "
-        "any document; short = only short ones",
+        "which documents are cut at the end of a window (original and the usual loader of "
+        "planner.baseline): anywhere = any document; short = mostly those of at most C / 8 tokens",
     )
     bin_windows: int = key(
         1,
-        "size of a bin; bs in the paper's flat micro-batches (capacity)",
+        "size of a bin, which is a micro-batch (capacity)",
         unit="windows",
         at_least=1,
         at_most=10_000,
@@ -139,28 +147,36 @@ class PackingSection:
     examples: int = key(4, "documents per micro-batch (examples)", at_least=1, at_most=10**6)
     layout: Layout = key(
         Layout.SEPARATE,
-        "separate = documents attend only to themselves; padded = likewise, each padded to the "
-        "longest of its micro-batch; joined = documents attend to all before them, and "
-        "boundaries are trained (padded and joined: original, capacity, examples)",
+        "separate = documents attend only to themselves; padded = the same, but each is padded to "
+        "the longest of its micro-batch; joined = documents also attend to those before them in "
+        "the micro-batch, and the first token of a document is predicted from the one before it "
+        "(padded and joined: original, capacity, examples)",
     )
 
     @property
     def bin_method(self) -> BinMethod:
-        """How `capacity` fills its bins, which packing.method chooses."""
+        """Bin-packing algorithm of `capacity`, chosen by packing.method."""
         return bin_method_of(self.method)
 
     @property
     def groups_by_length(self) -> bool:
-        """Whether `examples` takes documents of similar length together."""
+        """Whether `examples` groups documents of similar length."""
         return self.method == GROUPED_BY_LENGTH
 
     @property
     def ungrouped(self) -> "PackingSection":
-        """Without method and packs and with separate documents, as balancing policies require."""
+        """This section without method and packs and with separate documents.
+
+        Balancing policies require that.
+        """
         return replace(self, method="", packs="", layout=Layout.SEPARATE)
 
     def check(self, window: int) -> None:
-        """UserError for settings that no packer can use; window: context window in tokens."""
+        """Raise UserError for settings that no packer can use.
+
+        Args:
+            window: Context window in tokens.
+        """
         check_declared(self, prefix="packing.")
         self._check_method()
         if not (self.s_max >= 1.0 or self.takes_s_max_from_memory):
@@ -175,7 +191,7 @@ class PackingSection:
         if self.step_tokens and not self.step_tokens > 1.0:
             raise UserError(
                 f"packing.step_tokens = {self.step_tokens} must be above 1 global batch (or 0 for "
-                f"no cap), or delayed documents could never be caught up with"
+                f"no cap), or no step would have room for delayed documents"
             )
         if self.layout != Layout.SEPARATE and self.policy not in METHOD_POLICIES:
             raise UserError(
@@ -225,20 +241,27 @@ class PackingSection:
 
     @property
     def takes_s_max_from_memory(self) -> bool:
-        """Whether `wlb.packing.with_s_max` still has to fill in S_max."""
+        """Whether S_max is derived from memory and `wlb.packing.with_s_max` must fill it in."""
         return self.s_max == 0
 
     def s_max_tokens(self, window: int) -> int:
+        """Return S_max in tokens for a context window of `window` tokens."""
         if self.takes_s_max_from_memory:
             raise UserError(
                 "packing.s_max = 0 derives S_max from device memory, which is not known here; give "
                 "packing.s_max in context windows"
             )
+        # Round first: in floating point, 1.15 * 100 is 114.99999999999999.
         return math.floor(round(self.s_max * window, 6))
 
     def step_tokens_of(self, tokens_per_step: int) -> int | None:
-        """T in tokens, or None without a cap; tokens_per_step: N x C."""
+        """Return T in tokens, or None if there is no cap.
+
+        Args:
+            tokens_per_step: Tokens of a global batch, N x C.
+        """
         return math.floor(round(self.step_tokens * tokens_per_step, 6)) or None
 
     def thresholds_tokens(self, window: int) -> tuple[int, ...]:
+        """Return L_i in tokens for a context window of `window` tokens."""
         return tuple(math.ceil(round(t * window, 6)) for t in self.queue_thresholds)

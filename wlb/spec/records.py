@@ -1,4 +1,4 @@
-"""Sections about the records of a run: evaluations, checkpoints, telemetry."""
+"""Sections [eval], [checkpoint] and [telemetry]: what a run measures and saves."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,8 @@ from wlb.spec.keys import key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
+    """Section [eval]: evaluation on held-out documents."""
+
     interval: int = key(
         0,
         "steps between evaluations; 0 = only at the start and the end",
@@ -16,8 +18,8 @@ class EvalSection:
     )
     interval_tokens: int = key(
         0,
-        "document tokens trained between evaluations, instead of interval: compares packing "
-        "policies at equal tokens where their steps differ in tokens; 0 = by steps",
+        "document tokens trained between evaluations, used instead of interval to compare packing "
+        "policies whose steps differ in tokens; 0 = use interval",
         unit="tokens",
         at_least=0,
         at_most=2**62,
@@ -33,50 +35,54 @@ class EvalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
+    """Section [checkpoint]: when checkpoints are written and which are kept."""
+
     interval: int = key(
         0, "steps between checkpoints; 0 = only at the end", unit="steps", at_least=0, at_most=10**9
     )
     keep: int = key(
         2,
-        "number of checkpoints that are kept; older ones are removed once a new one is complete, "
-        "so that the disk needs room for one more",
+        "number of checkpoints to keep; the oldest is removed only when a new one is complete, so "
+        "the disk needs space for one more",
         at_least=1,
         at_most=10**6,
     )
     init_from: str = key(
         "",
-        "folder of a checkpoint, or of a run (its newest), whose weights a new run starts from;"
-        " optimiser, steps and data start anew; empty = random weights",
+        "folder of a checkpoint, or of a run for its newest checkpoint, from which a new run takes "
+        "its initial weights; optimiser, steps and data start anew; empty = random weights",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySection:
+    """Section [telemetry]: records of a run besides its metrics."""
+
     ledger: bool = key(
         False,
-        "write the tokens that every step trained to ledger.jsonl (about 20 bytes per piece of "
-        "a document), from which wlb.train.telemetry.ledger proves that none was lost or "
-        "repeated",
+        "write to ledger.jsonl which tokens every step trained (about 20 bytes per piece of a "
+        "document), so that wlb.train.telemetry.ledger can prove that none was lost or repeated",
     )
     warmup_steps: int = key(
         3,
-        "first steps after a start, which the summary and --calibrate leave out",
+        "number of steps after each start that the summary and --calibrate leave out",
         unit="steps",
         at_least=0,
         at_most=10**9,
     )
     trace_steps: tuple[int, ...] = key(
         (),
-        "steps, as the run's table counts them, that torch.profiler traces: traces/ in the run's "
-        "folder gets a file for Perfetto of every operator and kernel; traced steps are slower",
+        "steps, numbered as in the run's table, that torch.profiler traces; it writes every "
+        "operator and kernel to a Perfetto file in the folder traces/ of the run; traced steps are "
+        "slower",
         at_least=1,
         at_most=10**9,
     )
     snapshot_steps: tuple[int, ...] = key(
         (),
-        "steps, as the run's table counts them, after which every rank writes a snapshot of its "
-        "GPU's memory to memory/ in the run's folder; with any, also where an allocation on a GPU "
-        "fails; on CUDA only",
+        "steps, numbered as in the run's table, after which every rank writes a snapshot of its "
+        "GPU's memory to the folder memory/ of the run; if any step is given, a snapshot is also "
+        "written when an allocation fails; CUDA only",
         at_least=1,
         at_most=10**9,
     )

@@ -1,6 +1,8 @@
-"""RunSpec: the whole configuration of a run, from one TOML file plus `--set section.key=value`.
+"""`RunSpec`, the whole configuration of a run, and most of its sections.
 
-`wlb.spec.check` refuses values that would fail later, before any rank starts.
+A run is described by one TOML file plus `--set section.key=value` options. `wlb.spec.load` reads
+them, and `wlb.spec.check` refuses before any rank starts what would fail later. Values that follow
+from several keys, such as the layers of each stage, are properties of `RunSpec`.
 """
 
 import math
@@ -21,13 +23,17 @@ from wlb.spec.training import LossNormalizer, TrainingSection
 
 
 class Schedule(StrEnum):
+    """Order of forward and backward passes on the ranks of a pipeline."""
+
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED_1F1B = "interleaved_1f1b"
     INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
 
     def takes(self, num_micro_batches: int, pp: int) -> bool:
-        """Whether torch can schedule this many micro-batches per pipeline: 1F1B takes pp or more,
-        interleaved schedules take rounds of equal size.
+        """Return whether torch's schedule works with this many micro-batches per pipeline.
+
+        1F1B needs at least pp of them. Interleaved schedules process them in `num // pp` rounds
+        (at least one), which must have equally many.
         """
         if self == Schedule.ONE_F_ONE_B:
             return num_micro_batches >= pp
@@ -35,12 +41,16 @@ class Schedule(StrEnum):
 
 
 class Device(StrEnum):
+    """Kind of device that ranks use."""
+
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class AttentionBackend(StrEnum):
+    """Attention kernel that ranks call."""
+
     AUTO = "auto"
     SDPA = "sdpa"
     TORCH_VARLEN = "torch_varlen"
@@ -50,7 +60,7 @@ class AttentionBackend(StrEnum):
 
 
 class LinearBackend(StrEnum):
-    """What computes the recurrence of linear layers."""
+    """Implementation of the recurrence of linear-attention layers."""
 
     AUTO = "auto"
     TORCH = "torch"
@@ -58,7 +68,7 @@ class LinearBackend(StrEnum):
 
 
 class FusedKernels(StrEnum):
-    """Kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients."""
+    """Whether element-wise operators of layers run as fused Triton kernels."""
 
     AUTO = "auto"
     TRITON = "triton"
@@ -67,14 +77,18 @@ class FusedKernels(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
+    """Section [run]: name, folders, seed and device of a run."""
+
     name: str = key("run", "name of the run; its files go to run.output_dir/run.name")
     output_dir: str = key(
-        "runs", "folder that holds all runs, and in stores/ the token stores of data.corpus"
+        "runs",
+        "folder of all runs; its subfolder stores/ has the token stores built from data.corpus",
     )
     stop_file: str = key(
         "",
-        "the run stops when this file exists: it finishes its step, saves and exits with status"
-        " 0, as on Ctrl-C, SIGTERM or SIGUSR1; output_dir/.stop-NAME does the same for every run",
+        "the run stops when this file exists: it finishes its step, saves a checkpoint and exits "
+        "with status 0, as on Ctrl-C, SIGTERM or SIGUSR1; the file output_dir/.stop-NAME always "
+        "stops the run NAME in this way",
     )
     seed: int = key(
         0,
@@ -88,13 +102,16 @@ class RunSection:
 
     @property
     def stores_dir(self) -> Path:
-        """Folder of token stores built from data.corpus, which all runs of output_dir share."""
+        """Folder of token stores built from data.corpus; all runs in output_dir share it."""
         return Path(self.output_dir, "stores")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSpec:
-    """Degrees of the four axes; ranks are numbered TP, CP, PP, DP from the inside out."""
+    """Section [parallel]: degrees of the parallel axes.
+
+    Ranks are numbered with TP as the innermost axis, then CP, PP and DP.
+    """
 
     tp: int = key(
         1,
@@ -114,9 +131,9 @@ class ParallelSpec:
     )
     ep: int = key(
         1,
-        "expert-parallel degree: ranks of dp x cp x tp, neighbours first, that hold different "
-        "experts (model.experts) and send each other their tokens; with fsdp.shard_size ranks of "
-        "one copy of the parameters (shard_size x tp)",
+        "expert-parallel degree: number of ranks over which the experts of a layer "
+        "(model.experts) are divided; these are neighbours in dp x cp x tp, or, with "
+        "fsdp.shard_size, among the shard_size x tp ranks of one copy of the parameters",
         unit="ranks",
         at_least=1,
         at_most=65_536,
@@ -124,16 +141,21 @@ class ParallelSpec:
 
     @property
     def model_ranks(self) -> int:
+        """Ranks of one pipeline: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     @property
     def fsdp_size(self) -> int:
-        """Ranks that share a stage's gradients: dp x cp; dp = 0 counts as 1."""
+        """Ranks that reduce the gradients of a stage together: dp x cp; dp = 0 counts as 1."""
         return self.cp * max(1, self.dp)
 
     @property
-    def meeting_pipelines(self) -> int:
-        """Neighbouring pipelines whose ranks meet in layers with experts: EP groups span them."""
+    def pipelines_per_ep_group(self) -> int:
+        """Neighbouring pipelines that wait for each other in every layer with experts.
+
+        EP groups of `ep` consecutive ranks may span several pipelines, which have cp * tp ranks
+        of a stage each.
+        """
         return math.lcm(self.ep, self.cp * self.tp) // (self.cp * self.tp)
 
     @property
@@ -149,6 +171,8 @@ class ParallelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSection:
+    """Section [pp]: schedule and stages of a pipeline."""
+
     schedule: Schedule = key(Schedule.INTERLEAVED_1F1B, "order of forward and backward passes")
     virtual_stages: int = key(
         1,
@@ -159,15 +183,16 @@ class PipelineSection:
     )
     stage_layers: tuple[int, ...] = key(
         (),
-        "decoder layers of each stage, first to last, such as fewer beside the output head; "
-        "only the first and the last stage may have 0; empty = equally many",
+        "number of decoder layers of each stage, first to last; the stage with the output head, "
+        "for example, can have fewer; only the first and the last stage may have 0; empty = "
+        "equally many",
         at_least=0,
         at_most=10_000,
     )
     weight_delay: int = key(
         1,
-        "interleaved_zero_bubble: weight gradients wait this many passes times the pipeline "
-        "rank; 1 = torch's ZB1P order, more may help where attention is long",
+        "interleaved_zero_bubble: weight gradients are delayed by this many passes times the "
+        "pipeline rank; 1 = torch's ZB1P order; more may help where attention takes long",
         at_least=1,
         at_most=1000,
     )
@@ -175,30 +200,36 @@ class PipelineSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpSection:
+    """Section [cp]: overlap of the key exchange of context parallelism."""
+
     overlap_stages: int = key(
         0,
-        "attend to the keys that a CP rank holds while others' travel, in calls whose outputs are "
-        "merged: others' arrive in so many exchanges, each hidden behind attention over those "
-        "before; costs a launch a stage and copies; 1 in a node, more may pay between nodes; "
-        "0 = one call after one exchange",
+        "number of parts in which keys and values of other CP ranks arrive; a rank attends to its "
+        "own keys and to the parts that have arrived while the next part travels, and merges the "
+        "outputs; each part costs a kernel launch and copies; use 1 within a node, more may pay "
+        "between nodes; 0 = no overlap: one exchange, then one attention call",
         at_least=0,
         at_most=64,
     )
 
     @property
     def overlap(self) -> bool:
-        """Whether a rank attends to its own keys while others' travel."""
+        """Whether a CP rank attends to local keys while keys of other ranks travel."""
         return self.overlap_stages > 0
 
     @property
     def stages(self) -> int:
-        """Exchanges in which a micro-batch's keys arrive."""
+        """Number of exchanges in which the keys of a micro-batch arrive."""
         return max(1, self.overlap_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSection:
-    store: str = key("", "prefix of a .bin/.idx token store; empty = built from data.corpus")
+    """Section [data]: documents of a run, context window and global batch."""
+
+    store: str = key(
+        "", "prefix of a .bin/.idx token store; empty = a store built from data.corpus"
+    )
     blend: tuple[str, ...] = key(
         (),
         'token stores to mix, instead of data.store: a list of "PREFIX:WEIGHT" with weights as '
@@ -237,13 +268,13 @@ class DataSection:
     epochs: int = key(
         0,
         "passes over the store, or over the least-read store of a blend; 0 = as many as "
-        "training.steps take",
+        "training.steps need",
         at_least=0,
         at_most=10**6,
     )
     row_multiple: int = key(
         1,
-        "rows of a rank are padded to a multiple of this (use 128 on GPUs)",
+        "a rank's rows are padded to a multiple of this number (use 128 on GPUs)",
         unit="tokens",
         at_least=1,
         at_most=65_536,
@@ -252,20 +283,28 @@ class DataSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSection:
+    """Section [planner]: what is planned besides the steps."""
+
     baseline: bool = key(
-        True, "also predict the usual loader, which cuts the same documents wherever a window ends"
+        True,
+        "also predict the steps of the usual loader, which cuts the same documents wherever a "
+        "window ends",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSection:
-    profile: str = key("auto", "kernel profile: a name, a JSON file, or auto = by device")
+    """Section [cost]: prices of work."""
+
+    profile: str = key(
+        "auto", "kernel profile: its name, a JSON file, or auto = the one for the device"
+    )
     expert_load: float = key(
         1.0,
-        "rows of the EP rank that a micro-batch's layer waits for over the mean rank's, with which "
-        "experts' work is priced and their memory estimated; 1 = even; a run's own is in its "
-        "summary (load of ranks) and in metrics.jsonl (experts.rank); no load is in the factors of "
-        "--calibrate",
+        "expected load of the busiest EP rank in a layer: its expert rows divided by the mean "
+        "rank's; prices and memory estimates of experts are multiplied by it; 1 = even; a run's "
+        "measured load is in its summary (load of ranks) and in metrics.jsonl (experts.rank); "
+        "factors of --calibrate do not include it",
         at_least=1,
         at_most=4096,
     )
@@ -273,26 +312,29 @@ class CostSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSection:
+    """Section [kernels]: kernels that ranks call."""
+
     attention: AttentionBackend = key(
         AttentionBackend.AUTO,
         "attention kernel; auto = the fastest installed one that supports the run",
     )
     deterministic: bool = key(
         False,
-        "have a GPU's attention kernel add gradients in one order, so that the same step gives the "
-        "same bits again; takes time, and FlashAttention-2 keeps up to ceil(SMs / heads) float32 "
-        "copies of dQ; a CPU's kernel always does",
+        "add gradients in a GPU's attention kernel in a fixed order, so that repeating a step "
+        "gives the same bits; slower, and FlashAttention-2 then allocates up to ceil(SMs / heads) "
+        "float32 copies of dQ; the CPU's kernel is always deterministic",
     )
     fused: FusedKernels = key(
         FusedKernels.AUTO,
-        "Triton kernels of RoPE, SwiGLU, GeGLU, RMSNorm and the sums of gathered keys' gradients: "
-        "one pass over memory instead of up to 11; auto = on GPUs with Triton; off = plain torch",
+        "fused kernels for RoPE, SwiGLU, GeGLU, RMSNorm and sums of gathered keys' gradients: "
+        "one pass over memory instead of up to 11; auto = triton on GPUs where it is installed; "
+        "off = plain torch",
     )
     linear: LinearBackend = key(
         LinearBackend.AUTO,
-        "what computes the recurrence of linear layers (model.linear); auto = "
-        "flash_linear_attention on GPUs where that package is installed and can compute the run, "
-        "else torch, which takes many small kernels",
+        "implementation of the recurrence of linear layers (model.linear); auto = "
+        "flash_linear_attention on GPUs where that package is installed and supports the run, "
+        "otherwise torch, which launches many small kernels",
     )
 
 
@@ -324,12 +366,12 @@ class RunSpec:
 
     @property
     def num_windows(self) -> int:
-        """N: context windows of a global batch (Section 7.1: PP x DP by default)."""
+        """N, the number of context windows in a global batch (pp x dp by default, Section 7.1)."""
         return self.data.num_windows or self.parallel.pp * max(1, self.parallel.dp)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a step over all pipelines: M if packing sets it, else N."""
+        """Micro-batches of a step over all pipelines: M if [packing] sets it, otherwise N."""
         return self.packing.num_micro_batches or self.num_windows
 
     @property
@@ -339,12 +381,12 @@ class RunSpec:
 
     @property
     def s_max(self) -> int:
-        """S_max in tokens."""
+        """S_max, the longest micro-batch, in tokens."""
         return self.packing.s_max_tokens(self.data.context_window)
 
     @property
     def queue_thresholds(self) -> tuple[int, ...]:
-        """L_i in tokens."""
+        """L_i, the shortest document of each outlier queue, in tokens."""
         return self.packing.thresholds_tokens(self.data.context_window)
 
     @property
@@ -353,29 +395,33 @@ class RunSpec:
         return self.num_windows * self.data.context_window
 
     def loss_scale(self, num_targets: int) -> float:
-        """Factor of a step's summed loss. num_targets: labels of the step's global batch."""
+        """Return the factor by which the summed loss of a step is multiplied.
+
+        Args:
+            num_targets: Number of labels in the step.
+        """
         if self.training.loss_normalizer == LossNormalizer.CONSTANT:
             return 1.0 / self.tokens_per_step
         return 1.0 / max(1, num_targets)
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of parameters and optimizer state; dp = 0 counts as 1."""
+        """Ranks over which one copy of a stage's parameters is sharded; dp = 0 counts as 1."""
         return self.fsdp.shard_size or self.parallel.fsdp_size
 
     @property
     def num_stages(self) -> int:
-        """Stages of a pipeline: pp x virtual_stages."""
+        """Number of stages of a pipeline: pp x virtual_stages."""
         return self.parallel.pp * self.pp.virtual_stages
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule separates weight gradients from input gradients."""
+        """Whether the schedule computes weight gradients in passes of their own."""
         is_split = self.pp.schedule == Schedule.INTERLEAVED_ZERO_BUBBLE
         return self.parallel.pp > 1 and is_split
 
     def stages_of(self, pp_rank: int) -> range:
-        """Stages of a pipeline rank: pp_rank, pp_rank + pp, ..."""
+        """Return the stages of a pipeline rank: pp_rank, pp_rank + pp, ..."""
         return range(pp_rank, self.num_stages, self.parallel.pp)
 
     @property
@@ -386,12 +432,12 @@ class RunSpec:
 
     @property
     def stage_kind_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Number of decoder layers of each of `ModelSpec.layer_kinds` in each stage."""
+        """Number of decoder layers by kind and stage, kinds in the order of `layer_kinds`."""
         model, kinds = self.model, self.model.layer_kinds
         if len(kinds) == 1:
             return (self.stage_layers,)
         return tuple(
-            self._counted(
+            self._count_by_stage(
                 lambda i, kind=kind: (
                     (model.has_experts(i), model.is_linear(i)) == (kind.has_experts, kind.is_linear)
                 )
@@ -401,42 +447,40 @@ class RunSpec:
 
     @property
     def stage_expert_layers(self) -> tuple[int, ...]:
-        """Number of decoder layers with experts of each stage."""
+        """Number of decoder layers with experts in each stage."""
         share = self.model.num_expert_layers
         if share in (0, self.model.num_layers):
             return self.stage_layers if share else (0,) * self.num_stages
-        return self._counted(self.model.has_experts)
+        return self._count_by_stage(self.model.has_experts)
 
     @property
     def stage_other_layers(self) -> tuple[int, ...]:
-        """Number of decoder layers of each stage whose queries do not see all keys: with a sliding
-        window, or linear.
-        """
-        return self._counted(lambda layer: not self.model.sees_all(layer))
+        """Number of layers in each stage that are linear or have a sliding window."""
+        return self._count_by_stage(lambda layer: not self.model.sees_all(layer))
 
     @property
     def has_uneven_attention(self) -> bool:
-        """Whether stages have unequal shares of layers whose queries do not see all keys."""
+        """Whether the share of linear or sliding-window layers differs between stages."""
         layers, others = self.model.num_layers, self.model.num_layers - self.model.num_full_layers
         if others in (0, layers):
             return False
         counts = zip(self.stage_other_layers, self.stage_layers, strict=True)
         return any(of_stage * layers != others * all_ for of_stage, all_ in counts)
 
-    def _counted(self, is_one: Callable[[int], bool]) -> tuple[int, ...]:
+    def _count_by_stage(self, is_counted: Callable[[int], bool]) -> tuple[int, ...]:
         stages = range(self.num_stages)
-        return tuple(sum(map(is_one, self.layers_of(stage))) for stage in stages)
+        return tuple(sum(map(is_counted, self.layers_of(stage))) for stage in stages)
 
     def layers_of(self, stage: int) -> range:
-        """Decoder layers of a stage."""
+        """Return the decoder layers of a stage, counted from 0."""
         before = sum(self.stage_layers[:stage])
         return range(before, before + self.stage_layers[stage])
 
     @property
     def row_multiple(self) -> int:
-        """Rows of every rank are padded to a multiple of this."""
+        """Number to a multiple of which the rows of every rank are padded."""
         return row_multiple(self.parallel.tp, self.data.row_multiple)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return sections and keys as in TOML."""
+        """Return sections and keys as nested dicts of plain values, as in TOML."""
         return to_dict(self)

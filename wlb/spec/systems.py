@@ -1,17 +1,17 @@
-"""Systems that are compared, each as overrides of a run's settings.
+"""Systems that wlb compares, each as `--set` overrides of a run's settings.
 
-usual is what Megatron-LM and torchtitan do: their loaders cut documents wherever a window ends, and
-shard windows as Llama 3 does. It is the baseline of everything that is said about savings.
-
-The others are those of the paper's tables. plain_4d, fixed_4d and paper are Plain-4D, Fixed-4D and
-WLB-LLM of the paper (Section 7.1). The paper's Plain-4D differs from usual: its loader keeps long
-documents whole. Fixed-4D uses the better of two static shardings.
-
-wlb is this project's own system. It recomputes MLPs where memory limits packing and that is faster.
-It packs for a range of prices, because a run's GPUs may differ from the measured one
-(`experiments/beyond/system_defaults`). It takes the constant loss normalizer: with steps of up to
-1.5 global batches, a mean per step would weigh long documents' labels less (0.80 in
-`experiments/paper/fig16`, with a higher held-out loss on long documents in every seed).
+- `usual`: Megatron-LM and torchtitan. Their loaders cut documents wherever a window ends, and CP
+  shards each window as Llama 3 does. It is the baseline of all savings.
+- `plain_4d`: the paper's Plain-4D (Section 7.1). Unlike `usual`, its loader keeps long documents
+  whole.
+- `fixed_4d`: the paper's Fixed-4D, with the better of two static shardings.
+- `paper`: the paper's WLB-LLM.
+- `wlb`: this project's recommendation. It recomputes MLPs if memory limits packing and recomputing
+  is faster. It balances for a range of prices, because a run's GPUs may differ from those of the
+  profile (`experiments/beyond/system_defaults`). Its loss normalizer is constant, because its
+  steps have up to 1.5 global batches: a mean per step would weigh labels of long documents less
+  (0.80 in `experiments/paper/fig16`, with a higher held-out loss on long documents for every
+  seed).
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from wlb.plan import UserError
 from wlb.spec.keys import did_you_mean
 
-_OWN = ("packing.method=", "packing.packs=", "packing.layout=separate")
-"""Resets a grouping method of the run, which would contradict the system's policy."""
-_IN_WINDOWS = (*_OWN, "packing.num_micro_batches=0")
+_NO_METHOD = ("packing.method=", "packing.packs=", "packing.layout=separate")
+"""Overrides that remove a run's grouping method, which would contradict the system's policy."""
+_IN_WINDOWS = (*_NO_METHOD, "packing.num_micro_batches=0")
 _FIXED = ("packing.policy=fixed", *_IN_WINDOWS, "packing.window_batches=1")
 _PAPER_SHARDS = ("sharding.remainder=one_by_one",)
 _MERGED = ("sharding.remainder=merged",)
@@ -54,7 +54,7 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     ),
     "wlb": tuple(
         (
-            *_OWN,
+            *_NO_METHOD,
             "packing.policy=bounded",
             "packing.s_max=2.0",
             "packing.step_tokens=1.5",
@@ -68,14 +68,22 @@ SYSTEMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for recompute in ("none", "selective")
     ),
 }
-"""`--set` overrides of each compared system; the fastest of several alternatives counts."""
+"""Alternatives of each system except `usual`, each as a tuple of `--set` overrides.
+
+Comparisons use the fastest alternative."""
 KNOWN_SYSTEMS = (USUAL, *SYSTEMS)
 """Names of all systems."""
 
 
 def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return a system's alternatives; UserError listing known systems. planned_gib: memory of a
-    device that plans may use (`wlb.cost.planned_gib`).
+    """Return the alternatives of a system, each as `--set` overrides.
+
+    Args:
+        name: One of KNOWN_SYSTEMS.
+        planned_gib: Memory of a device that plans may use, in GiB.
+
+    Raises:
+        UserError: If the system is unknown. The message lists the known ones.
     """
     if name not in KNOWN_SYSTEMS:
         raise UserError(
@@ -89,9 +97,15 @@ def system_overrides(name: str, *, planned_gib: float) -> tuple[tuple[str, ...],
 
 
 def system_choices(text: str, *, planned_gib: float) -> tuple[tuple[str, ...], ...]:
-    """Return the alternatives of "NAME", best first, or the one of "NAME:2".
+    """Return the alternatives that `--system TEXT` names, each as `--set` overrides.
 
-    The first is faster where it leaves packing room (`wlb.packing.first_with_room` takes it then).
+    Args:
+        text: "NAME" for all alternatives, or "NAME:2" for the second only.
+        planned_gib: Memory of a device that plans may use, in GiB.
+
+    Returns:
+        Alternatives in order of preference: the first is faster if it leaves enough memory for
+        packing, which `wlb.packing.first_with_room` finds out.
     """
     name, _, number = text.partition(":")
     alternatives = system_overrides(name, planned_gib=planned_gib)

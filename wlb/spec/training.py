@@ -1,4 +1,4 @@
-"""Section [training]: steps, learning rate, precision, loss, and what is done about failures."""
+"""Section [training]: steps, learning rate, precision, loss and reactions to failures."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -7,12 +7,14 @@ from wlb.spec.keys import key
 
 
 class Dtype(StrEnum):
+    """Data type that layers compute in."""
+
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
 
 
 class OnNonfinite(StrEnum):
-    """Reaction to a loss or gradient that is not finite."""
+    """Reaction of a run to a loss or gradient that is NaN or infinite."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -20,7 +22,7 @@ class OnNonfinite(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Part of a decoder layer that backward recomputes instead of keeping its activations."""
+    """Part of a decoder layer that backward recomputes instead of storing its activations."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -28,12 +30,14 @@ class Recompute(StrEnum):
 
 
 class LossNormalizer(StrEnum):
+    """Divisor of the summed loss of a step."""
+
     VALID_TOKENS = "valid_tokens"
     CONSTANT = "constant"
 
 
 class RateSchedule(StrEnum):
-    """Learning rate after warm-up; wsd = warm-up, stable, decay."""
+    """Course of the learning rate after warm-up. wsd means warm-up, stable, decay."""
 
     COSINE = "cosine"
     WSD = "wsd"
@@ -43,21 +47,28 @@ class RateSchedule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSection:
+    """Section [training]."""
+
     steps: int = key(1000, "optimiser steps", unit="steps", at_least=1, at_most=10**9)
     learning_rate: float = key(3e-4, "peak learning rate of AdamW", above=0, at_most=1e30)
     min_learning_rate: float = key(
         3e-5,
-        "learning rate at training.steps; not used by schedule = constant",
+        "learning rate at the last step; not used by schedule = constant",
         at_least=0,
         at_most=1000,
     )
     warmup_steps: int = key(
-        100, "linear warm-up of the learning rate", unit="steps", at_least=0, at_most=10**9
+        100,
+        "length of the linear warm-up of the learning rate",
+        unit="steps",
+        at_least=0,
+        at_most=10**9,
     )
     schedule: RateSchedule = key(
         RateSchedule.COSINE,
-        "learning rate after warm-up: cosine or linear = decay to min_learning_rate at "
-        "training.steps; wsd = stable, then linear over the last decay_steps; constant",
+        "learning rate after warm-up: cosine or linear = decay to min_learning_rate over the "
+        "remaining steps; wsd = constant, then linear decay in the last decay_steps; constant = no "
+        "decay",
     )
     decay_steps: int = key(
         0,
@@ -70,7 +81,7 @@ class TrainingSection:
     beta2: float = key(0.95, "AdamW beta2", at_least=0, below=1)
     adam_eps: float = key(
         1e-8,
-        "AdamW epsilon; a larger one damps updates of weights whose gradients are tiny",
+        "AdamW epsilon; a larger value damps updates of weights with tiny gradients",
         above=0,
         at_most=1,
     )
@@ -78,39 +89,44 @@ class TrainingSection:
         0.1, "AdamW weight decay of all weights except norms and biases", at_least=0, at_most=1000
     )
     clip_norm: float = key(
-        1.0, "gradients are clipped to this norm; 0 = off", at_least=0, at_most=1e12
+        1.0, "norm to which gradients are clipped; 0 = off", at_least=0, at_most=1e12
     )
     dtype: Dtype = key(
         Dtype.FLOAT32,
-        "compute dtype of parameters; gradients are reduced in float32, except those of norms "
-        "over TP, which use this dtype where a pipeline has one micro-batch",
+        "data type that layers compute in; gradients are reduced in float32, except that gradients "
+        "of norms are reduced over TP in this type if a pipeline has a single micro-batch",
     )
     loss_normalizer: LossNormalizer = key(
         LossNormalizer.VALID_TOKENS,
-        "divisor of the loss: valid_tokens = number of labels in the step; constant = always N "
-        "* context_window, which weighs labels equally where steps differ in tokens",
+        "divisor of a step's summed loss: valid_tokens = number of labels in the step; constant = "
+        "always N * context_window, which weighs all labels equally if steps differ in tokens",
     )
     recompute: Recompute = key(
         Recompute.NONE,
-        "activations that backward recomputes to save memory: selective = the second norm and "
-        "the MLP of a layer, except the last product; full = the whole layer with attention and"
-        " its collectives",
+        "activations that backward recomputes to save memory: selective = the second norm and the "
+        "MLP of a layer, except its last matrix product; full = the whole layer with attention and "
+        "collectives",
     )
     compile: bool = key(
         False,
-        "compile decoder layers with torch.compile, of layers with experts attention's half: one "
-        "graph for all lengths; takes about a minute at the start, and pays where norms, RoPE and "
-        "SiLU are a large part of a layer",
+        "compile decoder layers with torch.compile (only attention's half of layers with experts) "
+        "into one graph for all lengths; takes about a minute at the start, and pays where norms, "
+        "RoPE and SiLU are a large part of a layer",
     )
     compile_backend: str = key("inductor", "torch.compile backend, used with training.compile")
     on_nonfinite: OnNonfinite = key(
         OnNonfinite.STOP,
-        "on a loss or gradient that is not finite: stop; skip the update of the step; or "
-        "rollback = train again from the last checkpoint, and skip the step if it fails again",
+        "reaction to a loss or gradient that is NaN or infinite: stop = end the run; skip = skip "
+        "the update of the step; rollback = repeat from the last checkpoint, and skip the step if "
+        "it fails a second time",
     )
     loss_chunk: int = key(
-        8192, "rows of logits in memory at a time", unit="rows", at_least=1, at_most=8192
+        8192, "rows for which logits are in memory at a time", unit="rows", at_least=1, at_most=8192
     )
     timeout_s: float = key(
-        600.0, "a collective that takes longer stops the run", unit="s", above=0, at_most=1e7
+        600.0,
+        "longest time of a collective; a longer one stops the run",
+        unit="s",
+        above=0,
+        at_most=1e7,
     )

@@ -1,4 +1,4 @@
-"""Write a RunSpec as TOML that `load` reads back as the same spec."""
+"""Write a RunSpec as TOML that `wlb.spec.load` reads back as the same spec."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,13 +8,17 @@ from wlb.spec.keys import KeyHelp, list_keys, to_dict
 from wlb.spec.run import RunSpec
 
 WHOLE = ("parallel", "pp", "packing", "sharding")
-"""Sections that describe a layout; they are written with all keys."""
+"""Sections that `to_toml` writes with all keys, because together they describe a layout."""
 
 
 def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str] = WHOLE) -> str:
-    """Return the file's text, with one comment line for each of `comments`.
+    """Return `spec` as the text of a TOML file.
 
-    whole: sections written with all keys; other sections hold only what differs from defaults.
+    Args:
+        spec: Configuration to write.
+        comments: Lines that the file begins with, as comments.
+        whole: Sections to write with all keys. Other sections have only keys that differ from
+            their defaults.
     """
     blocks = ["".join(f"# {' '.join(line.split())}\n" for line in comments)]
     blocks += _tables("", to_dict(spec), to_dict(RunSpec()), whole)
@@ -22,9 +26,13 @@ def to_toml(spec: RunSpec, *, comments: Sequence[str] = (), whole: Sequence[str]
 
 
 def to_commented_toml(spec: RunSpec, *, comments: Sequence[str] = ()) -> str:
-    """Return a file with every key below its meaning, unit and values.
+    """Return the text of a TOML file with every key and a comment that explains it.
 
-    Keys that differ from the default are set; others stand there commented out with it.
+    Keys at their default are commented out.
+
+    Args:
+        spec: Configuration to write.
+        comments: Lines that the file begins with, as comments.
     """
     values, defaults = to_dict(spec), to_dict(RunSpec())
     lines = [f"# {line}" for line in comments]
@@ -49,7 +57,7 @@ def _at(tree: dict[str, Any], dotted: str) -> Any:
 
 
 def _meaning(key: KeyHelp) -> list[str]:
-    """Comment lines of a key: what it does, its unit and its type or choices."""
+    """Return the comment lines of a key: its help text, unit, type or choices, and default."""
     about = ", ".join(filter(None, (key.unit, key.type.replace("|", ", "))))
     text = f"{key.doc} ({about}; default: {key.default})"
     return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
@@ -58,8 +66,8 @@ def _meaning(key: KeyHelp) -> list[str]:
 def _tables(
     prefix: str, values: dict[str, Any], defaults: dict[str, Any], whole: Sequence[str]
 ) -> list[str]:
-    """Return the TOML tables of a section and its subsections, without empty ones."""
-    own: list[str] = []
+    """Return the non-empty TOML tables of section `prefix` and its subsections."""
+    lines: list[str] = []
     nested: list[str] = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -67,8 +75,8 @@ def _tables(
             dotted = f"{prefix}.{name}" if prefix else name
             nested += _tables(dotted, inner, defaults[name], whole)
         elif prefix in whole or value != defaults[name]:
-            own.append(f"{name} = {_value(value)}\n")
-    return [f"[{prefix}]\n{''.join(own)}", *nested] if own else nested
+            lines.append(f"{name} = {_value(value)}\n")
+    return [f"[{prefix}]\n{''.join(lines)}", *nested] if lines else nested
 
 
 def _value(value: Any) -> str:
