@@ -1,8 +1,8 @@
-"""Attention with capped scores by plain products, for where no kernel caps them.
+"""Attention with capped scores by plain matrix products, where no kernel supports caps.
 
-A score s becomes softcap * tanh(s / softcap) (Gemma 2), computed in float32 or wider. Scores are
-made for some segments at a time, so that at most _MOST of them exist, or one segment's. Shapes: B
-segments of Q queries and K keys, H heads, D head size.
+A score s becomes softcap * tanh(s / softcap) (Gemma 2), computed in float32 or wider. A batch is
+processed in parts, so that at most _MOST_SCORES scores exist at a time, or those of one segment.
+Shapes: B segments of Q queries and K keys, H heads, D head size.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wlb.kernels.op import Gradients, SavedTensors, sum_dtype
 
-_MOST = 1 << 24
+_MOST_SCORES = 1 << 24
 
 
 def capped_forward(
@@ -23,7 +23,16 @@ def capped_forward(
     is_causal: bool,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, D] and log-sum-exp [B, H, Q]. mask: added to scores, [B or 1, 1, Q, K]."""
+    """Return the output [B, H, Q, D] and the log-sum-exp [B, H, Q].
+
+    Args:
+        q_BHQD: Queries.
+        k_BHKD: Keys, with as many heads as queries.
+        v_BHKD: Values.
+        mask: Added to scores, shape [B or 1, 1, Q, K]. None adds nothing.
+        is_causal: Whether query i sees only keys up to i.
+        softcap: The cap.
+    """
     out_BHQD = torch.empty_like(q_BHQD)
     lse_BHQ = q_BHQD.new_empty(q_BHQD.shape[:3], dtype=sum_dtype(q_BHQD))
     for some in _parts(q_BHQD, k_BHKD):
@@ -36,7 +45,15 @@ def capped_forward(
 def capped_backward(
     grad_BHQD: Tensor, saved: SavedTensors, mask: Tensor | None, is_causal: bool, softcap: float
 ) -> Gradients:
-    """Gradients of q, k and v, whose heads are as many as q's."""
+    """Return the gradients of q, k and v, all with as many heads as q.
+
+    Args:
+        grad_BHQD: Gradient of the output.
+        saved: Inputs and results of `capped_forward`.
+        mask: As in `capped_forward`.
+        is_causal: As in `capped_forward`.
+        softcap: As in `capped_forward`.
+    """
     q, k, v, out, lse = saved
     wide, scale = sum_dtype(q), q.shape[-1] ** -0.5
     delta_BHQ1 = (grad_BHQD.to(wide) * out).sum(-1, keepdim=True)
@@ -54,7 +71,7 @@ def capped_backward(
 
 def _parts(q_BHQD: Tensor, k_BHKD: Tensor) -> Iterator[slice]:
     each = q_BHQD.shape[1] * q_BHQD.shape[2] * k_BHKD.shape[2]
-    step = max(1, _MOST // max(1, each))
+    step = max(1, _MOST_SCORES // max(1, each))
     return (slice(begin, begin + step) for begin in range(0, q_BHQD.shape[0], step))
 
 
@@ -65,7 +82,7 @@ def _of(mask: Tensor | None, some: slice) -> Tensor | None:
 def _scores(
     q_BHQD: Tensor, k_BHKD: Tensor, mask: Tensor | None, is_causal: bool, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Capped and masked scores, [B, H, Q, K], and the derivative of the cap at each."""
+    """Return capped and masked scores, [B, H, Q, K], and the derivative of the cap at each."""
     wide = sum_dtype(q_BHQD)
     scores = q_BHQD.to(wide) @ k_BHKD.to(wide).mT * q_BHQD.shape[-1] ** -0.5
     share = (scores / softcap).tanh()

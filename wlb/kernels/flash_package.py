@@ -1,7 +1,7 @@
-"""Shared by the three optional FlashAttention packages: what their functions take, and where.
+"""Base of the three FlashAttention backends: checks and calls that the packages have in common.
 
-We call the functions below the public ones, because only those separate forward from backward. They
-are private and may change, which `wlb.kernels.package` finds out.
+We call the functions below the packages' public ones, because only those separate forward from
+backward. They are private and may change, which `wlb.kernels.package` detects.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,12 @@ from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.spec import AttentionBackend
 
 DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes that FlashAttention computes."""
 HEAD_SIZE_STEP = 8
+"""Head sizes must be a multiple of this."""
 _CAUSAL = ("causal", "is_causal")
-"""What the packages call the argument that masks later keys."""
+"""Names that the packages use for the argument that masks later keys."""
+# Arguments of every function.
 _EVERY_CALL = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
     "softmax_scale",
@@ -27,26 +30,29 @@ _EVERY_CALL = (
 
 
 class FlashFunction(NamedTuple):
-    """A function of a package, and the arguments besides `_EVERY_CALL`, by name or constant."""
+    """A function of a package, and its arguments besides `_EVERY_CALL`."""
 
     name: str
-    by_name: tuple[str, ...]
-    constants: Mapping[str, Any]
+    by_name: tuple[str, ...]  # arguments whose values differ between calls
+    constants: Mapping[str, Any]  # arguments with fixed values, except for the mask
 
     @property
     def passed(self) -> tuple[str, ...]:
+        """Names of all arguments that we pass."""
         return (*_EVERY_CALL, *self.constants, *self.by_name)
 
 
 class FlashBackend:
-    """Base of the three backends. deterministic: backward adds in a fixed order, which takes
-    time and memory.
+    """Base of the three backends.
+
+    Args:
+        deterministic: Whether backward adds in a fixed order, which takes time and memory.
     """
 
     backend: AttentionBackend
     package: KernelPackage[FlashFunction]
     takes_key_rows: bool = False
-    least_max_q: int = 0
+    least_max_q: int = 0  # smallest max_q that is passed to the package
 
     def __init__(self, *, deterministic: bool = False) -> None:
         self.deterministic = deterministic
@@ -55,7 +61,7 @@ class FlashBackend:
     def why_not(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> str | None:
-        """Why this backend cannot compute, in words; None if it can. Cheap checks come first."""
+        """Return why this backend cannot compute a run, or None. Cheap checks come first."""
         if reason := wrong_tensors(device, dtype) or self.package.missing():
             return reason
         capability = compute_capability(device)
@@ -68,7 +74,7 @@ class FlashBackend:
     def lacks_package_only(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> bool:
-        """Whether this backend could compute here if its package were installed as it should be."""
+        """Return whether a proper installation of the package is all that this backend lacks."""
         capability = None if wrong_tensors(device, dtype) else compute_capability(device)
         if capability is None or self.wrong_device(*capability, head_size):
             return False
@@ -77,41 +83,55 @@ class FlashBackend:
         return (self.package.missing() or self.package.problem()) is not None
 
     def wrong_device(self, major: int, minor: int, head_size: int) -> str | None:
+        """Return why this GPU or head size is not supported, or None.
+
+        Args:
+            major: Major compute capability.
+            minor: Minor compute capability.
+            head_size: Size of a head.
+        """
         raise NotImplementedError
 
     def wrong_scores(self, major: int, head_size: int, scores: Scores) -> str | None:
-        """Why the package cannot compute these scores on GPUs of this compute capability."""
+        """Return why the package cannot compute these scores on this GPU, or None."""
         return None
 
     def compiled_calls(
         self, queries_per_key: int, *, is_causal: bool
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For a package that compiles kinds of calls when they come: a small call of each kind, as
-        (queries, keys) of its segments. queries_per_key: query heads of a key head.
+        """Return a small call of each kind, for a package that compiles a kernel per kind of call.
+
+        Each call is given as the (queries, keys) of its segments.
+
+        Args:
+            queries_per_key: Query heads per key head.
+            is_causal: Whether the mask is causal.
         """
         return ()
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The package's functions, loaded and checked once; UserError describes a problem."""
+        """The package's functions, loaded and checked once; UserError if there is a problem."""
         return self.package.load()
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
         function, _ = self.package.functions
         out_THD, lse_HT, *_ = self._call(function, (q_THD, k_SGD, v_SGD), segments, {})
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
+        """Return the gradients of q, k and v."""
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         _, function = self.package.functions
         values: dict[str, Any] = {"dout": grad_THD, "out": out_THD, "softmax_lse": lse_HT}
         values |= {"lse": lse_HT, "deterministic": self.deterministic}
         if "dq" not in function.by_name:
             return self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
-        # The function writes into given tensors, which need not be zeroed, because kernels also
-        # write the rows of a segment without queries.
+        # The function writes into given tensors. They need not be zeroed, because kernels also
+        # write the rows of segments without queries.
         dq_THD, dk_SGD, dv_SGD = (x.new_empty(x.shape) for x in (q_THD, k_SGD, v_SGD))
         values |= {"dq": dq_THD, "dk": dk_SGD, "dv": dv_SGD}
         self._call(function, (q_THD, k_SGD, v_SGD), segments, values)
@@ -142,21 +162,24 @@ class FlashBackend:
 
 
 def wrong_tensors(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why tensors of this device and dtype are not supported, or None."""
     if device.type == "cuda" and dtype in DTYPES:
         return None
     return "bfloat16 and float16 on CUDA only"
 
 
 def wrong_head_size(head_size: int, largest: int) -> str | None:
+    """Return why this head size is not supported, or None."""
     if head_size <= largest and head_size % HEAD_SIZE_STEP == 0:
         return None
     return f"heads up to {largest} in steps of {HEAD_SIZE_STEP} only, not {head_size}"
 
 
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
-    """(major, minor) of this GPU; None if torch sees none, as on a login node."""
+    """Return (major, minor) of this GPU; None if torch sees none, as on a login node."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
 
 
 def before_ampere(major: int, minor: int) -> str | None:
+    """Return why a GPU older than Ampere is not supported, or None."""
     return f"compute capability 8.0 or newer only, not {major}.{minor}" if major < 8 else None

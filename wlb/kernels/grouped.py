@@ -1,8 +1,8 @@
-"""torch's grouped products, of experts and their rows: what differs between GPUs.
+"""torch's grouped matrix products (experts times their rows), and how GPUs differ in them.
 
 In bfloat16 on Hopper and data centre Blackwell (compute capability 9.x and 10.x) one kernel
-computes all groups. Elsewhere, and in float32, torch multiplies group by group in a loop of the
-host, which reads from the device where each group ends.
+computes all groups. On other GPUs and in float32 torch loops over groups on the host, which must
+read from the device where each group ends.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,16 @@ from torch.nn.functional import grouped_mm
 from wlb.kernels.flash_package import compute_capability
 
 _ONE_KERNEL = (9, 10)
-"""Major compute capabilities of GPUs that compute all groups in one kernel."""
+"""Major compute capabilities of GPUs on which one kernel computes all groups."""
 
 
 def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> list[Tensor]:
-    """Gradients of stacks of weights, [E, F, C] each: zero for an expert without rows. grads: of
-    the products with x, [M, F] each. ends_E: index after each expert's last row, int32.
+    """Return gradients of stacks of weights, [E, F, C] each; zero for an expert without rows.
+
+    Args:
+        grads: Gradients of the products of x with each stack, [M, F].
+        x_MC: Input rows, sorted by expert.
+        ends_E: Index after each expert's last row, int32.
     """
     made = [grouped_mm(grad_MF.t(), x_MC, offs=ends_E) for grad_MF in grads]
     if may_leave_groups_unwritten(x_MC.device):
@@ -30,11 +34,12 @@ def weight_gradients(grads: Sequence[Tensor], x_MC: Tensor, ends_E: Tensor) -> l
 
 
 def may_leave_groups_unwritten(device: torch.device) -> bool:
-    """Whether a product over the rows of groups may hold anything for a group without rows, as it
-    did on Blackwell (https://github.com/pytorch/pytorch/issues/172439, open; CUTLASS 4.3 mends it).
+    """Return whether a product may leave the result of a group without rows uninitialised.
 
-    Filling such groups reads and writes each gradient once, so it is left out elsewhere. Only a
-    weight's gradient has them: other products have no output for a group without rows.
+    This happened on Blackwell (https://github.com/pytorch/pytorch/issues/172439, open; CUTLASS 4.3
+    fixes it). Filling such groups with zeros reads and writes each gradient once, so it is done
+    only where it is needed. Only weight gradients are affected, because other products have no
+    output for a group without rows.
     """
     if device.type != "cuda":
         return False
@@ -43,8 +48,9 @@ def may_leave_groups_unwritten(device: torch.device) -> bool:
 
 
 def waits_for_host(device: torch.device, dtype: torch.dtype) -> str:
-    """A line for the log if products of experts wait for the device, else "". Without a GPU here
-    only the dtype can tell.
+    """Return a warning if products of experts make the host wait for the GPU, else "".
+
+    Without a GPU on this machine only the dtype can be judged.
     """
     if device.type != "cuda":
         return ""

@@ -1,8 +1,8 @@
-"""The gated delta rule by the package flash-linear-attention, whose Triton kernels are an option.
+"""The gated delta rule by the optional package flash-linear-attention, which has Triton kernels.
 
-The package is imported at first use, and refused where its function differs from the one that was
-read (`KernelPackage`). It needs initial states and sequences of any length, which some older
-versions do not have.
+The package is imported at first use, and refused if its function differs from the one whose source
+was read (`KernelPackage`). We need initial states and sequences of different lengths, which some
+older versions do not have.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from wlb.plan import UserError
 from wlb.spec import LinearBackend
 
 LARGEST_HEAD = 256
-"""Channels of a key's head, of which the kernels hold a whole one."""
+"""Largest head size of keys; the kernels keep a whole head on chip."""
 
 
 class _Function(NamedTuple):
@@ -48,21 +48,21 @@ def choose_linear(
     deterministic: bool = False,
     compiled: bool = False,
 ) -> tuple[LinearBackend, str]:
-    """What computes the recurrence of linear layers, never `auto`.
+    """Choose the implementation of the linear layers' recurrence; never returns `auto`.
 
     Args:
-        requested: `kernels.linear`.
-        device: Where the run is.
-        dtype: In which it computes.
+        requested: The value of `kernels.linear`.
+        device: Where the run computes.
+        dtype: Dtype in which it computes.
         head_size: Channels of a head of keys.
-        deterministic: Whether the same step must give the same bits again.
+        deterministic: Whether a repeated step must give the same bits.
         compiled: Whether layers are compiled.
 
     Returns:
-        The backend, and the line of a run's log that says why.
+        The backend, and a line for the run's log that says why.
 
     Raises:
-        UserError: If the package is asked for and cannot compute the run.
+        UserError: The package is requested and cannot compute the run.
     """
     package, torch_backend = LinearBackend.FLASH_LINEAR_ATTENTION, LinearBackend.TORCH
     if requested == torch_backend:
@@ -88,7 +88,7 @@ def _line(backend: LinearBackend, reason: str) -> str:
 def _why_not(
     device: torch.device, dtype: torch.dtype, head_size: int, *, deterministic: bool, compiled: bool
 ) -> str | None:
-    """Why the package cannot compute a run, in words; None if it can. Cheap checks come first."""
+    """Return why the package cannot compute a run, or None. Cheap checks come first."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return f"it computes bfloat16 and float16 on GPUs, not {dtype} on {device.type}"
     if head_size > LARGEST_HEAD:
@@ -106,14 +106,14 @@ def gated_delta_rule(
     cu_seqlens_cpu: Tensor,
     state_SHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over packed spans, by the package.
+    """Compute the gated delta rule over packed spans with the package.
 
     Args:
-        rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays and shares [T, H].
-            Queries and keys are normalised, queries are scaled; G divides H.
-        cu_seqlens: Row at which each span begins, and T; int64 on the device, shape [S + 1].
-        cu_seqlens_cpu: The same on the host, so that it need not be read back.
-        state_SHKV: The state before each span; None: zeros.
+        rows: Queries and keys [T, G, K], values [T, H, V], logarithms of decays [T, H] and shares
+            [T, H]. Queries and keys are normalised, queries also scaled. G divides H.
+        cu_seqlens: First row of each span, and T; int64 on the device, shape [S + 1].
+        cu_seqlens_cpu: The same on the host, so that nothing waits for the device.
+        state_SHKV: The state before each span. None means zeros.
 
     Returns:
         Outputs [T, H, V] and the states behind the spans [S, H, K, V], in float32.

@@ -1,14 +1,20 @@
 """attend: causal attention of many packed segments in one call, on any backend.
 
 Query i of a segment with Lq queries and Lk keys attends to keys [0, Lk - Lq + i], or to the latest
-of them (`Scores.sliding`), with scores scaled by 1 / sqrt(D). Query head h uses key/value head h //
-(H / G). Shapes: T query rows, S key rows (or R rows of a buffer), H query heads, G key/value heads,
-D head size.
+of them with a sliding window. Scores are scaled by 1 / sqrt(D). Query head h uses key/value head
+h // (H / G).
 
-From below: a `Backend` is one kernel; `forward` and `backward` call it by its name, for any number
-of queries, and tell an observer; the custom ops wlb::attend and wlb::attend_backward make it
-differentiable. torch.compile sees tensors and integers only and never looks into a backend, so one
-compiled graph serves all lengths. `Segments.of` finds the offsets on the host again.
+The layers of this file, from the bottom:
+
+1. A `Backend` is one attention kernel, without autograd.
+2. `forward` and `backward` call a backend by its name, for any number of queries, and notify an
+   observer.
+3. The custom ops wlb::attend and wlb::attend_backward make it differentiable. torch.compile sees
+   only tensors and numbers and never looks inside, so one compiled graph serves all lengths.
+4. `attend` checks its inputs and calls the op.
+
+Shapes: T query rows, S key rows (or R rows of a buffer), H query heads, G key/value heads, D head
+size.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,11 +28,11 @@ from wlb.kernels.segments import Segments
 from wlb.plan import UserError
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Gradients of q, k and v, in their dtype."""
+"""Gradients of q, k and v, each in its tensor's dtype."""
 
 
 class SavedTensors(NamedTuple):
-    """Inputs and results of a forward call, as its backward takes them."""
+    """Inputs and results of a forward call, which its backward needs."""
 
     q_THD: Tensor
     k_SGD: Tensor
@@ -36,59 +42,70 @@ class SavedTensors(NamedTuple):
 
 
 class Backend(Protocol):
-    """One attention kernel, called without autograd and with T > 0 (`forward`).
+    """One attention kernel, called without autograd and with at least one query (`forward`).
 
-    Forward and backward are separate calls, so that the caller chooses which tensors are kept in
-    between: `attend_op` keeps its inputs, context parallelism its local rows only.
-
-    takes_key_rows: the backend reads keys of `Segments.key_rows` from a buffer and returns the
-    gradients of the buffer's rows. For others, such as FlashAttention's varlen kernels, which
-    overwrite dK and dV, the caller gathers keys and brings their gradients back: segments may share
-    keys, and rows gathered from several ranks are in rank order.
-    name: from `kernel_name`. A kernel whose additions may come in any order is registered twice.
+    Forward and backward are separate calls, so the caller chooses which tensors are kept in
+    between: `attend_op` keeps its inputs, context parallelism only its local rows.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name from `kernel_name`. A kernel whose sums may run in any order is registered twice."""
+        ...
 
     @property
-    def takes_key_rows(self) -> bool: ...
+    def takes_key_rows(self) -> bool:
+        """Whether it reads the keys of `Segments.key_rows` from a larger buffer.
+
+        Such a backend returns the gradients of the buffer's rows. For other backends the caller
+        gathers the keys of each segment and adds up their gradients, because segments may share
+        keys. FlashAttention's varlen kernels are of this kind: they overwrite dK and dV.
+        """
+        ...
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """Output [T, H, D], and a tensor like `empty_lse(q_THD)` that its backward alone reads."""
+        """Return the output [T, H, D] and the log-sum-exp [H, T].
+
+        The second result has the shape of `empty_lse(q_THD)`; backends that do not compute it
+        return a placeholder, which only their backward reads.
+        """
         ...
 
-    def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients: ...
+    def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
+        """Return the gradients of q, k and v."""
+        ...
 
 
 BACKENDS: dict[str, Backend] = {}
-"""Every backend by its name; `wlb.kernels.select` imports them all and enters them here."""
+"""Every backend by its name. `wlb.kernels.select` registers them."""
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which values of x are added: float32, or float64 for float64."""
+    """Return the dtype in which values of x are added: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def empty_lse(q_THD: Tensor) -> Tensor:
-    """An uninitialised log-sum-exp [H, T]; float32 (float64 for float64 inputs)."""
+    """Allocate a log-sum-exp [H, T], in float32 (float64 for float64 inputs)."""
     return q_THD.new_empty((q_THD.shape[1], q_THD.shape[0]), dtype=sum_dtype(q_THD))
 
 
 def kernel_name(backend: str, *, deterministic: bool) -> str:
-    """The name that custom ops take: a string, so that a compiled graph holds it as a constant."""
+    """Return the name of a backend that custom ops take.
+
+    It is a string, so a compiled graph contains it as a constant.
+    """
     return f"{backend}_deterministic" if deterministic else str(backend)
 
 
 @contextmanager
 def fixed_order(is_needed: bool) -> Iterator[None]:
-    """If needed, make torch's operators deterministic inside, so that a step can be repeated bit by
-    bit.
+    """Make torch's operators inside deterministic, if `is_needed`.
 
-    torch.use_deterministic_algorithms would also change compiler settings, and torch would fill
-    every new tensor with NaN, which costs time and protects from nothing here.
+    torch.use_deterministic_algorithms would also change compiler settings and make torch fill every
+    new tensor with NaN, which costs time and is of no use here.
     """
     if not is_needed:
         yield
@@ -106,21 +123,21 @@ def fixed_order(is_needed: bool) -> Iterator[None]:
 
 
 class AttentionObserver(Protocol):
-    """Watches attention kernels, e.g. a clock."""
+    """Watches attention kernels, for example a clock."""
 
     def attention(self, *, is_backward: bool) -> AbstractContextManager[object]:
-        """Entered around the call of a backend's kernel."""
+        """Return a context for the call of a backend's kernel."""
         ...
 
 
-# A module-level variable, because a custom op takes tensors and integers only, and its backward
-# runs in autograd's own thread on CUDA, which context variables do not reach.
+# This is module-level state because a custom op cannot take an observer, and context variables do
+# not reach the thread in which autograd runs backward on CUDA.
 _observer: AttentionObserver | None = None
 _NOBODY = nullcontext()
 
 
 def observed(*, is_backward: bool) -> AbstractContextManager[object]:
-    """The context that a kernel is called in."""
+    """Return the context in which a kernel is called."""
     return _NOBODY if _observer is None else _observer.attention(is_backward=is_backward)
 
 
@@ -140,7 +157,7 @@ def observing(observer: AttentionObserver) -> Iterator[None]:
 def forward(
     backend: str, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """Backend.forward, for any number of queries."""
+    """Call Backend.forward, for any number of queries."""
     if q_THD.shape[0] == 0:
         return attention_like(q_THD)
     with observed(is_backward=False):
@@ -148,18 +165,23 @@ def forward(
 
 
 def backward(backend: str, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-    """Backend.backward, for any number of queries; without queries gradients are zero."""
+    """Call Backend.backward, for any number of queries; without queries gradients are zero."""
     if grad_THD.shape[0] == 0:
         dq, dk, dv, *_ = (x.new_zeros(x.shape) for x in saved)
         return dq, dk, dv
-    # Kernels need real strides, but the gradient of a sum, for example, is one expanded number.
+    # Kernels need real strides, but the gradient of a sum, for example, has strides of 0.
     grad_THD = grad_THD.contiguous()
     with observed(is_backward=True):
         return BACKENDS[backend].backward(grad_THD, saved, segments)
 
 
 def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function the custom op wlb::<name>. fake: makes its results, without values."""
+    """Register a function as the custom op wlb::<name>.
+
+    Args:
+        name: Name of the op.
+        fake: Makes tensors like the op's results, without computing them.
+    """
 
     def register(function: Callable[..., Any]) -> Any:
         op = torch.library.custom_op(f"wlb::{name}", function, mutates_args=())
@@ -170,12 +192,12 @@ def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., An
 
 
 def contiguous_like(*tensors: Tensor) -> list[Tensor]:
-    """Contiguous tensors of the same shapes, without values."""
+    """Allocate contiguous tensors of the same shapes."""
     return [x.new_empty(x.shape) for x in tensors]
 
 
 def attention_like(q_THD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, without values."""
+    """Allocate an output and a log-sum-exp."""
     return q_THD.new_empty(q_THD.shape), empty_lse(q_THD)
 
 
@@ -192,7 +214,7 @@ def attend_op(
     softcap: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, D] and log-sum-exp [H, T]; only the output is differentiable."""
+    """Return the output [T, H, D] and log-sum-exp [H, T]; only the output is differentiable."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     _check_rows(q_THD, k_SGD, segments)
     out_THD, lse_HT = forward(backend, q_THD, k_SGD, v_SGD, segments)
@@ -215,6 +237,7 @@ def attend_backward_op(
     softcap: float,
     backend: str,
 ) -> Gradients:
+    """Return the gradients of q, k and v."""
     segments = Segments.of(cu_seqlens_q, cu_seqlens_k, max_q, max_k, sliding, softcap)
     saved = SavedTensors(q_THD, k_SGD, v_SGD, out_THD, lse_HT)
     dq, dk, dv = backward(backend, grad_THD, saved, segments)
@@ -230,7 +253,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     grad_THD, _ = grads
-    # Only the log-sum-exp was differentiated.
+    # Nothing differentiated the output, and the log-sum-exp has no derivative.
     if grad_THD is None:
         return (None,) * 10
     dq_dk_dv = attend_backward_op(grad_THD, *ctx.saved_tensors, *ctx.static)
@@ -241,8 +264,9 @@ attend_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
-    """Refuse offsets with which kernels would read out of bounds. The check is skipped if it would
-    wait for the device.
+    """Raise UserError for offsets with which kernels would read out of bounds.
+
+    The check is skipped if it would have to wait for the device.
     """
     if segments.host.offsets is None and q_THD.device.type != "cpu":
         return
@@ -257,7 +281,15 @@ def _check_rows(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> None:
 def attend(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments, *, backend: str
 ) -> Tensor:
-    """Attention output, shape [T, H, D]; differentiable in q, k and v."""
+    """Compute causal attention of all segments, [T, H, D]; differentiable in q, k and v.
+
+    Args:
+        q_THD: Queries of all segments.
+        k_SGD: Keys of all segments.
+        v_SGD: Values of all segments.
+        segments: Where segments begin and end.
+        backend: Name of the attention kernel, a key of `BACKENDS`.
+    """
     if backend not in BACKENDS:
         raise UserError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
     _check_inputs(q_THD, k_SGD, v_SGD, segments)
@@ -266,7 +298,7 @@ def attend(
 
 
 def _check_inputs(q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments) -> None:
-    """Check everything but the offsets, which `attend_op` compares with the rows."""
+    """Check everything except the offsets, which `attend_op` compares with the rows."""
     if segments.key_rows is not None:
         raise UserError(
             "attend takes the keys of each segment; segments with key_rows are for Backend.forward"

@@ -1,7 +1,7 @@
-"""Optional packages of kernels: finding, checking and late import.
+"""Optional packages of kernels: finding, checking and importing them late.
 
-A package is imported at first use, so that wlb runs without any. The parameters of its functions
-are compared with what we pass, and a package that differs is refused by version.
+A package is imported at first use, so wlb runs without any. The parameters of its functions are
+compared with the arguments that we pass, and a package that differs is refused with its version.
 """
 
 import importlib
@@ -15,15 +15,21 @@ from typing import Any, Generic, Protocol, TypeVar
 from wlb.plan import UserError
 
 Kernels = dict[str, Callable[..., Any]]
+"""Functions of a package by name."""
 
 
 class CalledFunction(Protocol):
-    """A function of a package, with the names of the arguments that it is called with."""
+    """A function of a package, with the names of the arguments that we pass."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the function in the module."""
+        ...
+
     @property
-    def passed(self) -> tuple[str, ...]: ...
+    def passed(self) -> tuple[str, ...]:
+        """Names of the arguments that we pass."""
+        ...
 
 
 Called = TypeVar("Called", bound=CalledFunction)
@@ -31,30 +37,31 @@ Called = TypeVar("Called", bound=CalledFunction)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPackage(Generic[Called]):
-    """A package with the functions that we call, as read in the version `supported`."""
+    """A package and the functions of it that we call."""
 
-    distribution: str
-    module: str
-    supported: str
-    install: str
+    distribution: str  # name on the package index
+    module: str  # module that has the functions
+    supported: str  # package and version whose sources were read
+    install: str  # command that installs it, for messages
     functions: tuple[Called, ...]
 
     @property
     def installed(self) -> str:
+        """Name and version of the installed package."""
         try:
             return f"{self.distribution} {metadata.version(self.distribution)}"
         except metadata.PackageNotFoundError:
             return f"{self.module} (of no known version)"
 
     def missing(self) -> str | None:
-        """Why the package cannot be here, found without importing it (which takes seconds)."""
+        """Return why the package is not there, or None; does not import it, which takes seconds."""
         root = self.module.partition(".")[0]
         if root in sys.modules or util.find_spec(root) is not None:
             return None
         return self._not_installed()
 
     def problem(self) -> str | None:
-        """Why its functions cannot be called, in words; None if they can."""
+        """Return why the package's functions cannot be called, or None."""
         try:
             self.load()
         except UserError as error:
@@ -62,11 +69,15 @@ class KernelPackage(Generic[Called]):
         return None
 
     def load(self) -> Kernels:
-        """The functions by name; UserError if the package is missing, broken or different."""
+        """Import the package, and return its functions by name.
+
+        Raises:
+            UserError: The package is missing, broken or has other parameters.
+        """
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
-            # Another package may provide the parent module, but this one is still missing.
+            # The module itself or a parent is missing (another package may provide the parent).
             if error.name and (self.module + ".").startswith(error.name + "."):
                 raise UserError(self._not_installed()) from error
             raise UserError(self._broken(error)) from error
@@ -93,7 +104,7 @@ class KernelPackage(Generic[Called]):
 
 
 def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
-    """How the function's parameters differ from what we pass; empty if they do not."""
+    """Describe how the function's parameters differ from what we pass; empty if they do not."""
     required = _parameters(function)
     unknown = [name for name in passed if name not in required]
     lacking = [name for name, is_required in required.items() if is_required and name not in passed]
@@ -103,8 +114,8 @@ def _difference(function: Callable[..., Any], passed: Collection[str]) -> str:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Whether each parameter is required, by name."""
-    # A torch custom op's Python signature is (*args, **kwargs); its schema has the names.
+    """Return whether each parameter is required, by name."""
+    # The Python signature of a torch custom op is (*args, **kwargs); only its schema has names.
     op = getattr(function, "_opoverload", None)
     if op is not None:
         return {a.name: not a.has_default_value() for a in op._schema.arguments}

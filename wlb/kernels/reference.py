@@ -1,7 +1,7 @@
 """Reference attention: the definition, in the dtype of its inputs. Tests run it in float64.
 
-Forward and backward each materialise a segment's scores, num_heads * Lq * Lk numbers. Shapes: R = H
-/ G query heads per key/value head; q and k index the queries and keys of one segment.
+Forward and backward each materialise the scores of one segment, num_heads * Lq * Lk numbers.
+Shapes: R = H / G query heads per key/value head; q and k index the queries and keys of one segment.
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,15 @@ from wlb.kernels.segments import Segments
 
 
 class ReferenceBackend:
+    """Attention by plain matrix products, one segment after the other."""
+
     name = "reference"
     takes_key_rows = False
 
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
         out_THD, lse_HT = torch.empty_like(q_THD), empty_lse(q_THD)
         for rows, keys in _slices(segments):
             v_kGD = v_SGD[keys]
@@ -31,8 +34,10 @@ class ReferenceBackend:
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        """The chain rule through the definition, with the weights that the log-sum-exp gives: some
-        keys of a query may be those of another call.
+        """Return the gradients, by the chain rule through the definition.
+
+        The weights are computed from the saved log-sum-exp, because it may include keys of another
+        call that was merged with this one.
         """
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         delta_TH = (grad_THD.to(lse_HT.dtype) * out_THD).sum(-1)
@@ -63,7 +68,7 @@ REFERENCE = ReferenceBackend()
 
 
 def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
-    """Query rows and key rows of each segment that has queries."""
+    """Yield the query rows and key rows of each segment that has queries."""
     q, k = segments.offsets_q, segments.offsets_k
     for i in range(segments.num_segments):
         if q[i] < q[i + 1]:
@@ -71,8 +76,9 @@ def _slices(segments: Segments) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(q_qHD: Tensor, k_kGD: Tensor, segments: Segments) -> tuple[Tensor, Tensor | None]:
-    """Scores [G, R, q, k], minus infinity for masked keys; and, if they are capped, the derivative
-    of the cap at each.
+    """Return scores [G, R, q, k], and the derivative of the cap or None without a cap.
+
+    Scores of masked keys are minus infinity.
     """
     q_qGRD = q_qHD.unflatten(1, (k_kGD.shape[1], -1)) * q_qHD.shape[-1] ** -0.5
     scores_GRqk, slope = torch.einsum("qgrd,kgd->grqk", q_qGRD, k_kGD), None

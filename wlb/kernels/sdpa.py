@@ -1,10 +1,13 @@
-"""Attention by torch's scaled_dot_product_attention: the CPU's backend, and float32 on CUDA.
+"""Attention by torch's scaled_dot_product_attention: for the CPU, and for float32 on CUDA.
 
-Segments of similar lengths (rounded up below 512) form a class, whose rows are gathered into a
-padded batch for one call. Masks hide padding, so results are exact; rounding adds at most 41%.
-Sliding segments are cut into blocks. Gradients of a key row's uses are added in float32 by gathers,
-deterministically. Shapes: B segments of Q query and K key rows a class; P padded rows of all
-classes; N source rows.
+Segments of similar lengths form a class; lengths below 512 are rounded up for this. The rows of a
+class are gathered into one padded batch, which one call computes. Masks hide the padding, so
+results are exact; padding adds at most 41% of work. Segments with a sliding window are cut into
+blocks. Gradients of a key row that is used several times are added in float32 by gathers, in a
+fixed order.
+
+Shapes: B segments of Q query and K key rows in a class; P padded rows of all classes; N source
+rows.
 """
 
 from collections.abc import Iterator
@@ -26,54 +29,54 @@ flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _PADDED_BELOW = 512
 _LEAST_BLOCK, MOST_BLOCK = 128, 1024
-"""Query rows of a block of a sliding segment: as many as it sees keys, within these bounds."""
+"""Bounds on the query rows of a sliding segment's block.
+
+Within them a block has as many query rows as a query sees keys.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Rows:
-    """How rows are gathered into padded batches, and their gradients brought back.
+    """How rows are gathered into padded batches, and how gradients are brought back."""
 
-    take_P: source row of each padded row, padding repeating its segment's first row so that a NaN
-    stays in its segment; None if they are the same. padding: which padded rows are padding.
-    first_N: padded row of each source row's first use. unused: source rows without a use. more:
-    source rows and padded rows of second uses, third uses, ...
-    """
-
+    # Source row of each padded row. Padding repeats the first row of its segment, so that a NaN
+    # stays in its segment. None if padded rows and source rows are the same.
     take_P: Tensor | None
-    padding: Tensor
-    first_N: Tensor
-    unused: Tensor
-    more: tuple[tuple[Tensor, Tensor], ...]
+    padding: Tensor  # indices of padded rows that are padding
+    first_N: Tensor  # padded row in which each source row is used first
+    unused: Tensor  # source rows that are not used
+    more: tuple[tuple[Tensor, Tensor], ...]  # (source rows, padded rows) of second, third, ... uses
 
     def pad(self, x_N: Tensor, *, fill: float | None = None) -> Tensor:
-        """Padded rows; padding holds `fill`, by default its segment's first row."""
+        """Return padded rows; padding is `fill`, or by default the first row of its segment."""
         if self.take_P is None:
             return x_N if x_N.stride(-1) == 1 else x_N.contiguous()
         padded = x_N.index_select(0, self.take_P)
         return padded if fill is None else padded.index_fill_(0, self.padding, fill)
 
     def collect(self, y_P: Tensor) -> Tensor:
-        """For each source row the sum of its uses, in float32 or wider if there are several."""
+        """Add up the uses of each source row, in float32 or wider if there are several."""
         if self.take_P is None:
             return y_P
         total = y_P.index_select(0, self.first_N).index_fill_(0, self.unused, 0)
         if self.more:
             total = total.to(sum_dtype(y_P))
-        # The rows of one use are distinct, so that plain indexing adds each once.
+        # The rows of one use are distinct, so plain indexing adds each once.
         for rows, where in self.more:
             total.index_copy_(0, rows, total.index_select(0, rows) + y_P.index_select(0, where))
         return total
 
 
 class _Class(NamedTuple):
-    """Segments that one call computes. mask: None if they are square, split at their prefix, or
-    not causal and without padded keys; one for all where they are alike.
-    """
+    """Segments that one call computes."""
 
     num_segments: int
-    num_queries: int
-    num_keys: int
-    is_split: bool
+    num_queries: int  # Q, padding included
+    num_keys: int  # K, padding included
+    is_split: bool  # compute keys before the queries and keys at their positions separately
+    # Added to scores; shape [1, 1, Q, K] if all segments are alike. None if no mask is needed
+    # besides the causal one: the class is square, is split, or is not causal and has no padded
+    # keys.
     mask_B1QK: Tensor | None
     is_causal: bool
 
@@ -87,24 +90,25 @@ class _Classes:
     keys: _Rows
 
     def batch_queries(self, x_THD: Tensor, *, fill: float | None = None) -> list[Tensor]:
-        """[B, H, Q, D] per class."""
+        """Return the queries of each class, [B, H, Q, D]."""
         padded = self.queries.pad(x_THD, fill=fill)
         return self._batch(padded, [c.num_queries for c in self.classes])
 
     def batch_lse(self, lse_HT: Tensor) -> list[Tensor]:
-        """[B, H, Q] per class; infinity for padding, whose weights are then 0.
+        """Return the log-sum-exp of each class, [B, H, Q]; infinity for padding.
 
-        Padding attends to keys that its segment's first row does not, so with that row's
-        log-sum-exp its weights could be inf, and inf * 0 = NaN.
+        Padding then has weights of zero. It attends to keys that its segment's first row does not
+        see, so with that row's log-sum-exp its weights could be inf, and inf * 0 = NaN.
         """
         rows = self.queries
         if rows.take_P is not None:
-            # The gather is along dimension 1, because gathering rows of a transposed view is slow.
+            # Gather along dimension 1, because gathering rows of a transposed view is slow.
             lse_HT = lse_HT.index_select(1, rows.take_P)
             lse_HT.index_fill_(1, rows.padding, float("inf"))
         return self._batch(lse_HT.t(), [c.num_queries for c in self.classes])
 
     def batch_keys(self, x_SGD: Tensor) -> list[Tensor]:
+        """Return the keys or values of each class, [B, G, K, D]."""
         return self._batch(self.keys.pad(x_SGD), [c.num_keys for c in self.classes])
 
     def _batch(self, padded: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -116,7 +120,11 @@ class _Classes:
 
 
 class SdpaBackend:
-    """deterministic: for other devices than the CPU, whose kernels always add in a fixed order."""
+    """Attention by torch's scaled_dot_product_attention.
+
+    Args:
+        deterministic: Whether backward adds in a fixed order. On the CPU it always does.
+    """
 
     takes_key_rows = True
 
@@ -127,6 +135,7 @@ class SdpaBackend:
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
         plan = _plan(q_THD, k_SGD, segments)
         call = _forward_on_cpu if q_THD.device.type == "cpu" else _forward_elsewhere
         if segments.scores.softcap:
@@ -137,6 +146,7 @@ class SdpaBackend:
         return plan.queries.collect(out_PHD), plan.queries.collect(lse_PH).t()
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
+        """Return the gradients of q, k and v."""
         q_THD, k_SGD, v_SGD, out_THD, lse_HT = saved
         plan = _plan(q_THD, k_SGD, segments)
         call = _backward_on_cpu if q_THD.device.type == "cpu" else _backward_elsewhere
@@ -204,13 +214,13 @@ def _backward_capped(
 
 
 def _repeat_heads(x_BGKD: Tensor, num_heads: int) -> Tensor:
-    """One key head per query head."""
+    """Repeat key heads, so that there is one for each query head."""
     repeats = num_heads // x_BGKD.shape[1]
     return x_BGKD if repeats == 1 else x_BGKD.repeat_interleave(repeats, 1)
 
 
 def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
-    """Sum the gradients of repeated heads, in float32 or wider."""
+    """Add up the gradients of repeated heads, in float32 or wider."""
     if x_BHKD.shape[1] == num_kv_heads:
         return x_BHKD
     return x_BHKD.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=sum_dtype(x_BHKD))
@@ -219,8 +229,10 @@ def _sum_heads(x_BHKD: Tensor, num_kv_heads: int) -> Tensor:
 def _forward_elsewhere(
     c: _Class, q_BHQD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Torch chooses the kernel and returns no log-sum-exp; we return zeros. Heads are repeated
-    because the only float32 kernel with memory linear in the length needs as many key heads.
+    """Compute a class with the kernel that torch chooses, and return zeros as log-sum-exp.
+
+    torch does not return the log-sum-exp. Heads are repeated, because the only float32 kernel whose
+    memory is linear in the length needs as many key heads as query heads.
     """
     k_BHKD, v_BHKD = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     out_BHQD = F.scaled_dot_product_attention(
@@ -230,7 +242,7 @@ def _forward_elsewhere(
 
 
 def _backward_elsewhere(c: _Class, grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Recomputes the forward pass. The gradient of the padding must be zero."""
+    """Recompute forward and differentiate it. The gradient of the padding must be zero."""
     q_BHQD, k_BGKD, v_BGKD, _, _ = saved
     repeated = (_repeat_heads(x, q_BHQD.shape[1]) for x in (k_BGKD, v_BGKD))
     leaves = [x.detach().requires_grad_() for x in (q_BHQD, *repeated)]
@@ -253,7 +265,7 @@ def _autograd() -> Iterator[None]:
 
 
 def _unbatch(parts: list[Tensor]) -> Tensor:
-    """Padded rows of all classes from [B, H, rows, ...] per class."""
+    """Concatenate the padded rows of all classes, from [B, H, rows, ...] per class."""
     rows = [x.transpose(1, 2).flatten(0, 1) for x in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -264,6 +276,8 @@ def _plan(q_THD: Tensor, k_SGD: Tensor, segments: Segments) -> _Classes:
 
 
 def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _Classes:
+    """Group segments into classes, and make the masks and indices of each."""
+    # 1. Group segments by rounded lengths and kind of mask.
     starts_q, lengths_q, starts_k, lengths_k = _blocks(segments)
     sliding, capped = segments.scores.sliding, segments.scores.softcap > 0
     members: dict[tuple[bool, bool, int, int], list[int]] = {}
@@ -273,6 +287,7 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
             square = segments.is_causal and num_q == num_k and not slides
             key = (square, slides, _rounded(num_q), _rounded(num_k))
             members.setdefault(key, []).append(i)
+    # 2. Make the mask of each class.
     device = segments.cu_seqlens_q.device
     classes: list[_Class] = []
     for (square, slides, num_q, num_k), who in members.items():
@@ -286,6 +301,7 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
             mask = _mask(keys_of, np.ones_like(keys_of), (num_q, num_k), device, dtype)
         is_causal = segments.is_causal and mask is None
         classes.append(_Class(len(who), num_q, num_k, is_split, mask, is_causal))
+    # 3. Make the indices that gather rows into padded batches.
     queries = [(n, starts_q[who], lengths_q[who]) for (*_, n, _), who in members.items()]
     keys = [(n, starts_k[who], lengths_k[who]) for (*_, n), who in members.items()]
     is_shared = segments.key_rows is not None or sliding > 0 or capped
@@ -297,9 +313,11 @@ def _classify(segments: Segments, *, dtype: torch.dtype, num_key_rows: int) -> _
 
 
 def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Starts and lengths of queries and of keys, of each segment. One with more keys than the
-    sliding window is cut into blocks of query rows with the keys that they see, so that its work is
-    linear in its length; one with capped scores is cut so that its scores fit into memory.
+    """Return starts and lengths of queries, then of keys, for each segment or block of one.
+
+    A segment with more keys than the sliding window is cut into blocks of query rows with the keys
+    that they see, so its work is linear in its length. A segment with capped scores is cut so that
+    its scores fit into memory.
     """
     q, k = np.array(segments.offsets_q), np.array(segments.offsets_k)
     num_q, num_k = np.diff(q), np.diff(k)
@@ -320,7 +338,7 @@ def _blocks(segments: Segments) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
 
 
 def _rounded(length: int) -> int:
-    """Round up to 8, 12, 16, 24, 32, 48, ..., 512; longer lengths stay."""
+    """Round up to 8, 12, 16, 24, 32, 48, ..., 512; longer lengths remain."""
     if length > _PADDED_BELOW:
         return length
     power = 1 << max(3, (length - 1).bit_length())
@@ -328,7 +346,7 @@ def _rounded(length: int) -> int:
 
 
 PADDED_LENGTHS = tuple(sorted({_rounded(n) for n in range(1, _PADDED_BELOW + 1)}))
-"""All rounded lengths; segments of equal rounded lengths are computed together."""
+"""All rounded lengths. Segments of equal rounded lengths are computed together."""
 
 
 def _mask(
@@ -340,14 +358,16 @@ def _mask(
     *,
     sliding: int = 0,
 ) -> Tensor:
-    """0 if query i attends to key j, else -inf, [B or 1, 1, Q, K]. Query i sees the keys up to
-    Lk - Lq + i, with `sliding` the last `sliding` of them. Padded queries see what the last query
-    sees, so that each row has a key; with one query only padded keys are masked. The mask is added,
-    in the queries' dtype: torch would convert a bool mask in every call, and keep it.
+    """Make a mask [B or 1, 1, Q, K] that is 0 where query i attends to key j, else -inf.
+
+    Query i sees the keys up to Lk - Lq + i; with `sliding`, only the last `sliding` of them. Padded
+    queries see what the last query sees, so that each row has a key. If each segment has one query,
+    only padded keys are masked. The mask is added and has the queries' dtype, because torch would
+    convert a bool mask in every call and keep the result.
     """
     both = np.stack([keys_B, queries_B])
     if (both == both[:, :1]).all():
-        # One mask serves all.
+        # All segments are alike, so one mask serves all.
         both = both[:, :1]
     keys_B11, queries_B11 = both[..., None, None]
     last_BQ1 = keys_B11 - queries_B11 + np.minimum(np.arange(shape[0])[:, None], queries_B11 - 1)
@@ -368,8 +388,14 @@ def _rows(
     row_of: np.ndarray | None = None,
     is_shared: bool = False,
 ) -> _Rows:
-    """classes: (padded length, starts, lengths) of each class's segments. row_of: source row of
-    each position; None if positions are source rows. is_shared: rows may have several uses.
+    """Make the indices that gather rows into padded batches.
+
+    Args:
+        classes: (padded length, starts, lengths) of each class's segments.
+        num_rows: N, the number of source rows.
+        device: Where the indices are.
+        row_of: Source row of each position. None if positions are source rows.
+        is_shared: Whether rows may be used several times.
     """
     takes: list[np.ndarray] = []
     reals: list[np.ndarray] = []
@@ -402,7 +428,7 @@ def _rows(
 def _uses(
     rows: np.ndarray, where: np.ndarray, *, is_shared: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(source rows, padded rows) of first uses, of second uses, ..."""
+    """Return (source rows, padded rows) of first uses, of second uses, and so on."""
     if not is_shared:
         return [(rows, where)]
     order = np.argsort(rows, kind="stable")
@@ -413,23 +439,24 @@ def _uses(
 
 
 def prefixed_forward(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Q, D] and log-sum-exp [B, H, Q] of bottom-right causal attention, on CPU.
+    """Compute bottom-right causal attention on the CPU: output [B, H, Q, D], log-sum-exp [B, H, Q].
 
-    Two calls of the CPU's flash kernel, merged by their log-sum-exps: keys before the span, which
-    all queries see, and the span, which is causal. A mask of Q * K values takes 1.5-2x the time.
+    Makes two calls of the CPU's flash kernel and merges them by their log-sum-exps. The first has
+    the keys before the span, which all queries see. The second has the span itself and is causal.
+    One call with a mask of Q * K values would take 1.5 to 2 times as long.
     """
     prefix = k_BHKD.shape[2] - q_BHQD.shape[2]
     before, lse_before = flash_forward(q_BHQD, k_BHKD[:, :, :prefix], v_BHKD[:, :, :prefix])
-    own, lse_own = flash_forward(
+    inside, lse_inside = flash_forward(
         q_BHQD, k_BHKD[:, :, prefix:], v_BHKD[:, :, prefix:], is_causal=True
     )
-    lse = torch.logaddexp(lse_before, lse_own)
-    share = (lse_before - lse).exp()[..., None].to(own.dtype)
-    return torch.lerp(own, before, share), lse
+    lse = torch.logaddexp(lse_before, lse_inside)
+    share = (lse_before - lse).exp()[..., None].to(inside.dtype)
+    return torch.lerp(inside, before, share), lse
 
 
 def prefixed_backward(grad_BHQD: Tensor, saved: SavedTensors) -> Gradients:
-    """Gradients of q, k and v; shapes of `saved` as in `prefixed_forward`."""
+    """Return the gradients of q, k and v; shapes of `saved` as in `prefixed_forward`."""
     q, k, v, out, lse = saved
     prefix = k.shape[2] - q.shape[2]
     (dq, dk, dv), (dq_own, dk_own, dv_own) = (

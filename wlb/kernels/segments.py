@@ -1,8 +1,9 @@
 """Segments: where the attention segments of one variable-length call begin and end.
 
-Offsets are on the device for kernels and on the host for backends that loop, so no backend waits
-for the device. A custom op takes tensors and integers only, so inside one the host's part is found
-by the identity of the tensors (`Segments.of`); it lives as long as cu_seqlens_q does.
+The offsets exist twice: on the device for kernels, and on the host for backends that loop over
+segments. So no backend waits for the device. A custom op can take only tensors and numbers, so it
+cannot receive the host's offsets. Inside an op they are looked up by the identity of the device
+tensors instead (`Segments.of`). They live as long as cu_seqlens_q does.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +22,27 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HostPart:
-    """The host's part of segments. offsets: None until a backend has to read the device. versions:
-    in-place version counters of both tensors at creation. derived: see `Segments.derive`.
-    """
+    """What is known about segments on the host."""
 
-    cu_seqlens_k: TensorWeakRef
-    versions: tuple[int, int]
+    cu_seqlens_k: TensorWeakRef  # the tensor that belongs to cu_seqlens_q
+    versions: tuple[int, int]  # in-place version counters of both tensors at creation
+    # Offsets of queries and keys; None until a backend has to read them from the device.
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None
-    key_rows: np.ndarray | None = None
-    derived: dict[str, Any] = field(default_factory=dict)
+    key_rows: np.ndarray | None = None  # as in `Segments.from_offsets`
+    derived: dict[str, Any] = field(default_factory=dict)  # results of `Segments.derive` by name
 
 
-# The host's parts by cu_seqlens_q. The cache is module-level, because a custom op receives nothing
-# else that could carry the host's part, and weak, so that it keeps nothing alive.
+# The host's parts, by cu_seqlens_q. The cache is module-level because a custom op receives nothing
+# that could carry the host's part. It is weak, so it keeps no tensor alive.
 _HOST_PARTS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What a layer does with attention's scores besides the causal mask.
+    """How a layer changes attention's scores, besides the causal mask."""
 
-    sliding: keys that a query sees, its own included and the latest others; 0 = all. softcap: a
-    score s becomes softcap * tanh(s / softcap) before the mask; 0 = it stays.
-    """
-
-    sliding: int = 0
+    sliding: int = 0  # latest keys that a query sees, including its position; 0 means all
+    # A score s becomes softcap * tanh(s / softcap) before the mask is applied; 0 means no cap.
     softcap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +51,7 @@ class Scores:
 
     @classmethod
     def of(cls, model: ModelSpec, *, slides: bool) -> "Scores":
-        """Those of a model's layers, with or without a sliding window."""
+        """Return the scores of a model's layers, with or without a sliding window."""
         return cls(sliding=model.sliding_window if slides else 0, softcap=model.attention_softcap)
 
     def __str__(self) -> str:
@@ -64,21 +61,20 @@ class Scores:
 
 
 PLAIN = Scores()
+"""Scores with neither a window nor a cap."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Boundaries of one call's segments, made by `from_offsets`: int32 [num_segments + 1] each.
+    """Offsets of one call's segments, made by `from_offsets`."""
 
-    is_causal: a segment's last keys are its queries' own positions; otherwise all keys come before
-    all queries, as those of a prefix do, and each query sees each.
-    """
-
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    max_q: int
-    max_k: int
+    cu_seqlens_q: torch.Tensor  # int32 on the device, shape [num_segments + 1]
+    cu_seqlens_k: torch.Tensor  # int32 on the device, shape [num_segments + 1]
+    max_q: int  # most queries of a segment
+    max_k: int  # most keys of a segment
     host: HostPart = field(repr=False)
+    # True: a segment's last keys are at the positions of its queries, and the mask is causal.
+    # False: all keys come before all queries, as in a prefix, and each query sees all keys.
     is_causal: bool = True
     scores: Scores = PLAIN
 
@@ -93,8 +89,19 @@ class Segments:
         is_causal: bool = True,
         scores: Scores = PLAIN,
     ) -> "Segments":
-        """From offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two segments. key_rows:
-        for backends with `takes_key_rows`; the i-th key is row key_rows[i] of a larger buffer.
+        """Make segments from offsets: [0, 3, 5] for queries and [0, 3, 9] for keys are two.
+
+        Args:
+            cu_q: Offsets of queries.
+            cu_k: Offsets of keys.
+            device: Where the kernel runs.
+            key_rows: For backends with `takes_key_rows`: key i is row key_rows[i] of a larger
+                buffer. None if the keys are all rows in order.
+            is_causal: Whether the mask is causal, see `Segments`.
+            scores: The mask's window and the cap on scores.
+
+        Raises:
+            UserError: The offsets are not valid.
         """
         q, k = np.asarray(cu_q), np.asarray(cu_k)
         _check("cu_q", q)
@@ -116,8 +123,8 @@ class Segments:
         if key_rows is not None:
             _check_key_rows(key_rows, int(k[-1]))
         on_device = copy_to_device(np.stack([q, k]).astype(np.int32), torch.device(device))
-        # The tensors are clones, because compiled code would save other view objects for backward,
-        # which `of` does not know.
+        # Clone the tensors. Compiled code saves views as new objects, which `of` would not
+        # recognise in backward.
         cu_seqlens_q, cu_seqlens_k = on_device[0].clone(), on_device[1].clone()
         host = HostPart(
             cu_seqlens_k=TensorWeakRef(cu_seqlens_k),
@@ -141,10 +148,19 @@ class Segments:
         *,
         is_causal: bool = True,
     ) -> "Segments":
-        """The segments that these two tensors were made for. sliding, softcap: see `Scores`.
+        """Find the segments for which these two tensors were made.
 
-        For others, e.g. copies or modified ones, key_rows is None, and a backend that asks for
-        offsets waits for the device.
+        For other tensors, such as copies or modified ones, segments are made without key_rows; a
+        backend that needs the offsets on the host then waits for the device.
+
+        Args:
+            cu_seqlens_q: Offsets of queries, on the device.
+            cu_seqlens_k: Offsets of keys, on the device.
+            max_q: Most queries of a segment.
+            max_k: Most keys of a segment.
+            sliding: As in `Scores`.
+            softcap: As in `Scores`.
+            is_causal: As in `Segments`.
         """
         host = _HOST_PARTS.get(cu_seqlens_q)
         versions = _versions(cu_seqlens_q, cu_seqlens_k)
@@ -154,25 +170,25 @@ class Segments:
             host = HostPart(
                 cu_seqlens_k=TensorWeakRef(cu_seqlens_k), versions=versions, offsets=None
             )
-            # Otherwise the entry stays, because it belongs to the segments that cu_seqlens_q was
-            # made for.
+            # An unchanged cu_seqlens_q with other keys: leave the entry to the segments for which
+            # cu_seqlens_q was made.
             if is_new:
                 _HOST_PARTS[cu_seqlens_q] = host
         scores = Scores(sliding=sliding, softcap=softcap)
         return cls(cu_seqlens_q, cu_seqlens_k, max_q, max_k, host, is_causal, scores)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Segments":
-        """Returns itself: `of` would not recognise copies of the tensors."""
+        """Return self, because `of` would not recognise copies of the tensors."""
         return self
 
     @property
     def offsets_q(self) -> tuple[int, ...]:
-        """cu_seqlens_q on the host."""
+        """Offsets of queries, on the host."""
         return self._offsets[0]
 
     @property
     def offsets_k(self) -> tuple[int, ...]:
-        """cu_seqlens_k on the host."""
+        """Offsets of keys, on the host."""
         return self._offsets[1]
 
     @property
@@ -184,32 +200,36 @@ class Segments:
 
     @property
     def arguments(self) -> tuple[torch.Tensor, torch.Tensor, int, int, int, float]:
-        """Arguments of a custom op, from which `of` makes these segments again."""
+        """Arguments of a custom op, from which `of` restores these segments."""
         return *self.lengths, self.scores.sliding, self.scores.softcap
 
     @property
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Offsets of queries and keys and most of each in a segment, as kernels take them."""
+        """Offsets of queries and keys, and the most queries and keys of a segment."""
         return self.cu_seqlens_q, self.cu_seqlens_k, self.max_q, self.max_k
 
     @property
     def key_rows(self) -> np.ndarray | None:
+        """Row of each key in a larger buffer; None if the keys are all rows in order."""
         return self.host.key_rows
 
     @property
     def num_segments(self) -> int:
+        """Number of segments."""
         return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def num_queries(self) -> int:
+        """Number of queries of all segments."""
         return self.offsets_q[-1]
 
     @property
     def num_keys(self) -> int:
+        """Number of keys of all segments."""
         return self.offsets_k[-1]
 
     def derive(self, name: str, make: Callable[["Segments"], T]) -> T:
-        """make(self), computed at the first call with this name and shared by all layers."""
+        """Return make(self), computed once per name and shared by all layers."""
         derived, name = self.host.derived, f"{name} {self.is_causal} {self.scores}"
         if name not in derived:
             derived[name] = make(self)
@@ -217,7 +237,7 @@ class Segments:
 
 
 def _versions(*tensors: torch.Tensor) -> tuple[int, int]:
-    """In-place version counters of both; 0 for inference tensors, which have none."""
+    """Return the in-place version counters of both; 0 for inference tensors, which have none."""
     q, k = (0 if x.is_inference() else x._version for x in tensors)
     return q, k
 
@@ -249,7 +269,7 @@ def _check_key_rows(key_rows: np.ndarray, num_keys: int) -> None:
 
 
 def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device; to a GPU from pinned memory, asynchronously."""
+    """Copy an array to the device; to a GPU asynchronously, from pinned memory."""
     tensor = torch.from_numpy(array)
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)

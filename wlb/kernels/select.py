@@ -1,9 +1,14 @@
-"""Which attention backend a run uses, and why; `auto` takes the first of AUTO_ORDER that can.
+"""Which attention backend a run uses, and why.
 
-flash_attention_3 is the fastest published on Hopper (`kernels_profile/h100.json`) and only there;
-flash_attention_4 is made for Blackwell, on Hopper a pre-release; torch_varlen is in every CUDA
-build of torch, from Ampere on, and assumed when preparing a run without GPUs; flash_attention_2 has
-the same kernels in their own build; sdpa computes everything, alone in float32 and on CPU.
+`auto` takes the first backend of AUTO_ORDER that can compute the run:
+
+1. flash_attention_3 is the fastest on Hopper (`kernels_profile/h100.json`) and runs only there.
+2. flash_attention_4 is made for Blackwell; on Hopper it is a pre-release.
+3. torch_varlen is in every CUDA build of torch and runs from Ampere on. It is assumed to work when
+a
+   run is prepared on a machine without GPUs.
+4. flash_attention_2 has the same kernels, built separately.
+5. sdpa computes everything. It is the only one for float32 and for the CPU.
 """
 
 from dataclasses import dataclass
@@ -28,8 +33,10 @@ AUTO_ORDER = (
     AttentionBackend.FLASH_ATTENTION_2,
     AttentionBackend.SDPA,
 )
+"""Backends in the order in which `auto` tries them."""
 
 
+# Backends that cannot compute every run, by name. Their `why_not` is asked first.
 _CHECKED: dict[str, TorchVarlenBackend | FlashBackend] = {
     backend.name: backend
     for backend in (
@@ -49,25 +56,22 @@ BACKENDS.update(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A backend, and why it and none before it was chosen.
-
-    better: a sentence on the backend made for this GPU, with how to install it; empty if it is
-    chosen or none is missing.
-    """
+    """A backend, and why it was chosen."""
 
     backend: AttentionBackend
-    reason: str
+    reason: str  # also says why no backend before it in AUTO_ORDER was chosen
     deterministic: bool = False
+    # A sentence about a better backend for this GPU whose package is missing; else empty.
     better: str = ""
 
     @property
     def kernel(self) -> str:
-        """The name of `BACKENDS` that computes."""
+        """Name of the kernel in `BACKENDS`."""
         return kernel_name(self.backend, deterministic=self.deterministic)
 
     @property
     def line(self) -> str:
-        """The line that a run's log shows, and a second one where a better kernel is missing."""
+        """The line for the run's log, and a second one if a better kernel is missing."""
         order = ", deterministic" if self.deterministic else ""
         line = f"attention kernel {self.backend}{order} ({self.reason})"
         return f"{line}\nWARNING: {self.better}" if self.better else line
@@ -88,29 +92,30 @@ class _Computed:
         return f"{heads} and {self.scores}" if str(self.scores) else heads
 
     @property
-    def _asked(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, Any]:
         names = ("device", "dtype", "head_size", "scores")
         return {name: getattr(self, name) for name in names}
 
     def why_not(self, backend: AttentionBackend) -> str | None:
-        """Why a backend cannot compute this, in words; None if it can."""
+        """Return why a backend cannot compute this run, or None."""
         checked = _CHECKED.get(kernel_name(backend, deterministic=self.deterministic))
         # sdpa can compute everything.
         if checked is None:
             return None
-        return checked.why_not(**self._asked)
+        return checked.why_not(**self._arguments)
 
     def chosen(self, backend: AttentionBackend, reason: str) -> Choice:
+        """Return the choice of a backend, with a hint if a better one lacks only its package."""
         better = self._better_than(backend)
         return Choice(
             backend=backend, reason=reason, deterministic=self.deterministic, better=better
         )
 
     def _better_than(self, backend: AttentionBackend) -> str:
-        """The first in AUTO_ORDER that this GPU could run if its package were installed."""
+        """Describe the first backend in AUTO_ORDER that this GPU lacks only the package for."""
         for other in AUTO_ORDER[: AUTO_ORDER.index(backend)]:
             checked = _CHECKED[kernel_name(other, deterministic=self.deterministic)]
-            if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._asked):
+            if isinstance(checked, FlashBackend) and checked.lacks_package_only(**self._arguments):
                 return (
                     f"{other} is made for this GPU and not used: {checked.package.problem()}; "
                     f"install it: {checked.package.install}"
@@ -127,7 +132,19 @@ def select_backend(
     deterministic: bool = False,
     scores: Scores = PLAIN,
 ) -> str:
-    """The kernel of `BACKENDS` that will compute; UserError if an explicit choice cannot."""
+    """Return the name of the kernel in `BACKENDS` that will compute the run.
+
+    Args:
+        requested: The value of `kernels.attention`.
+        device: Where the run computes.
+        dtype: Dtype in which it computes.
+        head_size: Size of a head.
+        deterministic: Whether backward must add in a fixed order.
+        scores: The mask's window and the cap on scores.
+
+    Raises:
+        UserError: A backend is requested explicitly and cannot compute the run.
+    """
     choice = choose_backend(
         requested,
         device=device,
@@ -148,6 +165,7 @@ def choose_backend(
     deterministic: bool = False,
     scores: Scores = PLAIN,
 ) -> Choice:
+    """Choose the backend of a run and say why; arguments as in `select_backend`."""
     run = _Computed(
         device=device, dtype=dtype, head_size=head_size, deterministic=deterministic, scores=scores
     )

@@ -1,6 +1,6 @@
-"""Tiles that variable-length, causal attention kernels compute, as their public sources have them.
+"""Tile sizes of variable-length, causal attention kernels, from their public sources.
 
-Sources, read in November 2026 in github.com/Dao-AILab/flash-attention, bfloat16 on Hopper:
+Read in November 2026 in github.com/Dao-AILab/flash-attention, for bfloat16 on Hopper:
 
 - FlashAttention-2, which is also torch's kernel: csrc/flash_attn/src/flash_fwd_launch_template.h
   and flash_bwd_launch_template.h.
@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """Sides of a kernel's tiles; 1 for kernels without tiles."""
+    """Sides of a kernel's tiles, in rows; 1 for kernels without tiles."""
 
     forward_rows: int
-    """Query rows of a block of forward."""
+    """Query rows of a thread block in forward."""
     backward_rows: int
-    """Query rows of a tile of backward, whose blocks go over rows tile by tile."""
+    """Query rows of a tile in backward, whose thread blocks loop over query rows."""
     backward_keys: int
-    """Keys of a block of backward."""
+    """Keys of a thread block in backward."""
 
 
 _FLASH_2 = {
@@ -38,17 +38,17 @@ _TILES = {
     "torch_varlen": _FLASH_2,
     "flash_attention_2": _FLASH_2,
     "flash_attention_3": _FLASH_3,
-    # Its tiles were not looked up; 128 is what its prices have assumed so far.
+    # Not looked up in its sources; its prices have assumed 128 so far.
     "flash_attention_4": {256: Tiles(128, 128, 128)},
 }
-"""By kernel, and by the largest head size that has these tiles."""
+"""Tiles by kernel, and by the largest head size that has them."""
 
 
 def tiles_of(backend: str, head_dim: int) -> Tiles:
-    """The tiles of a kernel at a head size.
+    """Return the tiles of a kernel at a head size.
 
     Raises:
-        ValueError: For a kernel without known tiles, and for heads above 256.
+        ValueError: The kernel's tiles are not known, or heads are larger than 256.
     """
     sizes = [size for size in _TILES.get(backend, {}) if head_dim <= size]
     if not sizes:

@@ -1,8 +1,8 @@
-"""Attention by torch's own variable-length kernel (FlashAttention-2 inside torch), CUDA only.
+"""Attention by torch's variable-length kernel (FlashAttention-2 inside torch), CUDA only.
 
-float16 and bfloat16, without padding. We call the two operators
-below torch.nn.attention.varlen.varlen_attn, which has no backward without autograd; their first ten
-arguments are the same in torch 2.11 to 2.13.
+It computes float16 and bfloat16 without padding. torch.nn.attention.varlen.varlen_attn has no
+backward without autograd, so we call the two operators below it. Their first ten arguments are the
+same in torch 2.11 to 2.13.
 """
 
 import torch
@@ -23,11 +23,17 @@ from wlb.kernels.segments import PLAIN, Scores, Segments
 from wlb.plan import UserError
 
 MAX_HEAD_SIZE = 256
+"""Largest head size of the kernel."""
+# Windows (left, right) around a query's position; -1 is unlimited.
 _CAUSAL, _WITHOUT_MASK = [-1, 0], [-1, -1]
 
 
 class TorchVarlenBackend:
-    """deterministic: backward adds dQ in a fixed order, in several float32 copies of it."""
+    """torch's variable-length attention kernel.
+
+    Args:
+        deterministic: Whether backward adds dQ in a fixed order, in several float32 copies of dQ.
+    """
 
     takes_key_rows = False
 
@@ -38,7 +44,10 @@ class TorchVarlenBackend:
     def why_not(
         self, *, device: torch.device, dtype: torch.dtype, head_size: int, scores: Scores = PLAIN
     ) -> str | None:
-        """Why this backend cannot compute, in words; None if it can or if no GPU can be asked."""
+        """Return why this backend cannot compute a run, or None.
+
+        If torch sees no GPU here, the GPU is assumed to be new enough.
+        """
         if scores.softcap:
             return "torch's kernel cannot cap scores (attention_softcap)"
         if why := wrong_tensors(device, dtype) or wrong_head_size(head_size, MAX_HEAD_SIZE):
@@ -49,6 +58,7 @@ class TorchVarlenBackend:
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
         _check(q_THD)
         out_THD, lse_HT, _ = torch.ops.torch_attn._varlen_attn(
             q_THD, k_SGD, v_SGD, *segments.lengths, segments.is_causal, None, _window(segments)
@@ -56,7 +66,9 @@ class TorchVarlenBackend:
         return out_THD, lse_HT
 
     def backward(self, grad_THD: Tensor, saved: SavedTensors, segments: Segments) -> Gradients:
-        # The RNG state of dropout is zeros, which forward returns if there is no dropout.
+        """Return the gradients of q, k and v."""
+        # Without dropout, forward returns an RNG state of zeros, so pass zeros instead of saving
+        # it.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=grad_THD.device)
         mask = (segments.is_causal, rng_state, None, _window(segments))
         with fixed_order(self.deterministic):

@@ -124,7 +124,15 @@ def sharding_of_experts(mesh: Mesh) -> DeviceMesh:
 
 
 def add_up_loads(stages: Iterable[Llama], rows: Iterable[Rows], mesh: Mesh) -> None:
-    """Set each layer's `load` and `slowest` of the step, summed over all ranks of the layer."""
+    """Set each layer's `load` and `slowest` of the step, summed over all ranks of the layer.
+
+    All ranks call it once, after a step's last backward pass.
+
+    Args:
+        stages: This rank's stages.
+        rows: The inputs of each micro-batch, in which layers have counted rows.
+        mesh: The ranks.
+    """
     mixtures = [mixture for stage in stages for mixture in mixtures_of(stage)]
     if not mixtures:
         return

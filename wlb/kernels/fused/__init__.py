@@ -1,4 +1,4 @@
-"""Fused Triton kernels of the operators beside matrix products and attention, as custom ops."""
+"""Fused Triton kernels for operators other than matrix products and attention, as custom ops."""
 
 from wlb.kernels.fused.op import fused_gated as fused_gated
 from wlb.kernels.fused.op import fused_norm as fused_norm

@@ -1,9 +1,9 @@
-"""The Triton kernels of `wlb.kernels.fused`: one pass over memory each, arithmetic in float32.
+"""The Triton kernels of `wlb.kernels.fused`: one pass over memory each, computed in float32.
 
-This file alone imports Triton, when a kernel is first launched. Row numbers are 64-bit (T x C can
-exceed 2^31) and not specialised on: their number changes with every micro-batch, and each
-specialisation would compile a kernel in the middle of a run. Rows are masked only where a program
-has several, so columns are read in vectors of 16 bytes.
+Only this file imports Triton, when a kernel is first launched. Row indices are 64-bit, because T x
+C can exceed 2^31. The number of rows is not specialised on: it changes with every micro-batch, and
+each specialisation would compile a kernel in the middle of a run. Rows are masked only in programs
+with several rows, so that columns are read in vectors of 16 bytes.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -26,8 +26,10 @@ def rotate_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rotate channel pairs (i, i + half) of [T, H, 2 * half] rows; tables are read once for HEADS
-    heads. x has any row and head stride; out is contiguous.
+    """Rotate channel pairs (i, i + half) of [T, H, 2 * half] rows.
+
+    A program reads the cos and sin of its rows once for HEADS heads. x may have any row and head
+    stride; out is contiguous.
     """
     groups: tl.constexpr = (num_heads + HEADS - 1) // HEADS
     program = tl.program_id(0)
@@ -52,10 +54,11 @@ def rotate_kernel(
 
 @triton.jit
 def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """activation(gate) * up of contiguous [T, F] rows; a program has BLOCK columns of one row.
+    """Compute activation(gate) * up of [T, F] rows; a program has BLOCK columns of one row.
 
-    Both activations are x sigmoid(s(x)): s(x) = x of SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of
-    GELU's tanh approximation, as (1 + tanh(y)) / 2 = sigmoid(2 y).
+    Both activations have the form x * sigmoid(s(x)). For SiLU s(x) = x. For GELU's tanh
+    approximation s(x) = 2 sqrt(2 / pi) (x + 0.044715 x^3), because (1 + tanh(y)) / 2 = sigmoid(2
+    y).
     """
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
@@ -65,8 +68,8 @@ def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     inner = g
     if GELU:
         # Without bounds the cube overflows float32, and infinity times 0 in backward is NaN.
-        near = tl.minimum(tl.maximum(g, -12.0), 12.0)
-        inner = 1.5957691216057308 * near * (1 + 0.044715 * near * near)
+        bounded = tl.minimum(tl.maximum(g, -12.0), 12.0)
+        inner = 1.5957691216057308 * bounded * (1 + 0.044715 * bounded * bounded)
     tl.store(out + at, g / (1 + tl.exp(-inner)) * u, here)
 
 
@@ -74,7 +77,7 @@ def gated_kernel(gate, up, out, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 def gated_backward_kernel(
     grad, gate, up, d_gate, d_up, width, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Gradients of gate and up from the product's; as in `gated_kernel`."""
+    """Compute the gradients of gate and up from the product's gradient, as in `gated_kernel`."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
@@ -82,13 +85,13 @@ def gated_backward_kernel(
     g = tl.load(gate + at, here).to(tl.float32)
     u = tl.load(up + at, here).to(tl.float32)
     inner = g
-    rising = g  # x s'(x)
+    slope = g  # x s'(x)
     if GELU:
-        near = tl.minimum(tl.maximum(g, -12.0), 12.0)
-        inner = 1.5957691216057308 * near * (1 + 0.044715 * near * near)
-        rising = 1.5957691216057308 * near * (1 + 0.134145 * near * near)
+        bounded = tl.minimum(tl.maximum(g, -12.0), 12.0)
+        inner = 1.5957691216057308 * bounded * (1 + 0.044715 * bounded * bounded)
+        slope = 1.5957691216057308 * bounded * (1 + 0.134145 * bounded * bounded)
     sigmoid = 1 / (1 + tl.exp(-inner))
-    tl.store(d_gate + at, dy * u * sigmoid * (1 + rising * (1 - sigmoid)), here)
+    tl.store(d_gate + at, dy * u * sigmoid * (1 + slope * (1 - sigmoid)), here)
     tl.store(d_up + at, dy * g * sigmoid, here)
 
 
@@ -96,7 +99,7 @@ def gated_backward_kernel(
 def norm_kernel(
     x, weight, out, rstd, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """RMSNorm of ROWS contiguous rows of C columns."""
+    """Compute RMSNorm of ROWS contiguous rows of `width` columns per program, and store 1 / RMS."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     here = column < width
@@ -124,10 +127,13 @@ def norm_backward_kernel(
     BLOCK: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """The input's gradient, and sums of the weight's, row d_weight[i] of [programs, C]: program i
-    has tiles i, i + programs, ... of ROWS rows, each read once for both. RELOAD: read the weight
-    again for every tile (from the L1 cache), because it would not fit in registers beside a wide
-    row.
+    """Compute the input's gradient, and partial sums of the weight's gradient.
+
+    Program i processes the tiles i, i + programs, i + 2 * programs, ... of ROWS rows, and reads
+    each row once for both results. It writes its partial sum to row i of d_weight, [programs, C].
+
+    With RELOAD the weight is read again for every tile (from the L1 cache), because it does not fit
+    into registers beside a wide row.
     """
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -155,7 +161,7 @@ def norm_backward_kernel(
 
 @triton.jit(
     do_not_specialize=["num_uses", "num_rows", "num_keys"],
-    # It is a part of one buffer of index tensors, where each micro-batch has it at another offset.
+    # `inverse` is a slice of one buffer of index tensors, at another offset in each micro-batch.
     do_not_specialize_on_alignment=["inverse"],
 )
 def sum_uses_kernel(
@@ -172,7 +178,10 @@ def sum_uses_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[r] = the sums over u of dk[inverse[u, r]] and dv[inverse[u, r]], in the order of u."""
+    """Add up the gradients of all uses of each row, in order.
+
+    out[r] is the sum over u of dk[inverse[u, r]], followed by the sum over u of dv[inverse[u, r]].
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     known = row < num_rows

@@ -1,6 +1,6 @@
-"""Which kernel, grid and options each fused op launches, from its tensors' shapes and strides.
+"""Kernel, grid and options of each fused op, computed from the tensors' shapes and strides.
 
-A `Launch` is data, so tests compile for a GPU exactly what a run would launch. Block sizes are
+A `Launch` is data, so tests can compile for a GPU exactly what a run would launch. Block sizes were
 chosen by inspecting the compiled code (registers, spills, vectors), **never timed on a GPU**.
 """
 
@@ -12,22 +12,25 @@ from torch import Tensor
 from wlb.kernels.fused import kernels
 
 _SUMMING_PROGRAMS = 512
-"""Programs of `norm_backward`, a constant, so that sums have one order on all GPUs."""
+"""Most programs of `norm_backward`; a constant, so that sums have the same order on all GPUs."""
 _NARROW, _NARROW_TILE = 1024, 2048
-"""Rows of at most _NARROW columns are normalised in tiles of _NARROW_TILE values: 8 KB of both
-inputs in bfloat16, so that 512 programs have 4 MB on their way, where an H100 needs 2."""
+"""Rows of at most _NARROW columns are normalised in tiles of _NARROW_TILE values.
+
+A tile is then 8 KB of both inputs in bfloat16. 512 programs have 4 MB in flight; an H100 needs 2.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """kernel: of `kernels`. grid: programs. arguments: tensors and numbers, then by name."""
+    """One launch of a kernel."""
 
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+    kernel: Any  # a function of `wlb.kernels.fused.kernels`
+    grid: tuple[int, ...]  # number of programs in each dimension
+    arguments: tuple[Any, ...]  # tensors and numbers, by position
+    options: dict[str, Any]  # constants of the kernel and number of warps, by name
 
     def run(self) -> None:
+        """Launch the kernel, unless the grid is empty."""
         if all(self.grid):
             self.kernel[self.grid](*self.arguments, **self.options)
 
@@ -41,6 +44,7 @@ def _blocks(n: int, size: int) -> int:
 
 
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse: bool) -> Launch:
+    """Describe the launch that rotates channel pairs."""
     num_rows, num_heads, head_size = x_THD.shape
     half = head_size // 2
     block = _power_of_2(half)
@@ -62,12 +66,14 @@ def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, out_THD: Tensor, *, inverse:
 
 
 def gated(gate_TF: Tensor, up_TF: Tensor, out_TF: Tensor, *, gelu: bool) -> Launch:
+    """Describe the launch that computes activation(gate) * up."""
     return _by_row(kernels.gated_kernel, gate_TF, up_TF, out_TF, gelu=gelu)
 
 
 def gated_backward(
     grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, d_gate: Tensor, d_up: Tensor, *, gelu: bool
 ) -> Launch:
+    """Describe the launch that computes the gradients of gate and up."""
     tensors = (grad_TF, gate_TF, up_TF, d_gate, d_up)
     return _by_row(kernels.gated_backward_kernel, *tensors, gelu=gelu)
 
@@ -84,6 +90,7 @@ def _by_row(kernel: Any, *tensors_TF: Tensor, gelu: bool) -> Launch:
 
 
 def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: float) -> Launch:
+    """Describe the launch of RMSNorm."""
     num_rows, width = x_TC.shape
     tile = _norm_tile(width)
     return Launch(
@@ -95,8 +102,10 @@ def norm(x_TC: Tensor, weight_C: Tensor, out_TC: Tensor, rstd_T: Tensor, eps: fl
 
 
 def _norm_tile(width: int) -> dict[str, int]:
-    """Rows and columns of a tile. Many narrow rows, such as heads', are read at once, since one
-    would keep too few bytes on their way from memory.
+    """Return rows, columns and warps of a tile.
+
+    A program reads many narrow rows at once, such as heads, because one of them would keep too few
+    bytes in flight.
     """
     block = _power_of_2(width)
     rows = max(1, _NARROW_TILE // block) if block <= _NARROW else 1
@@ -108,13 +117,14 @@ def _norm_warps(values: int) -> int:
 
 
 def norm_programs(num_rows: int, width: int) -> int:
-    """Rows of `norm_backward`'s partial sums of the weight's gradient."""
+    """Return the number of programs of `norm_backward`, each of which writes a partial sum."""
     return min(_SUMMING_PROGRAMS, _blocks(num_rows, _norm_tile(width)["ROWS"]))
 
 
 def norm_backward(
     grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor, dx_TC: Tensor, sums_PC: Tensor
 ) -> Launch:
+    """Describe the launch of RMSNorm's backward."""
     num_rows, width = x_TC.shape
     tile = _norm_tile(width)
     tensors = (grad_TC, x_TC, weight_C, rstd_T, dx_TC, sums_PC)
@@ -127,6 +137,7 @@ def norm_backward(
 
 
 def sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor, out_R2GD: Tensor) -> Launch:
+    """Describe the launch that adds up the gradients of each row's uses."""
     num_uses, num_rows = inverse_UR.shape
     width = dk_KGD.shape[1] * dk_KGD.shape[2]
     tensors = (dk_KGD, dv_KGD, inverse_UR, out_R2GD)

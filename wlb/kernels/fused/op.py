@@ -1,9 +1,11 @@
 """The custom ops of the fused kernels, and their autograd.
 
-torch.compile keeps one graph per layer, since it does not look into them; tensors without memory
-(fake, meta) never reach Triton. All compute in float32 and round once, where plain torch code
-rounds after every operation. Shapes: T rows, H heads, D head size, C width, F the MLP's width, K
-keys, R gathered rows, G key/value heads, U most uses of a row.
+torch.compile does not look into the ops, so a layer remains one graph. Tensors without memory
+(fake, meta) never reach Triton. All ops compute in float32 and round once; plain torch code rounds
+after every operation.
+
+Shapes: T rows, H heads, D head size, C channels, F width of the MLP, K keys, R gathered rows, G
+key/value heads, U most uses of a row.
 """
 
 from typing import Any
@@ -16,7 +18,7 @@ from wlb.kernels.op import contiguous_like, custom_op, sum_dtype
 
 @custom_op("fused_rotate", fake=lambda x, *_: x.new_empty(x.shape))
 def fused_rotate(x_THD: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotary embedding (`rotate` of `wlb.model`), or with `inverse` by the opposite angles."""
+    """Apply rotary embedding (`rotate` of `wlb.model`), with `inverse` by the opposite angles."""
     from wlb.kernels.fused import launch
 
     if x_THD.stride(-1) != 1:
@@ -40,7 +42,10 @@ fused_rotate.register_autograd(_rotate_back, setup_context=_keep_tables)
 
 @custom_op("fused_gated", fake=lambda gate, *_: gate.new_empty(gate.shape))
 def fused_gated(gate_TF: Tensor, up_TF: Tensor, gelu: bool) -> Tensor:
-    """activation(gate) * up, of SiLU or of GELU's tanh approximation; keeps both for backward."""
+    """Compute activation(gate) * up with SiLU or with GELU's tanh approximation.
+
+    Saves only gate and up for backward.
+    """
     from wlb.kernels.fused import launch
 
     out_TF = gate_TF.new_empty(gate_TF.shape)
@@ -57,7 +62,7 @@ def _gated_gradients(_: Tensor, gate_TF: Tensor, up_TF: Tensor, *__: Any) -> tup
 def fused_gated_backward(
     grad_TF: Tensor, gate_TF: Tensor, up_TF: Tensor, gelu: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+    """Return the gradients of gate and up."""
     from wlb.kernels.fused import launch
 
     d_gate, d_up = _gated_gradients(grad_TF, gate_TF, up_TF)
@@ -84,7 +89,7 @@ def _norm_like(x_TC: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @custom_op("fused_norm", fake=_norm_like)
 def fused_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm of rows, and each row's reciprocal root mean square, [T]; the first has gradients."""
+    """Return RMSNorm of rows, and each row's 1 / RMS, [T]; only the first is differentiable."""
     from wlb.kernels.fused import launch
 
     out_TC, rstd_T = _norm_like(x_TC)
@@ -96,7 +101,10 @@ def fused_norm(x_TC: Tensor, weight_C: Tensor, eps: float) -> tuple[Tensor, Tens
 def fused_norm_backward(
     grad_TC: Tensor, x_TC: Tensor, weight_C: Tensor, rstd_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weight; the weight's is added in float32, in one order for each T."""
+    """Return the gradients of rows and weight.
+
+    The weight's gradient is added up in float32, in an order that depends only on the shape.
+    """
     from wlb.kernels.fused import launch
 
     grad_TC, x_TC, weight_C = (x.contiguous() for x in (grad_TC, x_TC, weight_C))
@@ -114,7 +122,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _differentiate_norm(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    # Nothing depends on the output.
+    # Nothing differentiated the output.
     if grads[0] is None:
         return None, None, None
     return *fused_norm_backward(grads[0], *ctx.saved_tensors), None
@@ -130,12 +138,19 @@ def _rows_like(dk_KGD: Tensor, _: Tensor, inverse_UR: Tensor) -> Tensor:
 
 @custom_op("fused_sum_uses", fake=_rows_like)
 def fused_sum_uses(dk_KGD: Tensor, dv_KGD: Tensor, inverse_UR: Tensor) -> Tensor:
-    """Gradients of the gathered rows, [R, 2, G, D] float32 (float64 for float64): of K and V, each
-    row's uses added in order, bit-equal to the plain code. inverse: that of `RankStage`.
+    """Add up the gradients of all uses of each gathered row of K and V, [R, 2, G, D].
+
+    The uses are added in order, in float32 (float64 for float64), with the same bits as the plain
+    code.
+
+    Args:
+        dk_KGD: Gradient of each key.
+        dv_KGD: Gradient of each value.
+        inverse_UR: The keys that use each row, `RankStage.inverse`.
     """
     from wlb.kernels.fused import launch
 
-    flat = (dk_KGD.shape[2], 1)  # strides of a row whose [G, D] values are next to each other
+    flat = (dk_KGD.shape[2], 1)  # strides of G and D in a contiguous row
     dk_KGD, dv_KGD = (x if x.stride()[1:] == flat else x.contiguous() for x in (dk_KGD, dv_KGD))
     out = _rows_like(dk_KGD, dv_KGD, inverse_UR)
     launch.sum_uses(dk_KGD, dv_KGD, inverse_UR.contiguous(), out).run()

@@ -1,6 +1,7 @@
-"""Whether a run computes RoPE, gated MLPs, norms and key gradients with fused kernels, and why.
+"""Choose whether a run uses the fused kernels for RoPE, gated MLPs, norms and key gradients.
 
-They are bound by memory and launches, not by arithmetic: README.md of this room counts both.
+These operators are bound by memory and launches, not by arithmetic: this folder's README counts
+both.
 """
 
 import functools
@@ -14,21 +15,23 @@ from wlb.plan import UserError
 from wlb.spec.run import FusedKernels
 
 MOST_NORM_WIDTH = 16384
-"""Columns of the widest rows that a program of the norms' kernels holds in registers; that of more
-would spill (Triton's assembler says so)."""
+"""Most columns of a row that the norms' kernels can process.
+
+A program keeps a row in registers; wider rows would spill.
+"""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedChoice:
-    """Whether fused kernels compute, and one line saying why."""
+    """Whether fused kernels are used, and one line that says why."""
 
     fused: bool
     reason: str
 
     @property
     def line(self) -> str:
-        """The line that a run's log shows."""
+        """The line for the run's log."""
         how = "fused (Triton)" if self.fused else "plain torch"
         return f"RoPE, gated MLPs, RMSNorm and key gradients {how} ({self.reason})"
 
@@ -36,8 +39,16 @@ class FusedChoice:
 def choose_fused(
     requested: FusedKernels, *, device: torch.device, dtype: torch.dtype, norm_width: int = 0
 ) -> FusedChoice:
-    """UserError for kernels.fused = triton where they cannot compute. norm_width: columns of the
-    widest rows that the run normalises.
+    """Choose whether a run uses fused kernels.
+
+    Args:
+        requested: The value of `kernels.fused`.
+        device: Where the run computes.
+        dtype: Dtype in which it computes.
+        norm_width: Columns of the widest rows that the run normalises.
+
+    Raises:
+        UserError: `kernels.fused = triton` and they cannot compute the run.
     """
     run = f"{dtype} on {device.type}"
     if requested == FusedKernels.OFF:
@@ -61,14 +72,14 @@ def _why_not(device: torch.device, dtype: torch.dtype, norm_width: int) -> str |
     if dtype not in _DTYPES:
         return f"they compute {', '.join(map(str, _DTYPES))}"
     if not torch.cuda.is_available():
-        # The run is prepared on a machine without GPUs; CUDA builds of torch bring Triton.
+        # The run is prepared on a machine without GPUs. Assume Triton, which CUDA builds include.
         return None
     return launch_problem(device)
 
 
 @functools.cache
 def launch_problem(device: torch.device) -> str | None:
-    """Why no kernel can be compiled and launched on this GPU (tries one), or None."""
+    """Try one launch on this GPU, and return why it fails, or None."""
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton, as torch's CUDA builds for Linux do)"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -76,7 +87,7 @@ def launch_problem(device: torch.device) -> str | None:
     try:
         one = torch.ones(1, 16, dtype=torch.bfloat16, device=device)
         fused_gated(one, one, False)
-    # A C compiler, a driver or a cache folder may fail, each with its own class of exception.
+    # Catch everything: a C compiler, a driver or a cache folder may fail, each in another way.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"Triton cannot launch a kernel here: {reason}"
