@@ -28,5 +28,5 @@ def test_a_record_that_lacks_a_value_is_refused_with_its_name() -> None:
         Carry.from_json({"policy": "p", "slot": [], "next_step": 0})
     with pytest.raises(ValueError, match="do not divide 3 pieces"):  # the record's own words
         PackingPlan.from_json({**plan().to_json(), "offsets": [0, 2]})
-    with pytest.raises(ValueError, match="no packing plan"):
+    with pytest.raises(ValueError, match="not a packing plan"):
         PackingPlan.from_json({**plan().to_json(), "offsets": []})

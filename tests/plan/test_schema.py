@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 
 from wlb.plan import UserError, schema
-from wlb.plan.schema import hold_schema, schema_of
+from wlb.plan.schema import check_schema, schema_of
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,4 @@ def test_an_array_of_numpy_2_5_is_an_alias_of_its_own(monkeypatch: pytest.Monkey
 )
 def test_what_does_not_fit_is_named(value: object) -> None:
     with pytest.raises(UserError, match=r"file.json: .*; make it again"):
-        hold_schema(value, schema_of(Written), "file.json", remedy="make it again")
+        check_schema(value, schema_of(Written), "file.json", remedy="make it again")

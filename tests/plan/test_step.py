@@ -42,9 +42,9 @@ def test_a_state_with_learned_prices_is_refused_by_the_step_and_with_what_works(
     data = written(next(made.steps()).state)
     data["prices"] = {"base": "cpu sdpa", "changes": [{"step": 9, "prices": FACTORS}]}
     problem = (
-        r"prices for steps from 10 on that its run learned .* over those of 'cpu sdpa'.*; go on "
-        r"with a checkpoint saved before .*, with the version .* or in a new run with its weights "
-        r"\(checkpoint\.init_from\)"
+        r"prices for steps from 10 on that its run learned .* over those of 'cpu sdpa'.*; resume "
+        r"from a checkpoint saved before .*, or use the version .*, or start a new run from its "
+        r"weights \(checkpoint\.init_from\)"
     )
     with pytest.raises(UserError, match=problem):
         PlannerState.from_json(data)

@@ -10,7 +10,7 @@ from wlb.plan import (
     IntLike,
     UserError,
     check_minimum,
-    hold_whole,
+    convert_to_ints,
     int_array,
     whole_number,
 )
@@ -78,7 +78,7 @@ class SlotRules:
     def __post_init__(self) -> None:
         if self.num is not None:
             object.__setattr__(self, "num", whole_number("num_micro_batches", self.num, 1))
-        hold_whole(self, at_least=0, multiple=1)
+        convert_to_ints(self, at_least=0, multiple=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +97,7 @@ class StepRequest:
         if not self.lengths.size:
             raise UserError("lengths is empty: a step needs at least one sample")
         check_minimum("lengths", self.lengths, 1)
-        hold_whole(self, num_ranks=1, max_tokens=1)
+        convert_to_ints(self, num_ranks=1, max_tokens=1)
         one_of("wait", self.slots.wait, WAITS)
         one_of("too_long", self.too_long, TOO_LONG)
         one_of("groups_on", self.rank_rules.groups_on, GROUPS_ON)

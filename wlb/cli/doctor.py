@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> int:
     if options.name is None:
         options.name = PRESETS[choose_device(Device.AUTO, local_ranks=1).kind]
     spec = load(options.name, with_system(options.name, options.overrides, options.system))
-    tell = functools.partial(_report, options.name, command_of(options), options.json)
+    show = functools.partial(_report, options.name, command_of(options), options.json)
     try:
-        is_well = examine(spec, Options(is_quick=options.quick, limit_s=options.timeout, tell=tell))
+        is_well = examine(spec, Options(is_quick=options.quick, limit_s=options.timeout, show=show))
     except RankFailure as failure:
         print(f"wlb doctor: {failure}", file=sys.stderr)
         return 1

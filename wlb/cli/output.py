@@ -20,10 +20,9 @@ def command_of(options: argparse.Namespace) -> str:
 
 
 def never_fail_to_encode(stream: Any) -> None:
-    """Make a stream escape characters that it cannot encode (`escaped`).
+    """Make a stream escape characters that it cannot encode (`escaped`) instead of raising.
 
-    A file's name may have such characters, for example on an ASCII terminal, and without this an
-    error would occur after all work is done.
+    Otherwise printing a file name on an ASCII terminal could fail after all work is done.
     """
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors=ESCAPED)

@@ -109,8 +109,7 @@ def run(options: argparse.Namespace) -> int:
     masks_labels = sources.masks_labels(source)
     stream = _stream(options, source, batches)
     more = weight_remark(runs[0].summary, spec.training.loss_normalizer, masks_labels=masks_labels)
-    # 4. Compare with the usual loader: how much does the best policy save, and the run as it is
-    # set?
+    # 4. Compare the best policy, and the run as it is set, with the usual loader.
     first: list[str] = []
     saving = saving_of(
         [r.summary for r in runs if r.summary.label in sections], mean_delay=options.delay_budget

@@ -204,7 +204,7 @@ def _written(options: argparse.Namespace, names: dict[str, str]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return its exit status."""
-    # Markup is off because names of files may have brackets.
+    # rich's markup is off, because file names may contain brackets.
     screen = console(markup=False)
     if options.synthetic is not None:
         return _synthetic(options, screen)

@@ -239,7 +239,7 @@ def _attention_table(built: Any) -> Table:
 
 
 def blocks_words(table: Any) -> str:
-    """Say whether the table prices the grid of blocks that a call launches."""
+    """Say whether the table has a price for the grid of blocks that a call launches."""
     return "priced" if table.blocks else "no price"
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from wlb.data.batches import MOST_LENGTH, LengthSource, checked_lengths
 from wlb.plan import UserError
 from wlb.plan.numerals import number_of
-from wlb.plan.read_file import WRONG_SHAPE, load_arrays, parse_json, told
+from wlb.plan.read_file import WRONG_SHAPE, describe_error, load_arrays, parse_json
 
 NAMES = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "tokens", "seq_len", "len")
 """Names of columns that hold lengths, the preferred ones first."""
@@ -139,7 +139,7 @@ def _parquet(name: str, data: bytes) -> _Found:
         if isinstance(error, UserError):
             raise
         raise UserError(
-            f"{name} is not a Parquet file or is corrupt ({told(error)}); write it again"
+            f"{name} is not a Parquet file or is corrupt ({describe_error(error)}); write it again"
         ) from None
     return _Found(values, f"row {{}} of column {chosen!r}".format)
 

@@ -27,7 +27,7 @@ from wlb.data.index import read_index, write_index
 from wlb.data.targets import Targets, TargetSpans
 from wlb.plan import BoolArray, IntArray, IntLike, UserError
 from wlb.plan.read_file import Fields, malformed, read_object
-from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema, schema_of
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema, schema_of
 
 TokenArray = npt.NDArray[Any]
 
@@ -63,7 +63,7 @@ class StoreInfo:
         with malformed(where, remedy):
             # `preparation` holds the tokenizer_config.json of the tokenizer.
             data = read_object(path, remedy=remedy, wide=True)
-        hold_schema(data, _INFO, where, remedy=remedy)
+        check_schema(data, _INFO, where, remedy=remedy)
         of = Fields(data, where, remedy=remedy)
         tokenizer = of.text("tokenizer", "") or None
         if tokenizer and Path(tokenizer).name != tokenizer:

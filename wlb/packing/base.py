@@ -23,7 +23,7 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    hold_whole,
+    convert_to_ints,
     int_array,
     offsets_of,
     segment_lengths,
@@ -88,7 +88,7 @@ class PackerOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        hold_whole(self, **_LEAST)
+        convert_to_ints(self, **_LEAST)
 
     def arrived(self, batch: GlobalBatch | None, step: int, *, split: bool = True) -> Pieces:
         """The batch's documents as pieces of at most a window that came when `step` was next.

@@ -48,7 +48,7 @@ from wlb.plan import (
     PackingPlan,
     Pieces,
     UserError,
-    hold_whole,
+    convert_to_ints,
     offsets_of,
 )
 
@@ -140,7 +140,7 @@ class BoundedPacker(PolicyPacker):
     price_range: PriceRange = ONE_PRICE  # factors of attention's price whose worst one counts
 
     def __post_init__(self) -> None:
-        hold_whole(self, s_max=None, step_tokens=None, max_delay=1)
+        convert_to_ints(self, s_max=None, step_tokens=None, max_delay=1)
         options, step_tokens = self.options, self.limits.step_tokens
         window, brought = options.context_window, options.tokens_per_step
         check_s_max(self.s_max, options)

@@ -16,7 +16,7 @@ import numpy as np
 from wlb.packing.base import LEFTOVER, STEP_ORDER, PolicyPacker, Pushed, check_fits, permuted
 from wlb.packing.bins import BinMethod, Bins, pack_bins
 from wlb.packing.carry_slots import CarrySlots
-from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, hold_whole
+from wlb.plan import Carry, GlobalBatch, IntArray, Pieces, UserError, convert_to_ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class CapacityPacker(PolicyPacker):
     """Bins open at a time with best_fit. More of them pack fuller and hold more documents back."""
 
     def __post_init__(self) -> None:
-        hold_whole(self, capacity=None, pack_batches=1, open_bins=1)
+        convert_to_ints(self, capacity=None, pack_batches=1, open_bins=1)
         if self.method not in tuple(BinMethod):
             raise UserError(f"unknown method {self.method!r}; known: {', '.join(BinMethod)}")
         object.__setattr__(self, "method", BinMethod(self.method))

@@ -26,7 +26,7 @@ from wlb.plan import (
     Pieces,
     UserError,
     cut_at,
-    hold_whole,
+    convert_to_ints,
 )
 
 Part = tuple[int, int, int]
@@ -64,7 +64,7 @@ class FixedPacker(PolicyPacker):
     window_batches: int = 1
 
     def __post_init__(self) -> None:
-        hold_whole(self, window_batches=1)
+        convert_to_ints(self, window_batches=1)
 
     def push(self, batch: GlobalBatch | None, carry: Carry) -> Pushed:
         size = self.options.tokens_per_step * self.window_batches

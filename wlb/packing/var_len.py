@@ -46,7 +46,7 @@ from wlb.plan import (
     Pieces,
     UserError,
     check_minimum,
-    hold_whole,
+    convert_to_ints,
     int_array,
 )
 
@@ -75,7 +75,7 @@ class VarLenPacker(PolicyPacker):
     price_range: PriceRange = ONE_PRICE
 
     def __post_init__(self) -> None:
-        hold_whole(self, s_max=None, step_tokens=None, hold=0)
+        convert_to_ints(self, s_max=None, step_tokens=None, hold=0)
         check_s_max(self.s_max, self.options)
         if self.literal and self.s_max == self.options.context_window:
             raise UserError(

@@ -8,8 +8,8 @@ from wlb.plan.arrays import IntLike as IntLike
 from wlb.plan.arrays import check_at_least as check_at_least
 from wlb.plan.arrays import check_between as check_between
 from wlb.plan.arrays import check_minimum as check_minimum
+from wlb.plan.arrays import convert_to_ints as convert_to_ints
 from wlb.plan.arrays import digest as digest
-from wlb.plan.arrays import hold_whole as hold_whole
 from wlb.plan.arrays import int_array as int_array
 from wlb.plan.arrays import offsets_of as offsets_of
 from wlb.plan.arrays import whole_number as whole_number

@@ -89,7 +89,7 @@ def whole_number(name: str, value: object, minimum: int | None = None, remedy: s
     return number
 
 
-def hold_whole(record: object, **minimum: int | None) -> None:
+def convert_to_ints(record: object, **minimum: int | None) -> None:
     """Convert these fields of a frozen dataclass to plain ints of at least `minimum`.
 
     A field that is None stays None.

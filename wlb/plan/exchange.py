@@ -34,7 +34,7 @@ class RowRanges(NamedTuple):
 
     stage: IntArray  # stage of the exchange, from 0
     reader: IntArray  # rank that receives the rows
-    holder: IntArray  # rank that sends them
+    holder: IntArray  # rank that has the rows and sends them
     first: IntArray  # first row, counted from the beginning of the holder's rows
     last: IntArray  # row behind the last one
     piece: IntArray  # piece whose keys they are; -1 for rows of several pieces or padding

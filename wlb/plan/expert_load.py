@@ -15,12 +15,12 @@ class ExpertLoad:
     """Load ratios of one step; 1 is even."""
 
     layers: tuple[int, ...]  # indices of the layers with experts
-    # by layer: rows of the most loaded expert over the mean expert's, over the whole step
+    # for each layer: rows of the most loaded expert over the mean expert's, over the whole step
     expert: tuple[float, ...]
-    # by layer: rows of the most loaded EP rank over the mean rank's. The most loaded rank is taken
-    # in each micro-batch and EP group, because the ranks of a layer wait for it.
+    # for each layer: rows of the most loaded EP rank over the mean rank's. The most loaded rank is
+    # taken in each micro-batch and EP group, because the ranks of a layer wait for it.
     rank: tuple[float, ...]
-    ranks: tuple[float, ...]  # by EP rank: its rows in all layers over the mean rank's
+    ranks: tuple[float, ...]  # for each EP rank: its rows in all layers over the mean rank's
 
     @property
     def mean_expert(self) -> float:
@@ -66,11 +66,11 @@ class ExpertLoads:
     rank_steps: int = 0  # steps that are summed in `ranks`
     # sum of predicted attention time of the slowest CP rank over the mean one's
     attention: float = 0.0
-    # sums of `ExpertLoad.expert`, by layer
+    # sums of `ExpertLoad.expert` for each layer
     expert: dict[int, float] = field(default_factory=dict[int, float])
-    # sums of `ExpertLoad.rank`, by layer
+    # sums of `ExpertLoad.rank` for each layer
     rank: dict[int, float] = field(default_factory=dict[int, float])
-    # sums of `ExpertLoad.ranks` by EP rank, over the last `rank_steps` steps
+    # sums of `ExpertLoad.ranks` for each EP rank, over the last `rank_steps` steps
     ranks: dict[int, float] = field(default_factory=dict[int, float])
 
     def add(self, load: ExpertLoad, *, attention: float) -> None:
@@ -102,10 +102,10 @@ class ExpertLoads:
         return sum(self.rank.values()) / len(self.rank) / self.steps
 
     def worst(self, name: str) -> tuple[int, float]:
-        """Return the layer or EP rank with the highest mean, and that mean.
+        """Return the layer or EP rank with the highest mean load, and that mean.
 
         Args:
-            name: "expert" or "rank", which are by layer, or "ranks", which is by EP rank.
+            name: Field to look in: "expert" and "rank" are by layer, "ranks" is by EP rank.
         """
         sums: dict[int, float] = getattr(self, name)
         most = max(sums, key=lambda i: sums[i])

@@ -16,7 +16,7 @@ from wlb.plan.errors import UserError
 from wlb.plan.exchange import KeyRows
 from wlb.plan.expert_load import LOAD, ExpertLoad
 from wlb.plan.packing import PackingPlan
-from wlb.plan.schema import ANYTHING, OTHERS, Schema, hold_schema, schema_of
+from wlb.plan.schema import ANYTHING, OTHERS, Schema, check_schema, schema_of
 from wlb.plan.telemetry import TELEMETRY, Telemetry
 
 _PADDING_IN_FILES = "num_filler_tokens"
@@ -87,7 +87,7 @@ class StepCounts:
                 f"ones; StepMetrics reads predicted metrics, MeasuredStep measured ones"
             )
         what = f"{cls.origin} metrics of a step"
-        hold_schema(data, cls.schema(), what, remedy="correct or remove the record")
+        check_schema(data, cls.schema(), what, remedy="correct or remove the record")
         names = {f.name for f in fields(cls)}
         values = {name: value for name, value in data.items() if name in names}
         if _PADDING_IN_FILES in data:

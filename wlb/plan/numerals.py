@@ -12,8 +12,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|inf(?:inity)?)")
 _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]*)?(?:[eE](?P<exponent>[+-]?[0-9]+))?")
 _FEW_DIGITS = 18
-"""Words of fewer digits fit 64 bits and need no checks. A longer exponent makes no usable
-number."""
+"""Words with fewer digits fit into 64 bits and need no checks. Exponents may not be longer
+either."""
 _MOST_CHARACTERS = 60
 """Characters of the longest word that `number_of` reads as a number."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?: ?([A-Za-z]+))?")

@@ -15,7 +15,7 @@ from wlb.plan.errors import UserError
 
 
 class PlainRecord:
-    """A dataclass whose JSON form is an object of its fields, by name and in order."""
+    """A dataclass that is written to JSON as an object with its fields, by name and in order."""
 
     __slots__ = ()
 

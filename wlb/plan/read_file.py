@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 30
 MOST_TOML_BYTES = 1 << 20
 MOST_ARRAY_BYTES = 1 << 35
 """Most bytes of an array in a .npy or .npz file."""
-# Bits of the longest integer in TOML. Longer ones could not be printed in a message.
+# Longest integer in TOML, in bits. Python refuses to print much longer ones in a message.
 _MOST_BITS = 4096
 _DIGITS = re.compile(r"\d{19}")
 _PART = r"""(?:(?<![\w-])[\w-]+|"[^"\n]*"|'[^'\n]*')"""
@@ -78,10 +78,10 @@ def malformed(where: object, remedy: str) -> Generator[None]:
             raise
         raise UserError(f"{where}: {error}") from error
     except WRONG_SHAPE as error:
-        raise UserError(f"{where}: {told(error)}; {remedy}") from error
+        raise UserError(f"{where}: {describe_error(error)}; {remedy}") from error
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an exception that a value of an unexpected shape has caused."""
     text = shortened(" ".join(str(error).split()), 300)
     match error:

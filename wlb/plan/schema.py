@@ -38,7 +38,7 @@ _PLAIN: dict[Any, tuple[set[type], str]] = {
 """For each plain schema, the types that its values may have and the name that messages use."""
 
 
-def hold_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> None:
+def check_schema(value: Any, schema: Schema, where: object, *, remedy: str) -> None:
     """Raise a UserError that names the first value which does not fit `schema`.
 
     Args:
@@ -92,8 +92,8 @@ def _misfit(value: Any, schema: Schema, at: str) -> str:
     """Return what is wrong with a value, or "" if it fits; `at` is its place in the file."""
     match schema:
         case tuple():
-            # Report by the first schema, which is the present form; the others are null or older
-            # forms.
+            # The message is about the first schema, which is the present form; others are null or
+            # old forms.
             found = [_misfit(value, one, at) for one in cast("tuple[Any, ...]", schema)]
             return "" if "" in found else found[0]
         case list():

@@ -11,7 +11,7 @@ from wlb.plan.errors import UserError
 from wlb.plan.metrics import StepMetrics, predict
 from wlb.plan.packing import CARRY, PACKING, Carry, MicroBatch, PackingPlan
 from wlb.plan.plain import PlainRecord, parsing, plain
-from wlb.plan.schema import COUNT, Schema, hold_schema
+from wlb.plan.schema import COUNT, Schema, check_schema
 from wlb.plan.sharding import ShardingPlan, local_tokens
 
 
@@ -54,7 +54,7 @@ class PlannerState(PlainRecord):
     def from_json(cls, data: dict[str, Any]) -> "PlannerState":
         """Read what `to_json` wrote; UserError if it is not a planner state."""
         what = "this is not a planner state that `to_json` wrote"
-        hold_schema(data, _STATE, what, remedy="give the whole value")
+        check_schema(data, _STATE, what, remedy="give the whole value")
         _refuse_learned(data)
         with parsing("planner state"):
             return cls(

@@ -75,7 +75,8 @@ class RowsOf(NamedTuple):
     sent: IntArray  # places in `kept` of the rows to send, by receiving rank; shape [M]
     splits: IntArray  # rows to send to each rank, shape [cp]
     received: IntArray  # rows to receive from each rank, shape [cp]
-    # for each span, places in the pool of the rows that it reads; -1 fills up; shape [S, columns]
+    # for each span, places in the pool of the rows that it reads; unused places are -1; shape [S,
+    # columns]
     found: IntArray
 
 
@@ -160,11 +161,13 @@ class _Readers(NamedTuple):
     ) -> RowsOf:
         """Return one rank's part of an exchange in which spans read rows.
 
+        All arguments except `width` have one entry for each access of a span to a row.
+
         Args:
-            reader: Span that reads, one for each reading (as all arguments but `width`).
+            reader: Span that reads.
             slot: Column of `RowsOf.found` in which the span looks for the row.
             holder: Rank that has the row.
-            row: The row on that rank.
+            row: Number of the row on that rank.
             width: Columns of `RowsOf.found`; None means as many as the rank's spans use.
         """
         reading = self.of_rank[reader]

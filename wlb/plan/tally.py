@@ -181,7 +181,7 @@ class Tally:
     # mean loss of each step, in order; steps without an update have none
     losses: list[float] = field(default_factory=list[float])
     step_tokens: list[int] = field(default_factory=list[int])  # tokens of each step, in order
-    # (executed steps, held-out loss)
+    # (executed steps, held-out loss) of each evaluation
     heldout: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     # number of micro-batches by sharding strategy
     shardings: dict[str, int] = field(default_factory=dict[str, int])

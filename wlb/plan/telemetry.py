@@ -31,7 +31,7 @@ class Moments:
     measured_s: float = 0.0
     predicted_squares: float = 0.0  # sum of squared predicted times
     measured_squares: float = 0.0  # sum of squared measured times
-    products: float = 0.0  # sum of predicted times measured time
+    products: float = 0.0  # sum of predicted x measured times
     errors: float = 0.0  # sum of |measured - predicted| / measured
 
     @classmethod
@@ -172,12 +172,12 @@ class Telemetry:
     num_steps: int  # steps since the last record
     slowest_ns: int  # measured forward latency of the slowest micro-batch, summed over steps
     mean_ns: float  # measured forward latency of the mean micro-batch, summed over steps
-    predicted_slowest_ns: int  # the predicted latency of the slowest micro-batch
-    predicted_mean_ns: float  # the predicted latency of the mean micro-batch
-    whole_slowest_ns: int  # measured, with embedding, head and loss
-    whole_mean_ns: float  # measured, with embedding, head and loss
+    predicted_slowest_ns: int  # predicted latency of the slowest micro-batch
+    predicted_mean_ns: float  # predicted latency of the mean micro-batch
+    whole_slowest_ns: int  # measured slowest micro-batch, with embedding, head and loss
+    whole_mean_ns: float  # measured mean micro-batch, with embedding, head and loss
     terms: tuple[tuple[str, Moments], ...]  # statistics of each of `TERMS`, by name
-    embedding_s: float  # under FSDP this includes the all-gather of its parameters
+    embedding_s: float  # under FSDP this includes the all-gather of parameters
     head_s: float  # head and loss
     compute: Spread  # time in passes
     bubble: Spread  # the rest of the step

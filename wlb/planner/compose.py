@@ -32,7 +32,7 @@ from wlb.plan import (
     StepMetrics,
     StepPlan,
     UserError,
-    hold_whole,
+    convert_to_ints,
     int_array,
     merge,
     predict,
@@ -92,7 +92,7 @@ class Planner:
     row_multiple: int = 1
 
     def __post_init__(self) -> None:
-        hold_whole(self, dp=1, cp=1, row_multiple=1)
+        convert_to_ints(self, dp=1, cp=1, row_multiple=1)
         if self.packer.num_micro_batches % self.dp:
             raise UserError(
                 f"{self.packer.num_micro_batches} micro-batches cannot be dealt to dp = {self.dp} "
@@ -115,7 +115,7 @@ class Planner:
             remainder=spec.sharding.remainder,
             exchange=spec.sharding.exchange,
             dp=max(1, spec.parallel.dp),
-            meets=spec.parallel.meeting_pipelines,
+            meets=spec.parallel.pipelines_per_ep_group,
             cp=spec.parallel.cp,
             row_multiple=spec.row_multiple,
         )

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from wlb.plan import UserError
-from wlb.plan.read_file import WRONG_SHAPE, told
+from wlb.plan.read_file import WRONG_SHAPE, describe_error
 
 Columns = Callable[[Sequence[str]], tuple[str, ...]]
 """Chooses the columns of a table to read; UserError, without the path, where some are absent."""
@@ -38,7 +38,9 @@ def open_parquet(path: str) -> Any:
         return file
     # Names of a damaged footer may be no text.
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
-        raise UserError(f"{path} is not a Parquet file or is corrupt ({told(error)})") from None
+        raise UserError(
+            f"{path} is not a Parquet file or is corrupt ({describe_error(error)})"
+        ) from None
 
 
 def _hold_footer(file: Any) -> None:
@@ -93,7 +95,9 @@ def parquet_records(
     except (pa.ArrowException, *WRONG_SHAPE, OSError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{path} is corrupt near row {row} ({told(error)}); get it again") from None
+        raise UserError(
+            f"{path} is corrupt near row {row} ({describe_error(error)}); get it again"
+        ) from None
 
 
 def _values(column: Any) -> list[Any]:

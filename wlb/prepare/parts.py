@@ -24,7 +24,7 @@ from wlb.data.targets import spans_of
 from wlb.data.verify import check_store
 from wlb.plan import BoolArray, UserError
 from wlb.plan.read_file import malformed, read_object
-from wlb.plan.schema import COUNT, OTHERS, Schema, hold_schema
+from wlb.plan.schema import COUNT, OTHERS, Schema, check_schema
 from wlb.prepare.encode import Encoded, EncoderChoice, RecordEncoder, Vocabulary
 from wlb.prepare.files import write_text
 from wlb.prepare.records import AnyShard, BadRecord, OnError, RecordPosition, read_shard
@@ -106,7 +106,7 @@ class PartSummary:
         remedy = "prepare again with --overwrite"
         with malformed(path, remedy):
             data = read_object(path)
-            hold_schema(data, _SUMMARY, path, remedy=remedy)
+            check_schema(data, _SUMMARY, path, remedy=remedy)
             return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def write(self, path: Path) -> None:

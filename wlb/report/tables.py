@@ -17,7 +17,7 @@ from rich.text import Text
 WHOLE = 10_000
 """Width in characters of an output that is not a terminal. No table needs more."""
 _FOLDED = 24
-"""Characters to which a column of text folds before columns of numbers move to another block."""
+"""A column of text may fold to this many characters before numbers move to another block."""
 
 
 def console(*, stderr: bool = False, **options: Any) -> Console:

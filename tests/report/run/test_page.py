@@ -124,7 +124,7 @@ def test_loads_of_experts_have_a_section_of_their_own(page: str, tmp_path: Path)
     text = text_of(made)
     assert "load of EP ranks 1.250 rows of the rank that a layer waits for" in text
     assert "attention of CP ranks 1.062" in text
-    assert "EP rank 1 has most rows, 1.250 of the mean rank's" in text
+    assert "EP rank 1 has the most rows, 1.250 times the mean rank's" in text
 
 
 def test_the_page_says_what_the_numbers_are(page: str) -> None:

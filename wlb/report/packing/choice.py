@@ -25,7 +25,7 @@ class PackingChoice(NamedTuple):
 
     name: str
     summary: PackingSummary
-    hours: float  # simulated GPU hours over those with the usual loader
+    hours: float  # simulated GPU hours, relative to the usual loader's
 
 
 def switch_verdict(name: str, switch: SavedShare, *, steps: int) -> str:

@@ -315,9 +315,9 @@ class SourceFacts(PlainRecord):
     window: int  # context window
     num_documents: int
     num_tokens: int
-    median: int  # length
+    median: int  # median length
     p99: int  # 99th percentile of the lengths
-    longest: int  # length
+    longest: int  # longest length
     short_share: float  # share of tokens in documents shorter than half the window
     num_long: int  # documents longer than the window
     long_share: float  # share of tokens in these

@@ -26,7 +26,7 @@ from wlb.plan import (
 )
 from wlb.plan.ranks import PLACES, TABLE, TIMELINE
 from wlb.plan.read_file import Fields, malformed, object_of, parse_json, read_object
-from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 from wlb.spec import RunSpec, apply
 
 EVENT_KINDS = ("checkpoint", "nonfinite", "spike", "stop")
@@ -42,8 +42,8 @@ class StepRecord(NamedTuple):
     measured: MeasuredStep
     predicted: StepMetrics
     plain: StepMetrics | None  # prediction for the usual loader; None if planner.baseline is off
-    # peak memory of rank 0 since the run began: its GPU's, by torch's allocator, or on a CPU the
-    # process's
+    # most memory that rank 0 has used since the run began: GPU memory as torch's allocator counts
+    # it, or memory of the process on a CPU
     memory_bytes: int | None = None
     # whether the step was planned with prices that the run had learned while it trained, as earlier
     # versions could do (`cost.online`)
@@ -58,7 +58,7 @@ class RunRecords:
     spec: RunSpec
     starts: list[dict[str, Any]]  # one line for each start of the run
     steps: list[StepRecord]
-    evaluations: list[tuple[int, float]]  # (steps_done, held-out loss)
+    evaluations: list[tuple[int, float]]  # (steps_done, held-out loss) of each evaluation
     tables: list[RankTable]  # times of all ranks, every few steps
     timelines: list[MeasuredTimeline]  # passes of a few ranks
     # lines of `EVENT_KINDS`
@@ -203,7 +203,7 @@ def read_run(folder: Path) -> RunRecords:
             num_unreadable=read.num_unreadable,
             wall=read.wall,
         )
-        # These properties read values of the file too, so read them once where errors name the
+        # Evaluate these properties here: they parse values of the file, and an error must name the
         # file.
         _ = made.places, made.restarts
     return made
@@ -223,10 +223,13 @@ _BY_STEP = ("step", "evaluation", "ranks", "timeline")
 
 @dataclass
 class _Reading:
-    """The lines of the file that count, collected one by one."""
+    """Collects the lines of metrics.jsonl that count.
+
+    A later line replaces an earlier one of the same kind and step.
+    """
 
     starts: list[_Line] = field(default_factory=list[_Line])
-    # by kind and number: lines of which a later one replaces an earlier one of the same step
+    # lines of each kind in `_BY_STEP`, by the number of their step
     by_step: dict[str, dict[int, _Line]] = field(
         default_factory=lambda: {kind: {} for kind in _BY_STEP}
     )
@@ -253,7 +256,7 @@ class _Reading:
         line = dict(of.values)
         kind = of.text("kind")
         if kind in _LINES:
-            hold_schema(line, _LINES[kind], of.where, remedy=_REMEDY)
+            check_schema(line, _LINES[kind], of.where, remedy=_REMEDY)
         if kind == "start":
             if self.starts and _layout(line) != _layout(self.starts[-1]):
                 # Ranks of different layouts do not fit in the same table.
@@ -327,6 +330,6 @@ def _spec(folder: Path, starts: list[dict[str, Any]]) -> RunSpec:
                 f"was configured"
             )
         source, about = saved[-1], read_object(saved[-1], wide=True)
-        hold_schema(about, {"spec": dict, OTHERS: ANYTHING}, source, remedy="repair or remove it")
+        check_schema(about, {"spec": dict, OTHERS: ANYTHING}, source, remedy="repair or remove it")
         stored = about["spec"]
     return apply(RunSpec(), stored, source=str(source), is_stored=True)

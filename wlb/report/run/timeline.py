@@ -70,7 +70,10 @@ def slowest_pipeline(timeline: MeasuredTimeline, parallel: ParallelSpec) -> int:
 
 
 def rows_of(timeline: MeasuredTimeline, parallel: ParallelSpec, pipeline: int) -> list[TimelineRow]:
-    """Return the ranks of a pipeline by pipeline and CP rank; of many CP ranks only the first."""
+    """Return a pipeline's ranks, sorted by pipeline rank and CP rank.
+
+    If there are many CP ranks, only the first of them are returned.
+    """
     rows: list[TimelineRow] = []
     for rank, wall_us, passes in zip(
         timeline.ranks, timeline.wall_us, timeline.passes, strict=True

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from wlb.plan import PlannerState, UserError
 from wlb.plan.read_file import malformed, read_json, read_object
-from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
 MANIFEST, PLANNER, RUN = "manifest.json", "planner.json", "run.json"
 AUTO = "auto"  # value of --resume for "the newest sound checkpoint, if there is any"
@@ -225,7 +225,7 @@ def read_run(checkpoint: Path) -> dict[str, Any]:
     path, remedy = checkpoint / RUN, "use another checkpoint"
     # `wide` allows the many keys of a model's generation_config.json in "imported".
     run = read_object(path, remedy=remedy, wide=True)
-    hold_schema(run, _RUN, path, remedy=remedy)
+    check_schema(run, _RUN, path, remedy=remedy)
     return run
 
 

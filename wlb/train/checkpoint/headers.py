@@ -15,7 +15,7 @@ import numpy as np
 
 from wlb.plan import UserError
 from wlb.plan.read_file import parse_json
-from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, hold_schema
+from wlb.plan.schema import ANYTHING, COUNT, OTHERS, Schema, check_schema
 
 # Entry of a header for data that are no tensor, and torch's key in it for offsets of shards.
 _ABOUT, _SHARDING = "__metadata__", "DCP_SHARDING_INFO"
@@ -86,7 +86,7 @@ def read_header(path: Path, *, remedy: str, has_offsets: bool = False) -> dict[s
             )
         where = f"the header of {path}"
         data = parse_json(file.read(size), where, remedy=remedy, unique=True)
-    hold_schema(data, _HEADER, where, remedy=remedy)
+    check_schema(data, _HEADER, where, remedy=remedy)
     about = data.pop(_ABOUT, {})
     at = 0
     for name, entry in sorted(data.items(), key=lambda item: item[1]["data_offsets"]):
@@ -128,7 +128,7 @@ def _starts(
     found = parse_json(about[_SHARDING], f"{_SHARDING} in {where}", remedy=remedy, unique=True)
     each: Schema = {"saved_offsets": [COUNT], OTHERS: ANYTHING}
     schema: Schema = dict.fromkeys(tensors, each) if tensors else {OTHERS: ANYTHING}
-    hold_schema(found, schema, f"{_SHARDING} in {where}", remedy=remedy)
+    check_schema(found, schema, f"{_SHARDING} in {where}", remedy=remedy)
     starts = {name: tuple(found[name]["saved_offsets"]) for name in tensors}
     for name, start in starts.items():
         if len(start) != len(tensors[name]["shape"]):

@@ -19,7 +19,7 @@ from wlb.model import Llama
 from wlb.model.expert_layer import BALANCE
 from wlb.model.llama import HEAD
 from wlb.plan import RunError, UserError
-from wlb.plan.read_file import WRONG_SHAPE, told
+from wlb.plan.read_file import WRONG_SHAPE, describe_error
 from wlb.spec import ModelSpec
 from wlb.train.checkpoint import folder as checkpoint
 from wlb.train.checkpoint.folder import DamagedCheckpoint
@@ -148,7 +148,7 @@ class CheckpointReader:
             return RunError(f"the checkpoint {self._saved_in} cannot be read: {cause}")
         return DamagedCheckpoint(
             f"the checkpoint {self._saved_in} does not hold the tensors of this model "
-            f"({told(cause)}); use another one"
+            f"({describe_error(cause)}); use another one"
         )
 
 

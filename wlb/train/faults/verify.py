@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from wlb.data import StoreName, TokenStore, check_store, stamps_of
 from wlb.plan import UserError
 from wlb.plan.read_file import read_object
-from wlb.plan.schema import OTHERS, Schema, hold_schema
+from wlb.plan.schema import OTHERS, Schema, check_schema
 from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import write_json
 from wlb.train.hooks import ExecutedStep, Hook, RunContext
@@ -185,5 +185,5 @@ def _read(record: Path) -> dict[str, Any]:
         return {}
     where, remedy = f"{record} is no record of token stores", "remove it, and they are read anew"
     known = read_object(record, remedy=remedy)
-    hold_schema(known, {OTHERS: _SUMS}, where, remedy=remedy)
+    check_schema(known, {OTHERS: _SUMS}, where, remedy=remedy)
     return known
