@@ -23,6 +23,8 @@ class LinkBandwidths(NamedTuple):
 
 def link_bandwidths(profile: KernelProfile) -> LinkBandwidths:
     """Return the bandwidths inside and between nodes."""
+    # An all-gather inside a node uses the node's links. A P2P transfer between nodes uses one
+    # rank's link, as an all-to-all does.
     inside = profile.collective(Collective.ALL_GATHER, span_ranks=1)
     between = profile.collective(Collective.P2P, span_ranks=profile.ranks_per_node + 1)
     return LinkBandwidths(inside.bytes_per_s, between.bytes_per_s)
@@ -57,5 +59,6 @@ def all_to_all_ns(
     inside, between = link_bandwidths(profile)
     seconds = np.where(shares_node, row_bytes / inside, row_bytes / between).astype(np.float64)
     times = rows.astype(np.float64) * seconds * 1e9
+    # A rank's transfers take turns on its links, so their times add up; the slowest rank counts.
     longest = max(float(times.sum(axis).max()) for axis in axes)
     return all_to_all_latency_ns(profile, span_ranks=span_ranks) + longest

@@ -79,6 +79,7 @@ class CountedModel:
         """
         if not any(not p.window for p in self.pairs):
             return None
+        # Attention grows faster than everything else, so bisection finds the crossing.
         low, high = 1, 1 << 48
         while low < high:
             middle = (low + high) // 2
@@ -158,6 +159,8 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
     model_type = keys.text("model_type")
     text = values.get("text_config")
     if model_type not in FAMILIES and isinstance(text, dict):
+        # A model of images or sound has its language model in `text_config`. Only this key may
+        # stand beside it.
         shared = {k: values[k] for k in ("tie_word_embeddings",) if values.get(k) is not None}
         return counted_of({**shared, **cast("dict[str, Any]", text)}, f"{where}: text_config")
     model_type = FLAT.get(model_type, model_type)
@@ -166,6 +169,7 @@ def counted_of(values: dict[str, Any], where: str) -> CountedModel:
     config = ConfigFields(keys, defaults_of(model_type))
     layers = FAMILIES[model_type](config)
     table = config.whole("hidden_size") * config.whole("vocab_size")
+    # The input embedding and the output head share a table if they are tied.
     tables = table if config.flag("tie_word_embeddings") else 2 * table
     return _added_up(model_type, layers, head=table, tables=tables)
 
@@ -205,6 +209,7 @@ def _added_up(model_type: str, layers: list[Layer], *, head: int, tables: int) -
     for layer in layers:
         kinds[layer.kind] = kinds.get(layer.kind, 0) + 1
         for one in layer.pairs:
+            # Pairs with equal windows are added up over layers.
             within = (one.window, one.chunked)
             pairs[within] = pairs.get(within, 0) + one.flops
     active = sum(layer.active for layer in layers)
@@ -241,6 +246,7 @@ def _windowed(pairs: Pairs, q: FloatArray, kv: FloatArray, *, tile_rows: int) ->
 def _chunk_pairs(d: FloatArray, chunk: int) -> FloatArray:
     """Count the pairs of the first d tokens if a query sees only keys of its chunk."""
     whole = np.floor(d / chunk)
+    # The pairs of a chunk form a triangle, and so do those of the last, partial chunk.
     rest = d - whole * chunk
     return whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
 

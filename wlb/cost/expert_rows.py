@@ -34,6 +34,8 @@ def routed_wire_ns(model: ModelSpec, parallel: ParallelSpec, profile: KernelProf
     """
     in_node = min(parallel.ep, profile.ranks_per_node)
     row_bytes = model.hidden_size * DTYPE_BYTES[profile.dtype]
+    # Rows that a rank sends to each member of the group for one token of the micro-batch, if
+    # experts are chosen evenly.
     rows = model.experts.per_token / (parallel.cp * parallel.tp) / parallel.ep
     inside, between = link_bandwidths(profile)
     seconds = (in_node - 1) / inside + (parallel.ep - in_node) / between
@@ -89,18 +91,21 @@ class RoutedWork:
         arrival = [(s + 1) * part for s in range(stages)]
         if gradients_first:
             link = whole
+        # Recomputation sends the rows once more and recomputes the experts' first kernels.
         if self.is_recomputed:
             at = self.before + self.shared_recomputed
             link = max(link, self.before)
             for s in range(stages):
                 at = max(at, link + (s + 1) * part) + self.recomputed / stages
             link += whole
+        # Here gradients use the link after the recomputed rows.
         if not gradients_first:
             arrival = [link + (s + 1) * part for s in range(stages)]
             link += whole
         for s in range(stages):
             at = max(at, arrival[s]) + self.gradients / stages
             link = max(link, at) + part
+        # Shared experts and weight gradients run last and hide the remaining transfers.
         later = self.shared_backward + self.weights * (not self.defers_weights)
         computed = self.before + self.shared_recomputed + self.recomputed + self.gradients + later
         return max(at + later, link) - computed
@@ -124,6 +129,7 @@ def smaller_products_ns(
     if all(set(table.backends) == {AttentionBackend.SDPA} for table in profile.attention):
         return 0.0, 0.0
     width, hidden = model.hidden_size, model.experts.hidden_size
+    # A wave is one tile on every SM. Its time grows with the inner size of the product.
     gate_and_up = 2 * width
     inner = (gate_and_up + hidden, width + 2 * hidden + gate_and_up * is_recomputed)
     wave_ns = [2 * _TILE * _TILE * n * _SMS / tflops * 1e-3 for n in inner]

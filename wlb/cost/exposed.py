@@ -60,13 +60,15 @@ def waits_ns(
         forward, backward = (s * (1 - sliding_share) + p * sliding_share for s, p in both)
         return forward, backward
     moved = None if plan.exchange == KeyExchange.GATHER else rows_of_layer(plan, cost)
-    there, again, back = cost.transfers_ns(moved, rows, cp=plan.cp)
+    sent, resent, returned = cost.transfers_ns(moved, rows, cp=plan.cp)
     hidden = cost.products_ns(rows)
     own = _own_attention_ns(plan, cost) if is_split else np.zeros((2, plan.cp))
     # A layer with a sliding window computes attention in one call, when all keys have arrived.
     own = own * (1 - sliding_share)
-    forward = np.maximum(0.0, there - hidden.forward - own[0])
-    backward = np.maximum(0.0, back - hidden.gradients - own[1]) + max(0.0, again - hidden.repeated)
+    forward = np.maximum(0.0, sent - hidden.forward - own[0])
+    backward = np.maximum(0.0, returned - hidden.gradients - own[1]) + max(
+        0.0, resent - hidden.repeated
+    )
     return forward, backward
 
 
@@ -152,11 +154,11 @@ def attention_in_stages_ns(
 def over_gather_ns(
     plan: ShardingPlan, cost: WorkloadModel, *, num_rows: int | None = None
 ) -> tuple[int, int]:
-    """Return how much longer the slowest rank waits than for an all-gather that nothing hides.
+    """Return how much longer the slowest rank waits for the plan's exchange than for an all-gather.
 
-    W_l (`ns_per_token`) already includes such an all-gather, so this corrects it for the plan's
-    actual exchange. It is mostly negative. Summaries of linear layers are added, because nothing
-    hides them.
+    W_l (`ns_per_token`) includes an all-gather, priced as fully exposed. Adding this difference
+    corrects it for the plan's exchange and for overlap; it is mostly negative. Summaries of linear
+    layers are added too, because nothing hides them.
 
     Args:
         plan: The sharded micro-batch.
@@ -170,6 +172,7 @@ def over_gather_ns(
     summaries = summaries_ns(plan, cost)
     if plan.cp == 1 or (plan.exchange == KeyExchange.GATHER and not overlaps):
         return summaries, summaries
+    # Matrix products hide both exchanges, but only the plan's can overlap with attention.
     gather = replace(plan, exchange=KeyExchange.GATHER)
     waits = waits_ns(plan, cost, num_rows=num_rows)
     plain = waits_ns(gather, cost, num_rows=num_rows, overlaps=False)
@@ -183,6 +186,8 @@ def own_keys(plan: ShardingPlan) -> IntArray:
     The span's tokens are included.
     """
     rank = rank_of_span(plan)
+    # Sort spans by rank, piece and start. A span's local keys are then the running sum of rows in
+    # its rank and piece.
     order = np.lexsort((plan.start, plan.piece, rank))
     group = rank[order] * max(1, plan.lengths.size) + plan.piece[order]
     running = np.cumsum((plan.stop - plan.start)[order])

@@ -61,16 +61,16 @@ class Mixer(NamedTuple):
     """The part of a layer through which tokens see each other: attention or a recurrence."""
 
     weights: int  # parameters of its projections
-    pairs: tuple[Pairs, ...] = ()  # as in `Layer`
-    token_flops: int = 0  # as in `Layer`
-    summary: int = 0  # as in `Layer`
+    pairs: tuple[Pairs, ...] = ()  # query-key pairs; empty without attention over keys
+    token_flops: int = 0  # forward FLOPs of a token besides projections and pairs
+    summary: int = 0  # numbers in the summary of a cut span
 
 
 class MlpWeights(NamedTuple):
     """Parameters of a layer's MLP or experts."""
 
     active: int  # parameters that multiply a token
-    total: int  # all parameters
+    total: int  # all parameters; more than `active` with experts
 
 
 class ConfigFields:
@@ -190,6 +190,7 @@ def _family(mixer: MixerOf, mlp: MlpOf, kinds: Kinds) -> Callable[[ConfigFields]
         made: dict[str, Mixer] = {}
         out: list[Layer] = []
         for i, kind in enumerate(kinds(config)):
+            # Layers of one kind have equal mixers, so each kind is counted once.
             if kind not in made:
                 made[kind] = mixer(config, kind)
             weights, pairs, flops, summary = made[kind]
@@ -420,6 +421,7 @@ def _latent(config: ConfigFields, kind: str) -> Mixer:
     value, kv_rank = config.whole("v_head_dim", hidden // heads), config.whole("kv_lora_rank")
     q_rank, width = config.get("q_lora_rank"), heads * (nope + rope)
     rank = None if q_rank is None else config.whole("q_lora_rank")
+    # Without q_lora_rank, queries are projected directly.
     query = hidden * width if rank is None else rank * (hidden + width)
     keys = hidden * (kv_rank + rope) + kv_rank * heads * (nope + value)
     weights = query + keys + heads * value * hidden
@@ -445,6 +447,7 @@ def _delta_net(config: ConfigFields) -> Mixer:
     k_dim = config.whole("linear_key_head_dim", int(0.75 * config.hidden / k_heads))
     v_dim = config.whole("linear_value_head_dim", 2 * k_dim)
     keys, values = k_heads * k_dim, v_heads * v_dim
+    # Projections of Q and K; of V, output gate and output; of the two gates.
     projections = config.hidden * (2 * keys + 3 * values + 2 * v_heads)
     kernel, channels = config.whole("linear_conv_kernel_dim"), 2 * keys + values
     summary = v_heads * k_dim * (k_dim + v_dim) + (kernel - 1) * channels
@@ -484,6 +487,7 @@ def _mamba2(
     hidden: int, *, heads: int, dim: int, state: int, groups: int, kernel: int, chunk: int
 ) -> Mixer:
     """State space duality (Dao and Gu 2024): two products within a chunk, two with its state."""
+    # B and C are shared by the heads of a group.
     inner, shared = heads * dim, 2 * groups * state
     weights = hidden * (2 * inner + shared + heads) + inner * hidden
     scan = heads * (2 * chunk * dim + 4 * dim * state) + groups * 2 * chunk * state

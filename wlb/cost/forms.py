@@ -41,6 +41,7 @@ def model_of(cost: Cost) -> WorkloadModel | None:
     Raises:
         UserError: The name or the model is unknown, or the ratio is not positive.
     """
+    # A profile prices a model in a layout. Without a run, take those of the preset 7b_128k.
     if isinstance(cost, KernelProfile):
         return workload_of(load("7b_128k"), cost)
     if isinstance(cost, str):
@@ -53,11 +54,13 @@ def model_of(cost: Cost) -> WorkloadModel | None:
                 f"unknown cost {cost!r}; use {', '.join(COST_NAMES)} or the path of "
                 f"a config.json{remedy}"
             )
+        # slime's formula cannot price segments.
         if cost == "slime":
             return None
         verl = FlopsWorkload(linear_ns_per_token=24576.0, tile_rows=TILE_ROWS)
         return LLAMA2_7B if cost == "llama2_7b" else verl
     if isinstance(cost, int | float | np.number):
+        # A number is the length at which attention costs as much as linear layers.
         ratio = float(cast(float, cost))
         if not 0 < ratio < float("inf"):
             raise UserError(f"cost = {cost} as a FLOPs ratio must be a positive number of tokens")

@@ -37,6 +37,7 @@ def key_bytes(spec: RunSpec, sharding: ShardingPlan, *, rank: int, local_tokens:
     model, tp = spec.model, spec.parallel.tp
     kv_dim = model.with_kv_copies(tp).kv_dim // tp
     row_bytes = 2 * kv_dim * DTYPE_BYTES[spec.training.dtype]
+    # A layer without a window has the larger buffers, so it counts if there is one.
     slides = model.num_sliding_layers == model.num_layers
     exchange = exchange_of(
         sharding,

@@ -124,6 +124,7 @@ NVIDIA's data sheets mostly give twice that, with sparsity.
 def known_peak_tflops(device: str) -> float | None:
     """Return the dense bfloat16 TFLOP/s of a GPU; None if unknown or if it is a slice (MIG)."""
     words = set(re.split(r"[^A-Z0-9]+", device.upper()))
+    # A slice of a GPU is slower than the GPU whose name it has.
     if "MIG" in words:
         return None
     found = (peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split()))

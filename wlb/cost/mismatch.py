@@ -12,6 +12,7 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
     """Return sentences for a log about what the profile of `cost` was not measured for."""
     table, model, profile = cost.table, cost.model, cost.profile
     notes: list[str] = []
+    # The machine: device, clock and data type.
     if cost.machine and not is_same(cost.machine, profile.device):
         notes.append(
             f"it was measured on {profile.device}, this machine has {cost.machine}: "
@@ -24,6 +25,7 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
         )
     if cost.dtype and cost.dtype != profile.dtype:
         notes.append(f"{cost.dtype} is priced with times measured in {profile.dtype}")
+    # The attention kernel and the lengths of its segments.
     if cost.backend is not None and cost.backend not in table.backends:
         notes.append(f"attention by {cost.backend} is priced as {table.backends[0]}")
     if cost.longest and extrapolated(cost, [cost.longest])[0]:
@@ -35,6 +37,7 @@ def mismatches(cost: ProfiledWorkload) -> tuple[str, ...]:
             + ("" if table.reach is None else f", {table.reach.min():.0f} with some rows")
         )
     notes += _products_outside(cost.linear)
+    # The head layout.
     if table.head_dim != model.head_size:
         notes.append(f"head size {model.head_size} is priced with a table of {table.head_dim}")
     group = model.num_heads // model.with_kv_copies(cost.parallel.tp).num_kv_heads

@@ -48,6 +48,7 @@ class MonotoneTable:
 
     @classmethod
     def _of(cls, num_dense: int, knots: FloatArray, prices: FloatArray) -> "MonotoneTable":
+        # The running maximum never falls.
         rising = np.maximum.accumulate(prices)
         _check_range(rising[num_dense - 1], num_dense - 1)
         tabled = rising[:num_dense].astype(np.int64)
@@ -61,6 +62,7 @@ class MonotoneTable:
         if lengths.max() > _LONGEST:
             raise UserError(f"cannot price a piece of {lengths.max():.0f} tokens, above {_LONGEST}")
         dense = self.dense[np.minimum(lengths, self.dense.size - 1).astype(np.int64)]
+        # Interpolate between the knots on both sides.
         left = np.maximum(np.searchsorted(self.knots, lengths, side="right") - 1, 0)
         low, high = self.knot_prices[left], self.knot_prices[left + 1]
         weight = (lengths - self.knots[left]) / (self.knots[left + 1] - self.knots[left])
@@ -81,6 +83,7 @@ def _check_range(price: float, length: float) -> None:
 
 def _knots(last_dense: int, longest: int) -> FloatArray:
     """Return whole lengths that rise from `last_dense` to beyond the longest that can be priced."""
+    # Knots are multiples of powers of two: 512 in each octave while fine, then 4.
     octaves = np.ldexp(1.0, np.arange(27))[:, None]
     fine = (last_dense * octaves * (1 + np.arange(512) / 512)).ravel()
     end = max(last_dense, longest)

@@ -21,7 +21,7 @@ from wlb.plan import BoolArray, FloatArray, IntArray, UserError
 
 
 class ProvenanceKind(StrEnum):
-    """How numbers were obtained."""
+    """How the numbers of a profile were obtained."""
 
     MEASURED = "measured"
     PUBLISHED = "published"
@@ -55,7 +55,7 @@ class Scope(StrEnum):
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of one value."""
+"""Bytes of one value, by data type."""
 GRADIENT_BYTES = 4
 """Bytes of one gradient value: the head's gradient, dK and dV are float32 while they travel."""
 BACKWARD_TILES = ("backward_tile_rows", "backward_tile_keys")
@@ -370,6 +370,8 @@ class AttentionTable:
             return np.zeros(num_calls, np.int64)
         call = np.repeat(np.arange(num_calls), np.diff(offsets))
         kinds = np.stack([call, q == kv, self.padded(q), self.padded(kv)])[:, q > 0]
+        # Sort segments so that equal kinds of a call are neighbours, and count where the kind
+        # changes.
         order = np.lexsort(kinds)
         is_new = (np.diff(kinds[:, order], axis=1, prepend=-1.0) != 0).any(0)
         return np.bincount(kinds[0, order][is_new].astype(np.int64), minlength=num_calls)

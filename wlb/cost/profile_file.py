@@ -57,6 +57,7 @@ def matching_profile(
     names = [name for name in profile_names() if machine and is_same(_device_of(name), machine)]
     return min(
         map(load_profile, names or [default]),
+        # False sorts before True, so the first profile without a disadvantage is chosen.
         key=lambda p: (
             not has_power(p, power_limit_w),
             p.provenance.kind != ProvenanceKind.MEASURED,
@@ -135,6 +136,7 @@ def save_profile(path: Path, profile: KernelProfile) -> None:
     except UserError as error:
         raise UserError(f"{path} is not written: {error}") from error
     text = json.dumps(data, indent=1)
+    # Join the lines of each list of numbers.
     text = re.sub(r"\[\s+([-+.eE\d,\s]+?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     path.write_text(text + "\n", "utf-8")
 
@@ -179,6 +181,7 @@ def profile_from_json(data: Mapping[str, Any]) -> KernelProfile:
         head=HeadCost(**_with_provenance(data["head"])),
         collectives=tuple(CollectiveCost(**_with_provenance(c)) for c in data["collectives"]),
     )
+    # A key that is not written back was not read, for example because it is misspelled.
     if unread := _unread_key(data, profile_to_json(made)):
         raise UserError(f"has the key {unread!r}, which no profile has; remove it")
     return made

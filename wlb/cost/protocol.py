@@ -485,6 +485,7 @@ def kernels_ns(
     stop = np.concatenate([plan.stop for plan in plans])
     rows = stop - np.concatenate([plan.start for plan in plans])
     offsets = offsets_of(np.concatenate([np.diff(plan.rank_offsets) for plan in plans]))
+    # A span reads the keys of its piece from 0 to its end, so `stop` is its number of keys.
     times = cost.segment_times_ns(rows, stop)
     calls = cost.attention_call_ns(rows, stop, offsets)
     forward, backward = (

@@ -92,6 +92,7 @@ def experts_ns_per_token(cost: ProfiledWorkload) -> tuple[float, float]:
     """
     model = cost.model.layer_kinds[0].model
     routed = replace(cost.linear, model=model)
+    # Load is a factor of the experts' price, so raising it by 1 adds that price once.
     once, more = routed.ns_per_token, replace(routed, expert_load=routed.expert_load + 1)
     forward, backward = (
         sum(ns - once[name] for name, ns in more.ns_per_token.items() if name.endswith(end))

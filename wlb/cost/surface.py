@@ -91,7 +91,7 @@ class Surface:
         return self.read(self.cells(x, y))
 
     def floor(self, x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return points raised to the grid's lowest corner, which prices smaller ones."""
+        """Return points raised to the grid's lowest corner, whose price all smaller points get."""
         return np.maximum(x, self.axis0[0]), np.maximum(y, self.axis1[0])
 
     def outside(self, x: FloatArray, y: FloatArray) -> BoolArray:
@@ -115,6 +115,7 @@ def _limited(axes: tuple[FloatArray, ...], values: FloatArray) -> FloatArray:
     out = np.array(values, np.float64)
     for i, axis in enumerate(axes):
         x = axis.reshape([-1 if k == i else 1 for k in range(out.ndim)])
+        # Time goes with axis / value. It never falls if value / axis never rises.
         lowest = np.minimum.accumulate(out / x, axis=i) * x
         # Differences within rounding error stay, so that limiting a second time changes nothing.
         out = np.where(lowest < out * (1 - 1e-12), lowest, out)

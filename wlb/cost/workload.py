@@ -95,8 +95,7 @@ class ProfiledWorkload:
     # see `LinearCost.traffic`
     traffic: Mapping[str, Passes] = field(default_factory=dict[str, Passes])
     recomputed: RecomputedWork | None = None  # see `LinearCost.recomputed`
-    # The last four arguments only serve the warnings of `wlb.cost.mismatch`.
-    # name of the device; "" if unknown
+    # name of the device, "" if unknown; this and the rest only serve `mismatches`
     machine: str = ""
     power_limit_w: float = 0.0  # power limit of its GPU; 0 if unknown
     dtype: str = ""  # data type of the run; "" if unknown
@@ -198,7 +197,7 @@ class ProfiledWorkload:
             (whole_ns(d * ns) for ns in self.ns_per_token.values()), np.zeros(d.size, np.int64)
         )
 
-    # Parts of W
+    # Parts and sums of W, for reports and metrics
 
     def forward_latency_ns(self, lengths: IntLike) -> IntArray:
         """Return the forward part of W of each piece."""
@@ -252,8 +251,8 @@ class ProfiledWorkload:
         Backward reduce-scatters the gradients and gathers keys and values a second time. The part
         that matrix products hide is included.
         """
-        there, again, back = self.transfers_ns(None, num_tokens, cp=cp)
-        return round(there), round(again + back)
+        sent, resent, returned = self.transfers_ns(None, num_tokens, cp=cp)
+        return round(sent), round(resent + returned)
 
     def needed_exchange_ns(self, moved: IntArray | FloatArray) -> tuple[int, int]:
         """Return the time of the exchange "needed" on the busiest rank: (forward, backward).
@@ -262,8 +261,8 @@ class ProfiledWorkload:
             moved: Rows that rank i receives from rank j, shape [cp, cp]. Gradients travel in the
                 opposite direction.
         """
-        there, again, back = self.transfers_ns(moved, 0, cp=len(moved))
-        return round(there), round(again + back)
+        sent, resent, returned = self.transfers_ns(moved, 0, cp=len(moved))
+        return round(sent), round(resent + returned)
 
     def transfers_ns(
         self, moved: IntArray | FloatArray | None, num_tokens: int, *, cp: int

@@ -141,6 +141,8 @@ def num_communicators(spec: RunSpec) -> int:
         sizes += [p.ep, sharing_ranks(spec)]
         sizes += [p.fsdp_size // spec.shard_size] if spec.shard_size < p.fsdp_size else []
     if (copies := spec.model.kv_copies(p.tp)) > 1:
+        # One group has the ranks with copies of one KV head, the other has ranks with different
+        # heads.
         sizes += [copies, p.tp // copies]
     return sum(size > 1 for size in sizes)
 

@@ -459,6 +459,7 @@ def memory_of_rank(
     has_fsdp = _has_fsdp(spec)
     most = None if step_tokens is None else _kept_bytes_of_step(spec, pp_rank, step_tokens)
     held = held_bytes(spec, pp_rank=pp_rank, micro_batch_tokens=tokens, most=most)
+    # The kind of layer that needs most counts.
     workspace, kernel = max(
         (workspaces_bytes(k, micro_batch_tokens=tokens) for k in kinds), key=sum
     )

@@ -103,6 +103,7 @@ def _most_segments_by_copies(call: AttentionCall) -> Iterator[int]:
     """Yield, for each possible number of deterministic copies, the most segments that need it."""
     yield call.num_segments
     for copies in range(2, -(-HOPPER_SMS // call.num_heads) + 1):
+        # This solves `deterministic_copies` for the number of segments.
         most = (-(-HOPPER_SMS // (copies - 1)) - 1) // call.num_heads
         if 1 <= most < call.num_segments:
             yield most
@@ -118,8 +119,10 @@ def _flash2(call: AttentionCall, deterministic: bool, num_sms: int) -> int:
     copies = 1
     if deterministic:
         copies = deterministic_copies(call.num_segments, call.num_heads, num_sms=num_sms)
+    # Kernels pad each segment by up to 128 rows.
     rows = call.num_heads * (call.num_queries + 128 * call.num_segments)
     head_size = _up(call.head_size, 32 if call.head_size <= 128 else 64)
+    # dK and dV are computed for every query head, and then summed over each group of heads.
     expanded = 0
     if call.num_heads != call.num_kv_heads:
         expanded = 2 * call.num_keys * call.num_heads * call.head_size * call.value_bytes

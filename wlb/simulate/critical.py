@@ -122,6 +122,7 @@ def event_of(simulation: Simulation, index: int, *, step: int, pipeline: int) ->
         int(x[index, step, pipeline]) for x in (simulation.ends_ns, simulation.durations_ns)
     )
     terms, cp_rank = _terms(node, simulation.prices, step, pipeline, duration)
+    # What the terms do not explain are the pass's collectives of parameters.
     if simulation.simulator.shards.reshards and node.kind == NodeKind.PASS:
         terms[SHARDS] = duration * 1e-9 - sum(terms.values())
     return Event(
@@ -147,6 +148,7 @@ def _terms(
     if kind != PassKind.BACKWARD_WEIGHT and prices.layers[stage]:
         ranks = prices.attention_ns(kind, stage)[step, pipeline, i]
         cp_rank = int(ranks.argmax())
+        # The pass takes the slowest CP rank's time; the excess over the mean is its own term.
         out["attention"] = float(ranks.mean()) * 1e-9
         out[CP_IMBALANCE] = float(ranks.max() - ranks.mean()) * 1e-9
     out[KEYS] = float(prices.exchange_ns(kind, stage)[step, pipeline, i]) * 1e-9

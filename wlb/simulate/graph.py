@@ -62,7 +62,7 @@ class Graph:
     # Neighbouring pipelines that share an EP group. In stages with experts they start each pass
     # together, when the last of them is ready; weight-gradient passes do not wait.
     pipelines_per_ep_group: int = 1
-    stages_with_experts: frozenset[int] = frozenset()  # stages with experts
+    stages_with_experts: frozenset[int] = frozenset()
 
     @property
     def num_ranks(self) -> int:

@@ -226,8 +226,10 @@ class StepPrices:
             return alone_ns
         steps, dp, n = alone_ns.shape
         group = min(self.pipelines_per_ep_group, dp)
+        # Pipelines of an EP group are neighbours on the dp axis.
         grouped = (steps, dp // group, group, n)
         pooled = self.pooled[kind] * self.expert_layers[stage] * self.tokens
+        # The slowest pipeline sets the time of work that is not shared.
         own = (alone_ns - pooled).reshape(grouped).max(axis=2, keepdims=True)
         together = own + pooled.reshape(grouped).mean(axis=2, keepdims=True)
         return np.broadcast_to(together, grouped).reshape(alone_ns.shape)
@@ -252,6 +254,7 @@ class StepPrices:
             attention = self.attention_forward_ns if is_forward else self.attention_backward_ns
             both = zip(self.linear, layers, strict=True)
             of_all = sum(terms[kind].token_ns * count for terms, count in both)
+            # EP ranks share the experts' products, so these do not make a rank slow.
             of_all -= self.pooled.get(kind, 0.0) * sum(self.expert_layers)
             token_ns = of_all / sum(layers)
             dense = self.tokens * token_ns
@@ -473,6 +476,8 @@ def linear_terms(spec: RunSpec, linear: LinearCost) -> dict[PassKind, TermPrices
     backward = of_pass("_backward", linear.call_ns[1])
     if not spec.splits_backward:
         return {PassKind.FORWARD: forward, PassKind.BACKWARD: backward}
+    # The input-gradient pass is backward without the weight-gradient products, and without the
+    # all-gathers that the split saves.
     split = split_backward(linear)
     gathers = split.saved_ns_per_token - split.product_ns_per_token
     inputs = dict(backward.per_token)

@@ -101,6 +101,7 @@ def peak_held_bytes(
                 held = held + waiting - kept - output
             case PassKind.BACKWARD_WEIGHT:
                 held = held - waiting
+        # The first backward of a stage allocates its gradients.
         if kind in (PassKind.BACKWARD, PassKind.BACKWARD_WEIGHT):
             held = held + left.pop(stage, 0)
         peak = np.maximum(peak, held)

@@ -185,6 +185,7 @@ def _posted_early(programs: Sequence[Program]) -> list[Program]:
                 out[rank].append(Post(sends=(message,)))
                 out[to_stage % pp].append(Post(receives=(message,)))
                 sent.add(message)
+        # Every rank waits for another: the order is a deadlock.
         if not moved:
             stuck = [str(c[0].action) for c in left if c and isinstance(c[0], RunPass)]
             raise ValueError(f"these passes wait for inputs that no rank sends: {', '.join(stuck)}")
@@ -216,6 +217,8 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
 
     sent_alone: tuple[Action, ...] = ()
     for before, action, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
+        # If the kind of pass changes here, the last output and the next input travel over the same
+        # link and are posted together.
         takes_turns = before is not None and before.kind != action.kind
         send = sent_by(before) if takes_turns else ()
         needed = _input_of(action, num_stages)
@@ -236,9 +239,11 @@ def _one_f_one_b(passes: Sequence[Action], num_stages: int) -> Iterable[Instruct
 
 def _with_stages_ahead(passes: Sequence[Action]) -> Iterable[Instruction]:
     """Yield a rank's passes with the FSDP collectives of torch's pipeline runtime."""
+    # A stage's gradients are reduced after its last backward pass.
     last = {a.stage: k for k, a in enumerate(passes) if a.kind != PassKind.BACKWARD_INPUT}
     active: list[int] = []
     for k, action in enumerate(passes):
+        # Free the stages that are not needed soon, and gather the next ones.
         wanted = _next_stages(passes[k:], ACTIVE_STAGES)
         yield from (Drop(stage) for stage in sorted(set(active) - set(wanted)))
         yield from (Gather(stage) for stage in wanted if stage not in active)

@@ -116,8 +116,10 @@ class ShardCosts:
         gather = self.gather_ns[stage] * gathers / layers
         reduce = self.reduce_ns[stage] * reduces / layers
         is_ahead = kind == PassKind.FORWARD or execution.prefetches_backward
+        # Collectives that run beside the computation of one layer; what takes longer is exposed.
         beside = gather * is_ahead + reduce
         late = np.maximum(0.0, beside - computes_ns / layers) * (layers - 1)
+        # Nothing hides the first gather and the last reduction, nor gathers without prefetch.
         exposed = gather + reduce + late + gather * (not is_ahead) * (layers - 1)
         hidden = (gather + reduce) * layers - exposed
         of_gather, of_reduction = self.copy_ns[stage]
@@ -146,11 +148,13 @@ def shard_costs(
 ) -> ShardCosts:
     """Return the prices for a layout; `execution` describes the trainer."""
     parallel, profile = spec.parallel, cost.profile
+    # A stage without layers still has the embedding or the head.
     parts = tuple(max(1, layers) for layers in spec.stage_layers)
     whole = (1,) * spec.num_stages
     is_ahead = looks_ahead(spec.pp.schedule, pp=parallel.pp)
     counts = [stage_parameters(spec, stage=s) for s in range(spec.num_stages)]
     of_rank = [_stored(spec, counts, pp_rank) for pp_rank in range(parallel.pp)]
+    # Memory-bound work runs at the throughput of the residual addition.
     copy = profile.elementwise_of(Elementwise.RESIDUAL).forward_bytes_per_s
     reduce = profile.collective(Collective.ALL_REDUCE, span_ranks=parallel.world_size)
     of_experts = experts_of_layer(spec)

@@ -82,6 +82,7 @@ class Simulator:
         )
         object.__setattr__(self, "order", order)
         with_experts = enumerate(self.spec.stage_expert_layers)
+        # Pipelines of an EP group start the passes of stages with experts together.
         meeting = replace(
             graph,
             pipelines_per_ep_group=self.spec.parallel.pipelines_per_ep_group,
@@ -154,6 +155,7 @@ class Simulator:
                 )
                 out[i] = messages[scope][:, :, micro_batch]
                 continue
+            # Many stages have equal prices, which are computed once.
             key = (kind, *prices.stage_key(stage))
             if key not in known:
                 known[key] = prices.pass_ns(kind, stage)
@@ -232,7 +234,7 @@ class Simulation:
         return self._peaks(None)
 
     def _peaks(self, gradients: list[int] | None) -> IntArray:
-        """Return peak activations, plus gradients if given by stage in bytes, [steps, pp]."""
+        """Return peak activations, plus gradients if given as bytes by stage; [steps, pp]."""
         held = stage_bytes(self.simulator.spec, self.prices.tokens)
         peaks = [
             peak_held_bytes(passes, held, gradients).max(axis=1) for passes in self.simulator.order
@@ -247,6 +249,7 @@ class Simulation:
         by `wlb.memory` for the step's longest micro-batch.
         """
         spec = self.simulator.spec
+        # If every pass reduces its gradients, whole gradients of a stage never exist.
         shards_only = self.simulator.shards.reshards and self.simulator.fsdp.reduces_every_pass
         out = self._peaks(stage_gradients(spec, shards_only=shards_only))
         for s, longest in enumerate(self.prices.tokens.max(axis=(1, 2)).tolist()):

@@ -54,6 +54,7 @@ def write_trace(
     num = 0
     with Path(path).open("w", encoding="utf-8") as file:
         rest = json.dumps(_header(simulation, chosen))
+        # The header's closing brace comes after the events, which are written one by one.
         file.write(rest[:-1] + ', "traceEvents": [')
         for event in _events(simulation, chosen, first_step):
             file.write(("\n" if num == 0 else ",\n") + json.dumps(event))
@@ -242,6 +243,7 @@ class _Step:
         event: TraceEvent = {"name": name, "cat": category, "ph": "X", "pid": at[0], "tid": at[1]}
         event |= {"ts": self._us(start), "dur": (stop - start) / 1000, "args": args}
         if category.endswith(",critical"):
+            # "terrible" is Chrome's name of a red colour.
             event["cname"] = "terrible"
         return event
 

@@ -48,6 +48,7 @@ def work_terms(prices: StepPrices, cost: ProfiledWorkload) -> TermSeconds:
                 _add(out, name, ns * tokens / pp)
             for name, ns in terms.per_call.items():
                 _add(out, name, ns * n / pp)
+    # The terms price all-gathers of keys; the plan's exchange may take more or less.
     over = prices.exchange_forward_ns.sum() + prices.exchange_backward_ns.sum()
     _add(out, KEYS, float(over) * sum(prices.layers) / pp)
     _move_recompute(out, prices, cost)
@@ -66,6 +67,7 @@ def even_terms(simulator: Simulator, prices: StepPrices) -> TermSeconds:
     exposed = 0.0
     for i, _ in graph.critical_path(simulation.ends_ns, simulation.durations_ns):
         kind = graph.nodes[i].kind
+        # Collectives on the critical path are exposed. The remaining time is the bubble.
         if kind not in (NodeKind.PASS, NodeKind.MESSAGE):
             seconds = float(simulation.durations_ns[i, 0, 0]) * 1e-9
             _add(out, NAMES[kind], seconds)
@@ -79,6 +81,8 @@ def account(simulator: Simulator, prices: StepPrices, time_s: float) -> TermSeco
     steps = prices.shape[0]
     out = {name: s * steps for name, s in even_terms(simulator, mean_prices(prices)).items()}
     even = sum(out.values())
+    # Simulate with even CP ranks: the time saved is their imbalance, and the rest is that of
+    # micro-batches.
     with_even_ranks = time_s
     if prices.shape[3] > 1:
         with_even_ranks = simulator.total_s(prices, lambda some: some.evened((3,)))
@@ -97,6 +101,7 @@ def _move_recompute(out: TermSeconds, prices: StepPrices, cost: ProfiledWorkload
     """Move the time of recomputation from the terms of backward to `RECOMPUTE`."""
     if cost.recompute == Recompute.NONE:
         return
+    # The recomputed part is the difference from prices without recompute.
     plain = replace(cost.linear, recompute=Recompute.NONE)
     tokens, n = float(prices.tokens.sum()), prices.tokens.shape[-1]
     layers = sum(prices.layers) / cost.parallel.pp

@@ -107,7 +107,7 @@ class TooLarge:
 
 @dataclass(slots=True, kw_only=True)
 class Layouts:
-    """Results of the enumeration."""
+    """Layouts that fit, and why others were refused."""
 
     # layouts that fit, in a fixed order
     candidates: list[Candidate] = field(default_factory=list[Candidate])
@@ -173,6 +173,7 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
     for degrees in _degrees(gpus, choices):
         tp, cp, pp, dp = degrees
         parallel = replace(spec.parallel, tp=tp, cp=cp, pp=pp, dp=dp)
+        # Check degrees before schedules and EP, so that a refusal names the wrong degree.
         shaped = _with_experts(replace(spec, parallel=parallel), 1, asked=spec)
         if _is_refused(shaped, out):
             continue
@@ -196,8 +197,9 @@ def layouts_of(spec: RunSpec, *, gpus: int, choices: LayoutChoices) -> Layouts:
 def _with_experts(spec: RunSpec, ep: int, *, asked: RunSpec) -> RunSpec:
     """Return `spec` with a degree of EP, and with settings of experts that this degree allows.
 
-    They are as many of the asked stages (`ep.stages`) as divide the experts of a rank, and the
-    asked load (`cost.expert_load`), but at most the EP degree, which is the largest load possible.
+    `ep.stages` is the largest divisor of the asked number that also divides the experts of a rank.
+    `cost.expert_load` is the asked load, but at most the degree, which is the largest load
+    possible.
     """
     stages = 1 if ep == 1 else math.gcd(asked.ep.stages, spec.model.experts.num // ep)
     return replace(
@@ -260,6 +262,7 @@ def _is_refused(spec: RunSpec, out: Layouts) -> bool:
         ("pp does not divide the layers", "pp"),
     ):
         alone = replace(one, **{axis: getattr(spec.parallel, axis)})
+        # Whether pp divides the layers is checked with the other degrees, which work by now.
         if axis == "pp":
             alone = spec.parallel
         try:
@@ -313,6 +316,7 @@ def _add_fitting(spec: RunSpec, choices: LayoutChoices, out: Layouts) -> None:
 
 def caps_of_layout(spec: RunSpec) -> TokenCaps | None:
     """Return the caps of packing in the memory that plans may use; None if only windows fit."""
+    # Only policies with variable lengths have caps.
     packing = replace(spec.packing, policy=Policy.BOUNDED, s_max=MOST_S_MAX)
     try:
         caps = token_caps(replace(spec, packing=packing), memory_bytes=planned_bytes(spec))
@@ -335,6 +339,7 @@ def need_of(spec: RunSpec) -> tuple[int, int]:
         held = held_bytes(spec, pp_rank=rank, micro_batch_tokens=tokens)
         fixed = rest_bytes(spec, pp_rank=rank, longest=spec.data.context_window)
         needs.append((fixed + sum(held), -rank))
+    # Ranks are negated, so that ties go to the first.
     need, rank = max(needs)
     return need, -rank
 

@@ -52,13 +52,14 @@ class Search:
     """Results of a search, by name of the candidate."""
 
     layouts: Layouts  # all candidates and refused layouts
-    # first bound of each candidate
+    # lower bound of each candidate's time, from the mean rank's work (depth `work`)
     work: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # second bound of each candidate
+    # tighter bound of each candidate's time, from one simulated mean step (depth `even`)
     even: dict[str, Outline] = field(default_factory=dict[str, Outline])
-    # trial with the first packing choice
+    # each candidate simulated with its first packing choice (depth `packed`)
     packed: dict[str, Trial] = field(default_factory=dict[str, Trial])
-    tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])  # best packing and sharding
+    # best packing and sharding of each tuned candidate
+    tuned: dict[str, Tuned] = field(default_factory=dict[str, Tuned])
     own: Trial | None = None  # the user's run as it is
     is_cut: bool = False  # whether candidates were not tried that might be among the best
 
@@ -81,7 +82,7 @@ class Tuner:
     sample: BatchSample  # global batches on which layouts are compared
     choices: PackingChoices  # packings and shardings to try
     workers: Workers  # processes that run the trials
-    top: int = 10  # number of best layouts that must be right
+    top: int = 10  # number of fastest layouts that the search must find
     max_delay_mean: float = 0.5  # most steps that a token may be delayed on average
     progress: Progress = lambda what, more: None  # called after each group of trials
 
@@ -99,6 +100,9 @@ class Tuner:
         if own is not None:
             task: GroupTask = (self.sample, TrialRunner.as_it_is, [own], ())
             (known.own,) = _run_group(task)
+
+        # Depth `work` bounds every candidate. Then `even`, `packed` and `tune` take the candidates
+        # in the order of the bounds of the depth before.
         self._outline(layouts.candidates, known.work, is_walked=False)
         self._best_first(
             known.work,
@@ -137,7 +141,11 @@ class Tuner:
         return [trial.time_s for trial in best if trial is not None]
 
     def polish(self, names: Sequence[str], known: Search) -> None:
-        """Try all shardings, policies that are nearly as fast, and more micro-batches."""
+        """Try more settings on tuned layouts, and keep the fastest.
+
+        They are all shardings, policies that are nearly as fast, more micro-batches, and later
+        weight-gradient passes.
+        """
         todo = [t for name in names if (t := known.tuned[name]).best is not None]
         found = self._run(todo, _polish_one, "polished", self.choices, self.max_delay_mean)
         known.tuned.update({tuned.name: tuned for tuned in found})

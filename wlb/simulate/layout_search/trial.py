@@ -90,9 +90,9 @@ class Trial:
     mfu: float
     bubble: float  # mean fraction of time outside passes
     imbalance: float
-    mean_delay: float  # steps
-    max_delay: int  # steps
-    peak_memory_bytes: int  # peak of the fullest rank
+    mean_delay: float  # mean delay of a token in steps
+    max_delay: int  # longest delay of a token in steps
+    peak_memory_bytes: int  # peak memory of the fullest rank
     fullest_rank: int  # the pipeline rank with the highest peak
     caps: TokenCaps  # S_max and T of the packing
 
@@ -209,6 +209,7 @@ class TrialRunner:
                 return trial
             if not spec.packing.memory_gib:
                 return None
+            # Packing gets less memory: by the excess, and 2% of it more.
             over = (trial.peak_memory_bytes - limit) / GIB
             gib = round(spec.packing.memory_gib - 1.02 * over - 0.01, 3)
             if gib <= 0:
@@ -219,6 +220,8 @@ class TrialRunner:
     def _try(self, spec: RunSpec, *, is_sharded: bool) -> Trial:
         """Run a trial; it packs only if no earlier trial had equal packing."""
         caps = effective_caps(spec)
+        # Plans depend on the effective caps, so the section's caps and memory are not part of the
+        # key.
         key = replace(spec.packing, s_max=1.0, step_tokens=0.0, memory_gib=0.0), caps
         simulator = Simulator(spec=spec, cost=self.cost)
         if key not in self.plans:
@@ -260,6 +263,7 @@ def effective_caps(spec: RunSpec) -> TokenCaps:
 def _even_prices(spec: RunSpec, cost: ProfiledWorkload, sample: BatchSample) -> StepPrices:
     """Return the prices of one mean step of one pipeline."""
     n, window, cp = spec.micro_batches_per_pipeline, spec.data.context_window, spec.parallel.cp
+    # Tokens and attention of the whole sample are divided evenly over the micro-batches.
     num = len(sample.batches) * spec.num_micro_batches
     lengths, counts = np.unique(sample.pieces(window), return_counts=True)
     tokens = min(window, -(-sample.num_tokens // num))

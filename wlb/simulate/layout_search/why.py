@@ -82,9 +82,11 @@ def losers_of(tuner: Tuner, known: Search, *, own: RunSpec | None, node: int) ->
     families = _families(known.layouts, winner.spec, own)
     best = {label: _likeliest(group, known) for label, group in families.items() if group}
     tuner.pack([c for c in best.values() if c.name not in known.tuned], known)
+    # Families that were packed but not tuned are compared with the winner's packed trial.
     winners = [c for c in known.layouts.candidates if c.name == winner.layout]
     tuner.pack(winners, known)
     for label, candidate in best.items():
+        # The run's own layout is compared at full depth.
         if label.startswith(OWN) and candidate.name in known.packed:
             tuner.tune([candidate], known)
             tuner.polish([candidate.name], known)
