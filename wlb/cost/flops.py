@@ -54,9 +54,9 @@ def attention_backward_flops(
 def rank_model(model: ModelSpec, tp: int) -> ModelSpec:
     """Return the model that one TP rank computes, as if it were a whole model.
 
-    Its layers have the rank's part of each matrix, and norms of all tokens. Experts are replaced by
-    one dense MLP with the size of a token's active experts, because TP divides the experts' rows,
-    not their matrices.
+    Each matrix is the rank's part of it. The hidden size is not divided, so norms count as on all
+    tokens. Experts are replaced by one dense MLP with the size of a token's active experts, because
+    TP divides the experts' rows, not their matrices.
     """
     return replace(
         model,

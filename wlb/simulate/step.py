@@ -83,12 +83,12 @@ class Simulator:
         object.__setattr__(self, "order", order)
         with_experts = enumerate(self.spec.stage_expert_layers)
         # Pipelines of an EP group start the passes of stages with experts together.
-        meeting = replace(
+        grouped = replace(
             graph,
             pipelines_per_ep_group=self.spec.parallel.pipelines_per_ep_group,
             stages_with_experts=frozenset(stage for stage, layers in with_experts if layers),
         )
-        object.__setattr__(self, "graph", meeting)
+        object.__setattr__(self, "graph", grouped)
         object.__setattr__(self, "shards", shard_costs(self.spec, self.cost, self.fsdp))
 
     def price(self, steps: Sequence[ShardedStep]) -> StepPrices:
