@@ -96,7 +96,7 @@ def test_workers_that_lose_the_order_are_refused(make: Callable[..., Any]) -> No
 
 def test_context_parallelism_that_mixes_documents_is_refused(make: Callable[..., Any]) -> None:
     trainer = make(world_size=4, cp=2)
-    says = r"cp_size = 2 .* documents .* see each other; leave cp_size at 1, use Balance\(cp=2\)"
+    says = r"cp_size = 2 .* documents .* see each other; leave cp_size at 1 and use Balance\(cp=2\)"
     with pytest.raises(UserError, match=says):
         trainer.get_train_dataloader()
     with pytest.raises(UserError, match="sequence parallelism of 2 distributes"):

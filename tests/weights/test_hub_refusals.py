@@ -91,7 +91,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
                 f"{kind}_attention" for kind in ["sliding", "full", "full", "sliding", "full"]
             ],
         },
-        "layer_types = .* is not every n-th layer with all keys",
+        "layer_types = .* is neither full attention in every n-th layer",
     ),
     "a mistral whose layers contradict": (
         {

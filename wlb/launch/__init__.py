@@ -1,1 +1,1 @@
-"""Start the ranks of one machine, and explain runs that failed."""
+"""Start the ranks of one machine, and explain failed runs."""

@@ -1,8 +1,8 @@
 """What a rank leaves behind when it fails: its exception and its stack.
 
-Each start of a run has a folder of records, `ranks/start-TIME` in the run's folder. A rank writes
-`failure-RANK.json` there, whole or not at all, and faulthandler writes `stack-RANK.txt`. Positions
-(`wlb.launch.position`) are beside them.
+Each start of a run has a folder of records, `ranks/start-TIME` in the run's folder. A failing rank
+writes `failure-RANK.json` there, whole or not at all, and Python's faulthandler writes
+`stack-RANK.txt`. The ranks' positions (`wlb.launch.position`) are in the same folder.
 """
 
 import contextlib
@@ -23,14 +23,16 @@ from pathlib import Path
 
 from wlb.plan import RunError, UserError
 
-_RECORDS, _START = "ranks", "start-"
+_RECORDS, _START = "ranks", "start-"  # parts of the name of a folder of records
 DUMP_SIGNAL = signal.SIGUSR2
-"""Makes a rank write its stacks. SIGUSR1 comes from Slurm and means to save and end."""
-_MOST_CHARACTERS = 4000
-_MOST_LINES = 100
-_FATAL = "Fatal Python error: "
+"""Signal at which a rank writes its stacks.
+
+SIGUSR1 is taken: Slurm sends it to let a run save and end."""
+_MOST_CHARACTERS = 4000  # of a line
+_MOST_LINES = 100  # of a traceback
+_FATAL = "Fatal Python error: "  # faulthandler writes this before the signal's name
 _TORCH_STAGE = re.compile(r"failed to run (forward|stage backward)", re.IGNORECASE)
-"""In the RuntimeError that torch.distributed.pipelining raises from the exception of a stage."""
+"""Text of the RuntimeError in which torch.distributed.pipelining wraps a stage's exception."""
 
 
 class FailureKind(StrEnum):
@@ -38,27 +40,35 @@ class FailureKind(StrEnum):
 
     RAISED = "raised"  # an exception, written by the rank itself
     DIED = "died"  # the process ended by a signal or an exit code
-    SILENT = "silent"  # the process exists, and does not answer
+    SILENT = "silent"  # the process exists but does not respond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRank:
-    """Failure of one rank."""
+    """The failure of one rank."""
 
     rank: int
-    world_size: int  # ranks of the run
+    world_size: int  # number of ranks of the run
     kind: FailureKind
-    error: str  # one line: "KeyError: 'x'", "died from SIGKILL (exit code -9)"
-    time_s: float  # Unix time
-    traceback: list[str] = field(default_factory=list[str])  # its last lines
-    position: str = ""  # of the rank, in words
+    error: str  # one line, for example "KeyError: 'x'" or "died from SIGKILL (exit code -9)"
+    time_s: float  # Unix time of the failure
+    traceback: list[str] = field(default_factory=list[str])  # last lines of the traceback
+    position: str = ""  # where the rank was, in words
 
     @classmethod
     def of(
         cls, error: BaseException, rank: int, world_size: int, *, position: str = ""
     ) -> "FailedRank":
-        """Of an exception that the rank raised. Its cause is named where torch's stage of a
-        pipeline wraps it; any other exception says itself what failed.
+        """Return the failure for an exception that the rank raised.
+
+        torch's pipeline wraps the exception of a stage; the error line then names the wrapped
+        exception.
+
+        Args:
+            error: The exception.
+            rank: The rank.
+            world_size: Number of ranks of the run.
+            position: Where the rank was, in words.
         """
         line, trace = in_words(error)
         while _TORCH_STAGE.search(str(error)) and error.__cause__ is not None:
@@ -76,12 +86,22 @@ class FailedRank:
 
 
 def records_of(directory: Path, started_s: float) -> Path:
-    """The folder of records of a start, in the run's folder; started_s: Unix time of the start."""
+    """Return the folder of records of a start.
+
+    Args:
+        directory: The run's folder.
+        started_s: Unix time of the start.
+    """
     return directory / _RECORDS / f"{_START}{started_s:.3f}"
 
 
 def new_records(directory: Path, started_s: float) -> Path:
-    """Make that folder, and remove those of all starts but the one before."""
+    """Create the folder of records of a start, and remove all older ones but the last.
+
+    Args:
+        directory: The run's folder.
+        started_s: Unix time of the start.
+    """
     folder = records_of(directory, started_s)
     for old in _starts(directory)[:-1]:
         shutil.rmtree(old, ignore_errors=True)
@@ -90,7 +110,10 @@ def new_records(directory: Path, started_s: float) -> Path:
 
 
 def newest_records(directory: Path) -> Path:
-    """The folder of records of the last start; one that does not exist if there was none."""
+    """Return the folder of records of the last start.
+
+    If there was none, it is a path that does not exist.
+    """
     return [records_of(directory, 0.0), *_starts(directory)][-1]
 
 
@@ -102,7 +125,7 @@ def forget_records(records: Path) -> None:
 
 
 def began_s(records: Path) -> float:
-    """Unix time of the start that a folder of records is of."""
+    """Return the Unix time of the start to which a folder of records belongs."""
     return float(records.name.removeprefix(_START))
 
 
@@ -112,13 +135,17 @@ def _starts(directory: Path) -> list[Path]:
 
 
 def _is_number(text: str) -> bool:
-    """Somebody may have copied a folder of records beside itself, as start-1.000.bak."""
+    """Return whether a folder's name has a time in it.
+
+    Somebody may have copied a folder of records, for example as start-1.000.bak.
+    """
     return re.fullmatch(r"[0-9]+(\.[0-9]+)?", text) is not None
 
 
 def in_words(error: BaseException) -> tuple[str, str]:
-    """An exception in one line without its notes, and its traceback, "" where the line is enough
-    (RunError, UserError).
+    """Return an exception as one line without its notes, and its traceback.
+
+    The traceback is "" for a RunError or UserError, whose message is enough.
     """
     if isinstance(error, RunError | UserError):
         return " ".join(str(error).split("\n")), ""
@@ -127,10 +154,14 @@ def in_words(error: BaseException) -> tuple[str, str]:
 
 
 def write_failure(folder: Path, failure: FailedRank) -> None:
-    """Write a rank's failure, unless it has one: what it raised first explains what followed. A
-    disk without room keeps nothing, and the failure goes on.
+    """Write a rank's failure, unless it has written one already.
+
+    The first exception explains the ones that follow from it, so it is kept. If the disk is full,
+    nothing is written and the failure is reported without the file.
     """
     final = folder / f"failure-{failure.rank}.json"
+    # Write to another name and link it, so that readers see the whole file or none. `link` fails if
+    # the file exists.
     part = folder / f".{final.name}.{secrets.token_hex(4)}"
     with contextlib.suppress(OSError):
         try:
@@ -148,7 +179,10 @@ def write_failure(folder: Path, failure: FailedRank) -> None:
 
 
 def read_failures(folder: Path) -> dict[int, FailedRank]:
-    """Failures of a folder by rank. A file that is no failure of this version is left out."""
+    """Return the failures in a folder of records, by rank.
+
+    Files that this version cannot read are left out.
+    """
     found: dict[int, FailedRank] = {}
     for path in sorted(folder.glob("failure-*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
@@ -160,28 +194,35 @@ def read_failures(folder: Path) -> dict[int, FailedRank]:
 
 @contextlib.contextmanager
 def unless_unwritable(path: Path) -> Iterator[None]:
-    """Records explain failures; a run does not fail because it cannot write them."""
+    """Warn about OSError in this context instead of raising it.
+
+    Records only explain failures, so a run must not fail because it cannot write them.
+
+    Args:
+        path: The file that is written in this context.
+    """
     try:
         yield
     except OSError as error:
         sys.stderr.write(
-            f"wlb: {path} cannot be written ({error}): if the run fails, its report will know "
-            f"less\n"
+            f"wlb: {path} cannot be written ({error}): if the run fails, its report will have "
+            f"less detail\n"
         )
 
 
 @contextlib.contextmanager
 def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]:
-    """Write stacks to a file: of all threads on a fatal signal (SIGSEGV, SIGABRT, ...), and of the
-    thread that gets it when signal `number` comes, also while this process waits in C.
+    """Write Python stacks to a file, even while this process waits inside C code.
 
-    The kernel gives a process's signal to its main thread. Stacks of threads that run on cannot be
-    read safely: on Python 3.12 and later that ends a healthy process now and then.
+    On a fatal signal (SIGSEGV, SIGABRT, ...) the file gets the stacks of all threads. When the
+    signal `number` comes, it gets the stack of the thread that receives it, which is the main
+    thread. The stacks of threads that keep running cannot be read safely: on Python 3.12 and later
+    that sometimes kills a healthy process.
 
     Args:
-        path: Of the file, which is replaced.
+        path: The file, which is replaced.
         number: The signal.
-        chain: Whether the signal does what it did before as well.
+        chain: Whether the signal's previous handler runs as well.
     """
     was_enabled = faulthandler.is_enabled()
     with path.open("w") as file:
@@ -197,11 +238,15 @@ def stacks_to(path: Path, number: int, *, chain: bool = False) -> Iterator[None]
 
 
 def stack_path(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's stacks."""
     return folder / f"stack-{rank}.txt"
 
 
 def read_stack(folder: Path, rank: int) -> str:
-    """The stacks that a rank wrote, newest thread first and most recent call first; "" if none."""
+    """Return the stacks that a rank wrote; "" if it wrote none.
+
+    The newest thread and the most recent call come first.
+    """
     try:
         return stack_path(folder, rank).read_text("utf-8", errors="replace").strip()
     except OSError:
@@ -209,13 +254,16 @@ def read_stack(folder: Path, rank: int) -> str:
 
 
 def main_stack(text: str) -> list[str]:
-    """Frames of the main thread, most recent call first, in what `read_stack` returns."""
+    """Return the frames of the main thread, most recent call first, from `read_stack`'s text."""
     *_, thread = ["", *text.split("(most recent call first):\n")[1:]]
     return thread.partition("\n\n")[0].splitlines()
 
 
 def fatal_error(text: str) -> str:
-    """The signal that ended the process, as faulthandler writes it: "Aborted"; "" if none did."""
+    """Return the signal that ended the process, as faulthandler names it ("Aborted").
+
+    It is "" if no signal did.
+    """
     return text.rpartition(_FATAL)[2].partition("\n")[0] if _FATAL in text else ""
 
 

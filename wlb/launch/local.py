@@ -1,13 +1,13 @@
 """Run a function on local ranks and return their results, or raise the first failure.
 
-A forkserver that has imported torch forks one process per rank (8 ranks start in about 0.3 s
-instead of 10 s). No process outlives the call or the launching process: every rank leads a process
-group, which is killed with it. Ranks rendezvous through a file, inherit stdout, stderr and the
-current environment, and import `fn` by name. How a failure is told: `wlb.launch.report`.
+A forkserver that has imported torch forks one process per rank; 8 ranks start in about 0.3 s
+instead of 10 s. No process outlives the call or the launching process, because every rank leads a
+process group that is killed with it. Ranks rendezvous through a file, inherit stdout, stderr and
+the current environment, and import `fn` by its name. `wlb.launch.report` explains failures.
 
-torch's launchers are not used: when the launching process is killed, theirs leave what a rank has
-started (a planner) behind, and send the ranks SIGINT, which asks ours to save and go on. Elastic's
-agent needs a store with a port besides.
+torch's launchers are not used, for three reasons. If the launching process is killed, they leave
+behind what a rank has started, such as a planner. They send the ranks SIGINT, at which wlb's ranks
+save a checkpoint and continue. And Elastic's agent needs a store that listens on a port.
 """
 
 import contextlib
@@ -47,6 +47,7 @@ from wlb.parallel.host import host_group
 from wlb.plan import UserError, check_at_least
 from wlb.plan.processes import ProcessState, process_state
 
+# Modules that the forkserver imports once, so that ranks start with them.
 PRELOAD = (
     "__main__",
     "torch",
@@ -60,24 +61,32 @@ PRELOAD = (
     "wlb.launch.local",
 )
 
-# Modules whose import is slow are imported once in the server instead of once per rank.
+# Modules that import slowly. The server imports them if this process has done so.
 PRELOAD_IF_LOADED = ("pytest", "hypothesis")
 
 _STACK_WAIT_S = 2.0
+"""Time that ranks have to write their stacks; ranks that still run get up to `_JOIN_S`."""
 _SILENT_STATES = {
     ProcessState.STOPPED: "its process is stopped",
     ProcessState.AWAITS_DISK: "it waits for a disk or a file server",
 }
-"""States in which a process does not answer a signal, in words."""
+"""States in which a process does not respond to signals, in words."""
 _PEER_WAIT_S = 0.2
+"""After a failure that is its own explanation, time to collect failures of other ranks."""
 _CAUSE_WAIT_S = 2.0
-"""Time that a rank has to fail by itself after others failed as its peers do."""
+"""After failures that are only consequences of another one, time to wait for that one."""
 _JOIN_S = 10.0
-"""Longest wait for a process to end, for stacks, and of a failed rank until it is killed."""
+"""Longest time to wait: for a process to end, for stacks, or in a failed rank to be killed."""
 
 
 class RankFailure(RuntimeError):
-    """A rank failed, died or hung. `rank` failed first; -1 if the run exceeded its time limit."""
+    """A rank failed, died or hung.
+
+    Args:
+        message: The whole report.
+        rank: The rank that failed first; -1 if the run exceeded its time limit.
+        error: The failure in one line.
+    """
 
     def __init__(self, message: str, *, rank: int, error: str) -> None:
         super().__init__(message)
@@ -87,14 +96,14 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankJob:
-    """Arguments of a rank's process. task: pickled (fn, args)."""
+    """What a rank's process is started with."""
 
     world: worlds.World
-    task: bytes
+    task: bytes  # pickled (fn, args)
     device: str
-    start_group: bool
+    start_group: bool  # whether to create a process group around `fn`
     group_timeout_s: float
-    environment: dict[str, str]
+    environment: dict[str, str]  # environment variables to set
     records: Path  # folder of the ranks' stacks and failures
 
 
@@ -108,15 +117,20 @@ def run_local(
     preload: Sequence[str] = (),
     records: Path | None = None,
 ) -> list[Any]:
-    """Return the results of fn(world, *args) on `world_size` local ranks, in rank order. SIGTERM
-    and SIGHUP end this process and the ranks, unless the caller handles them.
+    """Return the results of fn(world, *args) on local ranks, in rank order.
+
+    SIGTERM and SIGHUP end this process and the ranks, unless the caller handles them.
 
     Args:
-        device: "cpu" or "cuda", already chosen.
-        start_group: Start and end the process group around `fn`.
-        preload: More modules that the forkserver imports, in the first call of a process.
-        records: Folder for what ranks leave behind (`new_records`), in that of the run, where the
-            report of a failure is kept. By default a temporary one.
+        fn: Function at the top of a module.
+        world_size: Number of ranks.
+        *args: Picklable arguments of `fn`.
+        timeout_s: Longest time that the ranks may take; None means no limit.
+        device: "cpu" or "cuda". It is used as given.
+        start_group: Whether to create a process group before `fn` and destroy it afterwards.
+        preload: More modules for the forkserver to import, in the first call of a process.
+        records: Folder for what the ranks leave behind (`new_records`). It is in the run's folder,
+            which also gets the report of a failure. By default it is temporary.
 
     Raises:
         RankFailure: A rank failed, died, or ran for too long.
@@ -139,7 +153,7 @@ def run_local(
                 task=task,
                 device=device,
                 start_group=start_group,
-                # Collectives time out later than the launcher, whose report is more informative.
+                # Let collectives time out after the launcher, because its report says more.
                 group_timeout_s=600.0 if timeout_s is None else 2 * timeout_s + 30,
                 environment=environment,
                 records=records,
@@ -154,7 +168,7 @@ def run_local(
             ranks.kill()
             raise
         except BaseException:
-            # A signal ended this process, as somebody asked: no failure of a rank is to be told.
+            # Somebody ended this process by a signal: no rank has failed, so leave no report.
             ranks.kill()
             forget_records(records)
             raise
@@ -163,7 +177,10 @@ def run_local(
 
 
 def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle without torch's reducers, which would share memory with a process that may be gone."""
+    """Pickle the function and its arguments without torch's reducers.
+
+    torch's reducers would share the memory of tensors with this process, which may end first.
+    """
     try:
         return pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -175,7 +192,7 @@ def _pickled_task(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind this process, so that ranks and temporary files are removed."""
+    """Raise SystemExit on SIGTERM and SIGHUP, so that ranks and temporary files are removed."""
     is_main = threading.current_thread() is threading.main_thread()
     kinds = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) == signal.SIG_DFL]
 
@@ -193,10 +210,11 @@ def _signals_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, as processes started in this context then do from their first instruction on.
+    """Ignore SIGINT, also in processes that are started in this context.
 
-    A terminal sends Ctrl-C to the forkserver while it imports torch, and to a rank that does not
-    lead its process group yet; both are ended by this process, which decides what Ctrl-C means.
+    A terminal sends Ctrl-C to all its processes, also to the forkserver while it imports torch, and
+    to a rank that does not lead a process group yet. This process ends both of them; it alone
+    decides what Ctrl-C means.
     """
     before = signal.getsignal(signal.SIGINT)
     is_changed = threading.current_thread() is threading.main_thread() and before is not None
@@ -210,9 +228,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_temporary_files() -> Iterator[None]:
-    """Let multiprocessing make its folder, which the server's socket is in, in one that the next
-    start of wlb removes if this process is killed.
+def _temporary_files_in_our_folder() -> Iterator[None]:
+    """Put multiprocessing's temporary folder, with the server's socket, into a folder of wlb.
+
+    If this process is killed, the next start of wlb removes that folder.
     """
     before = tempfile.tempdir
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore
@@ -225,22 +244,28 @@ def _own_temporary_files() -> Iterator[None]:
 
 
 class _LocalRanks:
-    """Processes of a run in rank order, and the pipes that carry their results."""
+    """Processes of a run in rank order, and the pipes that carry their results.
+
+    Args:
+        jobs: What each rank is started with.
+        records: Folder of the ranks' stacks and failures.
+    """
 
     def __init__(self, jobs: Sequence[_RankJob], records: Path) -> None:
         self.jobs, self.records = jobs, records
         self.processes: list[ForkServerProcess] = []
-        self.pending: dict[Connection, int] = {}
-        self.results: dict[int, Any] = {}
+        self.pending: dict[Connection, int] = {}  # pipes of ranks that have not sent a message
+        self.results: dict[int, Any] = {}  # by rank
 
     def start(self, preload: Sequence[str]) -> None:
+        """Start the forkserver if necessary, and fork all ranks."""
         context = multiprocessing.get_context("forkserver")
         loaded = [name for name in PRELOAD_IF_LOADED if name in sys.modules]
         context.set_forkserver_preload([*PRELOAD, *loaded, *preload])
         with (
             worlds.temporary_environment(OMP_NUM_THREADS="1"),
             _ignoring_interrupts(),
-            _own_temporary_files(),
+            _temporary_files_in_our_folder(),
         ):
             forkserver.ensure_running()
         for job in self.jobs:
@@ -250,9 +275,18 @@ class _LocalRanks:
             process = context.Process(target=_rank_main, args=(job, sender), daemon=False)
             process.start()
             self.processes.append(process)
+            # Only the rank holds the sending end now, so the pipe closes when the rank dies.
             sender.close()
 
     def collect(self, timeout_s: float | None) -> list[Any]:
+        """Return the results of all ranks.
+
+        Args:
+            timeout_s: Longest time to wait; None means no limit.
+
+        Raises:
+            RankFailure: A rank failed, died, or ran for too long.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self.pending:
             left = None if end is None else max(0.0, end - time.monotonic())
@@ -264,7 +298,7 @@ class _LocalRanks:
         return [self.results[rank] for rank in range(len(self.jobs))]
 
     def _peers(self, first: list[FailedRank]) -> list[FailedRank]:
-        """Collect failures that may have caused the first ones."""
+        """Wait a little for more failures, one of which may have caused the first ones."""
         failures: list[FailedRank] = []
         begin = time.monotonic()
         while self.pending:
@@ -276,6 +310,7 @@ class _LocalRanks:
         return failures
 
     def _take(self, ready: Sequence[Any]) -> list[FailedRank]:
+        """Receive the messages of these pipes; return the failures among them."""
         failures: list[FailedRank] = []
         for receiver in ready:
             rank = self.pending.pop(receiver)
@@ -292,6 +327,7 @@ class _LocalRanks:
         return failures
 
     def _died(self, rank: int) -> FailedRank:
+        """Return the failure of a rank whose process ended without a message."""
         process = self.processes[rank]
         process.join(_JOIN_S)
         code = process.exitcode
@@ -307,7 +343,7 @@ class _LocalRanks:
         )
 
     def _failed(self, failures: list[FailedRank]) -> RankFailure:
-        """End all ranks, and report what their files and `failures` say."""
+        """End all ranks; return the error with the report of the failure."""
         failures += self._silent()
         self.kill()
         for failure in failures:
@@ -319,7 +355,7 @@ class _LocalRanks:
         return RankFailure(report.text, rank=report.rank, error=report.error)
 
     def _silent(self) -> list[FailedRank]:
-        """Let the ranks that work write their stacks; failures of those that do not answer."""
+        """Let running ranks write their stacks; return failures of those that do not respond."""
         return [
             self._failure(rank, FailureKind.SILENT, f"gave no sign of life ({why})")
             for rank in self._dump_stacks()
@@ -327,30 +363,32 @@ class _LocalRanks:
         ]
 
     def _dump_stacks(self) -> list[int]:
-        """Ask the ranks that work for their stacks; returns those that do not answer."""
+        """Ask running ranks to write their stacks; return the ranks that do not respond."""
         before = {rank: self._stack_bytes(rank) for rank in self.pending.values()}
         for rank in before:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(_pid(self.processes[rank]), DUMP_SIGNAL)
         begin, left = time.monotonic(), sorted(before)
-        # The run's folder may have been moved away, and with it the stacks.
+        # Stop waiting if somebody has moved the run's folder away, and with it the stacks.
         while left and self.records.exists() and time.monotonic() < begin + _JOIN_S:
             time.sleep(0.02)
             left = [rank for rank in left if self._stack_bytes(rank) == before[rank]]
-            # A machine with much to do may be slow, but a process that is stopped never answers.
+            # On a busy machine a running process may take long. A stopped process never responds.
             if time.monotonic() > begin + _STACK_WAIT_S and all(
                 process_state(_pid(self.processes[rank])) != ProcessState.RUNS for rank in left
             ):
                 break
-        # The last stack may still be being written.
+        # Give the last rank time to finish writing.
         time.sleep(0.05)
         return left
 
     def _stack_bytes(self, rank: int) -> int:
+        """Return the size of the file of a rank's stacks."""
         path = stack_path(self.records, rank)
         return path.stat().st_size if path.exists() else 0
 
     def _out_of_time(self, timeout_s: float | None) -> RankFailure:
+        """Return the error of a run that exceeds its time limit, with the ranks' stacks."""
         running = sorted(self.pending.values())
         self._dump_stacks()
         error = f"ranks {running} of {len(self.jobs)} still ran after {timeout_s} s"
@@ -360,13 +398,15 @@ class _LocalRanks:
         return RankFailure("\n".join([error, *stacks]), rank=-1, error=error)
 
     def kill(self) -> None:
+        """Kill all ranks and the processes that they have started."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(_pid(process), signal.SIGKILL)
-            # This also ends a rank that does not lead its process group yet.
+            # A rank that does not lead its process group yet is not reached by `killpg`.
             process.kill()
 
     def join(self) -> None:
+        """Wait for the processes to end, and release them."""
         for receiver in self.pending:
             receiver.close()
         for process in self.processes:
@@ -378,13 +418,14 @@ class _LocalRanks:
 
 
 def _pid(process: ForkServerProcess) -> int:
-    # A pid of 0 would mean this process's own group.
+    # Killing group 0 would kill this process's group.
     assert process.pid is not None
     return process.pid
 
 
 def _rank_main(job: _RankJob, sender: Connection) -> None:
-    """Main function of a rank: send its result or its failure as one message."""
+    """Run a rank: send its result or its failure as one message."""
+    # Lead a process group, so that everything this rank starts can be killed with it.
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     worlds.adopt_environment(job.environment)
@@ -400,17 +441,19 @@ def _rank_main(job: _RankJob, sender: Connection) -> None:
             sender.send_bytes(pickle.dumps(failure))
             sys.stdout.flush()
             sys.stderr.flush()
-            # The launcher kills this process; leaving earlier would make peers fail.
+            # Wait for the launcher to kill this process. Exiting now would close connections and
+            # make other ranks fail as well.
             time.sleep(_JOIN_S)
         else:
             sender.send_bytes(message)
 
 
 def _run_task(job: _RankJob) -> Any:
+    """Call the function, within a process group if the job says so."""
     import torch
 
     for stream in (sys.stdout, sys.stderr):
-        # A character that the stream cannot encode must not end a rank.
+        # A character that the stream cannot encode must not make a rank fail.
         stream.reconfigure(  # pyright: ignore[reportAttributeAccessIssue]
             line_buffering=True, errors="backslashreplace"
         )
@@ -421,7 +464,7 @@ def _run_task(job: _RankJob) -> Any:
         worlds.init(job.world, device, timeout_s=job.group_timeout_s)
     result = fn(job.world, *args)
     if job.start_group and torch.distributed.is_initialized():
-        # Ranks wait for each other, because leaving early would break connections of peers.
+        # Wait for all ranks, because a rank that leaves early breaks the connections of the others.
         torch.distributed.all_reduce(torch.zeros(1), group=host_group())
     worlds.shutdown()
     return result

@@ -1,9 +1,9 @@
-"""Position of each rank in its work, in a memory-mapped file of the run's folder, one file a node.
+"""Position of each rank in its work, in a memory-mapped file per node of the run's folder.
 
-A rank writes its own slot of the file, without a lock, each time it begins something else; that
-takes a few microseconds. The kernel keeps what was written when the process is killed, so that
-whoever ends the run reads where each rank was. Over a network file system, the last half minute of
-a node that is lost may be missing.
+A rank writes its slot of the file whenever it begins something else. That takes a few microseconds
+and needs no lock. The kernel keeps what was written even if the process is killed, so whoever ends
+the run can read where each rank was. On a network file system, the last half minute of a lost node
+may be missing.
 """
 
 import contextlib
@@ -20,26 +20,31 @@ from typing import NamedTuple
 from wlb.plan.processes import process_start
 
 _FORMAT = 0x574C4231
-"""Begins a slot; another version of the file has another number, and is not read."""
+"""First word of a slot. A new layout of slots gets a new number; other numbers are not read."""
 _WHO = struct.Struct("<Iiiqd64s160s")
-"""Format, rank, ranks of the run, process id, start of the process, host, place."""
+"""First part of a slot, written once: format, rank, number of ranks, process id, process start,
+host, description of the rank."""
 _WHERE = struct.Struct("<I?qii16s96sdI")
-"""Number of changes, whether the rank has ended, step, stage, micro-batch, pass, activity, time of
-the change, and the number of changes again: a reader that finds two numbers reads once more."""
+"""Second part of a slot, written at every change: number of changes, whether the rank has ended,
+step, stage, micro-batch, kind of pass, activity, time of the change, number of changes.
+
+The number of changes stands at both ends. If a reader finds two different numbers, the rank was
+writing, and it reads the slot once more."""
 _SLOT_BYTES = 512
-_REREADS = 5
-_NAME = "positions-"
+_REREADS = 5  # attempts to read a slot that is not being written
+_NAME = "positions-"  # beginning of the files' names
 
 
 class SlotOwner(NamedTuple):
-    """Who writes a slot."""
+    """The rank that writes a slot."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     node_rank: int
-    words: str  # for example "tp 0, cp 1, pp 0, dp 0; process 77 on gpu3, cuda:1"
+    # The rank in words, for example "tp 0, cp 1, pp 0, dp 0; process 77 on gpu3, cuda:1".
+    words: str
 
 
 class SeenPosition(NamedTuple):
@@ -48,19 +53,19 @@ class SeenPosition(NamedTuple):
     rank: int
     world_size: int
     pid: int
-    started: float  # of the process, in clock ticks since the machine's start
+    started: float  # start of the process, in clock ticks since the machine started
     host: str
-    place: str
-    has_ended: bool  # the rank has done its work and left
-    step: int  # the planned step, -1 before the first
+    place: str  # the rank in words, as `SlotOwner.words`
+    has_ended: bool  # whether the rank has finished its work
+    step: int  # the planned step; -1 before the first
     stage: int
     micro_batch: int  # -1 if no pass has begun in this step
-    kind: str  # of the pass
+    kind: str  # kind of pass, for example "backward"
     doing: str  # activity in a few words
     changed_s: float  # Unix time of the last change
 
     def describe(self) -> str:
-        """For example "step 12, micro-batch 3 (backward, stage 1): computing"."""
+        """Return e.g. "step 12, micro-batch 3 (backward, stage 1): computing"."""
         if self.step < 0:
             return f"before the first step: {self.doing}"
         if self.micro_batch < 0:
@@ -74,32 +79,39 @@ class SeenPosition(NamedTuple):
 class Position:
     """Position of this rank, set by its training thread.
 
-    buffer, offset: the slot, by default one that no other process sees.
+    Args:
+        buffer: Memory with the slot. By default, memory that no other process sees.
+        offset: Where the slot begins in the buffer.
     """
 
-    __slots__ = ("_buffer", "_cell", "_doing", "_has_ended", "_offset", "_step", "num_changes")
+    __slots__ = ("_buffer", "_doing", "_has_ended", "_offset", "_pass", "_step", "num_changes")
 
     def __init__(self, buffer: "mmap.mmap | bytearray | None" = None, offset: int = 0) -> None:
         self._buffer = bytearray(_SLOT_BYTES) if buffer is None else buffer
         self._offset = offset
         self._step, self._doing, self._has_ended = -1, "starting", False
-        self._cell = ("", 0, -1)
+        self._pass = ("", 0, -1)
+        # A number that keeps growing shows that the rank is working.
         self.num_changes = 0
-        """Number of changes, which grows while the rank works."""
 
     @classmethod
     def opened(cls, folder: Path, owner: SlotOwner) -> "Position":
-        """This rank's slot in its node's file, which is made if it is absent.
+        """Return this rank's slot in its node's file, which is created if necessary.
+
+        Args:
+            folder: The start's folder of records.
+            owner: This rank.
 
         Raises:
-            OSError: The file cannot be made, or has no room.
+            OSError: The file cannot be created, or the disk is full.
         """
         host = socket.gethostname()
         name = re.sub("[^A-Za-z0-9.-]", "_", host)
         file = os.open(folder / f"{_NAME}{owner.node_rank}-{name}", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             num_bytes = owner.local_world_size * _SLOT_BYTES
-            # A mapped page without room on the disk would kill the process when it is written.
+            # Reserve the space now: writing a mapped page that the disk has no room for would kill
+            # the process.
             os.posix_fallocate(file, 0, num_bytes)
             mapped = mmap.mmap(file, num_bytes)
         finally:
@@ -112,27 +124,33 @@ class Position:
         return position
 
     def enter(self, doing: str, *, step: int | None = None) -> None:
-        """Begin another activity; step: set when it begins a new step."""
+        """Begin another activity.
+
+        Args:
+            doing: The activity in a few words.
+            step: The step, if the activity begins a new one.
+        """
         self._doing = doing
         if step is not None:
-            self._step, self._cell = step, ("", 0, -1)
+            self._step, self._pass = step, ("", 0, -1)
         self._change()
 
     def chunk(self, kind: str, stage: int, micro_batch: int) -> None:
         """Begin a pass of a micro-batch through a stage."""
-        self._cell = (kind, stage, micro_batch)
+        self._pass = (kind, stage, micro_batch)
         self._change()
 
     def end(self) -> None:
-        """Say that this rank has done its work, so that nobody looks for a failure."""
+        """Record that this rank has finished its work, so that nobody reports it as failed."""
         self._has_ended = True
         self._change()
         if isinstance(self._buffer, mmap.mmap):
-            # Over a network file system other machines would see it half a minute later.
+            # A network file system would otherwise show it to other machines half a minute later.
             with contextlib.suppress(OSError):
                 self._buffer.flush()
 
     def now(self) -> SeenPosition:
+        """Return the position as a reader sees it."""
         return _seen(bytes(self._buffer[self._offset : self._offset + _SLOT_BYTES]))
 
     def _change(self) -> None:
@@ -140,9 +158,9 @@ class Position:
         self._write()
 
     def _write(self) -> None:
-        kind, stage, micro_batch = self._cell
+        kind, stage, micro_batch = self._pass
         begin = self._offset + _WHO.size
-        # One copy; packing into the slot would zero it first, and readers would see that.
+        # Pack aside and copy once: `pack_into` zeroes its target first, which readers would see.
         self._buffer[begin : begin + _WHERE.size] = _WHERE.pack(
             self.num_changes,
             self._has_ended,
@@ -157,7 +175,10 @@ class Position:
 
 
 def read_positions(folder: Path) -> dict[int, SeenPosition]:
-    """Positions of all ranks that have left one, by rank; {} without a folder."""
+    """Return the positions in a folder of records, by rank.
+
+    It is {} if the folder does not exist.
+    """
     found: dict[int, SeenPosition] = {}
     for path in sorted(folder.glob(f"{_NAME}*")):
         with contextlib.suppress(OSError):
@@ -175,8 +196,10 @@ def _read_file(path: Path) -> Iterator[SeenPosition]:
 
 
 def _read_slot(file: int, offset: int) -> bytes:
-    """A slot, read again while it is being written. One that is torn all the same has fields of two
-    moments, which harms nothing but the line that shows them.
+    """Return a slot, read once more if it is being written at the moment.
+
+    After several attempts it may still mix fields of two moments, which only makes one line of a
+    report inaccurate.
     """
     slot = b""
     for _ in range(_REREADS):

@@ -1,11 +1,12 @@
 """Compose the report of a failed run from the files that its ranks left in the run's folder.
 
 Whoever ends a run calls it: the local launcher, the script of a Slurm job, the next start of the
-run, and `wlb report`. It names the rank that failed first, and says where each rank was.
+run, or `wlb report`. The report names the rank that failed first, and says where each rank was.
 
-Ranks that fail because another one did say so: their collectives time out, or lose a connection.
-So the cause is, in this order, a rank that died, one that raised something else, one that left no
-word, and one that lives and does not wait for the others.
+When a rank fails, its peers fail, too: their collectives time out or lose a connection. Such errors
+are consequences and not the cause. The cause is, in this order: a rank that died; a rank that
+raised another error; a rank that is gone without a message; a live rank that is not waiting for
+others.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ from wlb.launch.failure import (
 from wlb.launch.position import SeenPosition, read_positions
 from wlb.plan.processes import ProcessState, process_start, process_state
 
-LOGS = "logs"
-FAILURE = "failure.txt"
+LOGS = "logs"  # folder of the ranks' logs, in the run's folder
+FAILURE = "failure.txt"  # file of the reports, in the run's folder
 FLIGHT_RECORDS = "nccl-rank-"
-"""Beginning of the names of NCCL's flight records in `logs`."""
-_LAST_LINES = 20
-_MOST_OTHERS = 16
+"""Beginning of the file names of NCCL's flight records in `logs`."""
+_LAST_LINES = 20  # of a traceback, stack or log that a report shows
+_MOST_OTHERS = 16  # ranks that a report lists
 _CONSEQUENCES = (
     "timed out",
     "timeout",
@@ -48,7 +49,7 @@ _CONSEQUENCES = (
     "NCCL",
     "DistNetworkError",
 )
-"""Parts of the errors of a rank whose peer is gone or does not come."""
+"""Texts in errors of a rank whose peer is gone or does not join a collective."""
 _WAITS = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/_functional_collectives.py",
@@ -64,47 +65,54 @@ _WAITS = (
     "wlb/train/telemetry/ranks.py",
     "wlb/parallel/connect.py",
 )
-"""Parts of the innermost stack frames of a rank that waits for other ranks: parts of paths, and
-the function in which torch's pipeline schedules wait, whose file also computes. On CUDA collectives
-are asynchronous: a rank waits where it reads their result."""
-_INNERMOST = 8
+"""Texts in the innermost stack frames of a rank that waits for other ranks.
+
+They are parts of paths. For torch's pipeline schedules it is the function in which they wait,
+because the same file also computes. On CUDA, collectives are asynchronous, so a rank waits where it
+reads their result."""
+_INNERMOST = 8  # stack frames to search for these texts
 _NOTICED_S = 1.0
-"""A launcher notices a death at most so much later than it happened, in seconds."""
+"""Longest time in seconds until a launcher notices that a rank has died."""
 
 
 class _Life(Enum):
     """Whether the process of a rank exists."""
 
     RUNS = auto()
-    ENDED = auto()  # its work is done
+    ENDED = auto()  # it has finished its work
     STOPPED = auto()
     GONE = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What is known of a rank."""
+    """What the files say about a rank."""
 
     rank: int
     world_size: int
-    at: SeenPosition | None  # None for a rank that says nothing about its work
-    failure: FailedRank | None
+    at: SeenPosition | None  # its position; None if it wrote none
+    failure: FailedRank | None  # None if it reported no failure
     life: _Life
-    stacks: str  # of its main thread, or of all at a fatal signal; "" if it wrote none
+    # Stack of its main thread, or of all threads at a fatal signal; "" if it wrote none.
+    stacks: str
 
     @property
     def stack(self) -> list[str]:
-        """Of the main thread, most recent call first."""
+        """Return the stack of the main thread, most recent call first."""
         return main_stack(self.stacks)
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread waits for other ranks, judging by the innermost frames."""
+        """Return whether its main thread waits for other ranks, by the innermost frames."""
         return any(part in line for line in self.stack[:_INNERMOST] for part in _WAITS)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it failed as ranks do whose peer failed. NCCL's watchdog aborts those."""
+        """Return whether it failed only because another rank did.
+
+        NCCL's watchdog aborts ranks that wait for a failed peer, so an abort in a wait is a
+        consequence.
+        """
         failure = self.failure
         if failure is None:
             return False
@@ -114,30 +122,31 @@ class RankState:
 
     @property
     def is_wordless(self) -> bool:
-        """Whether the process is gone or stopped, and left nothing that says why."""
+        """Return whether its process is gone or stopped and left no explanation."""
         if self.failure is not None:
             return self.failure.kind == FailureKind.SILENT
         return self.life in (_Life.GONE, _Life.STOPPED) and not self.stacks
 
     @property
     def where(self) -> str:
+        """Return its position in words."""
         if self.at:
             return self.at.describe()
-        told = self.failure.position if self.failure else ""
-        return told or "a place that it did not tell"
+        reported = self.failure.position if self.failure else ""
+        return reported or "an unknown place"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureReport:
     """Report of a failed run."""
 
-    rank: int  # that failed first
-    error: str  # one line
+    rank: int  # the rank that failed first
+    error: str  # its failure in one line
     text: str  # the whole report
 
 
 def is_consequence(error: str) -> bool:
-    """Whether an error is that of a rank whose peer failed or does not come."""
+    """Return whether an error is one that a rank gets if its peer fails or does not join."""
     return any(part in error for part in _CONSEQUENCES)
 
 
@@ -152,55 +161,64 @@ def compose_report(
 
     Args:
         directory: The run's folder.
-        records: The start's folder of records; that of the last start if None.
-        is_over: Nothing of the run works any more. Otherwise processes of other machines may.
-        known: Failures that may not be in the folder, because its disk is full.
+        is_over: Whether no process of the run is left. Otherwise processes on other machines may
+            still work.
+        known: Failures that the caller knows. They may be missing in the folder if its disk is
+            full.
+        records: The start's folder of records; None means the last start.
 
     Returns:
-        None if all ranks have done their work, or work.
+        The report, or None if all ranks are working or have finished.
     """
     records = newest_records(directory) if records is None else records
     ranks = _read_ranks(records, known, is_over=is_over)
     size = max((seen.world_size for seen in ranks), default=0)
     if not any(seen.failure or seen.is_wordless for seen in ranks):
         return None
+    # The ranks that caused the failure come first, with all details.
     first, what = _cause(ranks)
     cause = first[0]
     lines = [f"rank {cause.rank} of {size} {what}", *_about(cause, directory)]
     for other in first[1:_MOST_OTHERS]:
         lines += [f"rank {other.rank} as well", *_about(other, directory)]
     lines += _more(first)
+    # Then ranks with the same error, in one line, and then the others, in one line each.
     named = {seen.rank for seen in first}
     error = cause.failure.error if cause.failure else what
-    alike = [s for s in ranks if s.failure and s.failure.error == error and s.rank not in named]
-    if alike:
-        lines.append(f"the same on rank {_listed([seen.rank for seen in alike])}")
-    named |= {seen.rank for seen in alike}
+    same_error = [
+        s for s in ranks if s.failure and s.failure.error == error and s.rank not in named
+    ]
+    if same_error:
+        lines.append(f"the same on rank {_listed([seen.rank for seen in same_error])}")
+    named |= {seen.rank for seen in same_error}
     rest = [s for s in ranks if s.rank not in named and (s.at or s.failure)]
     rest.sort(key=_failed_first)
     lines += [*(_line(seen) for seen in rest[:_MOST_OTHERS]), *_more(rest)]
-    told = {seen.rank for seen in ranks if seen.at}
-    if told and (never := sorted(set(range(size)) - {seen.rank for seen in ranks})):
-        lines.append(f"no position ever of rank {_listed(never)}")
+    with_position = {seen.rank for seen in ranks if seen.at}
+    if with_position and (
+        without_position := sorted(set(range(size)) - {seen.rank for seen in ranks})
+    ):
+        lines.append(f"no position was written by rank {_listed(without_position)}")
     lines += _flight(directory, records)
     return FailureReport(rank=cause.rank, error=error, text="\n".join(lines))
 
 
 def keep_report(directory: Path, report: FailureReport) -> None:
-    """Add a report to the run's `failure.txt`, unless it is there. A full disk may be the cause of
-    the failure, so that one that cannot be written is no error.
+    """Append a report to the run's `failure.txt`, unless it is there already.
+
+    A full disk may be the cause of the failure, so failing to write is not an error.
     """
     path = directory / FAILURE
     with contextlib.suppress(OSError):
         if path.exists() and report.text in path.read_text("utf-8", errors="replace"):
             return
-        # Names of files in a message need not be UTF-8.
+        # A message may name a file whose name is not UTF-8.
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{datetime.now().isoformat(timespec='seconds')} {report.text}\n\n")
 
 
 def _read_ranks(folder: Path, known: Iterable[FailedRank], *, is_over: bool) -> list[RankState]:
-    """What is known of the ranks that left anything."""
+    """Return the state of every rank that left anything."""
     positions = read_positions(folder)
     failures = {failure.rank: failure for failure in known} | read_failures(folder)
     sizes = [found.world_size for found in (*positions.values(), *failures.values())]
@@ -220,7 +238,7 @@ def _read_ranks(folder: Path, known: Iterable[FailedRank], *, is_over: bool) -> 
 
 
 def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None:
-    """The failure of a process that a fatal signal ended, such as SIGABRT by NCCL's watchdog."""
+    """Return the failure of a process that a fatal signal ended, such as NCCL's SIGABRT."""
     if not (signal := fatal_error(stacks)):
         return None
     time_s = stack_path(folder, rank).stat().st_mtime
@@ -230,10 +248,12 @@ def _fatal(folder: Path, rank: int, size: int, stacks: str) -> FailedRank | None
 
 
 def _life(at: SeenPosition, *, is_over: bool) -> _Life:
+    """Return whether the process of a position still exists, as far as this machine can see."""
     if at.has_ended:
         return _Life.ENDED
     if at.host != socket.gethostname():
         return _Life.GONE if is_over else _Life.RUNS
+    # Another start time means that the process id was reused.
     if process_start(at.pid) != at.started:
         return _Life.GONE
     lives = {ProcessState.STOPPED: _Life.STOPPED, ProcessState.GONE: _Life.GONE}
@@ -241,27 +261,28 @@ def _life(at: SeenPosition, *, is_over: bool) -> _Life:
 
 
 def _cause(ranks: Sequence[RankState]) -> tuple[list[RankState], str]:
-    """The ranks that caused the failure, and what they did."""
+    """Return the ranks that caused the failure, and what they did."""
     failed = sorted((s for s in ranks if s.failure), key=lambda s: s.failure.time_s)  # type: ignore
-    own = [s for s in failed if not (s.is_consequence or s.is_wordless)]
-    died = [s for s in own if s.failure and s.failure.kind == FailureKind.DIED]
-    if died and died[0].failure and own[0].failure:
-        later_s = died[0].failure.time_s - own[0].failure.time_s
-        # A rank that raised long before explains the deaths that followed.
+    causes = [s for s in failed if not (s.is_consequence or s.is_wordless)]
+    died = [s for s in causes if s.failure and s.failure.kind == FailureKind.DIED]
+    if died and died[0].failure and causes[0].failure:
+        later_s = died[0].failure.time_s - causes[0].failure.time_s
+        # A rank that raised an error well before the deaths explains them.
         if later_s <= _NOTICED_S:
             return died, died[0].failure.error
-    if own and own[0].failure:
-        return own[:1], f"failed: {own[0].failure.error}"
+    if causes and causes[0].failure:
+        return causes[:1], f"failed: {causes[0].failure.error}"
     if wordless := [s for s in ranks if s.is_wordless]:
         return wordless, _wordless(wordless, ranks)
     alive = [s for s in ranks if s.failure is None and s.life != _Life.ENDED and s.stacks]
-    if apart := [s for s in alive if not s.waits]:
-        return apart, "has not joined the collective that others waited for"
+    if not_waiting := [s for s in alive if not s.waits]:
+        return not_waiting, "has not joined the collective that others waited for"
     failure = failed[0].failure
     return failed[:1], f"failed: {failure.error if failure else ''}"
 
 
 def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
+    """Return in words why ranks that left no explanation may have ended."""
     first = wordless[0]
     if first.failure is not None:
         return first.failure.error
@@ -273,6 +294,7 @@ def _wordless(wordless: Sequence[RankState], ranks: Sequence[RankState]) -> str:
 
 
 def _about(seen: RankState, directory: Path) -> list[str]:
+    """Return the lines about a rank that caused the failure."""
     lines: list[str] = []
     if seen.at is not None:
         since = datetime.fromtimestamp(seen.at.changed_s).strftime("%H:%M:%S")
@@ -299,7 +321,7 @@ def _log_lines(directory: Path, rank: int) -> list[str]:
 
 
 def _flight(directory: Path, records: Path) -> list[str]:
-    """Where NCCL's last operations are, if ranks of this start wrote them."""
+    """Return a line on NCCL's flight records, if ranks of this start wrote some."""
     path = directory / LOGS / f"{FLIGHT_RECORDS}*"
     if not records.exists():
         return []
@@ -310,10 +332,12 @@ def _flight(directory: Path, records: Path) -> list[str]:
 
 
 def _failed_first(seen: RankState) -> tuple[bool, float, int]:
+    """Sort key: ranks that failed by time, then the others."""
     return seen.failure is None, seen.failure.time_s if seen.failure else 0.0, seen.rank
 
 
 def _line(seen: RankState) -> str:
+    """Return the line about a rank that did not cause the failure."""
     what = "was running"
     if seen.failure and seen.failure.kind == FailureKind.RAISED:
         what = f"then failed: {seen.failure.error}"
@@ -327,13 +351,16 @@ def _line(seen: RankState) -> str:
 
 
 def _listed(ranks: Sequence[int]) -> str:
+    """Return rank numbers as text, cut after `_MOST_OTHERS`."""
     more = len(ranks) - _MOST_OTHERS
     return ", ".join(map(str, ranks[:_MOST_OTHERS])) + f" and {more} more" * (more > 0)
 
 
 def _more(ranks: Sequence[RankState]) -> list[str]:
+    """Return a line that says how many ranks are not listed, if some are not."""
     return [f"and {len(ranks) - _MOST_OTHERS} more ranks"] * (len(ranks) > _MOST_OTHERS)
 
 
 def _tail(lines: list[str], title: str) -> list[str]:
+    """Return lines under an indented title; none if there are no lines."""
     return [f"  {title}:", *(f"    {line}" for line in lines)] if lines else []

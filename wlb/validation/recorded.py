@@ -1,8 +1,9 @@
 """Simulate the steps that a finished run trained, and compare them with its measured times.
 
-`metrics.jsonl` has the configuration and the times since the last start. The planner runs again on
-the same store; plans that differ from the trained ones (another store, code or kernel profile) are
-refused. Steps can be priced with another kernel profile, which is how a calibration is tested.
+`metrics.jsonl` of the run has its configuration and its step times since the last start. The
+planner runs once more on the same store. If its plans differ from the trained ones (because of
+another store, code version or kernel profile), the comparison is refused. Another kernel profile
+can price the steps, which tests how well that profile is calibrated.
 """
 
 from dataclasses import dataclass
@@ -27,62 +28,67 @@ class RecordedRun:
     """Measured and simulated steps of a run."""
 
     spec: RunSpec
-    left_out: int  # steps before them
+    left_out: int  # number of first steps that are not compared
     measured: tuple[MeasuredStep, ...]
-    simulations: tuple[Simulation, ...]  # of consecutive steps
+    simulations: tuple[Simulation, ...]  # each of consecutive steps
+    # Peak of torch's allocated GPU memory on rank 0 since the run began. None on a CPU, where the
+    # memory of a process is more than its tensors.
     peak_bytes: int | None = None
-    """Most that rank 0's GPU held for torch since the run began; None of a CPU, whose processes
-    hold more than tensors."""
-    remark: str = ""  # on steps after them, "" if there are none
+    remark: str = ""  # why steps after the compared ones are left out; "" if none are
 
     @property
     def profile(self) -> KernelProfile:
-        """Kernel profile of the simulation."""
+        """Return the kernel profile of the simulation."""
         return self.simulations[0].simulator.cost.profile
 
     @property
     def measured_s(self) -> FloatArray:
-        """Measured step times, shape [steps]."""
+        """Return the measured step times in seconds, shape [steps]."""
         return np.array([m.step_time_s for m in self.measured], np.float64)
 
     @property
     def simulated_s(self) -> FloatArray:
+        """Return the simulated step times in seconds, shape [steps]."""
         return np.concatenate([s.step_time_s for s in self.simulations])
 
     @property
     def tokens_per_s(self) -> float:
-        """Measured, over all steps."""
+        """Return the measured throughput over all steps."""
         return sum(m.num_tokens for m in self.measured) / float(self.measured_s.sum())
 
     @property
     def estimated_bytes(self) -> int:
-        """What pipeline rank 0 needs at most in these steps, as `wlb.cost` estimates it."""
+        """Return the estimated peak memory of pipeline rank 0 in these steps."""
         return max(int(s.peak_memory_bytes[:, 0].max()) for s in self.simulations)
 
     @property
     def mape(self) -> float:
-        """Mean of |simulated - measured| / measured."""
+        """Return the mean of |simulated - measured| / measured."""
         return float(np.mean(np.abs(self.simulated_s / self.measured_s - 1)))
 
     @property
     def ratio(self) -> float:
-        """Total simulated time over total measured time."""
+        """Return the total simulated time over the total measured time."""
         return float(self.simulated_s.sum() / self.measured_s.sum())
 
     @property
     def correlation(self) -> float:
-        """Pearson's correlation over steps."""
+        """Return Pearson's correlation of measured and simulated step times."""
         return float(np.corrcoef(self.measured_s, self.simulated_s)[0, 1])
 
 
 def simulate_recorded(
     folder: Path, *, profile: str = "", skip: int | None = None, console: Console | None = None
 ) -> RecordedRun:
-    """Simulate the run in `folder` (run.output_dir/run.name), on the kind of device that it had, so
-    that runs of a GPU are simulated on any machine.
+    """Simulate a recorded run on the kind of device that it had.
 
-    profile: name or path of a kernel profile; "" = the run's own. skip: first steps that are left
-    out; None = telemetry.warmup_steps.
+    This machine needs no such device, so a run on GPUs can be simulated anywhere.
+
+    Args:
+        folder: The run's folder, run.output_dir/run.name.
+        profile: Name or path of a kernel profile; "" means the run's.
+        skip: Number of first steps to leave out; None means telemetry.warmup_steps.
+        console: Where progress is printed; None means nowhere.
     """
     records = read_run(folder)
     spec, written = records.spec, str(folder / "metrics.jsonl")
@@ -101,7 +107,7 @@ def simulate_recorded(
     spec = ready(spec, stores, spec.parallel.world_size)
     device = records.starts[-1].get("device") if records.starts else None
     if device is None:
-        # Written by a version that did not say it.
+        # The run is from a version that did not record its device.
         device = choose_device(spec.run.device, local_ranks=spec.parallel.world_size).kind
     if spec.kernels.attention == AttentionBackend.AUTO:
         spec = with_backend(spec, device)

@@ -1,10 +1,12 @@
 """Replay a simulated step with real pipeline schedules and messages; passes are timed waits.
 
-One process per rank runs the pipeline of training (`wlb.parallel.pipeline`) over Gloo: order,
-messages and delayed weight gradients are real, pass times are given and messages are small. So a
-replay verifies the order and the waits of the simulator, not its latencies. README.md describes the
-passes. Cost: a step takes longer than its waits by 1 ms per pass on the critical path, 2 ms with CP
-(8 to 32 processes on two cores), so waits should be scaled up until that is negligible.
+One process per rank runs the pipeline of training (`wlb.parallel.pipeline`) over Gloo. Order,
+messages and delayed weight gradients are real. Pass times are given, and messages are small. So a
+replay verifies the order of the simulator's passes and who waits for whom, but not its latencies.
+README.md describes the passes.
+
+A step takes longer than its waits: by 1 ms per pass on the critical path, or 2 ms with CP (8 to 32
+processes on two cores). Scale the waits up until that is negligible.
 """
 
 import gc
@@ -29,32 +31,36 @@ from wlb.simulate import PassKind, pipeline_order
 from wlb.spec import ParallelSpec, PipelineSection, RunSpec, Schedule
 
 MIN_WAIT_S = 0.005
-"""Shorter waits would be dominated by the replay's overhead (messages, collectives, waking up)."""
+"""Shortest wait allowed.
+
+The replay's overhead (messages, collectives, waking up) would dominate shorter ones."""
 
 TOO_SHORT = (
     f"a wait below {MIN_WAIT_S} s is dominated by overhead; multiply all waits by the same factor "
     f"(20 ms and more are good)"
 )
 _START_S = 0.02
+"""Time between agreeing on a common start and the start, plus `_START_PER_RANK_S` per rank."""
 _START_PER_RANK_S = 0.001
 _LAUNCH_S = 60.0
+"""Part of the time limit for starting the processes."""
 _WIDTH = 16
-"""Width of the messages' rows (float32)."""
+"""Width of a message's rows (float32)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepWaits:
-    """Seconds that each CP rank computes in one step; 0 = no wait.
+    """Seconds that each CP rank computes in the passes of one step.
 
-    forward, backward, weight: [dp, n, num_stages, cp]; n micro-batches per pipeline. weight: weight
-    gradients, a separate pass in zero-bubble schedules; other schedules add it to backward. rows:
-    [dp, n] rows in messages between stages, scaled down.
+    The arrays of seconds have shape [dp, n, num_stages, cp], with n micro-batches per pipeline. 0
+    means no wait.
     """
 
-    forward: FloatArray
-    backward: FloatArray
+    forward: FloatArray  # forward passes
+    backward: FloatArray  # backward passes without weight gradients
+    # Weight gradients: passes of their own in zero-bubble schedules, part of backward in others.
     weight: FloatArray
-    rows: IntArray
+    rows: IntArray  # rows of a message between stages, scaled down, shape [dp, n]
 
     def __post_init__(self) -> None:
         shape = self.forward.shape
@@ -74,12 +80,12 @@ class StepWaits:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """dp, n, num_stages, cp."""
+        """Return dp, n, num_stages and cp."""
         return self.forward.shape  # pyright: ignore[reportReturnType]
 
     @property
     def by_kind(self) -> dict[PassKind, FloatArray]:
-        """Waits of each kind of pass."""
+        """Return the waits of each kind of pass, shape [dp, n, num_stages, cp]."""
         return {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.backward + self.weight,
@@ -89,12 +95,13 @@ class StepWaits:
 
     @property
     def bound_s(self) -> float:
-        """Upper bound of the step time: all passes of the slowest pipeline in sequence."""
+        """Return an upper bound of the step time: the passes of the slowest pipeline in a row."""
         total = (self.forward + self.backward + self.weight).max(axis=3)
         return float(total.sum(axis=(1, 2)).max())
 
 
 def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> None:
+    """Raise ValueError for waits of a wrong shape, negative waits and waits that are too short."""
     if waits.shape != shape:
         raise ValueError(f"{name} has shape {waits.shape}, forward has {shape}; they must be equal")
     for wrong, remedy in (
@@ -107,7 +114,7 @@ def _check_waits(name: str, waits: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 class TimedWait(NamedTuple):
-    """One pass of a rank, in seconds since the step began, including its collectives."""
+    """One pass of a rank, including its collectives, in seconds since the step began."""
 
     stage: int
     kind: PassKind
@@ -118,23 +125,28 @@ class TimedWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One run of a step.
+    """One run of a step."""
 
-    step_s: from the common start to the end of the last all-reduce of the slowest rank. spans: the
-    passes of each (dp, pp, cp) rank, in order.
-    """
-
-    step_s: float
-    spans: dict[tuple[int, int, int], list[TimedWait]]
+    step_s: float  # from the common start to the end of the slowest rank's last all-reduce
+    spans: dict[tuple[int, int, int], list[TimedWait]]  # passes of each (dp, pp, cp) rank, in order
 
 
 def replay(
     steps: Sequence[StepWaits], pipeline: PipelineSection, *, pp: int, repeats: int = 3
 ) -> list[list[Replayed]]:
-    """Run every step `repeats` times, on dp * pp * cp processes; TP is 1.
+    """Run every step several times, on dp * pp * cp processes; TP is 1.
 
-    Each step first runs once without waits, which opens its connections. pp = 1 runs F and B of
-    each micro-batch in turn.
+    Each step first runs once without waits, which opens its connections. With pp = 1, a rank runs
+    forward and backward of one micro-batch after the other.
+
+    Args:
+        steps: The waits of each step. All steps have the same dp and cp.
+        pipeline: Schedule and virtual stages.
+        pp: Pipeline ranks.
+        repeats: Runs of each step.
+
+    Returns:
+        The runs of each step.
     """
     check_at_least("repeats", repeats, 1)
     if not steps:
@@ -170,6 +182,7 @@ def replay(
 
 
 def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, pp: int) -> None:
+    """Raise ValueError for waits that do not fit the pipeline or the other steps."""
     schedule, virtual_stages = pipeline.schedule, pipeline.virtual_stages
     if pp < 1 or virtual_stages < 1:
         raise ValueError(f"pp = {pp} and virtual_stages = {virtual_stages} must be at least 1")
@@ -192,43 +205,46 @@ def _check_layout(step: StepWaits, first: StepWaits, pipeline: PipelineSection, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplaySettings:
-    """Settings that all ranks share. spec: has the layout and the pipeline, all else is unused."""
+    """Settings that all ranks share."""
 
-    spec: RunSpec
-    repeats: int
+    spec: RunSpec  # only its layout and pipeline are used
+    repeats: int  # runs of each step
 
 
 class _RankTimes(NamedTuple):
-    """One run of a step on one rank. at: (dp, pp, cp)."""
+    """One run of a step on one rank."""
 
-    at: tuple[int, int, int]
-    stop_s: float
+    at: tuple[int, int, int]  # (dp, pp, cp)
+    stop_s: float  # end of the last all-reduce, since the common start
     spans: list[TimedWait]
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingMicroBatch:
-    """Replaces a `Rows` record. seconds: [num_stages] of each kind of pass."""
+    """A micro-batch of waits, where training has a `Rows` record."""
 
     index: int
-    seconds: dict[PassKind, FloatArray]
+    seconds: dict[PassKind, FloatArray]  # wait in each stage, shape [num_stages], by kind of pass
 
 
 @dataclass(slots=True)
 class _Timer:
     """Lets each pass of a rank wait for its time, and records when it ran."""
 
-    group: dist.ProcessGroup | None
-    origin_s: float = 0.0
+    group: dist.ProcessGroup | None  # the CP group; None for cp = 1
+    origin_s: float = 0.0  # common start of the step
     spans: list[TimedWait] = field(default_factory=list)
 
     def restart(self, origin_s: float) -> None:
+        """Begin a new run of the step."""
         self.origin_s, self.spans = origin_s, []
 
     def compute(self, kind: PassKind, stage: int, micro_batch: _WaitingMicroBatch) -> None:
+        """Wait for the time of a pass; on CP ranks, until all of them have finished it."""
         start_s = time.perf_counter()
         group = None if kind == PassKind.BACKWARD_WEIGHT else self.group
-        # Predicted latencies include the collective, so the wait includes it too.
+        # Count the wait from the start of the last CP rank. The collective's time is then part of
+        # the wait, as it is part of predicted latencies.
         ready_s = start_s if group is None else _latest(start_s, group)
         _sleep_until(ready_s + float(micro_batch.seconds[kind][stage]))
         if group is not None:
@@ -238,7 +254,10 @@ class _Timer:
 
 
 def _latest(instant_s: float, group: dist.ProcessGroup | None = None) -> float:
-    """The latest instant of the group (all ranks); processes of a machine share perf_counter."""
+    """Return the latest of all ranks' instants, by an all-reduce over the group.
+
+    Processes of one machine share the clock of perf_counter.
+    """
     latest = torch.tensor([instant_s], dtype=torch.float64)
     dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
     return latest.item()
@@ -250,7 +269,7 @@ def _sleep_until(instant_s: float) -> None:
 
 
 class _WaitingStage(nn.Module):
-    """A stage whose passes only wait (`_WaitingPass`), instead of computing layers."""
+    """A stage whose passes wait (`_WaitingPass`) where a real stage computes layers."""
 
     def __init__(
         self, index: int, job: _ReplaySettings, *, timer: _Timer, queue: WeightQueue | None = None
@@ -266,8 +285,10 @@ class _WaitingStage(nn.Module):
 
 
 class _WaitingPass(torch.autograd.Function):
-    """The waits of a stage as an autograd function. The output is its input times a weight, so that
-    autograd runs every stage's backward; the last stage's sum is the loss.
+    """The waits of a stage as an autograd function.
+
+    The output is the input times a weight, so that autograd runs backward of every stage. The last
+    stage returns a sum as the loss.
     """
 
     @staticmethod
@@ -303,21 +324,26 @@ class _WaitingPass(torch.autograd.Function):
 
 @dataclass(slots=True, kw_only=True)
 class _Rank:
-    """Stages of a rank. pipeline: None for pp = 1, which has one stage."""
+    """The stages of a rank."""
 
     job: _ReplaySettings
     mesh: Mesh
     timer: _Timer
     stages: list[_WaitingStage]
-    pipeline: Pipeline | None
+    pipeline: Pipeline | None  # None for pp = 1, where the rank has one stage
 
     def run(self, step: StepWaits, *, factor: float) -> _RankTimes:
-        """Run `step` once, with its waits multiplied by `factor`."""
+        """Run a step once.
+
+        Args:
+            step: The waits of all ranks.
+            factor: Multiplies the waits; 0 runs the step without waits.
+        """
         mesh = self.mesh
         num_rows = [int(r) for r in step.rows[mesh.at.dp]]
         tokens = [torch.ones(r, dtype=torch.long) for r in num_rows] if mesh.at.pp == 0 else None
         micro_batches = self._micro_batches(step, factor)
-        # A common instant, because ranks would leave a barrier at different times.
+        # Agree on a start in the near future, because ranks leave a barrier at different times.
         ahead_s = _START_S + _START_PER_RANK_S * mesh.world_size
         start_s = _latest(time.perf_counter()) + ahead_s
         _sleep_until(start_s)
@@ -334,6 +360,7 @@ class _Rank:
         return _RankTimes(at, stop_s, self.timer.spans)
 
     def _micro_batches(self, step: StepWaits, factor: float) -> list[_WaitingMicroBatch]:
+        """Return this rank's waits of each micro-batch."""
         dp, cp = self.mesh.at.dp, self.mesh.at.cp
         kinds = step.by_kind.items()
         return [
@@ -343,11 +370,12 @@ class _Rank:
 
 
 def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> list[list[_RankTimes]]:
-    """Return this rank's times of each step's repeats."""
+    """Return this rank's times, for each step and repeat."""
     # build_mesh reads the world from the process group.
     del world
     rank = _build_rank(job)
-    # A full garbage collection takes 140 ms per rank, because torch loads many objects.
+    # torch loads so many objects that a full garbage collection takes 140 ms, so collect only
+    # between steps.
     gc.freeze()
     gc.disable()
     seen: list[list[_RankTimes]] = []
@@ -359,6 +387,7 @@ def _run_rank(world: World, job: _ReplaySettings, steps: list[StepWaits]) -> lis
 
 
 def _build_rank(job: _ReplaySettings) -> _Rank:
+    """Build this rank's mesh, stages and pipeline."""
     device = torch.device("cpu")
     mesh = build_mesh(job.spec.parallel, device)
     timer = _Timer(mesh.group("cp") if mesh.parallel.cp > 1 else None)

@@ -1,7 +1,8 @@
 """Compare simulated steps with their replay on real processes.
 
-Passes become waits of each CP rank, scaled so that the shortest can be measured. The simulator uses
-the same waits with free messages and collectives, so that order and dependencies are compared.
+The passes of a simulated step become waits of each CP rank, scaled so that the shortest can be
+measured. The simulator is run on the same waits with messages and collectives that take no time. So
+the comparison is of order and dependencies.
 """
 
 from collections.abc import Sequence
@@ -16,28 +17,38 @@ from wlb.spec import PipelineSection
 from wlb.validation.replay import StepWaits, replay
 
 ROWS_PER_TOKEN = 1 / 2048
+"""Rows of a replay's message per token of the micro-batch."""
 MOST_SPREAD = 20
-"""A wait is at least the mean wait over this; waits scaled up to an empty micro-batch's would take
+"""A wait is at least the mean wait divided by this.
+
+Otherwise an almost empty micro-batch would decide the scale, and the other waits would take
 minutes."""
 MOST_PROCESSES = 32
+"""Most processes of a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Times of one step. replayed_s: of every repeat."""
+    """Simulated and replayed time of one step."""
 
     label: str
     simulated_s: float
-    replayed_s: tuple[float, ...]
+    replayed_s: tuple[float, ...]  # of every repeat
 
     @property
     def difference(self) -> float:
-        """Median replayed / simulated - 1."""
+        """Return the median replayed time over the simulated time, minus 1."""
         return median(self.replayed_s) / self.simulated_s - 1
 
 
 def waits_of(simulation: Simulation, *, step: int, shortest_s: float) -> StepWaits:
-    """Return the passes of a simulated step as waits, the shortest of `shortest_s`."""
+    """Return the passes of a simulated step as waits.
+
+    Args:
+        simulation: The simulation.
+        step: Index of the step in it.
+        shortest_s: The shortest wait, to which all waits are scaled.
+    """
     spec, prices = simulation.simulator.spec, simulation.prices
     _, dp, n, cp = prices.shape
     kinds = list(prices.linear[0])
@@ -71,6 +82,7 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
     for i in graph.indices(NodeKind.PASS):
         action = graph.nodes[i].action
         assert action is not None
+        # A pass ends on all CP ranks of a stage at once, so the slowest one decides.
         slowest = of_kind[action.kind][:, action.micro_batch, action.stage].max(axis=-1)
         durations[i, 0] = np.rint(slowest * 1e9)
     return float(graph.ends(durations).max()) * 1e-9
@@ -79,7 +91,17 @@ def simulated_s(waits: StepWaits, pipeline: PipelineSection, *, pp: int) -> floa
 def compare(
     waits: Sequence[StepWaits], labels: Sequence[str], pipeline: PipelineSection, *, pp: int
 ) -> list[Agreement]:
-    """Simulate and replay each step; UserError if that takes too many processes."""
+    """Simulate and replay each step.
+
+    Args:
+        waits: The waits of each step.
+        labels: A label for each step.
+        pipeline: Schedule and virtual stages.
+        pp: Pipeline ranks.
+
+    Raises:
+        UserError: The replay needs more than `MOST_PROCESSES` processes.
+    """
     dp, _, _, cp = waits[0].shape
     if dp * pp * cp > MOST_PROCESSES:
         raise UserError(

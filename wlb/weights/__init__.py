@@ -1,4 +1,4 @@
-"""Import and export weights as Hugging Face folders, for any layout; look at trained models."""
+"""Import and export weights as Hugging Face folders, and look at trained models."""
 
 from wlb.weights.hub_export import export as export
 from wlb.weights.hub_import import MODEL_FILE as MODEL_FILE

@@ -1,7 +1,8 @@
-"""Convert between Hugging Face's config.json and ModelSpec.
+"""Convert between Hugging Face's config.json and `ModelSpec`.
 
-Reads the keys of transformers 4 and 5 with transformers' defaults for missing keys, and writes both
-forms. Models that `wlb.model` would compute differently are refused with key, value and remedy.
+It reads the keys of transformers 4 and 5, with transformers' defaults for missing keys, and writes
+both forms. A model that `wlb.model` would compute differently is refused with key, value and
+remedy.
 """
 
 import math
@@ -27,7 +28,7 @@ ARCHITECTURES = {
     **expert_weights.ARCHITECTURES,
     **hybrids.ARCHITECTURES,
 }
-"""Architectures by model_type."""
+"""Supported architectures by model_type."""
 
 _READ = """
     architectures attention_bias bos_token_id eos_token_id head_dim hidden_act hidden_size
@@ -36,9 +37,9 @@ _READ = """
     quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta sliding_window
     tie_word_embeddings vocab_size use_sliding_window max_window_layers
 """
-# Names, versions, code and settings of other libraries, how transformers runs the model; other
-# tokens; dropout, which is off where logits are computed, and noise of training; settings of
-# generation, which older versions wrote here too.
+# Keys that change no logit, in this order: names, versions, code and settings of other libraries,
+# and how transformers runs the model; special tokens; dropout, which is off in evaluation; settings
+# of generation, which older versions of transformers wrote here.
 _HARMLESS = """
     _name_or_path name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16
     torchscript return_dict output_hidden_states output_attentions attn_implementation
@@ -61,17 +62,21 @@ _ROPE = """
     original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim
     truncate
 """
+"""Known keys of `rope_parameters` and `rope_scaling`."""
 _KNOWN = frozenset(f"{_READ} {_HARMLESS} {expert_weights.READ} {expert_weights.HARMLESS}".split())
-"""Keys of config.json that are read here, or by which no logit changes whatever their value."""
+"""Keys of config.json that are read here, or that change no logit whatever their value."""
 _MODEL = "AutoModelForCausalLM"
+"""Entry of `auto_map` that names the class of the model."""
 _MORE = {
     "qwen3_moe": "use_qk_norm",
     **dict.fromkeys(GEMMA, KEYS),
     "gemma2": f"{KEYS} sliding_window_size",
     **dict.fromkeys(hybrids.ARCHITECTURES, f"{hybrids.READ} {hybrids.HARMLESS}"),
 }
-"""Further keys by model_type; some of them transformers does not read, because they say what such a
-model has anyway (use_qk_norm, sliding_window_size)."""
+"""Further known keys by model_type.
+
+transformers does not read some of them, because such a model always has what they say
+(use_qk_norm, sliding_window_size)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +85,19 @@ class HubModel:
 
     spec: ModelSpec
     model_type: str
-    max_positions: int  # tokens of the longest text in training
+    max_positions: int  # longest text in training, in tokens
     bos_id: int | None = None  # None if unknown
     eos_ids: tuple[int, ...] = ()  # empty if unknown
-    # Of an absent key, which a generation_config.json may replace.
+    # Transformers' default for an absent key; a generation_config.json may replace it.
     default_eos_ids: tuple[int, ...] = ()
 
 
 def read_config(path: Path) -> HubModel:
-    """Read the model of a config.json; UserError for a model that `wlb.model` cannot compute."""
+    """Return the model of a config.json.
+
+    Raises:
+        UserError: `wlb.model` cannot compute the model.
+    """
     values = read_object(path, wide=True)
     keys = Fields(values, str(path))
     text = hybrids.text_model(keys)
@@ -105,9 +114,10 @@ def read_config(path: Path) -> HubModel:
         family |= {"sliding_rope_theta": base} if windows else {}
     theta, share, scaling = _rope(rope_keys, max_positions, usual.rope_theta, model_type)
     experts = _experts(keys, model_type)
-    # A Qwen3.5 with experts has no MLP, and no key for its size.
+    # A Qwen3.5 with experts has no dense MLP, and no key for its size.
     width = experts.hidden_size if model_type == hybrids.MIXTURE else None
-    # Other defaults than Llama's do not depend on num_attention_heads, so the key is required.
+    # Llama's default is num_attention_heads. Other families default to a fixed number, which rarely
+    # fits another model, so there the key is required.
     needs_kv = model_type != "llama" and "num_key_value_heads" not in values
     tied = {"tie_word_embeddings": usual.is_tied, **values}
     spec = ModelSpec(
@@ -137,6 +147,7 @@ def read_config(path: Path) -> HubModel:
 
 
 def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
+    """Return the model with its BOS and EOS tokens."""
     size = model.spec.vocab_size
     bos = _token_ids(keys, "bos_token_id", size)
     bos = bos or default_ids(keys, "bos_token_id", usual.bos_id, size)
@@ -149,7 +160,7 @@ def _with_tokens(model: HubModel, keys: Fields, usual: Defaults) -> HubModel:
 
 
 def _family(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` that a family has besides sizes and windows."""
+    """Return the fields of `ModelSpec` that a family decides, besides sizes and windows."""
     if model_type in GEMMA:
         return read_gemma(keys, model_type)
     if model_type in hybrids.ARCHITECTURES:
@@ -162,7 +173,7 @@ def _family(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """The experts; `ExpertsSpec()` of a model without."""
+    """Return the experts of a model; `ExpertsSpec()` for a model without experts."""
     if model_type not in hybrids.ARCHITECTURES:
         return expert_weights.read_experts(keys, model_type)
     experts = hybrids.read_experts(keys, model_type)
@@ -170,22 +181,20 @@ def _experts(keys: Fields, model_type: str) -> ExpertsSpec:
     if experts.num and model_type == hybrids.NEXT:
         return replace(experts, **where)
     if where != {"every": 1, "dense_layers": ()}:
-        raise keys.error("mlp_only_layers", f"or decoder_sparse_step is not of a {model_type}")
+        raise keys.error("mlp_only_layers", f"or decoder_sparse_step does not fit a {model_type}")
     return experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubGeneration:
-    """Contents of a generation_config.json. settings: all but what names the library's version and
-    the ids of BOS and EOS. eos_ids: the tokens that end generation.
-    """
+    """Contents of a generation_config.json."""
 
-    settings: dict[str, Any]
-    eos_ids: tuple[int, ...]
+    settings: dict[str, Any]  # all keys but the library's version and the ids of BOS and EOS
+    eos_ids: tuple[int, ...]  # tokens that end generation
 
 
 def read_generation(path: Path) -> HubGeneration:
-    """Read a generation_config.json; empty where there is none."""
+    """Read a generation_config.json; the result is empty if the file does not exist."""
     if not path.is_file():
         return HubGeneration(settings={}, eos_ids=())
     values = read_object(path, wide=True)
@@ -209,14 +218,15 @@ def config_json(
 
     Args:
         spec: The model.
-        max_positions: Tokens of the longest text in training.
-        bos_id: None if unknown.
-        eos_ids: Empty if unknown.
-        dtype: Of the weights, such as "bfloat16".
-        model_type: What it was imported as, which decides between families that compute the same.
+        max_positions: Longest text in training, in tokens.
+        bos_id: Token that begins a text; None if unknown.
+        eos_ids: Tokens that end generation; empty if unknown.
+        dtype: Type of the weights, such as "bfloat16".
+        model_type: What the model was imported as. It decides between families that compute the
+            same.
 
     Raises:
-        UserError: If no family of transformers has the model's parts.
+        UserError: No family of transformers has the model's parts.
     """
     model_type = _type_of(spec, model_type)
     rope = _rope_json(spec.rope_scaling)
@@ -245,7 +255,7 @@ def config_json(
         **_FIXED.get(model_type, {}),
         **of_family,
         "tie_word_embeddings": spec.tied_embeddings,
-        # Written even if unknown, because LlamaConfig defaults to 1 and 2.
+        # Write null for unknown tokens, because LlamaConfig defaults to 1 and 2.
         "bos_token_id": bos_id,
         "eos_token_id": one_or_many(eos_ids),
         "torch_dtype": dtype,
@@ -254,7 +264,7 @@ def config_json(
 
 
 def _rope_json(scaling: RopeScaling) -> dict[str, Any] | None:
-    """RoPE's scaling as in config.json; None without one."""
+    """Return RoPE's scaling as in config.json; None without scaling."""
     if not scaling.is_on:
         return None
     said: dict[str, Any] = {"rope_type": str(scaling.kind), "factor": scaling.factor}
@@ -277,19 +287,23 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"attention_bias": False},
 }
-"""Keys of a config.json by model_type whose values wlb's parts decide."""
+"""Keys of config.json that are the same for every model of a model_type."""
 
 
 def _type_of(spec: ModelSpec, preferred: str = "") -> str:
-    """The model_type whose parts are a model's; UserError if transformers has none."""
+    """Return the model_type to export a model as.
+
+    Raises:
+        UserError: transformers has no family with these parts.
+    """
     if hybrids.is_hybrid(spec):
         return hybrids.hybrid_type(spec, preferred)
     if spec.experts.num:
         return expert_weights.type_of(spec)
     if spec.qk_norm_rows:
         raise UserError(
-            "model.qk_norm_rows = true without experts: transformers has it in OLMoE alone, here; "
-            "export a model without"
+            "model.qk_norm_rows = true without experts: of the supported families only OLMoE has "
+            "it, and an OLMoE has experts; this model cannot be exported"
         )
     if is_gemma(spec):
         return gemma_type(spec)
@@ -311,13 +325,20 @@ def _type_of(spec: ModelSpec, preferred: str = "") -> str:
 
 
 def one_or_many(ids: tuple[int, ...]) -> int | list[int] | None:
-    """Return token ids as in config.json: null, one id, or a list."""
+    """Return token ids as config.json has them: null, one id, or a list."""
     return list(ids) if len(ids) > 1 else next(iter(ids), None)
 
 
 def _architecture(keys: Fields, *, is_part: bool) -> str:
-    """Return model_type; UserError if it or `architectures` is not supported. is_part: the keys are
-    of a part of a larger model, whose `architectures` is the larger one's.
+    """Return model_type, which must be supported.
+
+    Args:
+        keys: Keys of the text model.
+        is_part: The text model is part of a larger model. `architectures` then names the larger
+            one.
+
+    Raises:
+        UserError: model_type or `architectures` is not supported.
     """
     why = f"is not known here; wlb reads {', '.join(ARCHITECTURES.values())}"
     model_type = keys.values.get("model_type")
@@ -330,16 +351,18 @@ def _architecture(keys: Fields, *, is_part: bool) -> str:
 
 
 def _refuse_other_maths(keys: Fields, model_type: str) -> None:
+    """Raise UserError for a key that makes the model compute something else than wlb.model."""
     values = keys.values
     if values.get("quantization_config"):
         raise keys.error("quantization_config", "means quantised weights; import the original ones")
     is_silu = values.get("hidden_act", "silu") in ("silu", "swish")
-    # Gemma's key has another name; what older files have under this one does not count.
+    # Gemma's activation has another key. What older files have under this one is not read.
     if not is_silu and model_type not in GEMMA:
         raise keys.error("hidden_act", "is not silu, which wlb computes in all models but Gemma's")
     code: Any = values.get("auto_map") or {}
     named = cast("dict[str, Any]", code).get(_MODEL) if isinstance(code, dict) else code
-    # Code beside the weights, of which transformers' own class has the name: as a faster attention.
+    # Code beside the weights is accepted if it replaces transformers' class of the same name, for
+    # example with a faster attention.
     if named is not None and str(named).rpartition(".")[2] != ARCHITECTURES[model_type]:
         raise keys.error("auto_map", f"names another model's code than {ARCHITECTURES[model_type]}")
     for name in ("attention_bias", "mlp_bias"):
@@ -361,8 +384,16 @@ def _refuse_other_maths(keys: Fields, model_type: str) -> None:
 def _rope(
     keys: Fields, max_positions: int, default: float, model_type: str
 ) -> tuple[float, float, RopeScaling]:
-    """Read base, rotated share of heads and scaling from `rope_parameters`, or from `rope_theta`,
-    `partial_rotary_factor` and `rope_scaling`. default: the base where no key has one.
+    """Return RoPE's base, the rotated share of each head, and RoPE's scaling.
+
+    transformers 5 writes them as `rope_parameters`; transformers 4 as `rope_theta`,
+    `partial_rotary_factor` and `rope_scaling`. If a file has both forms, they must agree.
+
+    Args:
+        keys: Keys of the model.
+        max_positions: Longest text in training, in tokens.
+        default: The base where no key gives it.
+        model_type: The family.
     """
     values = keys.values
     given = [name for name in ("rope_parameters", "rope_scaling") if values.get(name)]
@@ -388,11 +419,11 @@ def _rope(
 
 
 def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float:
-    """RoPE's base; UserError for keys beside it that are not known."""
+    """Return RoPE's base; raise UserError for unknown keys beside it."""
     known = f"{_ROPE} {hybrids.ROPE if model_type in hybrids.ARCHITECTURES else ''}".split()
     for name, value in rope.values.items():
         if isinstance(value, dict):
-            raise rope.error(name, "differs between layers, which wlb reads of Gemma 3 alone")
+            raise rope.error(name, "differs between layers, which wlb reads only in Gemma 3")
         if name not in known and value not in (None, False):
             raise rope.error(name, "is not known here and may change RoPE; remove it if not")
     theta = rope.real("rope_theta", keys.real("rope_theta", default))
@@ -402,7 +433,7 @@ def _theta(keys: Fields, rope: Fields, default: float, model_type: str) -> float
 
 
 def _share(keys: Fields, rope: Fields, model_type: str) -> float:
-    """The part of each head that RoPE rotates."""
+    """Return the share of each head's channels that RoPE rotates."""
     if model_type in hybrids.ARCHITECTURES:
         return hybrids.read_share(keys, rope)
     for each in (keys, rope):
@@ -414,7 +445,7 @@ def _share(keys: Fields, rope: Fields, model_type: str) -> float:
 
 
 def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
-    """RoPE's scaling, of one of the two keys that say it."""
+    """Return RoPE's scaling from one of the two forms."""
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope.values.get("type") not in (None, kind):
         raise rope.error("type", f"contradicts rope_type = {kind!r}; remove the wrong one")
@@ -429,6 +460,7 @@ def _one_rope(rope: Fields, max_positions: int) -> RopeScaling:
 
 
 def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
+    """Return RoPE's scaling of a kind other than default."""
     factor = rope.real("factor")
     if kind == RopeKind.LINEAR:
         return RopeScaling(kind=kind, factor=factor)
@@ -442,20 +474,22 @@ def _scaling(kind: RopeKind, rope: Fields, max_positions: int) -> RopeScaling:
     if rope.values.get("truncate") is False:
         raise rope.error("truncate", "is not true: wlb's YaRN blends between whole pairs")
     scales = [rope.real(name, 0.0) for name in ("mscale", "mscale_all_dim")]
-    of_attention = rope.real("attention_factor", 0.0)
-    if not of_attention and all(scales) and factor > 1:
-        above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
-        of_attention = above / below
+    # Without attention_factor, transformers derives it from mscale and mscale_all_dim.
+    attention_factor = rope.real("attention_factor", 0.0)
+    if not attention_factor and all(scales) and factor > 1:
+        numerator, denominator = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+        attention_factor = numerator / denominator
     return RopeScaling(
         kind=kind,
         factor=factor,
         turns=(rope.real("beta_slow", 1.0), rope.real("beta_fast", 32.0)),
-        attention_factor=of_attention,
+        attention_factor=attention_factor,
         original_context=original,
     )
 
 
 def _token_ids(keys: Fields, name: str, vocab_size: int = 2**31) -> tuple[int, ...]:
+    """Return the token ids of a key, which may be null, an id or a list."""
     value = keys.values.get(name)
     ids: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
     ids = [i for i in ids if i is not None]

@@ -1,6 +1,6 @@
-"""What transformers takes for keys that a config.json does not have, by model_type.
+"""transformers' defaults for keys that a config.json leaves out, by model_type.
 
-Sizes of the model itself have no defaults here: a config.json must say them.
+The sizes of the model have no defaults here: a config.json must give them.
 """
 
 from dataclasses import dataclass
@@ -11,17 +11,15 @@ from wlb.weights.hybrids import ARCHITECTURES as HYBRIDS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """head_dim: 0 = hidden_size / num_attention_heads. rope_theta: in layers that see all keys.
-    bos_id, eos_id: None where a family has none.
-    """
+    """Defaults of one model_type."""
 
-    positions: int
-    norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
-    head_dim: int = 0
-    is_tied: bool = False
-    bos_id: int | None = None
-    eos_id: int | None = None
+    positions: int  # max_position_embeddings
+    norm_eps: float = 1e-6  # rms_norm_eps
+    rope_theta: float = 10_000.0  # base of RoPE in layers that see all keys
+    head_dim: int = 0  # 0 means hidden_size / num_attention_heads
+    is_tied: bool = False  # tie_word_embeddings
+    bos_id: int | None = None  # None where the family has none
+    eos_id: int | None = None  # None where the family has none
 
 
 DEFAULTS = {
@@ -41,7 +39,10 @@ DEFAULTS = {
 
 
 def default_ids(keys: Fields, name: str, default: int | None, vocab_size: int) -> tuple[int, ...]:
-    """The token of an absent key, unless the vocabulary does not have it; null means none."""
+    """Return the default token of an absent key.
+
+    It is () if the key is present (null means no token) or the vocabulary lacks the token.
+    """
     if name in keys.values or default is None or default >= vocab_size:
         return ()
     return (default,)

@@ -1,7 +1,7 @@
-"""Mixtures of experts in Hugging Face's folders: Qwen3-MoE, Mixtral and OLMoE.
+"""Mixtures of experts in Hugging Face folders: Qwen3-MoE, Mixtral and OLMoE.
 
-Files hold each expert's matrices by themselves; `wlb.model` holds a layer's in one stack. Keys of a
-config.json whose models `wlb.model` would compute differently are refused by name.
+Files have one matrix per expert; `wlb.model` stacks the matrices of a layer. Keys of a config.json
+that `wlb.model` would compute differently are refused by name.
 """
 
 from typing import Any, cast
@@ -15,24 +15,26 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
-"""Architectures with experts by model_type."""
+"""Architectures with experts, by model_type."""
 READ = """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     decoder_sparse_step mlp_only_layers clip_qkv
 """
+"""Keys of config.json that describe experts."""
 HARMLESS = "router_aux_loss_coef router_z_loss_coef output_router_logits router_jitter_noise"
-"""Keys of training alone: of a loss that `model.experts.balance` may add, of its output, noise."""
+"""Keys that matter only in training: losses for balancing experts, their output, and noise."""
 
-_LACKED = (
+_UNSUPPORTED = (
     *("full_every", "full_first", "attention_softcap", "logit_softcap", "query_scale_size"),
     *("branch_norms", "zero_centred_norms", "scaled_embeddings", "sliding_rope_theta"),
 )
-"""Keys of a model that no family with experts has."""
+"""Fields of `ModelSpec` that no family with experts has."""
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Mixtral's names for the matrices of an expert."""
 
 
 def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """The experts of a config.json; none for a model without."""
+    """Return the experts of a config.json; `ExpertsSpec()` for a model without experts."""
     if model_type not in ARCHITECTURES:
         for name in READ.split():
             if keys.values.get(name) is not None:
@@ -70,8 +72,12 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 
 def layers_with_experts(keys: Fields) -> dict[str, Any]:
-    """Which layers of a Qwen3-MoE or Qwen3-Next have experts. Numbers that no layer has say nothing
-    there, and are left out.
+    """Return which layers of a Qwen3-MoE or Qwen3-Next have experts.
+
+    Entries of mlp_only_layers that are no layer of the model mean nothing and are left out.
+
+    Returns:
+        The fields `every` and `dense_layers` of `ExpertsSpec`.
     """
     listed: Any = keys.values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(i) is not int for i in cast("list[Any]", listed)):
@@ -82,7 +88,7 @@ def layers_with_experts(keys: Fields) -> dict[str, Any]:
 
 
 def _number(keys: Fields, default: int) -> int:
-    """Experts of a layer: transformers has two names for it, and takes either."""
+    """Return the experts of a layer. transformers has two keys for it and accepts either."""
     names = [n for n in ("num_experts", "num_local_experts") if n in keys.values]
     numbers = [keys.whole(name) for name in names] or [default]
     if numbers[0] != numbers[-1]:
@@ -91,7 +97,11 @@ def _number(keys: Fields, default: int) -> int:
 
 
 def type_of(spec: ModelSpec) -> str:
-    """The model_type of a model with experts; UserError if transformers has none."""
+    """Return the model_type of a model with experts.
+
+    Raises:
+        UserError: transformers has no such model.
+    """
     experts = spec.experts
     usual = {"shared": 0, "scoring": Scoring.SOFTMAX}
     for name, value in usual.items():
@@ -105,7 +115,7 @@ def type_of(spec: ModelSpec) -> str:
             "model.experts.balance = bias: Qwen3-MoE, Mixtral and OLMoE have no biases of experts, "
             "by which this model chooses them; train with aux_loss or none for an export"
         )
-    for name in _LACKED:
+    for name in _UNSUPPORTED:
         if value := getattr(spec, name):
             raise UserError(
                 f"model.{name} = {value}: no model of transformers that wlb writes has it beside "
@@ -117,7 +127,7 @@ def type_of(spec: ModelSpec) -> str:
 
 
 def _type_without_head_norms(spec: ModelSpec) -> str:
-    """OLMoE's or Mixtral's model_type."""
+    """Return OLMoE's or Mixtral's model_type for a model without qk_norm."""
     experts = spec.experts
     if spec.sliding_window:
         raise UserError(
@@ -142,7 +152,7 @@ def _type_without_head_norms(spec: ModelSpec) -> str:
 
 
 def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    """What a config.json says of experts; nothing of a model without."""
+    """Return the keys of a config.json for experts; {} for a model without experts."""
     experts = spec.experts
     if not experts.num:
         return {}
@@ -153,27 +163,27 @@ def experts_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
             "num_experts_per_tok": experts.per_token,
             "sliding_window": None,
         }
-    said: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "num_experts": experts.num,
         "num_experts_per_tok": experts.per_token,
         "norm_topk_prob": experts.normalised,
         "attention_bias": False,
     }
     if model_type == "olmoe":
-        return said | {"intermediate_size": experts.hidden_size, "clip_qkv": None}
-    return said | {
+        return keys | {"intermediate_size": experts.hidden_size, "clip_qkv": None}
+    return keys | {
         "moe_intermediate_size": experts.hidden_size,
         "decoder_sparse_step": experts.every,
         "mlp_only_layers": list(experts.dense_layers),
         "use_sliding_window": spec.sliding_window > 0,
         "sliding_window": spec.sliding_window or None,
-        # Some versions of transformers slide the layers from this one on, others all.
+        # With 0, all versions of transformers let all layers slide.
         "max_window_layers": 0,
     }
 
 
 def names_in_files(name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """The tensors of a folder that make the parameter `name`: itself, or one an expert."""
+    """Return the tensors of a folder that make up a parameter: one, or one per expert."""
     is_mixtral = not spec.norms_keys
     if not spec.experts.num or ".mlp." not in name:
         return (name,)

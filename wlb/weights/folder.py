@@ -1,4 +1,4 @@
-"""Create folders that are either complete or absent."""
+"""Create output folders that are either complete or absent."""
 
 import os
 import shutil
@@ -12,8 +12,8 @@ from wlb.plan import UserError
 
 
 def refuse_existing(out: Path) -> None:
-    """UserError if `out` exists, or cannot be made."""
-    # A link that leads nowhere is in the way as well.
+    """Raise UserError if `out` exists or cannot be created."""
+    # A broken link counts as existing, too.
     if os.path.lexists(out):
         raise UserError(f"--out {out} exists already; remove it or give another folder")
     refuse_nowhere(out.parent)
@@ -21,8 +21,9 @@ def refuse_existing(out: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Generator[Path]:
-    """Give a temporary folder beside `out`, renamed to `out` at the end of the block; an exception
-    removes it.
+    """Yield a temporary folder beside `out`, which becomes `out` at the end of the block.
+
+    An exception removes it, so that no half-written folder remains.
     """
     refuse_existing(out)
     make_folder(out.parent)

@@ -1,7 +1,7 @@
-"""Gemma 2 and the text models of Gemma 3 in config.json: what differs from LLaMA's keys.
+"""Keys of config.json that Gemma 2 and the text models of Gemma 3 have beyond LLaMA's.
 
-Both have norms around zero and behind their branches, scaled embeddings and GeGLU. Gemma 2 caps
-scores and logits; Gemma 3 has norms of heads and another base of RoPE in sliding layers.
+Both have norms centred at zero, norms after each branch, scaled embeddings and GeGLU. Gemma 2 also
+caps scores and logits. Gemma 3 also has norms of heads, and another RoPE base in sliding layers.
 """
 
 from typing import Any, cast
@@ -11,6 +11,7 @@ from wlb.plan.read_file import Fields
 from wlb.spec import Activation, ModelSpec
 
 GEMMA = ("gemma2", "gemma3_text")
+"""The supported values of model_type."""
 KEYS = """
     attn_logit_softcapping final_logit_softcapping hidden_activation query_pre_attn_scalar
     rope_local_base_freq sliding_window_pattern _sliding_window_pattern use_bidirectional_attention
@@ -18,13 +19,19 @@ KEYS = """
 """
 """Keys of config.json that only these families have."""
 _GELU = ("gelu_pytorch_tanh",)
+"""Supported values of `hidden_activation`."""
 _SIZE = 256
-"""Default of transformers for `query_pre_attn_scalar`."""
+"""transformers' default for `query_pre_attn_scalar`."""
 _LOCAL_BASE = 10_000.0
+"""transformers' default for the base of RoPE in sliding layers."""
 
 
 def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` besides windows and sizes; UserError for what wlb does not compute."""
+    """Return a Gemma's fields of `ModelSpec` besides windows and sizes.
+
+    Raises:
+        UserError: The model has something that wlb does not compute.
+    """
     values = keys.values
     if values.get("use_bidirectional_attention"):
         raise keys.error("use_bidirectional_attention", "is true: wlb's attention is causal")
@@ -46,13 +53,15 @@ def read_gemma(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _cap(keys: Fields, name: str, default: float) -> float:
-    """A cap; null is none, an absent key transformers' default."""
+    """Return a soft cap. null means none, and an absent key means transformers' default."""
     return keys.real(name, 0.0) if name in keys.values else default
 
 
 def full_rope(keys: Fields) -> tuple[Fields, float]:
-    """A Gemma 3's keys as if all its layers had the RoPE of those that see all keys, and the base
-    of those that slide.
+    """Split the two RoPEs of a Gemma 3.
+
+    Returns:
+        The model's keys with the RoPE of full-attention layers, and the base of sliding layers.
     """
     values: dict[str, Any] = dict(keys.values)
     both: Any = values.get("rope_parameters") or {}
@@ -74,7 +83,7 @@ def full_rope(keys: Fields) -> tuple[Fields, float]:
 
 
 def is_gemma(spec: ModelSpec) -> bool:
-    """Whether a model has parts that, of the families of config.json, only Gemma has."""
+    """Return whether a model has parts that, among the supported families, only Gemma has."""
     return bool(
         spec.zero_centred_norms
         or spec.branch_norms
@@ -88,7 +97,11 @@ def is_gemma(spec: ModelSpec) -> bool:
 
 
 def gemma_type(spec: ModelSpec) -> str:
-    """The Gemma whose parts are a model's; UserError if it lacks some or has others."""
+    """Return the Gemma family that a model can be exported as.
+
+    Raises:
+        UserError: The model lacks parts of that family or has others.
+    """
     has = {
         "zero_centred_norms": spec.zero_centred_norms,
         "branch_norms": spec.branch_norms,
@@ -100,6 +113,7 @@ def gemma_type(spec: ModelSpec) -> str:
     if spec.activation != Activation.GELU_TANH:
         lacking.append("activation = gelu_tanh")
     found = [name for name in ("qkv_bias",) if getattr(spec, name)]
+    # What only the other one of the two families has.
     only = ("attention_softcap",) if spec.qk_norm else ("sliding_rope_theta",)
     found += [name for name in only if getattr(spec, name)]
     if lacking or found:
@@ -107,14 +121,15 @@ def gemma_type(spec: ModelSpec) -> str:
         words += " and " if lacking and found else ""
         words += f"has model.{', model.'.join(found)}" if found else ""
         raise UserError(
-            f"the model has parts of Gemma alone, but for a {model_type} of transformers it {words}"
+            f"the model has parts that only Gemma has, but as a {model_type} of transformers it "
+            f"{words}"
         )
     return model_type
 
 
 def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -> dict[str, Any]:
-    """Keys of config.json besides LLaMA's, some of which they replace."""
-    said: dict[str, Any] = {
+    """Return Gemma's keys of config.json, some of which replace LLaMA's."""
+    config: dict[str, Any] = {
         "hidden_activation": _GELU[0],
         "hidden_act": _GELU[0],
         "query_pre_attn_scalar": spec.query_scale_size or spec.head_size,
@@ -131,6 +146,6 @@ def gemma_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) ->
             )
         full = {"rope_theta": spec.rope_theta, **(rope or {"rope_type": "default"})}
         sliding = {"rope_theta": local, "rope_type": "default"}
-        said["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
-        said["rope_local_base_freq"] = local
-    return said
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": sliding}
+        config["rope_local_base_freq"] = local
+    return config

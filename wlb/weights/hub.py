@@ -1,7 +1,8 @@
 """Read tensors of a Hugging Face folder: `model.safetensors`, or shards with their index.
 
-Only headers are read until a tensor is requested. Pickled weights are never opened. Of a model with
-images, or with a layer that predicts several tokens, the text model's tensors are read.
+Only the files' headers are read until a tensor is requested. Pickled weights are never opened,
+because loading them can run code. In the folder of a model with images or with a layer for
+multi-token prediction, only the tensors of the text model are read.
 """
 
 from collections import defaultdict
@@ -25,33 +26,36 @@ from wlb.weights.names import NOT_WEIGHTS, Parameter
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+_PICKLED = ("*.bin", "*.pt", "*.pth")  # file names of weights that are refused
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Supported dtypes, by their name in safetensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """A tensor, or a part of one, in a file."""
 
-    name: str  # in the file
+    name: str  # of the whole tensor in the file
     file: Path
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part
     dtype: torch.dtype
-    at: tuple[int | slice, ...] = ()  # which part of the file's tensor it is; (): all of it
+    at: tuple[int | slice, ...] = ()  # which part of the file's tensor; () means all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubTensors:
-    """Tensors from the files' headers."""
+    """The tensors of a folder, known from the files' headers."""
 
     tensors: dict[str, StoredTensor] = field(repr=False)  # by name in the model
-    left_out: dict[str, int] = field(default_factory=dict[str, int])  # numbers, by what they are of
+    # What other tensors belong to -> how many there are.
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
 
     def stored(self, name: str) -> StoredTensor:
+        """Return where a tensor is."""
         return self.tensors[name]
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor; UserError naming a file that cannot be read."""
+        """Read one tensor; raise UserError with the file's name if it is corrupt."""
         source = self.stored(name)
         with _opened(source.file) as file:
             if source.at:
@@ -59,7 +63,7 @@ class HubTensors:
             return file.get_tensor(source.name)
 
     def read_parameter(self, parameter: Parameter) -> Tensor:
-        """Read a parameter, of experts all of them."""
+        """Read a parameter: one tensor, a part of one, or a stack of all experts."""
         return parameter.value_of([self.read(name) for name in parameter.in_files])
 
 
@@ -71,11 +75,18 @@ def open_tensors(
     config: Path,
     is_hybrid: bool = False,
 ) -> HubTensors:
-    """Open the tensors of `folder`, which must be exactly those of a model, in the right shapes.
+    """Open the tensors of a folder, which must be exactly those of the model, in the right shapes.
 
-    is_tied: the head is the embedding, which a folder may hold by both names. config: the model's
-    config.json, for messages. is_hybrid: a Qwen3-Next or Qwen3.5, whose folder may hold more than
-    the text model.
+    Args:
+        folder: The folder.
+        parameters: The model's parameters.
+        is_tied: Whether the head is the embedding. The folder may then have it under both names.
+        config: The model's config.json, for error messages.
+        is_hybrid: Whether the model is a Qwen3-Next or Qwen3.5, whose folder may have more than the
+            text model.
+
+    Raises:
+        UserError: A file is missing or corrupt, or its tensors are not those of the model.
     """
     expected = {name: p for p in parameters for name in p.in_files}
     tensors: dict[str, StoredTensor] = {}
@@ -92,7 +103,7 @@ def open_tensors(
     if is_hybrid:
         tensors, left_out = _text_model(tensors)
     if is_tied and HEAD in tensors:
-        _hold_tied(tensors, config)
+        _drop_tied_head(tensors, config)
     if missing := [name for name in expected if name not in tensors]:
         hint = ""
         if missing == [HEAD]:
@@ -113,8 +124,10 @@ def open_tensors(
 
 
 def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, int]]:
-    """The text model's tensors by their names in a folder of text alone, with stacks of experts
-    apart; and how many others there are, by what they are of.
+    """Return the text model's tensors by their names in a folder of text alone.
+
+    Fused stacks of experts are split. The second value counts the other tensors, by what they
+    belong to.
     """
     found: dict[str, StoredTensor] = {}
     left_out: dict[str, int] = {}
@@ -129,14 +142,17 @@ def _text_model(tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTenso
 
 
 def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
-    """A stack of experts [E, out, in] one by one, with the matrices of gate and up apart, which are
-    one in it; another tensor as it is.
+    """Split a stack of experts [E, out, in] into one entry per expert and matrix.
+
+    The matrices of gate and up are fused in the stack and are split, too. Other tensors are
+    returned as they are.
     """
     block, _, last = name.rpartition(".")
     if not block.endswith(".mlp.experts") or len(stored.shape) != 3:
         return {name: stored}
     num, columns, rows = stored.shape
     half = columns // 2
+    # The rows of each matrix within an expert's part of the stack.
     if last == "gate_up_proj":
         ranges = {"gate_proj": slice(0, half), "up_proj": slice(half, columns)}
     else:
@@ -150,8 +166,8 @@ def _experts_apart(name: str, stored: StoredTensor) -> dict[str, StoredTensor]:
     }
 
 
-def _hold_tied(tensors: dict[str, StoredTensor], config: Path) -> None:
-    """Leave out a head that equals the embedding; UserError if it does not."""
+def _drop_tied_head(tensors: dict[str, StoredTensor], config: Path) -> None:
+    """Remove a head that equals the embedding; raise UserError if it does not."""
     found = HubTensors(tensors=tensors)
     if EMBEDDING in tensors and not torch.equal(found.read(HEAD), found.read(EMBEDDING)):
         raise UserError(
@@ -162,7 +178,7 @@ def _hold_tied(tensors: dict[str, StoredTensor], config: Path) -> None:
 
 
 def _files(folder: Path) -> Mapping[Path, set[str] | None]:
-    """Return the files of a folder and the tensors to read from each; None = all."""
+    """Return the files of a folder, and the tensors to read from each; None means all."""
     if (folder / INDEX).is_file():
         return _indexed(folder)
     if (folder / SINGLE).is_file():
@@ -211,7 +227,10 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _opened(path: Path) -> Generator[Any]:
-    """Open a file, untyped as safetensors' stubs are incomplete; UserError if it is corrupt."""
+    """Open a safetensors file; raise UserError if it is corrupt.
+
+    The result is untyped, because the type stubs of safetensors are incomplete.
+    """
     try:
         with cast(Any, safe_open)(path, framework="pt") as file:
             yield file

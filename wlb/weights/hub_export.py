@@ -1,6 +1,6 @@
 """Export a checkpoint of any layout as a folder that transformers, vLLM and others load.
 
-One CPU process holds about one shard in memory.
+It runs in one CPU process, with about one shard in memory at a time.
 """
 
 import json
@@ -28,24 +28,23 @@ from wlb.weights.saved import SavedModel, open_saved
 from wlb.weights.tokenizer import FoundTokenizer, check_tokenizer, tokenizer_of_run, write_tokenizer
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
+"""Default size of a file."""
 
 _save_file = cast(Any, safetensors.torch.save_file)  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported folder. tokenizer: source of its tokenizer, or why it has none. stops: ids of the
-    tokens that end generation. has_chat: whether it has a chat template.
-    """
+    """An exported folder."""
 
     folder: Path
-    checkpoint: Path
+    checkpoint: Path  # the checkpoint that was exported
     num_shards: int
-    num_bytes: int
-    dtype: str
-    tokenizer: str
-    stops: tuple[int, ...]
-    has_chat: bool
+    num_bytes: int  # of all weights
+    dtype: str  # of the weights
+    tokenizer: str  # where its tokenizer is from, or why it has none
+    stops: tuple[int, ...]  # ids of the tokens that end generation
+    has_chat: bool  # whether it has a chat template
 
 
 def export(
@@ -57,11 +56,16 @@ def export(
     tokenizer: Path | None = None,
     chat: str | None = None,
 ) -> Exported:
-    """Export a checkpoint, or the newest one of a run, to the new folder `out`.
+    """Export a checkpoint, or the newest one of a run, to a new folder.
 
-    dtype: None = as saved (float32 if tensors differ). shard_bytes: largest file, unless a single
-    tensor is larger. tokenizer: a tokenizer.json, or its folder, instead of that of the run's token
-    store. chat: a chat template, as `wlb prepare --chat` takes it, instead of the store's.
+    Args:
+        source: The checkpoint or the run's folder.
+        out: The new folder.
+        dtype: Type of the weights. None keeps the saved type (float32 if tensors differ).
+        shard_bytes: Largest file, unless a single tensor is larger.
+        tokenizer: A tokenizer.json or its folder, in place of the tokenizer of the run's token
+            store.
+        chat: A chat template as `wlb prepare --chat` takes it, in place of the store's.
     """
     refuse_existing(out)
     check_at_least("--shard-size", shard_bytes, 1, " byte")
@@ -99,7 +103,7 @@ def export(
 
 
 def tensor_dtype(saved: SavedModel, dtype: Dtype | None) -> torch.dtype:
-    """The dtype to read a model in; None = as saved, float32 if tensors differ."""
+    """Return the dtype to read a model in; None keeps the saved one, or float32 if mixed."""
     if dtype is not None:
         return torch.bfloat16 if dtype == Dtype.BFLOAT16 else torch.float32
     stored = {kind for name, kind in saved.dtypes.items() if not name.endswith(BALANCE)}
@@ -122,11 +126,11 @@ def _write_shards(
             parameter.add_to(values, read.pop(parameter.name))
         # transformers refuses files without this metadata.
         _save_file(values, folder / name, metadata={"format": "pt"})
-        # Newer safetensors make files private to the owner; use the folder's permissions.
+        # Newer versions of safetensors make files private to the user. Use the folder's mode.
         (folder / name).chmod(folder.stat().st_mode & 0o666)
         where |= dict.fromkeys(values, name)
         total += sum(value.nbytes for value in values.values())
-        # This shard is freed before the next one is read.
+        # Free this shard before the next one is read.
         del values
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -134,12 +138,20 @@ def _write_shards(
 
 
 def stops_of(run: dict[str, Any], found: FoundTokenizer) -> tuple[int, ...]:
-    """Ids of the tokens that end generation: those of a turn, if the model chats, and of a text."""
+    """Return the ids of the tokens that end generation.
+
+    A model that chats has those that end a turn, followed by those that end a text.
+
+    Args:
+        run: run.json of the checkpoint.
+        found: The model's tokenizer.
+    """
     imported: dict[str, Any] = run.get("imported", {})
     eos_ids: tuple[int, ...] = tuple(imported.get("eos_token_ids", ()))
     if found.chat is not None:
         return tuple(dict.fromkeys((*found.chat.ends.values(), *eos_ids)))
-    # One of several ids ends a text; the others end a turn.
+    # An imported model may have several: one ends a text, the others end a turn. Keep them all,
+    # unless the store ends its documents with a token that is not among them.
     return (found.eos_id,) if found.eos_id not in (None, *eos_ids) else eos_ids
 
 
@@ -153,7 +165,7 @@ def _write_configs(
     run = saved.run
     imported: dict[str, Any] = run.get("imported", {})
     bos_id = imported.get("bos_token_id")
-    # Training on shorter windows does not shorten the model's context.
+    # Training on shorter windows does not shorten the imported model's context.
     window = 0
     if (data := run["spec"].get("data")) is not None:
         trained = apply(RunSpec(), {"data": data}, source=checkpoint.RUN, is_stored=True)

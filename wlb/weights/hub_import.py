@@ -1,7 +1,7 @@
 """Import a Hugging Face folder as a checkpoint for `checkpoint.init_from`, for any layout.
 
-The checkpoint keeps the files' dtypes; loading converts them. Padding rows of the vocabulary are
-zero; no token uses them and the loss ignores their logits.
+The checkpoint keeps the dtypes of the files; loading converts them. The rows that pad the
+vocabulary are zero: no token uses them, and the loss ignores their logits.
 """
 
 from dataclasses import dataclass, replace
@@ -24,8 +24,9 @@ from wlb.weights.names import Parameter, parameters_of, shards_of
 from wlb.weights.saved import save_tensors
 
 MODEL_FILE = "model.toml"
+"""File of an imported checkpoint with the configuration of a run that starts from it."""
 _FILE_BYTES = 1 << 30
-"""Size of a file of the checkpoint, unless a single tensor is larger."""
+"""Largest file of the checkpoint, unless a single tensor is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +35,22 @@ class Imported:
 
     checkpoint: Path
     model: HubModel
-    toml: str  # its `model.toml`, with the keys of a run that starts from it
+    toml: str  # contents of its `model.toml`
     dtypes: tuple[str, ...]  # of its tensors
-    num_padding_rows: int  # zero rows after the vocabulary
-    not_finite: dict[str, int]  # values that are NaN or infinite, by tensor; only where some are
-    left_out: dict[str, int]  # tensors that are no part of the text model, by what they are of
+    num_padding_rows: int  # zero rows that pad the vocabulary
+    # Tensor -> number of its values that are NaN or infinite, where there are some.
+    not_finite: dict[str, int]
+    # What tensors outside of the text model belong to -> how many there are.
+    left_out: dict[str, int]
 
 
 def import_folder(source: Path, out: Path) -> Imported:
-    """Import the model in `source` as the new checkpoint `out`."""
+    """Import the model of a Hugging Face folder as a new checkpoint.
+
+    Args:
+        source: The folder.
+        out: The new checkpoint.
+    """
     refuse_existing(out)
     config = source / "config.json"
     if not config.is_file():
@@ -99,14 +107,15 @@ def import_folder(source: Path, out: Path) -> Imported:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a name such as "bfloat16"."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 class _FromFiles(DefaultSavePlanner):
-    """Plans with meta tensors, and reads each tensor when it is written.
+    """Save planner that plans with meta tensors and reads each tensor when it is written.
 
-    not_finite: how many values of a parameter are NaN or infinite, of those that have some.
+    So one tensor is in memory at a time. `not_finite` counts the NaN and infinite values of each
+    parameter that has some.
     """
 
     def __init__(self, parameters: dict[str, Parameter], tensors: HubTensors) -> None:
@@ -116,6 +125,7 @@ class _FromFiles(DefaultSavePlanner):
         self.not_finite: dict[str, int] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Read the tensor to write, and append the vocabulary's padding."""
         parameter = self._by_flat_name[write_item.index.fqn]
         value = self._tensors.read_parameter(parameter)
         if num := value.numel() - int(value.isfinite().sum()):
@@ -127,7 +137,7 @@ class _FromFiles(DefaultSavePlanner):
 
 
 def _save(folder: Path, parameters: dict[str, Parameter], tensors: HubTensors) -> dict[str, int]:
-    """Write the checkpoint; return the values that are not finite, by parameter."""
+    """Write the checkpoint; return how many values of each parameter are not finite."""
     planned = {
         name: torch.empty(p.shape, dtype=tensors.stored(p.in_files[0]).dtype, device="meta")
         for name, p in parameters.items()

@@ -1,9 +1,13 @@
-"""Qwen3-Next and the text models of Qwen3.5 in config.json and in files: layers with a gated delta
-net, and attention with an output gate and RoPE of a part of each head.
+"""Qwen3-Next and the text models of Qwen3.5, in config.json and in tensor files.
 
-The two families compute the same. Their files differ: Qwen3-Next's hold queries, keys, values and
-gates of a linear layer in one tensor, ordered by key head; Qwen3.5's hold queries, keys and values
-in one. Released Qwen3.5 folders are of models with images, of which the text model is read.
+These hybrids have linear layers (gated delta nets), and attention layers with an output gate and
+with RoPE on a part of each head. Both families compute the same, but their files fuse the
+projections of a linear layer differently:
+
+    Qwen3-Next   in_proj_qkvz = queries, keys, values and gates, ordered by key head
+    Qwen3.5      in_proj_qkv  = queries, keys and values, one after the other
+
+Released Qwen3.5 folders are models with images; only their text model is read.
 """
 
 from functools import lru_cache
@@ -23,33 +27,38 @@ ARCHITECTURES = {
     DENSE: "Qwen3_5ForCausalLM",
     MIXTURE: "Qwen3_5MoeForCausalLM",
 }
-"""Architectures by model_type."""
+"""Supported architectures by model_type."""
 WITH_IMAGES = {"qwen3_5": DENSE, "qwen3_5_moe": MIXTURE}
-"""The text model's model_type, of models with images whose config.json has a text_config."""
+"""model_type of a model with images -> model_type of its text model (`text_config`)."""
 LEFT_OUT = {
     "mtp.": "the layer that predicts several tokens",
     "model.visual.": "the images' encoder",
 }
-"""Beginnings of names of tensors that are no part of the text model, and what they are of."""
+"""Name prefixes of tensors outside of the text model -> what they belong to."""
 TEXT_PREFIX = "model.language_model."
-"""How names of the text model begin in the folder of a model with images, instead of `model.`."""
+"""Name prefix of the text model's tensors in the folder of a model with images.
+
+In a folder of the text model alone it is `model.`."""
 READ = """
     linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads
     linear_value_head_dim full_attention_interval attn_output_gate shared_expert_intermediate_size
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step
     mlp_only_layers
 """
-"""Keys of config.json that these families have besides a Qwen3's."""
+"""Keys of config.json that these families have besides those of Qwen3."""
 HARMLESS = """
     mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype router_aux_loss_coef
     output_router_logits
 """
-"""Keys of the layer that predicts several tokens, of training, and of how states are stored."""
+"""Keys that change no logit: multi-token prediction, training, and how states are stored."""
 ROPE = "mrope_section mrope_interleaved"
-"""Keys of RoPE by which places of images have three coordinates; those of text are all equal."""
+"""Keys of RoPE that matter only for images.
+
+An image position has three coordinates; in text all three are equal."""
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _SHARE = 0.25
+"""transformers' default for partial_rotary_factor."""
 _SIZES = {
     "linear_num_value_heads": ("num_value_heads", 32),
     "linear_num_key_heads": ("num_key_heads", 16),
@@ -57,15 +66,15 @@ _SIZES = {
     "linear_value_head_dim": ("value_head_dim", 128),
     "linear_conv_kernel_dim": ("conv_kernel_dim", 4),
 }
-"""Keys of config.json: the field of `LinearSpec`, and transformers' default."""
+"""Keys of config.json -> field of `LinearSpec`, and transformers' default."""
 _EXPERTS = {NEXT: (512, 10), MIXTURE: (256, 8)}
-"""Defaults of transformers for num_experts and num_experts_per_tok."""
+"""transformers' defaults for num_experts and num_experts_per_tok, by model_type."""
 _WIDTH = 512
-"""Its default for moe_intermediate_size and shared_expert_intermediate_size."""
+"""transformers' default for moe_intermediate_size and shared_expert_intermediate_size."""
 
 
 def text_model(keys: Fields) -> Fields:
-    """The keys of the text model of a config.json; `keys` themselves of other families."""
+    """Return the keys of a config.json's text model; other families' keys as they are."""
     model_type = WITH_IMAGES.get(str(keys.values.get("model_type")))
     if model_type is None:
         return keys
@@ -75,6 +84,7 @@ def text_model(keys: Fields) -> Fields:
     made = Fields(cast("dict[str, Any]", text), f"{keys.where}: text_config")
     if made.values.get("model_type", model_type) != model_type:
         raise made.error("model_type", f"is not {model_type}, which this model's is")
+    # Some keys of the whole model apply to the text model as well.
     said = {k: keys.values[k] for k in ("quantization_config",) if k in keys.values}
     tied = [
         f.values["tie_word_embeddings"] for f in (keys, made) if "tie_word_embeddings" in f.values
@@ -86,7 +96,11 @@ def text_model(keys: Fields) -> Fields:
 
 
 def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` besides sizes, RoPE and experts; UserError for what wlb lacks."""
+    """Return a hybrid's fields of `ModelSpec` besides sizes, RoPE and experts.
+
+    Raises:
+        UserError: The model has something that wlb does not compute.
+    """
     if keys.values.get("attn_output_gate", True) is not True:
         raise keys.error("attn_output_gate", f"is not true: attention of a {model_type} has a gate")
     if keys.values.get("use_sliding_window"):
@@ -103,7 +117,7 @@ def read_hybrid(keys: Fields, model_type: str) -> dict[str, Any]:
 
 
 def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
-    """Which layers are linear: all but each n-th, or none."""
+    """Return which layers are linear: all but every n-th, or none ({})."""
     num_layers = keys.whole("num_hidden_layers", at_most=10_000)
     every = keys.whole("full_attention_interval", 4)
     listed: Any = keys.values.get("layer_types")
@@ -120,13 +134,16 @@ def _pattern(keys: Fields, linear: LinearSpec) -> dict[str, Any]:
         _FULL if (i + 1) % first == 0 else _LINEAR for i in range(num_layers)
     ]:
         raise keys.error(
-            "layer_types", "is not attention in each n-th layer, and wlb has no other pattern"
+            "layer_types", "is not attention in every n-th layer, and wlb has no other pattern"
         )
     return {"full_every": first, "linear": linear}
 
 
 def read_share(keys: Fields, rope: Fields) -> float:
-    """The part of each head that RoPE rotates, which older files say beside RoPE's other keys."""
+    """Return the share of each head's channels that RoPE rotates.
+
+    Older files have it beside RoPE's other keys, newer ones among them.
+    """
     share = keys.real("partial_rotary_factor", _SHARE)
     share = rope.real("partial_rotary_factor", share)
     if keys.real("partial_rotary_factor", share) != share:
@@ -135,7 +152,7 @@ def read_share(keys: Fields, rope: Fields) -> float:
 
 
 def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
-    """The experts; none of a dense model."""
+    """Return the experts; `ExpertsSpec()` for a dense model."""
     if model_type == DENSE or keys.values.get("num_experts") == 0:
         return ExpertsSpec()
     num, per_token = _EXPERTS[model_type]
@@ -162,7 +179,7 @@ def read_experts(keys: Fields, model_type: str) -> ExpertsSpec:
 
 
 def is_hybrid(spec: ModelSpec) -> bool:
-    """Whether a model has parts that, of the families of config.json, only these have."""
+    """Return whether a model has parts that, among the supported families, only hybrids have."""
     return bool(
         spec.linear.num_value_heads
         or spec.attention_gate
@@ -172,8 +189,13 @@ def is_hybrid(spec: ModelSpec) -> bool:
 
 
 def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
-    """The model_type to write a model with: of those that compute the same, the one that it was
-    imported with.
+    """Return the model_type to export a hybrid as.
+
+    Among the families that compute the same, it is the one that the model was imported as.
+
+    Args:
+        spec: The model.
+        preferred: The model_type that it was imported as; "" if it was not imported.
     """
     if not spec.experts.num:
         return preferred if preferred in (NEXT, DENSE) else DENSE
@@ -183,7 +205,15 @@ def chosen_type(spec: ModelSpec, preferred: str = "") -> str:
 
 
 def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
-    """The model_type to write a model with; UserError if the families lack a part or have more."""
+    """Return the model_type to export a hybrid as, if the family has exactly the model's parts.
+
+    Args:
+        spec: The model.
+        preferred: The model_type that it was imported as; "" if it was not imported.
+
+    Raises:
+        UserError: The family lacks a part of the model, or always has one that the model lacks.
+    """
     model_type, experts = chosen_type(spec, preferred), spec.experts
     required: dict[str, tuple[Any, Any]] = {
         "attention_gate": (spec.attention_gate, True),
@@ -203,8 +233,8 @@ def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
     for name, (value, wanted) in required.items():
         if value != wanted:
             raise UserError(
-                f"model.{name} = {_said(value)}: a {model_type} of transformers, whose other parts "
-                f"this model has, has {_said(wanted)}; it cannot be exported"
+                f"model.{name} = {_toml_text(value)}: the nearest family of transformers, "
+                f"{model_type}, always has {_toml_text(wanted)}; this model cannot be exported"
             )
     if experts.num and experts.balance == ExpertBalance.BIAS:
         raise UserError(
@@ -214,12 +244,19 @@ def hybrid_type(spec: ModelSpec, preferred: str = "") -> str:
     return model_type
 
 
-def _said(value: Any) -> str:
+def _toml_text(value: Any) -> str:
+    """Return a value as a configuration file writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -> dict[str, Any]:
-    """Keys of config.json besides a Qwen3's, some of which they replace. rope: RoPE's scaling."""
+    """Return a hybrid's keys of config.json, some of which replace Qwen3's.
+
+    Args:
+        spec: The model.
+        model_type: The family.
+        rope: RoPE's scaling as in config.json; None without scaling.
+    """
     linear = spec.linear if spec.linear.num_value_heads else LinearSpec(num_value_heads=32)
     types = [_LINEAR if spec.is_linear(i) else _FULL for i in range(spec.num_layers)]
     share = {"partial_rotary_factor": spec.rotary_share}
@@ -252,16 +289,20 @@ def hybrid_json(spec: ModelSpec, model_type: str, rope: dict[str, Any] | None) -
 
 
 class TensorPart(NamedTuple):
-    """Where a parameter's rows are in a larger tensor of files."""
+    """The rows of a parameter within a fused tensor of a folder."""
 
-    name: str  # of the tensor of files, behind `linear_attn.`
-    shape: tuple[int, ...]  # of that tensor
-    rows: Tensor  # which of its rows are the parameter's, shape [D]
+    name: str  # name of the fused tensor, after `linear_attn.`
+    shape: tuple[int, ...]  # shape of the fused tensor
+    rows: Tensor  # its rows that belong to the parameter, shape [D]
 
 
 @lru_cache
 def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
-    """The parts of larger tensors in a linear layer, by the name behind `linear_attn.`."""
+    """Return the parameters of a linear layer that a folder's fused tensors hold.
+
+    Returns:
+        Where each parameter is, by its name after `linear_attn.`.
+    """
     s, width = spec.linear, spec.hidden_size
     found: dict[str, TensorPart] = {}
 
@@ -269,7 +310,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         found.update({own: TensorPart(name, shape, of) for own, of in rows.items()})
 
     def by_head(sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Rows of several projections that a tensor holds for each key head."""
+        """Return the rows of several projections that a tensor holds head by head."""
         each = torch.arange(s.num_key_heads * sum(sizes.values())).view(s.num_key_heads, -1)
         begins = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         return {
@@ -277,6 +318,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
             for x, n in sizes.items()
         }
 
+    # The rows of Q, K and V where they follow each other.
     qkv = {
         "q": torch.arange(s.key_dim),
         "k": torch.arange(s.key_dim, 2 * s.key_dim),
@@ -292,6 +334,7 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
         projections = {f"{x}_proj.weight": rows for x, rows in qkv.items()}
         add("in_proj_qkv.weight", (num_mixed, width), projections)
         return found
+    # Qwen3-Next: each key head has its q, k, v and z side by side, and several value heads.
     group = s.num_value_heads // s.num_key_heads
     values = group * s.value_head_dim
     sizes = {"q": s.key_head_dim, "k": s.key_head_dim, "v": values, "z": values}
@@ -300,12 +343,16 @@ def parts_of(spec: ModelSpec, model_type: str) -> dict[str, TensorPart]:
     return found
 
 
+# wlb's name -> name in files, of parameters that are not fused.
 _RENAMED = {f"{x}_proj.weight": f"in_proj_{x}.weight" for x in "zab"}
 _RENAMED["o_proj.weight"] = "out_proj.weight"
 
 
 def name_in_files(name: str, spec: ModelSpec, model_type: str) -> tuple[str, TensorPart | None]:
-    """The tensor of a folder that holds the parameter `name`, and where in it; None: it is it."""
+    """Return the folder's tensor that holds a parameter, and where in it.
+
+    The second value is None if the tensor is the whole parameter.
+    """
     layer, marker, own = name.partition(".linear_attn.")
     if not marker:
         return name.replace(".mlp.shared_experts.", ".mlp.shared_expert."), None

@@ -1,8 +1,9 @@
-"""Map parameters of a model to the tensors of Hugging Face's Llama, Mistral, Qwen and Mixtral.
+"""Map a model's parameters to the tensors of Hugging Face folders.
 
-`wlb.model` uses Hugging Face's names, fuses nothing and rotates the same pairs of channels (i, i +
-D / 2), so tensors are equal except for the vocabulary, which wlb pads to a multiple of 256 rows,
-for experts, which wlb stacks, and for linear layers, of which files fuse some tensors.
+`wlb.model` uses Hugging Face's parameter names, fuses nothing, and rotates the same pairs of
+channels (i, i + D / 2). So tensors are copied unchanged, with three exceptions. wlb pads the
+vocabulary to a multiple of 256 rows. It stacks the experts of a layer, which files have one by one.
+And it splits tensors of linear layers that files have fused (`hybrids.py`).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,39 +22,46 @@ CHECKPOINT_ROOT = "model"
 """Key of the parameters in a checkpoint's state dict."""
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq",)
-"""Name suffixes of tensors in older files that follow from the configuration."""
+"""Name suffixes of tensors to ignore: older files have them, but the configuration gives them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of a model."""
+    """A parameter of a model, and the tensors of a folder that have its values."""
 
-    name: str
+    name: str  # in wlb.model and in checkpoints
     shape: tuple[int, ...]  # in a checkpoint
-    unpadded: tuple[int, ...]  # without the vocabulary's padding
-    in_files: tuple[str, ...]  # tensors of a folder that hold it: of experts one each
-    part: TensorPart | None = field(default=None, repr=False)  # its rows, if a tensor holds more
+    unpadded: tuple[int, ...]  # shape without the padding of the vocabulary
+    in_files: tuple[str, ...]  # names of its tensors in a folder: one, or one per expert
+    # Where it is in that tensor, if the tensor fuses several parameters.
+    part: TensorPart | None = field(default=None, repr=False)
 
     @property
     def is_stack(self) -> bool:
-        """Whether it has the matrices of all experts of a layer."""
+        """Return whether it stacks the matrices of all experts of a layer."""
         return len(self.shape) == 3
 
     @property
     def shape_in_files(self) -> tuple[int, ...]:
-        """Shape of each tensor of a folder that holds it."""
+        """Return the shape of each of its tensors in a folder."""
         if self.part is not None:
             return self.part.shape
         return self.unpadded[1:] if self.is_stack else self.unpadded
 
     def value_of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Its value, of the tensors `in_files`."""
+        """Return its value, assembled from the tensors that `in_files` names."""
         if self.is_stack:
             return torch.stack(tensors)
         return tensors[0] if self.part is None else tensors[0].flatten(1)[self.part.rows]
 
     def add_to(self, tensors: dict[str, torch.Tensor], value: torch.Tensor) -> None:
-        """Add its value to a folder's tensors, by name."""
+        """Add its value to a folder's tensors.
+
+        Args:
+            tensors: The folder's tensors by name. A fused tensor is created by the first of its
+                parameters.
+            value: Value of this parameter without padding.
+        """
         if self.part is None:
             parts = value.unbind() if self.is_stack else [value]
             tensors.update(zip(self.in_files, parts, strict=True))
@@ -64,32 +72,35 @@ class Parameter:
 
     @property
     def num_padding_rows(self) -> int:
+        """Return the number of rows that pad the vocabulary."""
         return self.shape[0] - self.unpadded[0]
 
     @property
     def saved_as(self) -> str:
-        """Flat name in a checkpoint."""
+        """Return its flat name in a checkpoint."""
         return f"{CHECKPOINT_ROOT}.{self.name}"
 
 
 def parameters_of(spec: ModelSpec, model_type: str = "") -> dict[str, Parameter]:
-    """Return every parameter by name, in the order of the forward pass; nothing is allocated.
+    """Return every parameter by name, in the order of the forward pass. Nothing is allocated.
 
-    model_type: The family in whose files a hybrid model is; others do not need it.
+    Args:
+        spec: The model.
+        model_type: Which family's files a hybrid model has. Other models do not need it.
     """
     with torch.device("meta"):
         model = Llama(spec)
     hybrid_type = chosen_type(spec, model_type) if is_hybrid(spec) else ""
     found: dict[str, Parameter] = {}
-    # A buffer of experts' biases is part of a checkpoint too.
+    # The state dict also has the experts' biases, a buffer that checkpoints save.
     for name, value in model.state_dict().items():
         shape = tuple(value.shape)
         has_vocabulary = name in (EMBEDDING, HEAD)
         unpadded = (spec.vocab_size, *shape[1:]) if has_vocabulary else shape
         in_files, part = names_in_files(name, spec), None
         if hybrid_type and len(shape) < 3:
-            one, part = name_in_files(name, spec, hybrid_type)
-            in_files = (one,)
+            in_file, part = name_in_files(name, spec, hybrid_type)
+            in_files = (in_file,)
         found[name] = Parameter(
             name=name, shape=shape, unpadded=unpadded, in_files=in_files, part=part
         )
@@ -99,18 +110,25 @@ def parameters_of(spec: ModelSpec, model_type: str = "") -> dict[str, Parameter]
 def shards_of(
     parameters: Iterable[Parameter], num_bytes: Callable[[Parameter], int], most_bytes: int
 ) -> Iterator[list[Parameter]]:
-    """Fill shards with parameters in order; a parameter larger than a shard gets its own. Those
-    that one tensor of a folder holds stay together.
+    """Yield shards: parameters in order, up to a size.
+
+    A parameter larger than a shard gets a shard to itself. Parameters that one tensor of a folder
+    fuses stay together.
+
+    Args:
+        parameters: All parameters.
+        num_bytes: Size of each parameter.
+        most_bytes: Largest shard.
     """
     shard: list[Parameter] = []
-    held = 0
+    shard_bytes = 0
     for _, group in groupby(parameters, key=lambda p: p.in_files):
         together = list(group)
         size = sum(map(num_bytes, together))
-        if shard and held + size > most_bytes:
+        if shard and shard_bytes + size > most_bytes:
             yield shard
-            shard, held = [], 0
+            shard, shard_bytes = [], 0
         shard += together
-        held += size
+        shard_bytes += size
     if shard:
         yield shard

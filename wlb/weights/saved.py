@@ -1,6 +1,6 @@
 """Read and write the weights of a checkpoint of any layout in one process, without process groups.
 
-Reading verifies checksums first, then reads only the requested tensors.
+Opening verifies the checksums first. Then only the requested tensors are read.
 """
 
 import warnings
@@ -33,13 +33,13 @@ _save = cast(Any, state_dict_saver.save)  # pyright: ignore[reportUnknownMemberT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModel:
-    """Model of a checkpoint. run: its run.json. dtypes: dtype of each parameter, as saved."""
+    """The model of a checkpoint."""
 
     folder: Path
-    run: dict[str, Any] = field(repr=False)
+    run: dict[str, Any] = field(repr=False)  # contents of run.json
     spec: ModelSpec
-    parameters: dict[str, Parameter] = field(repr=False)
-    dtypes: dict[str, torch.dtype] = field(repr=False)
+    parameters: dict[str, Parameter] = field(repr=False)  # by name
+    dtypes: dict[str, torch.dtype] = field(repr=False)  # dtype of each parameter, as saved
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
         """Read whole tensors, converted to `dtype`, without the vocabulary's padding."""
@@ -51,7 +51,11 @@ class SavedModel:
 
 
 def open_saved(folder: Path) -> SavedModel:
-    """Open a checkpoint; UserError if it does not hold the model of its run.json."""
+    """Open a checkpoint.
+
+    Raises:
+        UserError: The checkpoint is corrupt, or does not have the model of its run.json.
+    """
     file = folder / checkpoint.RUN
     checkpoint.check_files(folder)
     checkpoint.check_share(folder, index=0, num=1)
@@ -93,9 +97,13 @@ def open_saved(folder: Path) -> SavedModel:
 def save_tensors(
     tensors: dict[str, Tensor], folder: Path, planner: SavePlanner, *, files: dict[str, int]
 ) -> None:
-    """Write a checkpoint with the values that `planner` gives for the parameters `tensors`.
+    """Write a checkpoint.
 
-    files: number of each tensor's file, from 1; one file at a time is held in memory.
+    Args:
+        tensors: The parameters by name, which may be meta tensors.
+        folder: The checkpoint's folder.
+        planner: Gives the values to write.
+        files: Number of each tensor's file, from 1. One file at a time is in memory.
     """
     with _single_process(f"the checkpoint {folder} cannot be written"):
         writer = HuggingFaceStorageWriter(
@@ -109,7 +117,10 @@ def save_tensors(
 def _single_process(failed: str) -> Generator[None]:
     """Silence DCP's warning about a single process, and turn its exception into a UserError.
 
-    CheckpointException derives from BaseException, so other handlers would not see it.
+    CheckpointException derives from BaseException, so `except Exception` would not catch it.
+
+    Args:
+        failed: Beginning of the error message.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")

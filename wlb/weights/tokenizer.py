@@ -1,7 +1,7 @@
 """Find and write the tokenizer of exported weights: the one that the run's token store names.
 
-With it go its tokenizer_config.json and, after training on conversations, the chat template. If no
-store is known, or it names no tokenizer, the result says why.
+Its tokenizer_config.json goes with it and, after training on conversations, the chat template. If
+no store is known or the store names no tokenizer, the result says why.
 """
 
 import json
@@ -25,24 +25,26 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTokenizer:
-    """file: a tokenizer.json, or None. eos_id: id that ends a document in the store. config: of its
-    tokenizer_config.json. chat: of a store of conversations. before: tokens before each text of the
-    store (BOS). is_bytes: the tokens of a text are its UTF-8 bytes. why: source of the file, or why
-    there is none.
-    """
+    """The tokenizer of a run, as far as it was found."""
 
-    why: str
-    file: Path | None = None
-    eos_id: int | None = None
+    why: str  # where the file is from, or why there is none
+    file: Path | None = None  # a tokenizer.json, or None
+    eos_id: int | None = None  # token that ends a document in the store
+    # Contents of its tokenizer_config.json.
     config: dict[str, Any] = field(default_factory=dict[str, Any])
+    # Chat format of the store's conversations; None for a store of texts.
     chat: ChatFormat | None = None
-    before: tuple[int, ...] = ()
-    is_bytes: bool = False
+    before: tuple[int, ...] = ()  # tokens before each text of the store (BOS)
+    is_bytes: bool = False  # whether the tokens of a text are its UTF-8 bytes
 
     def with_file(self, file: Path) -> "FoundTokenizer":
-        """The same with another tokenizer.json and the configuration beside it.
+        """Return the same with another tokenizer.json and the configuration beside it.
 
-        UserError if the tokens that end a turn have other ids there.
+        Args:
+            file: The file or its folder.
+
+        Raises:
+            UserError: The tokens that end a turn have other ids in that file.
         """
         file = file / TOKENIZER_FILE if file.is_dir() else file
         if not file.is_file():
@@ -57,7 +59,7 @@ class FoundTokenizer:
         return replace(self, file=file, config=config, why=f"--tokenizer {file}")
 
     def with_chat(self, template: str) -> "FoundTokenizer":
-        """The same with a chat template, as `--chat` of `wlb prepare` takes it."""
+        """Return the same with a chat template, as `wlb prepare --chat` takes it."""
         if self.file is None:
             raise UserError(
                 f"--chat {template} needs a tokenizer: {self.why}; add --tokenizer FILE"
@@ -67,45 +69,52 @@ class FoundTokenizer:
 
 
 def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTokenizer:
-    """Find the tokenizer that the token store of a run.json names, if the store still exists.
+    """Find the tokenizer that the token store of a run names, if the store still exists.
 
-    chat: a template instead of that of the store. UserError for conversations of several templates.
+    Args:
+        run: run.json of the checkpoint.
+        chat: A chat template in place of the store's.
+
+    Raises:
+        UserError: The stores have conversations of several templates.
     """
     sections = run["spec"]
     if "data" not in sections:
         return FoundTokenizer(why="the checkpoint names no token store")
     known = {name: sections[name] for name in ("data", "model", "run") if name in sections}
     data = dict(known["data"])
-    # Older runs had a key for the folder of their stores.
+    # Runs of older versions had a key for the folder of their stores.
     folder = data.pop("cache_dir", None)
     spec = apply(RunSpec(), known | {"data": data}, source="run.json", is_stored=True)
     name = train_store(spec, stores=Path(folder) if folder else None)
     for prefix in (name,) if isinstance(name, str) else (p for p, _ in parse_blend(name)):
-        # A store may be gone, but one that is there says which tokenizer it has.
+        # A store may be gone. If it is there, a corrupt description of it is an error.
         StoreInfo.read(store_path(prefix, ".json"))
     try:
         opened = open_store(name)
     except (UserError, OSError) as error:
         return FoundTokenizer(why=f"its token store: {error}")
     stores = opened.stores if isinstance(opened, BlendedStore) else (opened,)
-    # All stores of a blend have the same tokenizer; opening it checked this.
+    # Opening a blend checks that all its stores have the same tokenizer.
     infos = [(store, store.info) for store in stores if store.info is not None]
     eos_id = next((info.eos_id for _, info in infos if info.eos_id is not None), None)
-    asked: list[dict[str, Any]] = [i.preparation.get("arguments", {}) for _, i in infos]
+    arguments: list[dict[str, Any]] = [i.preparation.get("arguments", {}) for _, i in infos]
     configs: list[dict[str, Any]] = [i.preparation.get("tokenizer_config", {}) for _, i in infos]
     found = FoundTokenizer(
         eos_id=eos_id,
         why=f"{opened.prefix} names none",
         config=next(filter(None, configs), dict[str, Any]()),
         chat=None if chat else _chat_of(stores),
-        is_bytes=any(one.get("tokenizer") == BYTES for one in asked),
+        is_bytes=any(one.get("tokenizer") == BYTES for one in arguments),
     )
-    has_bos = any(one.get("policy") == DocumentPolicy.EOS_BOS for one in asked) and not found.chat
+    has_bos = (
+        any(one.get("policy") == DocumentPolicy.EOS_BOS for one in arguments) and not found.chat
+    )
     for store, info in infos:
         if info.tokenizer:
             file = store_path(store.prefix, "").with_name(info.tokenizer)
             if file.is_file():
-                # With this policy every document begins with BOS.
+                # With the policy EOS_BOS, every document begins with BOS.
                 before = (int(store.read(0, 0, 1)[0]),) if has_bos else ()
                 return replace(found, file=file, before=before, why=f"named by {store.prefix}")
             return replace(found, why=f"{file} is gone")
@@ -113,17 +122,17 @@ def tokenizer_of_run(run: dict[str, Any], *, chat: str | None = None) -> FoundTo
 
 
 def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
-    """The chat format of the stores of conversations; None if all are of text."""
+    """Return the chat format of the stores of conversations; None if all are of text."""
     formats: dict[str, ChatFormat] = {}
     for store in stores:
         preparation = store.info.preparation if store.info else {}
-        asked: dict[str, Any] = preparation.get("arguments", {}).get("encoder", {})
+        arguments: dict[str, Any] = preparation.get("arguments", {}).get("encoder", {})
         if "chat" in preparation:
             formats[store.prefix] = ChatFormat(**preparation["chat"])
-        elif "chat" in asked:
+        elif "chat" in arguments:
             raise UserError(
-                f"{store.prefix} was prepared by a version that kept no chat template, without "
-                f"which the model cannot chat; add --chat {asked['chat']}"
+                f"{store.prefix} was prepared by a version of wlb that did not save the chat "
+                f"template, which the exported model needs; add --chat {arguments['chat']}"
             )
     found = list(formats.values())
     if any(one != found[0] for one in found):
@@ -135,7 +144,7 @@ def _chat_of(stores: tuple[TokenStore, ...]) -> ChatFormat | None:
 
 
 def check_tokenizer(file: Path, vocab_size: int) -> None:
-    """UserError for a file that is no tokenizer.json, or has more tokens than the model."""
+    """Raise UserError for a file that is no tokenizer.json, or has too many tokens."""
     try:
         size = load_tokenizer(file).get_vocab_size()
     # The tokenizers library raises plain Exception.
@@ -151,7 +160,7 @@ def check_tokenizer(file: Path, vocab_size: int) -> None:
 def write_tokenizer(found: FoundTokenizer, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-    transformers then uses the tokenizer as it is, as the store was encoded.
+    transformers then tokenizes as the store was encoded.
     """
     assert found.file is not None
     shutil.copyfile(found.file, folder / TOKENIZER_FILE)
@@ -170,9 +179,11 @@ def write_tokenizer(found: FoundTokenizer, folder: Path) -> None:
 
 
 def _config_of(found: FoundTokenizer, file: Path) -> dict[str, Any]:
-    # Code beside the original (auto_map) does not come along.
+    """Return the contents of tokenizer_config.json."""
+    # The code that auto_map names is not copied.
     config = {key: value for key, value in found.config.items() if key != "auto_map"}
-    # Other classes, and none, make transformers rebuild the tokenizer by rules of a model's family.
+    # With another class, or without one, transformers would rebuild the tokenizer by the rules of
+    # the model's family.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if found.chat is not None:
         config.pop("chat_template", None)

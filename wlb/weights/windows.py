@@ -1,8 +1,13 @@
 """Sliding windows in config.json: which layers have one, read and written by family.
 
-A Mistral's window is that of all layers, a Gemma's that of all but every n-th; a Qwen's
-(`use_sliding_window`) that of the layers that `layer_types` names, or of those from
-`max_window_layers` on, a Qwen3-MoE's that of all layers. A Llama has none.
+| family | layers with a window |
+|---|---|
+| Llama | none |
+| Mistral, Qwen3-MoE | all |
+| Gemma | all but every n-th |
+| Qwen2, Qwen3 | those in `layer_types`, or those from `max_window_layers` on |
+
+Qwen families have windows only with `use_sliding_window`.
 """
 
 from typing import Any, cast
@@ -13,13 +18,13 @@ from wlb.spec import ModelSpec
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW, _FIRST = 4096, 28
-"""Defaults of transformers for `sliding_window` and `max_window_layers`."""
+"""transformers' defaults for `sliding_window` and `max_window_layers`."""
 _PERIODS = {"gemma2": 2, "gemma3_text": 6}
-"""Gemma's layers that see all keys: every second, and `sliding_window_pattern`, by default 6."""
+"""Every n-th layer of a Gemma sees all keys. These are the n; Gemma 3 may set another."""
 
 
 def flag(keys: Fields, name: str) -> bool:
-    """A key that is true, false, or null or absent, which mean false."""
+    """Return a key that is true or false; null and an absent key mean false."""
     value = keys.values.get(name)
     if value not in (None, False, True):
         raise keys.error(name, "must be true or false")
@@ -27,13 +32,17 @@ def flag(keys: Fields, name: str) -> bool:
 
 
 def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
-    """Fields of `ModelSpec` that a config.json's windows give; UserError for what wlb lacks."""
+    """Return the fields of `ModelSpec` for the windows of a config.json.
+
+    Raises:
+        UserError: The pattern of layers is one that wlb does not have.
+    """
     window, num_layers = _window(keys, model_type), keys.whole("num_hidden_layers", at_most=10_000)
     types = _layer_types(keys, num_layers)
     if model_type == "qwen3_moe" and window:
-        _hold_all_slide(keys)
+        _check_all_slide(keys)
     if model_type in ("llama", "mistral", "qwen3_moe"):
-        # transformers does not read the list for them.
+        # transformers ignores layer_types in these families, so the list must agree.
         slide = [window > 0] * num_layers
         if types is not None and types != slide:
             raise keys.error("layer_types", f"contradicts a window of {window or 'no'} tokens")
@@ -52,20 +61,21 @@ def read_window(keys: Fields, model_type: str) -> dict[str, Any]:
     return {"sliding_window": window, **_pattern(keys, slide)}
 
 
-def _hold_all_slide(keys: Fields) -> None:
-    """UserError for a key by which the first layers of a Qwen3-MoE have no window: transformers 5
-    slides all layers, as some versions of 4 did not.
+def _check_all_slide(keys: Fields) -> None:
+    """Raise UserError for a Qwen3-MoE whose first layers are said to have no window.
+
+    transformers 5 lets all layers slide whatever the key says, and some versions of 4 did not.
     """
     if keys.whole("max_window_layers", 0, at_least=0):
         raise keys.error(
             "max_window_layers",
-            "is ignored by transformers 5, where all layers of a qwen3_moe slide, and not by 4; "
-            "set it to 0, or use_sliding_window to false",
+            "has a meaning in transformers 4, but transformers 5 lets all layers of a qwen3_moe "
+            "slide; set it to 0, or use_sliding_window to false",
         )
 
 
 def _window(keys: Fields, model_type: str) -> int:
-    """Keys that a query sees in sliding layers; 0 without any."""
+    """Return the keys that a query sees in sliding layers; 0 without sliding layers."""
     values = keys.values
     is_used = flag(keys, "use_sliding_window")
     if model_type in _PERIODS and values.get("sliding_window", WINDOW) is None:
@@ -84,7 +94,7 @@ def _window(keys: Fields, model_type: str) -> int:
 
 
 def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
-    """Whether each layer slides; None where the list is absent."""
+    """Return whether each layer slides; None where the list is absent."""
     said: Any = keys.values.get("layer_types")
     if said is None or said == []:
         return None
@@ -97,10 +107,11 @@ def _layer_types(keys: Fields, num_layers: int) -> list[bool] | None:
 
 
 def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
-    """full_every and full_first of these layers, at least one of which slides."""
+    """Return full_every and full_first for these layers, at least one of which slides."""
     leading = slide.index(True)
     full = next((i for i in range(leading, len(slide)) if not slide[i]), None)
     periods = [0] if full is None else [n for n in range(2, full + 2) if (full + 1) % n == 0]
+    # Try the patterns that `ModelSpec` can express.
     for every in periods:
         for first in (0, leading):
             made = ModelSpec(
@@ -109,12 +120,18 @@ def _pattern(keys: Fields, slide: list[bool]) -> dict[str, int]:
             if [made.slides(i) for i in range(len(slide))] == slide:
                 return {"full_every": every, "full_first": first}
     raise keys.error(
-        "layer_types", "is not every n-th layer with all keys, nor the first ones: wlb has no other"
+        "layer_types",
+        "is neither full attention in every n-th layer nor in the first layers, and wlb has no "
+        "other pattern",
     )
 
 
 def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
-    """Keys of config.json for a model's windows; UserError where the family cannot have them."""
+    """Return the keys of config.json for a model's windows.
+
+    Raises:
+        UserError: The family cannot have these windows.
+    """
     window = spec.sliding_window or None
     if model_type == "mistral":
         if spec.full_every or spec.full_first:
@@ -128,10 +145,10 @@ def window_json(spec: ModelSpec, model_type: str) -> dict[str, Any]:
         return {}
     types = [_SLIDING if spec.slides(i) else _FULL for i in range(spec.num_layers)]
     if model_type in _PERIODS:
-        # Older versions of transformers read the period instead of the list.
+        # Older versions of transformers read the period instead of layer_types.
         period = {"sliding_window_pattern": spec.full_every} if spec.full_every else {}
         return {"sliding_window": window, "layer_types": types} | period
-    # Transformers takes the list where there is one, other readers the number of first layers.
+    # transformers reads layer_types; other programs read max_window_layers.
     said = {"use_sliding_window": window is not None, "sliding_window": window}
     first = types.index(_SLIDING) if window else spec.num_layers
     return said | {"max_window_layers": first, "layer_types": types}

@@ -187,7 +187,7 @@ def test_the_divisor_counts_the_labels_that_are_trained(tmp_path: Path, prefix: 
         assert all(isinstance(b, FlatBatch) for b in batches)
         assert sum(b.num_targets for b in batches) == num
     steps(TokenStore(prefix).lengths, StoreReader(prefix, 1 << 16))
-    with pytest.raises(UserError, match=r"StoreReader says .*for_lengths\(TokenStore\(prefix\)"):
+    with pytest.raises(UserError, match=r"StoreReader masks .*for_lengths\(TokenStore\(prefix\)"):
         steps(TokenStore(masked).lengths, StoreReader(masked, 64))
     with pytest.raises(UserError, match="Reader trains all; read with StoreReader"):
         steps(TokenStore(masked), Reader(masked))

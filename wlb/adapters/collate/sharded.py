@@ -39,7 +39,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 
 class ContextRows:
-    """What attention needs besides a rank's tokens; it travels with the batch and stays on the host.
+    """What attention needs besides a rank's tokens; travels with the batch and stays on the host.
 
     This is no dataclass, because FSDP2 and DDP would copy a dataclass field by field.
 
