@@ -60,7 +60,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_cpu_s_kernel_passes(dtype: torch.dtype) -> None:
-    found = examine_kernel(SDPA, patient(is_quick=False), dtype, is_taken=True)
+    found = examine_kernel(SDPA, patient(is_quick=False), dtype, is_chosen=True)
     assert found.verdict == Verdict.PASS, found
     assert re.search(r"is \d\.\d\d of .* eps\)", found.found)
 
@@ -68,11 +68,11 @@ def test_the_cpu_s_kernel_passes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     monkeypatch.setitem(BACKENDS, "sdpa", Planted(fault))
-    found = examine_kernel(SDPA, patient(), torch.float32, is_taken=True)
+    found = examine_kernel(SDPA, patient(), torch.float32, is_chosen=True)
     assert (found.check, found.verdict) == ("attention sdpa", Verdict.FAIL)
     assert FAULTS[fault] in found.found
     assert "kernels.attention = torch_varlen" in found.remedy
-    not_taken = examine_kernel(SDPA, patient(), torch.float32, is_taken=False)
+    not_taken = examine_kernel(SDPA, patient(), torch.float32, is_chosen=False)
     assert not_taken.verdict == Verdict.WARN
 
 
@@ -97,14 +97,14 @@ def test_windows_and_caps_are_compared_quickly_where_the_run_has_them(
     monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], said: str
 ) -> None:
     of_run = patient(**keys)
-    assert examine_kernel(SDPA, of_run, torch.float32, is_taken=True).verdict == Verdict.PASS
+    assert examine_kernel(SDPA, of_run, torch.float32, is_chosen=True).verdict == Verdict.PASS
     monkeypatch.setitem(BACKENDS, "sdpa", IgnoresScores(""))
-    found = examine_kernel(SDPA, of_run, torch.float32, is_taken=True)
+    found = examine_kernel(SDPA, of_run, torch.float32, is_chosen=True)
     assert found.verdict == Verdict.FAIL
     assert said in found.found
-    plain = examine_kernel(SDPA, patient(), torch.float32, is_taken=True)
+    plain = examine_kernel(SDPA, patient(), torch.float32, is_chosen=True)
     assert plain.verdict == Verdict.PASS
-    whole = examine_kernel(SDPA, patient(is_quick=False), torch.float32, is_taken=True)
+    whole = examine_kernel(SDPA, patient(is_quick=False), torch.float32, is_chosen=True)
     assert whole.verdict == Verdict.FAIL
 
 
@@ -125,8 +125,8 @@ def test_all_kernels_that_can_compute_are_examined_unless_quick(
     able = {SDPA, AttentionBackend.TORCH_VARLEN}
     examined: list[tuple[str, bool]] = []
 
-    def noted(name: str, *_: Any, is_taken: bool) -> Any:
-        examined.append((name, is_taken))
+    def noted(name: str, *_: Any, is_chosen: bool) -> Any:
+        examined.append((name, is_chosen))
         return attention.passed(name, "")
 
     monkeypatch.setattr(attention, "_computes", lambda name, _: name in able)

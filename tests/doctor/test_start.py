@@ -36,7 +36,7 @@ def keep(path: Path, findings: Sequence[Finding]) -> None:
 
 
 def options(path: Path, *, limit_s: float = 300.0) -> Options:
-    return Options(is_quick=True, limit_s=limit_s, tell=functools.partial(keep, path))
+    return Options(is_quick=True, limit_s=limit_s, show=functools.partial(keep, path))
 
 
 def rows(path: Path) -> dict[str, dict]:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.doctor.finding import Verdict
-from wlb.doctor.times import LATE_S, Exchange, apart, late_finding, skew_finding
+from wlb.doctor.times import LATE_S, Exchange, clock_offset, late_finding, skew_finding
 
 delays = st.floats(0, 5)
 
@@ -16,7 +16,7 @@ def test_the_clock_is_as_far_ahead_as_is_said_within_the_stated_bound(ahead, tri
     exchanges = [
         Exchange(100.0, 100.0 + there + ahead, 100.0 + there + back) for there, back in trips
     ]
-    found, about = apart(exchanges)
+    found, about = clock_offset(exchanges)
     assert abs(found - ahead) <= about + 1e-6
     assert about <= min(there + back for there, back in trips) / 2 + 1e-6
 

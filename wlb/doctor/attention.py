@@ -1,9 +1,11 @@
-"""Every attention kernel that can compute here against the definition in float64.
+"""Compares every attention kernel that can compute here with the definition in float64.
 
-Several documents and CP-like tails (fewer queries than keys), the run's heads and grouped heads,
-sliding windows and caps where the kernel has them, output and gradients. Tolerance as in wlb's own
-tests: at most twice the root mean square error of the definition in the kernel's dtype, three times
-its largest. **No GPU's kernel was examined yet.**
+The cases: several documents, CP-like tails with fewer queries than keys, the run's heads, grouped
+heads, and sliding windows and caps if the kernel supports them. Output and gradients are compared.
+
+The tolerance is that of wlb's own tests, relative to the definition in the kernel's dtype: twice
+its root mean square error, and three times its largest error. **No kernel was examined on a GPU
+yet.**
 """
 
 from collections.abc import Sequence
@@ -23,39 +25,45 @@ from wlb.parallel.build import compute_dtype, kernel_of
 from wlb.plan import UserError
 from wlb.spec.run import AttentionBackend
 
-MOST_HEADS = 4
+MOST_HEADS = 4  # query heads of a case
+# Allowed error over that of the definition in the same dtype: root mean square, and largest.
 MEAN_TIMES, MAX_TIMES = 2.0, 3.0
-FLOOR_EPS = 16
+FLOOR_EPS = 16  # error that is always allowed, in units of eps of the largest value
+# (queries, keys) of each document; LONG ones are left out if quick.
 LENGTHS = [(5, 5), (33, 33), (17, 30), (1, 61), (128, 128), (10, 140)]
 LONG = [(600, 600), (257, 900)]
-"""(queries, keys) of each document."""
 WINDOW, CAP = Scores(sliding=40), Scores(softcap=2.0)
 """A window that ends within documents, and a cap in the range of these scores."""
+# Remedy for a wrong kernel.
 REMEDY = "kernels.attention = {other} computes the run meanwhile; report the error with versions"
 
 
 class Heads(NamedTuple):
+    """Numbers and size of attention heads."""
+
     num_heads: int
     num_kv_heads: int
     head_size: int
 
     @property
     def text(self) -> str:
+        """Description for messages."""
         return f"{self.num_heads} heads of {self.head_size}, {self.num_kv_heads} of keys"
 
 
 class Deviation(NamedTuple):
-    """Error of one tensor. times: its error over the allowed one, at most 1 if right; eps: error in
-    units of the dtype's spacing at the tensor's root mean square.
-    """
+    """Error of one tensor."""
 
-    what: str
-    times: float
-    eps: float
+    what: str  # name of the tensor and the case
+    times: float  # error over the allowed error; right if at most 1
+    eps: float  # error over the tensor's root mean square, in units of the dtype's eps
 
 
 def kernels(patient: Patient) -> list[Finding]:
-    """The kernel that the run would take, and, unless quick, every other that can compute here."""
+    """Check the kernel that the run would use.
+
+    Unless quick, every other kernel that can compute here is checked too.
+    """
     spec, device = patient.spec, patient.device
     try:
         choice = kernel_of(spec, device)
@@ -68,12 +76,13 @@ def kernels(patient: Patient) -> list[Finding]:
         names += [name for name in others if name != choice.backend and _computes(name, patient)]
     for name in names:
         found.append(
-            examine_kernel(name, patient, compute_dtype(spec), is_taken=name == choice.backend)
+            examine_kernel(name, patient, compute_dtype(spec), is_chosen=name == choice.backend)
         )
     return found
 
 
 def _computes(name: AttentionBackend, patient: Patient) -> bool:
+    """Return whether a kernel can compute the run on this device."""
     kernels = replace(patient.spec.kernels, attention=name)
     try:
         kernel_of(replace(patient.spec, kernels=kernels), patient.device)
@@ -83,14 +92,21 @@ def _computes(name: AttentionBackend, patient: Patient) -> bool:
 
 
 def examine_kernel(
-    name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_taken: bool
+    name: AttentionBackend, patient: Patient, dtype: torch.dtype, *, is_chosen: bool
 ) -> Finding:
-    """Fail if the run's own kernel is wrong or raises, warn for another one."""
+    """Compare a kernel with the definition.
+
+    Args:
+        name: The kernel.
+        patient: Inputs of the check.
+        dtype: Dtype of the run.
+        is_chosen: Whether the run uses this kernel. Its error is then a fail, else a warning.
+    """
     check = f"attention {name}"
     sdpa = AttentionBackend.SDPA
     other = AttentionBackend.TORCH_VARLEN if name == sdpa else sdpa
     lengths = LENGTHS if patient.is_quick else LENGTHS + LONG
-    say, remedy = failed if is_taken else warned, REMEDY.format(other=other)
+    say, remedy = failed if is_chosen else warned, REMEDY.format(other=other)
     kernel = kernel_name(name, deterministic=patient.spec.kernels.deterministic)
     worst: list[Deviation] = []
     try:
@@ -102,10 +118,10 @@ def examine_kernel(
             worst += deviations(kernel, run, lengths, scores=scores, **how)
     except torch.OutOfMemoryError as error:
         return skipped(check, f"no memory to compare: {str(error).splitlines()[0]}")
-    # Packages raise exceptions of their own classes.
+    # Kernel packages raise exceptions of many classes.
     except Exception as error:
         return say(check, f"{type(error).__name__}: {str(error).strip()[:300]}", remedy)
-    # The comparison is negated so that NaN counts as wrong.
+    # Negated, so that NaN counts as wrong.
     wrong = [d for d in worst if not d.times <= 1]
     top = max(wrong or worst, key=lambda d: np.nan_to_num(d.times, nan=np.inf))
     found = (
@@ -118,11 +134,14 @@ def examine_kernel(
 
 
 def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) -> list[Scores]:
-    """Windows and caps that the kernel has; if quick, of those that the run's layers have."""
+    """Return the sliding window and the cap to test, if the kernel supports them.
+
+    If quick, only what the run's layers use is tested.
+    """
     model = patient.spec.model
-    asked = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}
+    is_used_by_layers = {WINDOW: model.num_sliding_layers > 0, CAP: model.attention_softcap > 0}
     found: list[Scores] = []
-    for scores, is_used in asked.items():
+    for scores, is_used in is_used_by_layers.items():
         if patient.is_quick and not is_used:
             continue
         try:
@@ -141,7 +160,7 @@ def _other_scores(name: AttentionBackend, patient: Patient, dtype: torch.dtype) 
 
 
 def _heads_of(patient: Patient) -> list[Heads]:
-    """Heads of a TP rank of the run, at most a few, and grouped heads of the same size."""
+    """Return the heads to test: a few of the run's heads of a TP rank, and grouped heads."""
     model, tp = patient.spec.model, patient.spec.parallel.tp
     num_kv = model.with_kv_copies(tp).num_kv_heads
     group = max(1, model.num_heads // num_kv)
@@ -159,7 +178,16 @@ def deviations(
     device: torch.device,
     scores: Scores = PLAIN,
 ) -> list[Deviation]:
-    """Errors of output and gradients of q, k and v."""
+    """Measure the errors of a kernel's output and of the gradients of q, k and v.
+
+    Args:
+        name: The kernel.
+        heads: Numbers and size of heads.
+        lengths: Queries and keys of each document.
+        dtype: Dtype of the tensors.
+        device: This rank's device.
+        scores: Sliding window and cap.
+    """
     queries, keys = zip(*lengths, strict=True)
     segments = Segments.from_offsets(
         _offsets(queries), _offsets(keys), device=device, scores=scores
@@ -193,7 +221,7 @@ def _offsets(lengths: Sequence[int]) -> np.ndarray:
 def _inputs(
     heads: Heads, queries: int, keys: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """q, k, v and the gradient of the output, the same on every rank."""
+    """Return q, k, v and the gradient of the output, the same on every rank."""
     random = torch.Generator().manual_seed(0)
     q, kv = (queries, heads.num_heads), (keys, heads.num_kv_heads)
     return [
@@ -203,6 +231,7 @@ def _inputs(
 
 
 def _results(tensors: list[Tensor], segments: Segments, backend: str) -> list[Tensor]:
+    """Return output, dq, dk and dv of a kernel, in float64."""
     *qkv, grad = tensors
     q, k, v = (x.detach().clone().requires_grad_() for x in qkv)
     out = attend(q, k, v, segments, backend=backend)

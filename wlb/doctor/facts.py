@@ -1,7 +1,6 @@
-"""`Facts` describes a rank's machine, so that ranks can be compared; `Patient` has a check's
-inputs.
+"""`Facts` describe a rank's machine, to compare ranks. `Patient` has what a check needs.
 
-The GPU's part has not run on a GPU.
+What reads the GPU has not run on a GPU.
 """
 
 import os
@@ -22,67 +21,70 @@ from wlb.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """A rank's GPU. bus: its PCI address as sysfs writes it. driver_cuda: the newest CUDA of the
-    driver as (major, minor); (0, 0) where NVML is missing. num_visible: GPUs this rank sees.
-    """
+    """A rank's GPU."""
 
     name: str
     memory_bytes: int
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # compute capability, such as (9, 0)
     uuid: str
-    num_visible: int
-    bus: str = ""
-    driver: str = ""
+    num_visible: int  # GPUs that this rank can see
+    bus: str = ""  # PCI address as sysfs writes it
+    driver: str = ""  # version of the driver; "" without NVML
+    # Newest CUDA that the driver supports; (0, 0) without NVML.
     driver_cuda: tuple[int, int] = (0, 0)
-    no_nvml: str = ""
+    no_nvml: str = ""  # why NVML could not be used; "" if it could
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A rank's place, software and GPU. problem: why it has not the device that the run asks for.
-    nccl, cuda: versions of torch's build; "" where it has none. kernels: those that would
-    compute the run, or why none can.
-    """
+    """A rank's place, software and GPU."""
 
     rank: int
     local_rank: int
     local_world_size: int
-    node: int
-    host: str
+    node: int  # number of the node
+    host: str  # name of the node
     python: str
     torch: str
     wlb: str
-    cuda: str
-    nccl: str
-    one_gpu_each: bool = False
-    problem: str = ""
-    kernels: str = ""
-    gpu: GpuFacts | None = None
+    cuda: str  # CUDA version of torch's build; "" without CUDA
+    nccl: str  # NCCL version of torch's build; "" without NCCL
+    one_gpu_each: bool = False  # whether the launcher gives each rank a single visible GPU
+    problem: str = ""  # why it cannot have the device that the run asks for; "" if it can
+    kernels: str = ""  # kernels that would compute the run, or why none can
+    gpu: GpuFacts | None = None  # None on the CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """Inputs of a rank's checks. spec: with dp and vocabulary size filled in, also where one
-    process examines the machine for a larger layout, and `mesh` is None.
-    """
+    """What a check on one rank gets."""
 
-    spec: RunSpec
-    world: World
+    spec: RunSpec  # the run, with the data-parallel size and vocabulary size filled in
+    world: World  # this rank's place among the processes of the launcher
     device: torch.device
-    is_quick: bool
-    mesh: Mesh | None = None
-    everyone: tuple[Facts, ...] = ()
+    is_quick: bool  # whether to make fewer and smaller measurements
+    mesh: Mesh | None = None  # None for one process, also if it stands for a larger layout
+    everyone: tuple[Facts, ...] = ()  # facts of all ranks, by rank
 
     @property
     def facts(self) -> Facts:
+        """Facts of this rank."""
         return self.everyone[self.world.rank]
 
     @property
     def is_cuda(self) -> bool:
+        """Whether this rank computes on a GPU."""
         return self.device.type == "cuda"
 
 
 def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
+    """Collect the facts of this rank.
+
+    Args:
+        world: This rank's place among the processes of the launcher.
+        device: The device that it would compute on.
+        problem: Why that is not the device that the run asks for; "" if it is.
+    """
     return Facts(
         rank=world.rank,
         local_rank=world.local_rank,
@@ -101,21 +103,22 @@ def facts_of(world: World, device: torch.device, problem: str = "") -> Facts:
 
 
 def _nccl() -> str:
+    """Return the version of NCCL, as "2.27.5"; "" without it."""
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(map(str, nccl.version()))  # pyright: ignore[reportArgumentType]
 
 
 def gpu_facts(device: torch.device) -> GpuFacts:
-    """Has not run on a GPU; tested with stand-ins for torch.cuda and NVML."""
+    """Describe a GPU. Tested with stand-ins for torch.cuda and NVML, but not on a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
-    told: dict[str, Any] = {}
-    nvml, told["no_nvml"] = start_nvml()
+    found: dict[str, Any] = {}
+    nvml, found["no_nvml"] = start_nvml()
     if nvml is not None:
         try:
-            told |= _from_nvml(nvml, str(properties.uuid))
+            found |= _from_nvml(nvml, str(properties.uuid))
         except nvml.NVMLError as error:
-            told["no_nvml"] = f"NVML does not know this GPU: {error}"
+            found["no_nvml"] = f"NVML does not know this GPU: {error}"
         finally:
             nvml.nvmlShutdown()
     return GpuFacts(
@@ -124,12 +127,12 @@ def gpu_facts(device: torch.device) -> GpuFacts:
         capability=(properties.major, properties.minor),
         uuid=str(properties.uuid),
         num_visible=torch.cuda.device_count(),
-        **told,
+        **found,
     )
 
 
 def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
-    # The version is 12040 for 12.4.
+    # NVML returns 12040 for CUDA 12.4.
     version = int(nvml.nvmlSystemGetCudaDriverVersion())
     bus = as_text(nvml.nvmlDeviceGetPciInfo(handle_of(nvml, uuid)).busId)
     return {
@@ -140,16 +143,19 @@ def _from_nvml(nvml: Any, uuid: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """Older releases of nvidia-ml-py return bytes."""
+    """Convert to str, because older releases of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def sysfs_address(bus: str) -> str:
-    """ "0000:1b:00.0", as sysfs writes it, for NVML's "00000000:1B:00.0"."""
+    """Convert NVML's PCI address to the notation of sysfs.
+
+    "00000000:1B:00.0" becomes "0000:1b:00.0".
+    """
     domain, _, rest = bus.lower().partition(":")
     return f"{domain[-4:]}:{rest}"
 
 
 def affinity() -> frozenset[int]:
-    """The cores this process may run on."""
+    """Return the CPU cores that this process may run on."""
     return frozenset(os.sched_getaffinity(0))

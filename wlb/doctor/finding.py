@@ -1,8 +1,11 @@
-"""`Finding` is the result of one check, with the remedy; `merged` joins those of all ranks by
-check.
+"""`Finding`: the result of one check, with the remedy. `merged` joins the findings of all ranks.
 
-fail: the run would not start, would hang, or would compute wrong numbers. warn: it would run, but
-slower than it should or close to a limit. skip: it was not asked for, or cannot be seen from here.
+The verdicts are:
+
+    skip  The check was not requested, or cannot be made from here.
+    pass  Nothing is wrong.
+    warn  The run would work, but slower than it should, or close to a limit.
+    fail  The run would not start, would hang, or would compute wrong numbers.
 """
 
 from collections.abc import Sequence
@@ -12,14 +15,16 @@ from itertools import pairwise
 from typing import Any
 
 UNFIT = 3
-"""Exit status of an examination with a fail. 1 is also that of a Python or an srun that cannot
-start, which says nothing of the nodes."""
+"""Exit status of an examination with a failed check.
+
+It is not 1, because a Python or an srun that cannot start also exits with 1, which says nothing
+about the nodes."""
 _MOST_SHOWN = 3
-"""Different texts of one check that a row shows."""
+"""Most texts that a row shows if ranks found different things."""
 
 
 class Verdict(StrEnum):
-    """From harmless to grave; a row of several ranks takes the gravest."""
+    """Verdict of a check, in order of gravity. A row of several ranks has the gravest of theirs."""
 
     SKIP = "skip"
     PASS = "pass"
@@ -28,51 +33,61 @@ class Verdict(StrEnum):
 
     @property
     def gravity(self) -> int:
+        """Position in the order of gravity; 0 is the most harmless."""
         return list(Verdict).index(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One row. ranks: those that found it, if not all did. remedy: what to do; never empty for warn
-    and fail.
-    """
+    """The result of one check: one row of the table."""
 
-    check: str
+    check: str  # name of the check
     verdict: Verdict
-    found: str
-    remedy: str = ""
-    ranks: tuple[int, ...] = ()
+    found: str  # what was found, as text
+    remedy: str = ""  # what to do; never empty for warn and fail
+    ranks: tuple[int, ...] = ()  # ranks that found it; () if all did
 
     def __post_init__(self) -> None:
         assert self.remedy or self.verdict in (Verdict.PASS, Verdict.SKIP), self
 
     def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
         return {**asdict(self), "verdict": str(self.verdict), "ranks": list(self.ranks)}
 
 
 def passed(check: str, found: str) -> Finding:
+    """Return a finding with the verdict pass."""
     return Finding(check=check, verdict=Verdict.PASS, found=found)
 
 
 def skipped(check: str, found: str, remedy: str = "") -> Finding:
+    """Return a finding with the verdict skip."""
     return Finding(check=check, verdict=Verdict.SKIP, found=found, remedy=remedy)
 
 
 def warned(check: str, found: str, remedy: str) -> Finding:
+    """Return a finding with the verdict warn."""
     return Finding(check=check, verdict=Verdict.WARN, found=found, remedy=remedy)
 
 
 def failed(check: str, found: str, remedy: str) -> Finding:
+    """Return a finding with the verdict fail."""
     return Finding(check=check, verdict=Verdict.FAIL, found=found, remedy=remedy)
 
 
 def is_failed(findings: Sequence[Finding]) -> bool:
+    """Return whether any finding has the verdict fail."""
     return any(finding.verdict == Verdict.FAIL for finding in findings)
 
 
 def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """One finding a check, in the order of the first rank that made it: the gravest verdict, with
-    the ranks and hosts that found it. hosts: of each rank.
+    """Join the findings of all ranks to one finding per check.
+
+    Each has the gravest verdict of its ranks, and names the ranks and hosts with that verdict.
+
+    Args:
+        by_rank: Findings of each rank.
+        hosts: Name of each rank's host.
     """
     by_check: dict[str, dict[int, Finding]] = {}
     for rank, findings in enumerate(by_rank):
@@ -82,31 +97,32 @@ def merged(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[F
 
 
 def _merged(by_rank: dict[int, Finding], hosts: Sequence[str]) -> Finding:
+    """Join the findings of one check."""
     worst = max((finding.verdict for finding in by_rank.values()), key=lambda v: v.gravity)
-    alike: dict[str, list[int]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, finding in by_rank.items():
         if finding.verdict == worst:
-            alike.setdefault(finding.found, []).append(rank)
-    first = by_rank[next(iter(alike.values()))[0]]
-    ranks = tuple(sorted(rank for group in alike.values() for rank in group))
+            ranks_by_text.setdefault(finding.found, []).append(rank)
+    first = by_rank[next(iter(ranks_by_text.values()))[0]]
+    ranks = tuple(sorted(rank for group in ranks_by_text.values() for rank in group))
     shown = () if len(ranks) == len(hosts) else ranks
-    if len(alike) == 1 and len(ranks) == len(by_rank):
+    if len(ranks_by_text) == 1 and len(ranks) == len(by_rank):
         return replace(first, ranks=shown)
     if worst in (Verdict.PASS, Verdict.SKIP):
         whose = f"rank {ranks[0]}; others alike" if not shown else f"rank {ranges(ranks)}"
         return replace(first, found=f"{first.found} ({whose})", ranks=shown)
     texts = [
         f"rank {ranges(group)} on {', '.join(dict.fromkeys(hosts[r] for r in group))}: {text}"
-        for text, group in list(alike.items())[:_MOST_SHOWN]
+        for text, group in list(ranks_by_text.items())[:_MOST_SHOWN]
     ]
-    if len(alike) > _MOST_SHOWN:
-        rest = [rank for group in list(alike.values())[_MOST_SHOWN:] for rank in group]
+    if len(ranks_by_text) > _MOST_SHOWN:
+        rest = [rank for group in list(ranks_by_text.values())[_MOST_SHOWN:] for rank in group]
         texts.append(f"and rank {ranges(rest)}")
     return replace(first, found="; ".join(texts), ranks=shown)
 
 
 def ranges(ranks: Sequence[int]) -> str:
-    """ "0-3, 7" for ranks 0, 1, 2, 3 and 7; "none" without ranks."""
+    """Return numbers as text, such as "0-3, 7" for 0, 1, 2, 3 and 7; "none" for an empty list."""
     if not ranks:
         return "none"
     ordered = sorted(ranks)

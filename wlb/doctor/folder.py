@@ -1,4 +1,4 @@
-"""Whether all ranks see the run's output folder and its token stores."""
+"""Checks whether all ranks see the run's output folder and its token stores."""
 
 import tempfile
 from pathlib import Path
@@ -12,13 +12,14 @@ from wlb.spec.blend import parse_blend
 from wlb.train.checkpoint.folder import SEEN_WITHIN_S
 from wlb.train.checkpoint.shared_folder import refuse_unshared
 
-QUICK_WITHIN_S = 15.0
-_TRIED_BYTES = 1 << 12
+QUICK_WITHIN_S = 15.0  # seconds to wait for files of another node, if quick
+_TRIED_BYTES = 1 << 12  # written once, to find out whether the folder can be written
 
 
 def shared_folder(patient: Patient) -> Finding:
-    """run.output_dir can be written, and every rank sees what rank 0 writes there; a collective
-    call. It makes the folder.
+    """Check that run.output_dir can be written and that all ranks see what rank 0 writes there.
+
+    It makes the folder. A collective call.
     """
     check, folder = "shared folder", Path(patient.spec.run.output_dir)
     try:
@@ -36,8 +37,9 @@ def shared_folder(patient: Patient) -> Finding:
 
 
 def token_stores(patient: Patient) -> Finding:
-    """The stores that the run names can be opened on this node; one that `data.corpus` makes need
-    not exist yet.
+    """Check that this node can open the token stores that the run names.
+
+    A store that is made from `data.corpus` need not exist yet.
     """
     check, data = "token stores", patient.spec.data
     prefixes = [data.store, data.heldout_store, *(prefix for prefix, _ in parse_blend(data.blend))]
@@ -51,9 +53,14 @@ def token_stores(patient: Patient) -> Finding:
     return passed(check, f"{', '.join(given)}: {sum(sizes):,} tokens")
 
 
-def vocabulary_of(patient_store: str, otherwise: int) -> int:
-    """Entries of a store's vocabulary; `otherwise` if there is no such store or it does not say."""
+def vocabulary_of(store: str, otherwise: int) -> int:
+    """Return the size of a store's vocabulary.
+
+    Args:
+        store: Prefix of the store; "" for none.
+        otherwise: The answer if there is no such store or it does not know.
+    """
     try:
-        return open_store(patient_store).vocab_size or otherwise if patient_store else otherwise
+        return open_store(store).vocab_size or otherwise if store else otherwise
     except (UserError, OSError):
         return otherwise

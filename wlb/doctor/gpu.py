@@ -1,6 +1,6 @@
-"""NVML's data about a rank's GPU: driver, NVLink between TP ranks, clocks and throttling, ECC.
+"""Checks of a rank's GPU by NVML: driver, NVLink between TP ranks, clocks and throttling, ECC.
 
-**None of these has run on a GPU**; they are tested with a stand-in for NVML.
+**These checks have not run on a GPU.** They are tested with a stand-in for NVML.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +14,25 @@ from wlb.doctor.facts import Facts, Patient
 from wlb.doctor.finding import Finding, failed, passed, skipped, warned
 from wlb.profile.device import THROTTLE_REASONS, handle_of
 
+# Texts of findings.
 NO_GPU = "ranks are on the CPU"
 INSTALL_NVML = "pip install nvidia-ml-py"
+# Reasons of throttling that mean a defect, and reasons that mean heat.
 BROKEN = frozenset({"hardware_slowdown", "hardware_thermal", "power_brake"})
 HOT = frozenset({"software_thermal"})
 
 
 class NoNvml(Exception):
-    """NVML is missing, or does not know a GPU; the message says why."""
+    """NVML is missing or does not know a GPU. The message says why."""
 
 
 @contextmanager
 def opened_nvml() -> Iterator[Any]:
-    """Started NVML; NoNvml if it does not start or refuses a query inside the block."""
+    """Start NVML for the block.
+
+    Raises:
+        NoNvml: If it does not start, or refuses a query in the block.
+    """
     nvml, why = start_nvml()
     if nvml is None:
         raise NoNvml(why)
@@ -39,7 +45,7 @@ def opened_nvml() -> Iterator[Any]:
 
 
 def driver(patient: Patient) -> Finding:
-    """The driver's CUDA against that of torch's build. Has not run on a GPU."""
+    """Check that the driver supports the CUDA version of torch's build. Has not run on a GPU."""
     name, facts = "driver", patient.facts
     if not patient.is_cuda or facts.gpu is None:
         return skipped(name, NO_GPU)
@@ -60,7 +66,7 @@ def driver(patient: Patient) -> Finding:
 
 
 def nvlink(patient: Patient) -> Finding:
-    """NVLink from this rank's GPU to those of its TP ranks on this node. Has not run on a GPU."""
+    """Check NVLink from this GPU to those of its TP ranks on the node. Has not run on a GPU."""
     name, gpu = "NVLink", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
@@ -71,14 +77,14 @@ def nvlink(patient: Patient) -> Finding:
         with opened_nvml() as nvml:
             own = handle_of(nvml, gpu.uuid)
             active, num_links = _links(nvml, own)
-            cut = [who for who, uuid in peers if not _is_linked(nvml, own, uuid)]
+            unlinked = [who for who, uuid in peers if not _is_linked(nvml, own, uuid)]
     except NoNvml as error:
         remedy = "let NVML see all GPUs of the node, or compare with nvidia-smi nvlink --status"
         return warned(name, str(error), remedy)
     found = f"{active} of {num_links} links are active"
-    if not cut:
+    if not unlinked:
         return passed(name, f"to all {len(peers)} other TP ranks of the node; {found}")
-    found = f"no NVLink to {', '.join(cut)}; {found}"
+    found = f"no NVLink to {', '.join(unlinked)}; {found}"
     if num_links and not active:
         remedy = "nvidia-smi nvlink --status; restart nvidia-fabricmanager, or leave the node out"
         return failed(name, found, remedy)
@@ -87,8 +93,12 @@ def nvlink(patient: Patient) -> Finding:
 
 
 def tp_peers(patient: Patient) -> list[tuple[str, str]]:
-    """(who, UUID) of GPUs of this node that hold TP ranks beside this one; without a mesh all
-    visible GPUs, if the layout has TP.
+    """Return the GPUs of this node with which this rank does tensor parallelism.
+
+    Without a mesh, all visible GPUs count, if the layout has TP.
+
+    Returns:
+        Name and UUID of each GPU.
     """
     gpu, mesh = patient.facts.gpu, patient.mesh
     if gpu is None or patient.spec.parallel.tp == 1:
@@ -116,7 +126,7 @@ def _is_linked(nvml: Any, own: Any, uuid: str) -> bool:
 
 
 def _links(nvml: Any, handle: Any) -> tuple[int, int]:
-    """Active links and links that the GPU has; (0, 0) without NVLink."""
+    """Return the numbers of active and of all NVLinks of a GPU; (0, 0) without NVLink."""
     active = count = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -128,9 +138,11 @@ def _links(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -> Finding:
-    """Throttling and clocks while the GPU multiplies matrices. Has not run on a GPU.
+    """Check clocks and throttling while the GPU multiplies matrices. Has not run on a GPU.
 
-    under_load: keeps the GPU busy and calls its argument meanwhile.
+    Args:
+        patient: Inputs of the check.
+        under_load: Keeps the GPU busy, and calls its argument meanwhile.
     """
     name, gpu = "clocks", patient.facts.gpu
     if gpu is None:
@@ -150,11 +162,11 @@ def clocks(patient: Patient, under_load: Callable[[Callable[[], None]], None]) -
             application = _application_clock(nvml, handle)
     except NoNvml as error:
         return warned(name, str(error), INSTALL_NVML)
-    return _of_clocks(name, seen, rates, application)
+    return _judge_clocks(name, seen, rates, application)
 
 
 def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
-    """The set and the default clock of the SMs in MHz; newer GPUs have none to set."""
+    """Return the configured and default SM clock in MHz; None if newer GPUs have none."""
     try:
         return (
             nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM),
@@ -164,9 +176,17 @@ def _application_clock(nvml: Any, handle: Any) -> tuple[int, int] | None:
         return None
 
 
-def _of_clocks(
+def _judge_clocks(
     name: str, seen: set[str], rates: list[int], application: tuple[int, int] | None
 ) -> Finding:
+    """Judge what was read under load.
+
+    Args:
+        name: Name of the check.
+        seen: Reasons of throttling.
+        rates: Clock of the SMs at each reading, in MHz.
+        application: Configured and default clock of the SMs; None if neither can be set.
+    """
     found = f"SM clock {min(rates)} to {max(rates)} MHz under load"
     reasons = sorted(seen - {"idle"})
     if reasons:
@@ -183,8 +203,9 @@ def _of_clocks(
 
 
 def memory_errors(patient: Patient) -> Finding:
-    """ECC errors since the driver was loaded, and rows of memory to be remapped. Has not run on a
-    GPU.
+    """Check for ECC errors since the driver was loaded, and for memory rows to be remapped.
+
+    This has not run on a GPU.
     """
     name, gpu = "ECC", patient.facts.gpu
     if gpu is None:
@@ -211,7 +232,10 @@ def memory_errors(patient: Patient) -> Finding:
 
 
 def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
-    """(correctable, uncorrectable, pending, failed); zeros for GPUs that remap none."""
+    """Return NVML's counts of remapped memory rows: correctable, uncorrectable, pending, failed.
+
+    GPUs that cannot remap rows have zeros.
+    """
     try:
         return tuple(nvml.nvmlDeviceGetRemappedRows(handle))
     except nvml.NVMLError:
@@ -219,8 +243,13 @@ def _remapped_rows(nvml: Any, handle: Any) -> tuple[int, ...]:
 
 
 def equal_gpus(everyone: Sequence[Facts]) -> Finding:
-    """Whether all ranks have the device that the run asks for, and GPUs of one kind, as many as a
-    node's ranks; on rank 0, of all ranks' facts. Has not run on a GPU.
+    """Compare the devices of all ranks.
+
+    All ranks must have the device that the run asks for, and GPUs of one kind. A node should not
+    have more GPUs than ranks. This has not run on a GPU.
+
+    Args:
+        everyone: Facts of all ranks.
     """
     name = "GPUs"
     lacking: dict[str, list[Facts]] = {}
@@ -252,19 +281,25 @@ def equal_gpus(everyone: Sequence[Facts]) -> Finding:
 
 
 def _spare(facts: Facts) -> bool:
+    """Return whether a rank's node has more GPUs than ranks."""
     assert facts.gpu is not None
     is_alone = facts.one_gpu_each or facts.local_world_size == 1
     return not is_alone and facts.gpu.num_visible > facts.local_world_size
 
 
 def _hosts(ranks: Sequence[Facts]) -> str:
+    """Return the hosts of some ranks, each once."""
     return ", ".join(dict.fromkeys(facts.host for facts in ranks))
 
 
 def equal_software(everyone: Sequence[Facts]) -> Finding:
-    """Whether all ranks have the same versions; on rank 0, of all ranks' facts."""
+    """Compare the versions of software and the kernels on all ranks.
+
+    Args:
+        everyone: Facts of all ranks.
+    """
     name = "versions"
-    told = {
+    versions = {
         "wlb": [f.wlb for f in everyone],
         "torch": [f.torch for f in everyone],
         "python": [f.python for f in everyone],
@@ -272,16 +307,18 @@ def equal_software(everyone: Sequence[Facts]) -> Finding:
         "kernels": [f.kernels for f in everyone],
         "driver": [f.gpu.driver if f.gpu else "" for f in everyone],
     }
-    differing = {what: values for what, values in told.items() if len(set(values)) > 1}
+    differing = {what: values for what, values in versions.items() if len(set(values)) > 1}
     if differing:
         found = "; ".join(_by_host(what, values, everyone) for what, values in differing.items())
         remedy = "start all ranks in one environment or container, on nodes with one driver"
+        # Different drivers alone may work; anything else may compute or plan differently.
         return (warned if list(differing) == ["driver"] else failed)(name, found, remedy)
-    shown = [f"{what} {values[0]}" for what, values in told.items() if values[0]]
+    shown = [f"{what} {values[0]}" for what, values in versions.items() if values[0]]
     return passed(name, ", ".join(shown))
 
 
 def _by_host(what: str, values: Sequence[str], everyone: Sequence[Facts]) -> str:
+    """Return which hosts have which version."""
     hosts: dict[str, list[Facts]] = {}
     for value, facts in zip(values, everyone, strict=True):
         hosts.setdefault(value or "none", []).append(facts)

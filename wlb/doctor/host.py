@@ -1,6 +1,4 @@
-"""Resources of a rank on its node: cores near its GPU, file descriptors, shared memory, disk,
-memory.
-"""
+"""Checks a rank's resources on its node: CPU cores, open files, shared memory, disk and memory."""
 
 import resource
 import shutil
@@ -25,12 +23,15 @@ PCI, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 SHM, MEM_INFO = Path("/dev/shm"), Path("/proc/meminfo")
 
 SHM_A_RANK_BYTES = 64 << 20
-"""NCCL's buffers between GPUs of one node without peer access take tens of MB a rank."""
+"""Shared memory that NCCL may need per rank.
+
+Its buffers between GPUs of a node without peer access take tens of MB."""
 
 
 def descriptors(patient: Patient) -> Finding:
-    """Open files that rank 0, which has most, may need; `wlb.parallel.world.init` raises the soft
-    limit as far as the hard one allows.
+    """Check that the hard limit on open files is high enough for rank 0, which opens the most.
+
+    `wlb.parallel.world.init` raises the soft limit as far as the hard limit allows.
     """
     name, world = "file descriptors", patient.spec.parallel.world_size
     need = open_files_needed(0, world, patient.device.type)
@@ -48,29 +49,32 @@ def _limit(value: int) -> str:
 
 
 def numa(patient: Patient) -> Finding:
-    """Whether this process may run only on cores of its GPU's NUMA node. Has not run on a GPU;
-    tested with folders like sysfs.
+    """Check that this process runs only on cores of its GPU's NUMA node.
+
+    Tested with folders that look like sysfs, but not on a GPU.
     """
     name, gpu = "NUMA binding", patient.facts.gpu
     if gpu is None:
         return skipped(name, NO_GPU)
     try:
         node = int((PCI / gpu.bus / "numa_node").read_text("utf-8"))
-        near = cores_of((NODES / f"node{node}" / "cpulist").read_text("utf-8"))
+        local_cores = cores_of((NODES / f"node{node}" / "cpulist").read_text("utf-8"))
     except (OSError, ValueError):
         return skipped(name, f"sysfs names no NUMA node of {gpu.bus or gpu.name}")
     mine = affinity()
-    found = f"GPU on node {node}; {len(mine & near)} of this rank's {len(mine)} cores are there"
-    if mine <= near:
+    found = (
+        f"GPU on node {node}; {len(mine & local_cores)} of this rank's {len(mine)} cores are there"
+    )
+    if mine <= local_cores:
         return passed(name, found)
     how = "srun --cpu-bind=..., --gpu-bind=closest, or numactl --cpunodebind"
-    if mine & near:
+    if mine & local_cores:
         return warned(name, found, f"bind ranks near their GPUs: {how}")
     return warned(name, f"{found}: bound to another node", f"bind ranks near their GPUs: {how}")
 
 
 def cores_of(text: str) -> frozenset[int]:
-    """Cores of a list such as "0-3,8"."""
+    """Parse a list of cores such as "0-3,8"."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -80,7 +84,7 @@ def cores_of(text: str) -> frozenset[int]:
 
 
 def shared_memory(patient: Patient) -> Finding:
-    """Room in /dev/shm. Whether it is enough for NCCL has not been tried on a GPU."""
+    """Check the free space in /dev/shm. Whether it suffices for NCCL was not tried on a GPU."""
     name = "shared memory"
     try:
         usage = shutil.disk_usage(SHM)
@@ -97,7 +101,7 @@ def shared_memory(patient: Patient) -> Finding:
 
 
 def disk(patient: Patient) -> Finding:
-    """Room for checkpoints, of run.output_dir or of the folder above that exists."""
+    """Check the disk space for checkpoints, in run.output_dir or the closest folder above it."""
     name, spec = "disk for checkpoints", patient.spec
     folder = Path(spec.run.output_dir).absolute()
     while not folder.exists():
@@ -107,7 +111,7 @@ def disk(patient: Patient) -> Finding:
     most = most_at_once(spec)
     found = f"{folder} has {_size(free)} free; a checkpoint takes about {_size(one)}"
     there = len(list_complete(directory_of(spec) / "checkpoints"))
-    # As a run has it, which removes the oldest of several where a save finds no room.
+    # A run that finds the disk full removes its oldest checkpoint, if it has several.
     if free < one and there < 2:
         return failed(name, found, "free room there, or set run.output_dir to a larger disk")
     if free < (most - there) * one:
@@ -117,14 +121,15 @@ def disk(patient: Patient) -> Finding:
 
 
 def memory(patient: Patient) -> Finding:
-    """Free memory of this rank's device beside the run's estimate; on the CPU a share of the
-    system's available memory. Has not run on a GPU.
+    """Compare the free memory of this rank's device with the run's estimate.
+
+    On the CPU a rank has its share of the system's available memory. This has not run on a GPU.
     """
     name, spec = "memory", patient.spec
     budget = budget_of(spec, patient.device.type)
     try:
-        room = budget.planned_gib if budget else planned_gib(spec)
-        filled = with_s_max(spec, planned_gib=room)
+        available_gib = budget.planned_gib if budget else planned_gib(spec)
+        filled = with_s_max(spec, planned_gib=available_gib)
         filled, _ = within(filled, budget)
         check_budget(filled, budget)
         need = estimate_of(filled).total_bytes
@@ -152,6 +157,7 @@ def memory(patient: Patient) -> Finding:
 
 
 def _free_bytes(patient: Patient) -> tuple[int | None, str]:
+    """Return a rank's free memory (None if not known), and its whole memory as text."""
     if patient.is_cuda:
         free, total = torch.cuda.mem_get_info(patient.device)
         return free, _size(total)

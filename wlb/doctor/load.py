@@ -1,4 +1,4 @@
-"""Speed of matrix products on each rank, and ranks that are slower than the others."""
+"""Measures the speed of matrix products on each rank, and finds slow ranks."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,16 +11,22 @@ from wlb.doctor.facts import Facts
 from wlb.doctor.finding import Finding, passed, skipped, warned
 from wlb.doctor.network import synchronize
 
-SIZE = {"cpu": 512, "cuda": 8192}
+SIZE = {"cpu": 512, "cuda": 8192}  # rows and columns of the matrices
 SECONDS = {"cpu": (0.1, 0.5), "cuda": (0.5, 4.0)}
-"""Seconds of the measurement in a quick and in a full examination, by type of device."""
-AT_ONCE = 10
-LEAST_OF_MEDIAN = 0.9
+"""Seconds of the measurement in a quick and in a full examination."""
+AT_ONCE = 10  # products between two readings of the clocks
+LEAST_OF_MEDIAN = 0.9  # a GPU below this share of the median speed is slow
 
 
 def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[], None]) -> float:
-    """TFLOP/s of square products (bfloat16 on CUDA, float32 on the CPU). meanwhile: called while
-    the device computes. Has not run on a GPU.
+    """Measure the TFLOP/s of square products, bfloat16 on CUDA and float32 on the CPU.
+
+    This has not run on a GPU.
+
+    Args:
+        device: This rank's device.
+        is_quick: Whether to measure for a shorter time.
+        meanwhile: Called repeatedly while the device computes.
     """
     size, seconds = SIZE[device.type], SECONDS[device.type][not is_quick]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -38,8 +44,13 @@ def matrix_tflops(device: torch.device, *, is_quick: bool, meanwhile: Callable[[
 
 
 def speed_finding(tflops: Sequence[float], everyone: Sequence[Facts]) -> Finding:
-    """Slow GPUs among all ranks, on rank 0; cores of a CPU share caches and memory, so that their
-    speeds are shown and not judged. tflops: by rank, 0 where not measured.
+    """Find GPUs that are slower than the others.
+
+    Speeds of a CPU are shown and not judged, because its ranks share caches and memory.
+
+    Args:
+        tflops: Speed of each rank; 0 if not measured.
+        everyone: Facts of all ranks.
     """
     check = "matrix products"
     measured = [speed for speed in tflops if speed]

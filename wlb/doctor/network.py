@@ -1,8 +1,10 @@
-"""Every communicator of a layout: made, its sums checked, its bandwidth measured.
+"""Uses every communicator of a layout, checks its results, and measures its bandwidth.
 
-Bandwidth follows nccl-tests (bytes that a rank puts on the wire over time). All groups of an axis
-run at once, as in training. **Over NCCL this has not run**; over Gloo figures are shown and not
-judged, because they depend on other work of the cores.
+Bandwidth is defined as in nccl-tests: bytes that a rank puts on the wire, over time. All groups of
+an axis run at once, as in training.
+
+**This has not run with NCCL.** With Gloo, bandwidth is shown and not judged, because it depends on
+other work of the cores.
 """
 
 import time
@@ -23,16 +25,15 @@ from wlb.parallel.mesh import used_groups
 from wlb.spec import ExchangeChoice
 
 WORLD = "world"
+# Collective that is measured on an axis; all-gather, their main collective, on axes not named here.
 OPS = {WORLD: Collective.ALL_REDUCE, "replicate": Collective.ALL_REDUCE}
 OPS |= dict.fromkeys(LINKS, Collective.P2P)
-"""Collective that is measured on an axis; on other axes it is the all-gather, their main
-collective."""
 SIZES = {"cpu": (1 << 20, 1 << 24), "cuda": (1 << 24, 1 << 28)}
 """Bytes of the whole buffer in a quick and in a full examination."""
-REPEATS = (5, 20)
+REPEATS = (5, 20)  # measured calls in a quick and in a full examination
 ROWS = " rows"
-"""End of the name under which an all-to-all of keys' rows over an axis is told."""
-LEAST_OF_PROFILE = 0.5
+"""Suffix of an axis' name for the all-to-all of key rows over that axis."""
+LEAST_OF_PROFILE = 0.5  # a link below this share of the profile's bandwidth is slow
 REMEDY = (
     "NCCL_DEBUG=INFO shows the transport; compare with nccl-tests, see NCCL_SOCKET_IFNAME and "
     "NCCL_IB_HCA, and leave out nodes that stay slow"
@@ -41,28 +42,27 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTiming:
-    """One communicator, as one rank measured it. first_s: of all first calls.
-    latency_s: of 8 bytes. seconds: of size_bytes. is_right: sums and rows were as they must be.
-    axis: with `ROWS` at its end, an all-to-all of equal parts, which puts an all-gather's bytes on
-    the wire; op is what prices it, P2P between nodes.
-    """
+    """One communicator, as one rank measured it."""
 
-    axis: str
-    ranks: tuple[int, ...]
+    axis: str  # name of the axis, with the suffix `ROWS` for an all-to-all of equal parts
+    ranks: tuple[int, ...]  # ranks of the group
+    # Collective whose bytes on the wire it has; an all-to-all of equal parts has those of an
+    # all-gather.
     op: Collective
-    size_bytes: int
-    first_s: float
-    latency_s: float
-    seconds: float
-    is_right: bool
+    size_bytes: int  # whole buffer
+    first_s: float  # all first calls together, which connect the ranks
+    latency_s: float  # a call with 8 bytes
+    seconds: float  # a call with size_bytes
+    is_right: bool  # whether all results were right
 
     @property
     def bytes_per_s(self) -> float:
+        """Bytes that a rank puts on the wire per second."""
         return self.size_bytes * self.op.wire_share(len(self.ranks)) / self.seconds
 
 
 def measure_groups(patient: Patient) -> list[GroupTiming]:
-    """This rank's communicators, one after the other; a collective call."""
+    """Measure this rank's communicators one after the other. A collective call."""
     if patient.mesh is None:
         return []
     used = used_groups(patient.mesh)
@@ -74,7 +74,13 @@ def measure_groups(patient: Patient) -> list[GroupTiming]:
 
 
 def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
-    """The all-to-all by which CP ranks bring each other the rows that they read."""
+    """Measure the all-to-all with which CP ranks exchange the rows that they read.
+
+    Args:
+        axis: Name of the axis.
+        group: Its communicator.
+        patient: Inputs of the check.
+    """
     device, count, is_full = patient.device, group.size(), not patient.is_quick
     size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
     began = time.perf_counter()
@@ -82,10 +88,10 @@ def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> Group
     is_right = all(found.item() == due.item() for _, found, due in calls)
     first_s = time.perf_counter() - began
     repeats, parts = REPEATS[is_full], [size // 4 // count] * count
-    small, own = torch.zeros(count, device=device), torch.zeros(sum(parts), device=device)
+    small, large = torch.zeros(count, device=device), torch.zeros(sum(parts), device=device)
     ones = [1] * count
 
-    def bring(rows: torch.Tensor, splits: list[int]) -> Callable[[], object]:
+    def exchange_of(rows: torch.Tensor, splits: list[int]) -> Callable[[], object]:
         return lambda: collectives.all_to_all(rows, splits, splits, group)
 
     return GroupTiming(
@@ -94,20 +100,27 @@ def measure_rows(axis: str, group: dist.ProcessGroup, patient: Patient) -> Group
         op=Collective.ALL_GATHER,
         size_bytes=size,
         first_s=first_s,
-        latency_s=_seconds(bring(small, ones), device, repeats),
-        seconds=_seconds(bring(own, parts), device, repeats),
+        latency_s=_seconds(exchange_of(small, ones), device, repeats),
+        seconds=_seconds(exchange_of(large, parts), device, repeats),
         is_right=is_right,
     )
 
 
 def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> GroupTiming:
+    """Measure the main collective of a communicator, and check its result.
+
+    Args:
+        axis: Name of the axis.
+        group: Its communicator.
+        patient: Inputs of the check.
+    """
     device, count = patient.device, group.size()
     op = OPS.get(axis, Collective.ALL_GATHER)
     is_full = not patient.is_quick
     size = SIZES[device.type][is_full] // (4 * count) * (4 * count)
     began = time.perf_counter()
     calls = list(checked_collectives(axis, group, device))
-    # The calls of item() wait for the device.
+    # item() waits for the device, so first_s includes the calls themselves.
     is_right = all(found.item() == due.item() for _, found, due in calls)
     first_s = time.perf_counter() - began
     small, repeats = torch.zeros(2, device=device), REPEATS[is_full]
@@ -129,11 +142,10 @@ def measure_group(axis: str, group: dist.ProcessGroup, patient: Patient) -> Grou
 def _call(
     op: Collective, group: dist.ProcessGroup, size: int, device: torch.device
 ) -> tuple[Callable[[], object], Callable[[], bool]]:
-    """A function that runs the collective, and one that tells whether its last result is right."""
+    """Return a function that runs the collective, and one that checks its last result."""
     rank, count = dist.get_rank(group), group.size()
     if op == Collective.ALL_REDUCE:
-        # The buffer holds zeros, because it is reduced in place many times and other sums would
-        # overflow.
+        # Zeros, because the buffer is reduced in place many times and other sums would overflow.
         total = torch.zeros(size // 4, device=device)
         return lambda: dist.all_reduce(total, group=group), lambda: not bool(total.any())
     if op == Collective.P2P:
@@ -152,7 +164,7 @@ def _call(
 def _shift(
     sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Sends to the next rank and receives from the one before, around the group."""
+    """Return a function that sends around the group: to the next rank, from the one before."""
     rank, count = dist.get_rank(group), group.size()
     following, before = (dist.get_global_rank(group, (rank + i) % count) for i in (1, -1))
 
@@ -166,7 +178,7 @@ def _shift(
 
 
 def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Mean over the repeats, after one that is not counted."""
+    """Return the mean time of a call, after a first call that is not counted."""
     call()
     synchronize(device)
     began = time.perf_counter()
@@ -177,6 +189,7 @@ def _seconds(call: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -184,20 +197,25 @@ def synchronize(device: torch.device) -> None:
 def link_findings(
     timings: Sequence[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> list[Finding]:
-    """A finding an axis, on rank 0. profile: source of the bandwidths to compare with; None = no
-    comparison.
+    """Return one finding per axis. For rank 0.
+
+    Args:
+        timings: Measurements of all ranks.
+        everyone: Facts of all ranks.
+        profile: Profile whose bandwidths are compared; None compares none.
     """
     by_axis: dict[str, list[GroupTiming]] = {}
     for timing in timings:
         by_axis.setdefault(timing.axis, []).append(timing)
     if not by_axis:
         return [skipped("communicators", "one rank has none", "start the layout's ranks")]
-    return [_of_axis(axis, found, everyone, profile) for axis, found in by_axis.items()]
+    return [_axis_finding(axis, found, everyone, profile) for axis, found in by_axis.items()]
 
 
-def _of_axis(
+def _axis_finding(
     axis: str, found: list[GroupTiming], everyone: Sequence[Facts], profile: KernelProfile | None
 ) -> Finding:
+    """Judge the communicators of one axis: wrong results fail, slow links are a warning."""
     check, groups = f"communicator {axis}", {timing.ranks for timing in found}
     wrong = {timing.ranks for timing in found if not timing.is_right}
     if wrong:
@@ -223,7 +241,7 @@ def _of_axis(
 
 
 def expected_bytes_per_s(timing: GroupTiming, profile: KernelProfile) -> float:
-    """Bandwidth on the wire that the profile prices this call with, its start included."""
+    """Return the bandwidth on the wire that the profile predicts, latency included."""
     count, span = len(timing.ranks), max(timing.ranks) - min(timing.ranks) + 1
     if timing.axis.endswith(ROWS) and span > profile.ranks_per_node:
         return link_bandwidths(profile).between

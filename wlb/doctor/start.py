@@ -1,7 +1,7 @@
-"""An examination: the ranks of a launcher, local ones, or this process alone; one table of all.
+"""Examines the ranks of a launcher, local ranks, or this process alone, and shows one table.
 
-Each check is a small function that returns a `Finding`. Ranks first examine their nodes and then,
-together, the connections between them; rank 0 gathers and reports all findings.
+Each check is a small function that returns a `Finding`. First each rank examines its node. Then all
+ranks examine the connections between them. Rank 0 gathers and shows all findings.
 """
 
 import socket
@@ -29,14 +29,17 @@ from wlb.spec import RunSpec, check, resolve_dp
 from wlb.train.refuse import with_backend
 
 MOST_LOCAL_RANKS = 16
-"""Local ranks on the CPU, which a node that only submits jobs can bear."""
+"""Most local ranks on the CPU. A node that only submits jobs can bear that many."""
+# Remedy for ranks that do not answer.
 LOOK = "see the logs of these ranks' nodes (srun's output, dmesg), or leave the nodes out"
 START = "start"
-MEETING = "first collective"
+FIRST_COLLECTIVE = "first collective"
 HOST = socket.gethostname()
+# Remedy for a check that raised an error.
 CRASHED = "a check itself raised an error: report it with this line"
-Tell = Callable[[Sequence[Finding]], None]
+Show = Callable[[Sequence[Finding]], None]
 
+# Checks that each rank makes of its own node, in the order of the table.
 NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
     gpu.driver,
     gpu.nvlink,
@@ -51,13 +54,11 @@ NODE_CHECKS: tuple[Callable[[Patient], Finding], ...] = (
 
 
 class Options(NamedTuple):
-    """is_quick: about ten seconds, fewer and smaller measurements. limit_s: time that a stage may
-    take. tell: shows the findings; rank 0 calls it, so for local ranks it must be picklable.
-    """
+    """How an examination is made."""
 
-    is_quick: bool
-    limit_s: float
-    tell: Tell
+    is_quick: bool  # make fewer and smaller measurements, in about ten seconds
+    limit_s: float  # seconds that a stage may take
+    show: Show  # shows findings; rank 0 calls it, so for local ranks it must be picklable
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,17 +66,28 @@ class RankReport:
     """Findings and measurements of one rank."""
 
     findings: list[Finding] = field(default_factory=list[Finding])
+    # Of its communicators.
     timings: list[network.GroupTiming] = field(default_factory=list[network.GroupTiming])
-    tflops: float = 0.0
-    wait_s: float = 0.0
+    tflops: float = 0.0  # speed of matrix products; 0 if not measured
+    wait_s: float = 0.0  # time that it waited at the first collective
 
 
 def examine(spec: RunSpec, options: Options) -> bool:
-    """Examine the machine, or all ranks of a launcher, for a run of `spec`; whether nothing failed,
-    the same on all ranks. UserError for a layout that does not fit the launcher's ranks.
+    """Examine the machines for a run.
 
-    Without a launcher, a layout that is larger than this machine is examined by one process, which
-    skips the checks between ranks.
+    Under a launcher, its ranks are examined. Otherwise local ranks are started if the layout fits
+    on this machine. If it does not, this process alone examines the machine and skips the checks
+    between ranks.
+
+    Args:
+        spec: The run.
+        options: How to examine.
+
+    Returns:
+        Whether nothing failed, the same on all ranks.
+
+    Raises:
+        UserError: If the layout does not fit the launcher's ranks.
     """
     world = worlds.discover()
     if world is not None:
@@ -90,7 +102,10 @@ def examine(spec: RunSpec, options: Options) -> bool:
 
 
 def _filled(spec: RunSpec, world_size: int) -> RunSpec:
-    """The spec with dp and a vocabulary size for estimates; the store's if there is one."""
+    """Fill in the data-parallel size and a vocabulary size for estimates.
+
+    The vocabulary is that of the run's token store if there is one.
+    """
     spec = resolve_dp(spec, world_size)
     size = spec.model.vocab_size
     size = size or folder.vocabulary_of(spec.data.store, spec.data.bpe_vocab_size)
@@ -98,7 +113,11 @@ def _filled(spec: RunSpec, world_size: int) -> RunSpec:
 
 
 def _device_kind(spec: RunSpec, world: World) -> tuple[str, str]:
-    """Kind of device, and why it is not the one that the run asks for."""
+    """Choose the kind of device.
+
+    Returns:
+        "cpu" or "cuda", and why it is not the device that the run asks for ("" if it is).
+    """
     local, own = world.local_world_size, world.one_gpu_each
     try:
         choice = worlds.choose_device(spec.run.device, local_ranks=local, one_gpu_each=own)
@@ -108,71 +127,83 @@ def _device_kind(spec: RunSpec, world: World) -> tuple[str, str]:
 
 
 def examine_rank(world: World, spec: RunSpec, options: Options) -> bool:
-    """One rank's part; whether nothing failed on any rank."""
+    """Examine as one rank.
+
+    Args:
+        world: This rank's place among the processes of the launcher.
+        spec: The run, with derived values filled in.
+        options: How to examine.
+
+    Returns:
+        Whether nothing failed on any rank.
+    """
     kind, problem = _device_kind(spec, world)
     device = worlds.rank_device(world, kind)
     report = RankReport()
 
-    def tell_late(stage: str, late: Sequence[int]) -> None:
+    def show_late(stage: str, late: Sequence[int]) -> None:
         found = f"{_who(late, world)} did not end {stage!r} within {options.limit_s:g} s"
-        options.tell([*report.findings, failed("hanging ranks", found, LOOK)])
+        options.show([*report.findings, failed("hanging ranks", found, LOOK)])
 
-    limit = StageLimit(world.rank, options.limit_s, tell_late)
+    limit = StageLimit(world.rank, options.limit_s, show_late)
     arrived = time.perf_counter()
     # Ranks on different kinds of devices cannot form a process group.
     if problem and world.world_size > 1:
-        options.tell([gpu.equal_gpus([_tried_facts(world, device, problem)])])
+        options.show([gpu.equal_gpus([_tried_facts(world, device, problem)])])
         return False
     if world.world_size > 1:
         try:
             worlds.init(world, device, timeout_s=options.limit_s)
-        # The limit on open files is too low, or the port is taken.
+        # For example: the limit on open files is too low, or the port is taken.
         except UserError as error:
-            options.tell([failed("rendezvous", f"{HOST}: {error}", LOOK)])
+            options.show([failed("rendezvous", f"{HOST}: {error}", LOOK)])
             return False
         # torch raises DistError here, Gloo a plain RuntimeError.
         except RuntimeError as error:
             if world.rank == 0:
-                options.tell([_no_meeting(error, world)])
+                options.show([_failed_rendezvous(error, world)])
             return False
-        # Collectives time out after the stage's limit, because that names the late ranks and a
-        # collective does not.
+        # Collectives time out later than the stage, because the stage's limit can name the late
+        # ranks.
         limit_collectives(options.limit_s + 2 * GRACE_S)
         limit.join()
-        # This stage ends at once, so that only ranks that never start lack it.
+        # An empty stage, so that only ranks that never start are missing from it.
         with limit.stage(START):
             pass
     try:
         if world.world_size > 1:
-            # Gloo connects ranks at their first message.
-            with limit.stage(MEETING):
+            # Gloo connects ranks only at their first message.
+            with limit.stage(FIRST_COLLECTIVE):
                 report.wait_s = times.wait_for_all(arrived)
         return _examined(world, spec, device, problem, options, limit, report)
-    # torch raises this in a collective whose peers are gone.
+    # torch raises RuntimeError in a collective if another rank is gone.
     except RuntimeError as error:
         if world.rank:
             raise
         stage, late = limit.missing()
         found = f"{_who(late, world)} did not end {stage!r}: {_line(error)}"
-        options.tell([*report.findings, failed("communication", found, LOOK)])
+        options.show([*report.findings, failed("communication", found, LOOK)])
         return False
     finally:
         worlds.shutdown()
 
 
 def _who(late: Sequence[int], world: World) -> str:
+    """Return which ranks are late, as the subject of a sentence."""
     if len(late) == world.world_size > 1:
         return f"all {world.world_size} ranks, some of which wait for the others,"
     return f"rank {ranges(late)}"
 
 
 def _line(error: Exception) -> str:
+    """Return the first line of an error."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
 
 
-def _no_meeting(error: RuntimeError, world: World) -> Finding:
+def _failed_rendezvous(error: RuntimeError, world: World) -> Finding:
+    """Return the finding that ranks could not connect to each other."""
     remedy = "check that all ranks started and reach the first node's address (GLOO_SOCKET_IFNAME)"
-    found = f"{world.world_size} ranks did not meet: {_line(error)}"
+    found = f"{world.world_size} ranks did not connect: {_line(error)}"
     return failed("rendezvous", found, remedy)
 
 
@@ -185,6 +216,11 @@ def _examined(
     limit: StageLimit,
     report: RankReport,
 ) -> bool:
+    """Make all checks in stages, and let rank 0 show the findings.
+
+    The stages: gather facts of all ranks; build the mesh; check each node; check connections;
+    measure kernels; gather the reports. Whether nothing failed is returned on all ranks.
+    """
     with limit.stage("facts of all ranks"):
         mine = replace(_tried_facts(world, device, problem), kernels=_kernels_of(spec, device))
         everyone = [mine]
@@ -212,24 +248,24 @@ def _examined(
             report.findings += [folder.shared_folder(patient), *_not_started(spec)]
     with limit.stage("kernels and matrix products"):
         report.findings += _tried(attention.kernels, patient)
-        report.findings += _tried(lambda p: _loaded(p, report), patient, name="matrix products")
+        report.findings += _tried(
+            lambda p: _clocks_under_load(p, report), patient, name="matrix products"
+        )
     with limit.stage("gathering"):
         reports = _gathered(report, world)
-        ended = False
+        is_well = False
         if world.rank == 0:
-            told = _joined(reports, patient, unequal)
-            options.tell(told)
-            ended = not is_failed(told)
-        verdict = [ended]
+            findings = _joined(reports, patient, unequal)
+            options.show(findings)
+            is_well = not is_failed(findings)
+        verdict = [is_well]
         if world.world_size > 1:
             dist.broadcast_object_list(verdict, src=0, group=host_group())
     return verdict[0]
 
 
 def _kernels_of(spec: RunSpec, device: torch.device) -> str:
-    """Names of the kernels that would compute the run on this rank, which must be the same on
-    all.
-    """
+    """Return the names of the kernels that would compute the run on this rank, to compare ranks."""
     try:
         fused = ", fused" if fused_of(spec, device).fused else ""
         return f"{kernel_of(spec, device).kernel}{fused}"
@@ -238,15 +274,16 @@ def _kernels_of(spec: RunSpec, device: torch.device) -> str:
 
 
 def _tried_facts(world: World, device: torch.device, problem: str) -> Facts:
+    """Collect this rank's facts; if its GPU cannot be opened, facts that say so."""
     try:
         return facts_of(world, device, problem)
-    # torch cannot open the GPU.
+    # torch raises it if it cannot open the GPU.
     except RuntimeError as error:
         return facts_of(world, torch.device("cpu"), f"{device}: {error}")
 
 
 def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> None:
-    """Run the checks that all ranks make together; none may be skipped by a single rank."""
+    """Make the checks between ranks. All ranks must make each of them, or the others would hang."""
     with limit.stage("clock skew"):
         report.findings += times.clock_skew(patient)
     with limit.stage("shared folder"):
@@ -256,6 +293,7 @@ def _between_ranks(patient: Patient, limit: StageLimit, report: RankReport) -> N
 
 
 def _not_started(spec: RunSpec) -> list[Finding]:
+    """Return a finding if this process alone stands for a layout of several ranks."""
     num_ranks = spec.parallel.world_size
     if num_ranks == 1:
         return []
@@ -263,8 +301,8 @@ def _not_started(spec: RunSpec) -> list[Finding]:
     return [skipped("ranks", found, "srun or torchrun wlb doctor ..., or sbatch slurm/doctor.sh")]
 
 
-def _loaded(patient: Patient, report: RankReport) -> Finding:
-    """Clocks of the GPU while it multiplies matrices, whose speed goes into the report."""
+def _clocks_under_load(patient: Patient, report: RankReport) -> Finding:
+    """Check the GPU's clocks while it multiplies matrices, and report their speed."""
 
     def under_load(meanwhile: Callable[[], None]) -> None:
         report.tflops = load.matrix_tflops(
@@ -273,6 +311,7 @@ def _loaded(patient: Patient, report: RankReport) -> Finding:
 
     finding = gpu.clocks(patient, under_load)
     if not report.tflops:
+        # The check of clocks was skipped, so the speed was not measured yet.
         under_load(lambda: None)
     return finding
 
@@ -280,8 +319,9 @@ def _loaded(patient: Patient, report: RankReport) -> Finding:
 def _tried(
     one: Callable[[Patient], Finding | list[Finding]], patient: Patient, name: str = ""
 ) -> list[Finding]:
-    """The findings of a check; an error that it raises is a finding too, because the other ranks
-    and checks go on.
+    """Return the findings of a check; if it raises an error, a finding that says so.
+
+    Other checks, and other ranks, continue in any case.
     """
     try:
         found = one(patient)
@@ -291,17 +331,18 @@ def _tried(
 
 
 def _gathered(report: RankReport, world: World) -> list[RankReport]:
-    """All reports on rank 0, its own on others."""
+    """Gather the reports of all ranks on rank 0; other ranks get only their own."""
     if world.world_size == 1:
         return [report]
-    told: list[RankReport] = [report] * world.world_size
-    dist.gather_object(report, told if world.rank == 0 else None, dst=0, group=host_group())
-    return told
+    gathered: list[RankReport] = [report] * world.world_size
+    dist.gather_object(report, gathered if world.rank == 0 else None, dst=0, group=host_group())
+    return gathered
 
 
 def _joined(
     reports: Sequence[RankReport], patient: Patient, compared: Sequence[Finding]
 ) -> list[Finding]:
+    """Make the table: findings of all ranks joined, and findings that compare ranks."""
     everyone = patient.everyone
     hosts = [facts.host for facts in everyone]
     found = [*compared, *merged([report.findings for report in reports], hosts)]
@@ -317,6 +358,7 @@ def _joined(
 
 
 def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
+    """Return the run's kernel profile; if there is none, None and a finding."""
     kind = patient.device.type
     try:
         return workload_for(with_backend(patient.spec, kind), kind).profile, []
@@ -325,5 +367,5 @@ def _profile(patient: Patient) -> tuple[KernelProfile | None, list[Finding]]:
 
 
 def counts(findings: Sequence[Finding]) -> dict[Verdict, int]:
-    """How many rows have each verdict."""
+    """Count the findings with each verdict."""
     return {verdict: sum(f.verdict == verdict for f in findings) for verdict in Verdict}

@@ -1,4 +1,4 @@
-"""Clocks of nodes compared with rank 0's, and ranks that start late."""
+"""Compares the clocks of nodes with rank 0's, and finds ranks that start late."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,36 +12,50 @@ from wlb.doctor.facts import Patient
 from wlb.doctor.finding import Finding, failed, passed, warned
 from wlb.parallel.host import all_reduce_hosts, host_group
 
-APART_WARN_S, APART_FAIL_S = 0.1, 60.0
-"""Logs and traces of ranks no longer compare; file servers and certificates no longer agree."""
-LATE_S = 10.0
-ROUNDS = 8
+# With a difference of 0.1 s, logs and traces of ranks cannot be compared. With a minute, file
+# servers and certificates fail.
+SKEW_WARN_S, SKEW_FAIL_S = 0.1, 60.0
+LATE_S = 10.0  # how much later than the median rank a late rank comes
+ROUNDS = 8  # exchanges with each node, of which the fastest counts
 NTP = "start chronyd or ntpd on the nodes"
 
 
 class Exchange(NamedTuple):
-    """One question of rank 0 for another clock: Unix times in seconds."""
+    """One question to another clock and its answer, in Unix seconds."""
 
-    asked: float
-    theirs: float
-    answered: float
+    sent: float  # rank 0's clock when it asked
+    theirs: float  # the other clock's answer
+    received: float  # rank 0's clock when the answer arrived
 
 
-def apart(exchanges: Sequence[Exchange]) -> tuple[float, float]:
-    """How far the other clock is ahead in seconds, and by how much that may be wrong: half of the
-    shortest round trip, whose middle is taken for the moment of the answer.
+def clock_offset(exchanges: Sequence[Exchange]) -> tuple[float, float]:
+    """Estimate how far the other clock is ahead, from the exchange with the shortest round trip.
+
+    The answer is assumed to be given in the middle of the round trip.
+
+    Returns:
+        Seconds that the other clock is ahead, and the largest error of that: half of the round
+            trip.
     """
-    best = min(exchanges, key=lambda e: e.answered - e.asked)
-    return best.theirs - (best.asked + best.answered) / 2, (best.answered - best.asked) / 2
+    best = min(exchanges, key=lambda e: e.received - e.sent)
+    return best.theirs - (best.sent + best.received) / 2, (best.received - best.sent) / 2
 
 
 def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[Finding]:
-    """Rank 0 asks one rank of each other node in turn, over Gloo; a collective call.
+    """Compare the clocks of nodes: rank 0 asks one rank of each other node. A collective call.
 
-    The finding is rank 0's alone. Between two nodes it has not run.
+    It has not run between two nodes.
+
+    Args:
+        patient: Inputs of the check.
+        now: Returns the Unix time.
+
+    Returns:
+        A finding on rank 0; none on other ranks.
     """
     leaders = [facts for facts in patient.everyone if facts.local_rank == 0 and facts.rank]
     mine, group = torch.zeros(1, dtype=torch.float64), host_group()
+    # Other ranks answer with their time, if they are the first rank of their node.
     if patient.world.rank:
         for facts in leaders:
             if facts.rank == patient.world.rank:
@@ -53,37 +67,54 @@ def clock_skew(patient: Patient, now: Callable[[], float] = time.time) -> list[F
     for facts in leaders:
         exchanges: list[Exchange] = []
         for _ in range(ROUNDS):
-            asked = now()
+            sent = now()
             dist.send(mine, dst=facts.rank, group=group)
             dist.recv(mine, src=facts.rank, group=group)
-            exchanges.append(Exchange(asked, float(mine), now()))
-        found[f"rank {facts.rank} ({facts.host})"] = apart(exchanges)
+            exchanges.append(Exchange(sent, float(mine), now()))
+        found[f"rank {facts.rank} ({facts.host})"] = clock_offset(exchanges)
     return [skew_finding(found)]
 
 
 def skew_finding(found: dict[str, tuple[float, float]]) -> Finding:
-    """found: seconds ahead and their uncertainty, by who."""
+    """Judge the differences between clocks.
+
+    Args:
+        found: Seconds that a clock is ahead and the uncertainty, by rank and host.
+    """
     check = "clock skew"
     if not found:
         return passed(check, "one node has one clock")
-    who, (ahead_s, about_s) = max(found.items(), key=lambda item: abs(item[1][0]))
-    text = f"{who} is {ahead_s * 1e3:+.2f} ms (+-{about_s * 1e3:.2f}) from rank 0"
-    if abs(ahead_s) > APART_FAIL_S:
+    name, (ahead_s, uncertainty_s) = max(found.items(), key=lambda item: abs(item[1][0]))
+    text = f"{name} is {ahead_s * 1e3:+.2f} ms (+-{uncertainty_s * 1e3:.2f}) from rank 0"
+    if abs(ahead_s) > SKEW_FAIL_S:
         return failed(check, text, NTP)
-    if abs(ahead_s) > APART_WARN_S + about_s:
+    if abs(ahead_s) > SKEW_WARN_S + uncertainty_s:
         return warned(check, text, f"{NTP}; logs and traces of ranks do not compare")
     return passed(check, f"at most: {text}")
 
 
 def wait_for_all(arrived: float) -> float:
-    """Seconds from `arrived` (time.perf_counter) until the last rank came; a collective call."""
+    """Wait for all ranks. A collective call.
+
+    Args:
+        arrived: time.perf_counter when this rank started.
+
+    Returns:
+        Seconds from then until the last rank came.
+    """
     all_reduce_hosts(torch.zeros(1))
     return time.perf_counter() - arrived
 
 
 def late_finding(waits_s: Sequence[float], hosts: Sequence[str]) -> Finding:
-    """The rank that all waited for, if it came `LATE_S` after the median rank. waits_s: by rank."""
+    """Warn of ranks that came more than `LATE_S` after the median rank.
+
+    Args:
+        waits_s: Seconds that each rank waited for the last one.
+        hosts: Host of each rank.
+    """
     check = "late ranks"
+    # A rank that waited less than the median rank came later than it.
     late_s = [median(waits_s) - wait for wait in waits_s]
     late = [rank for rank, behind in enumerate(late_s) if behind > LATE_S]
     if late:

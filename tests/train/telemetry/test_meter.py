@@ -199,7 +199,7 @@ REFUSED = [
     (
         {},
         {"training": {"steps": 6, "recompute": "full"}},
-        "training.recompute = full backward holds",
+        "training.recompute = full backward includes",
     ),
     ({"warmup_steps": 6}, {}, r"training.steps = 6 are all warm-up \(telemetry.warmup_steps = 6\)"),
 ]

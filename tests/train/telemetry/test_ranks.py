@@ -76,7 +76,7 @@ def test_the_slowest_straggler_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
     seen = watch()
     assert [s.rank for s in seen.update(table([130, 100, 100, 100, 100, 160][:4]))] == [0]
     assert [s.rank for s in seen.update(table([130, 100, 100, 190]))] == [3]  # median 115
-    assert [s.rank for s in watch().see(table([160, 100, 300, 100]))] == [2, 0]
+    assert [s.rank for s in watch().update(table([160, 100, 300, 100]))] == [2, 0]
 
 
 def test_few_ranks_are_drawn_whatever_the_layout() -> None:
